@@ -1,0 +1,46 @@
+"""Holdfast: an LLM inference engine that plans its memory, takes it once, and holds it.
+
+The names below are imported on first use, so that `import holdfast` costs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.config import EngineConfig
+    from holdfast.engine.async_llm import AsyncLLM
+    from holdfast.engine.llm import LLM
+    from holdfast.request.outputs import CompletionOutput, RequestOutput
+    from holdfast.request.sampling_params import SamplingParams
+    from holdfast.errors import HoldfastError
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "HoldfastError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+_HOMES = {
+    "LLM": "holdfast.engine.llm",
+    "AsyncLLM": "holdfast.engine.async_llm",
+    "CompletionOutput": "holdfast.request.outputs",
+    "EngineConfig": "holdfast.config",
+    "HoldfastError": "holdfast.errors",
+    "RequestOutput": "holdfast.request.outputs",
+    "SamplingParams": "holdfast.request.sampling_params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

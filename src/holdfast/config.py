@@ -1,0 +1,155 @@
+"""EngineConfig: every setting of an engine, frozen and validated; unknown names raise and suggest the nearest; no torch."""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+from holdfast.memory.sizes import parse_bytes
+from holdfast.quant.formats import KV_FORMATS
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+ALIASES = {
+    "gpu_memory_utilization": "memory_utilization",
+    "block_size": "page_tokens",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+}
+"""Names that vLLM's users type, and ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The three bounds that hold at every step, and the page size they are counted in."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a person asked for. "auto" and None are resolved once, by the engine, with a reason for each choice."""
+
+    model: str | None = None
+    """A folder in Hugging Face layout or a GGUF file; None takes the default model."""
+    tokenizer: str | None = None
+    """Folder or file of another tokenizer than the model's own."""
+    chat_template: str | None = None
+    """A Jinja file, or the template itself, in place of the model's own."""
+    dtype: str = "auto"
+    """Type of weights and activations: auto, float32, float16, bfloat16. auto: float32 on CPU, the checkpoint's on a GPU."""
+    kv_cache_dtype: str = "auto"
+    """Format of KV pages: auto (the dtype), float32, float16, bfloat16."""
+    quantization: str | None = None
+    """Weight quantization on load; none is available yet."""
+    load_format: str = "auto"
+    """auto, safetensors, gguf, or dummy (made-up weights from config.json alone)."""
+    max_model_len: int | None = None
+    """Longest prompt and output together; None takes the model's own."""
+    max_num_seqs: int | None = None
+    """Most sequences in one step."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step; longer prompts run in chunks of it."""
+    max_queue: int = 4096
+    """Most sequences that may wait; one more is refused."""
+    page_tokens: int = 16
+    """Tokens in a KV page: a power of two from 1 to 256."""
+    memory_utilization: float | None = None
+    """Share of the device's memory that the engine may take."""
+    memory_limit: str | int | None = None
+    """The same as a size, such as "20GiB"; takes precedence over a share."""
+    kv_cache_memory: str | int | None = None
+    """Bytes for KV pages alone, whatever the rest takes."""
+    enable_prefix_caching: bool = True
+    """Keep the pages of finished prompts and share them with requests that start alike."""
+    batch_invariant: bool = False
+    """On CPU: make every logit independent, to the bit, of what else runs in the step."""
+    enforce_eager: bool = False
+    """Never capture graphs."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Where random choices start for requests without a seed of their own."""
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_FORMATS))
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        if self.quantization is not None:
+            raise ConfigError(
+                f"quantization={self.quantization!r} was asked", "weights are kept as they are", "leave it out"
+            )
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
+            _count(name, getattr(self, name))
+        if self.page_tokens not in {2**power for power in range(9)} or isinstance(self.page_tokens, bool):
+            raise ConfigError(
+                f"page_tokens={self.page_tokens!r} was asked", "powers of two from 1 to 256 work", "try 16"
+            )
+        _share("memory_utilization", self.memory_utilization)
+        for name in ("memory_limit", "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed={self.seed!r} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
+        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} was asked", "it is a switch", "pass True or False")
+        if not _is_device(self.device):
+            raise ConfigError(f"device={self.device!r} was asked", "auto, cpu, cuda and cuda:N work", "try auto")
+        for name in ("model", "tokenizer", "chat_template"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name}={value!r} was asked", "a path as a string works", "pass str(path)")
+
+    @classmethod
+    def from_options(cls, **options: object) -> "EngineConfig":
+        """A config from keyword options; names that vLLM uses are understood, unknown ones raise."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        known: dict[str, object] = {}
+        for name, value in options.items():
+            target = ALIASES.get(name, name)
+            if target not in names:
+                near = difflib.get_close_matches(name, [*names, *ALIASES], n=1)
+                do = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(names))}"
+                raise ConfigError(f"option {name}={value!r} was asked", "there is no such option", do)
+            if target in known:
+                raise ConfigError(
+                    f"{name} was asked", f"{target} is the same option and is given too", "pass one of them"
+                )
+            known[target] = value
+        return cls(**known)  # type: ignore[arg-type]
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        raise ConfigError(
+            f"{name}={value!r} was asked",
+            f"the choices are {', '.join(choices)}",
+            f"try {near[0] if near else choices[0]}",
+        )
+
+
+def _count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ConfigError(f"{name}={value!r} was asked", "a whole number from 1 up works", "change it or leave it out")
+
+
+def _share(name: str, value: object) -> None:
+    if value is None:
+        return
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 < value <= 1
+    if not sound:
+        raise ConfigError(f"{name}={value!r} was asked", "a share above 0 and at most 1 works", "try 0.9")
+
+
+def _is_device(device: object) -> bool:
+    if not isinstance(device, str):
+        return False
+    kind, _, index = device.partition(":")
+    return device in ("auto", "cpu", "cuda") or (kind == "cuda" and index.isdecimal() and len(index) <= 3)

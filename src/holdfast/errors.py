@@ -1,0 +1,72 @@
+"""The exception tree; every message says what was asked, what is there, and what to do.
+
+HoldfastError
+├── ConfigError (ValueError)         an option of the engine is wrong or unknown
+├── ModelError                       something about the model on disk
+│   ├── ModelNotFoundError           no such path, or a folder that holds no model
+│   ├── ModelFormatError             a file is broken, hostile, incomplete or does not match the others
+│   └── UnsupportedModelError        sound files that describe something we do not run
+├── MemoryPlanError                  the plan does not fit; the message is the table
+├── RequestError (ValueError)        one request is wrong; the engine and its neighbours go on
+│   ├── PromptError                  prompt text, token ids, messages
+│   ├── TemplateError                the chat template failed, escaped or ran too long
+│   └── QueueFullError               more requests wait than the queue holds; try again later
+└── EngineDeadError                  the engine stopped and cannot answer any more
+"""
+
+
+class HoldfastError(Exception):
+    """Base of every error a caller may want to catch: three short clauses on one line."""
+
+    def __init__(self, asked: str, has: str, do: str) -> None:
+        super().__init__(asked, has, do)
+        self.asked = asked
+        self.has = has
+        self.do = do
+
+    def __str__(self) -> str:
+        return "; ".join(clause for clause in (self.asked, self.has, self.do) if clause)
+
+
+class ConfigError(HoldfastError, ValueError):
+    """An option of the engine is wrong or unknown."""
+
+
+class ModelError(HoldfastError):
+    """Something about the model on disk."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such path, or a folder that holds no model."""
+
+
+class ModelFormatError(ModelError):
+    """A file is broken, hostile, incomplete, or does not match the others."""
+
+
+class UnsupportedModelError(ModelError):
+    """Sound files that describe something that is not run here."""
+
+
+class MemoryPlanError(HoldfastError):
+    """The plan does not fit its budget."""
+
+
+class RequestError(HoldfastError, ValueError):
+    """One request is wrong; the engine and the other requests go on."""
+
+
+class PromptError(RequestError):
+    """The prompt itself: text, token ids or messages."""
+
+
+class TemplateError(RequestError):
+    """The chat template failed, tried to escape its sandbox, or ran too long."""
+
+
+class QueueFullError(RequestError):
+    """More requests wait than the queue holds."""
+
+
+class EngineDeadError(HoldfastError):
+    """The engine stopped and cannot answer any more."""

@@ -1,0 +1,92 @@
+"""What a decoder is, as plain numbers: everything that planning, loading and running need to know; no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions: half-split pairs (element i with element i + head_dim/2).
+
+    `kind` decides which of the fields below it have a meaning, as in the Hugging Face config of the same name.
+    """
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One decoder. Families differ in these values, not in code."""
+
+    architecture: str
+    """The name in config.json, such as LlamaForCausalLM."""
+    family: str
+    """The row in `models.families` that read it, such as llama."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    """Longest context the model was made for; the default of max_model_len."""
+    checkpoint_dtype: str
+    """torch's name of the type in which the checkpoint says it is stored."""
+    norm_eps: float
+    norm: Literal["rms", "layer"] = "rms"
+    """`layer` has a bias beside every weight."""
+    norm_first: bool = True
+    """False: the norm follows the residual sum (OPT-350m)."""
+    has_final_norm: bool = True
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over head_dim of every query and key head, before the rotation."""
+    rope: RopeSpec | None = None
+    """None: positions are learned, one row each, starting at `position_offset`."""
+    position_offset: int = 0
+    embedding_size: int | None = None
+    """Width of the token embedding where it differs from hidden_size and is projected (OPT-350m)."""
+    tied_embeddings: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    """Per layer: how many of the newest tokens, the current one included, a token sees; None for all. Empty: all, in every layer."""
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.query_size + 2 * self.kv_size
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, or None."""
+        return self.sliding_windows[layer] if self.sliding_windows else None

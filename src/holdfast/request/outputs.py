@@ -1,0 +1,78 @@
+"""What comes back: the completions of a request, whole or so far; no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability at one place, its rank there (1 is the likeliest), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]
+"""By token id: the token at this place, and the likeliest ones."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or token that ended it; None for the model's own end token and for length."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds, and what the prefix cache saved."""
+
+    queue_seconds: float
+    first_token_seconds: float
+    total_seconds: float
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its completions, in order of index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    """One entry a prompt token; the first is None, since nothing comes before it."""
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    """Why the request failed, when a finish_reason is "error"."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one step added to one completion of one request."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None

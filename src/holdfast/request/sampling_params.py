@@ -1,0 +1,179 @@
+"""SamplingParams: how one request wants its tokens chosen; validated at once, every field bounded; no torch."""
+
+import math
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+from holdfast.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_SEED = 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request wants its tokens chosen. Names and meanings are those that vLLM's users type."""
+
+    n: int = 1
+    """How many completions of the same prompt."""
+    temperature: float = 1.0
+    """0 takes the likeliest token; otherwise logits are divided by this."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest one."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of every token seen in prompt or output."""
+    presence_penalty: float = 0.0
+    """Subtract from the logit of every token that the output holds."""
+    frequency_penalty: float = 0.0
+    """Subtract this for each time the output holds the token."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """Fixes the random choices of this request whatever runs beside it; None takes one from the engine's seed."""
+    stop: tuple[str, ...] = ()
+    """Generation ends before the first of these strings; a single string or a list is taken too."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends at any of these tokens, which are not part of the text."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None fills the context."""
+    min_tokens: int = 0
+    """Before this many tokens neither an end token nor a stop string ends the generation."""
+    logprobs: int | None = None
+    """Report the log-probability of each chosen token and of this many likeliest ones."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt."""
+    skip_special_tokens: bool = True
+    """Leave control tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the generation in the text."""
+
+    def __post_init__(self) -> None:
+        _set(self, "stop", _strings(self.stop))
+        _set(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS))
+        _set(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.top_k == -1:
+            _set(self, "top_k", 0)
+        _integer(self, "n", 1, MAX_N)
+        _number(self, "temperature", 0.0, 100.0)
+        _integer(self, "top_k", 0, 2**31 - 1)
+        _number(self, "top_p", 0.0, 1.0, low_excluded=True)
+        _number(self, "min_p", 0.0, 1.0)
+        _number(self, "repetition_penalty", 0.0, 100.0, low_excluded=True)
+        _number(self, "presence_penalty", -2.0, 2.0)
+        _number(self, "frequency_penalty", -2.0, 2.0)
+        _integer(self, "min_tokens", 0, 2**31 - 1)
+        if self.seed is not None:
+            _integer(self, "seed", 0, MAX_SEED - 1)
+        if self.max_tokens is not None:
+            _integer(self, "max_tokens", 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens={self.min_tokens} was asked",
+                    f"max_tokens is {self.max_tokens}",
+                    "ask for at most max_tokens",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(self, name, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} was asked", "it is a switch", "pass True or False")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _set(params: SamplingParams, name: str, value: object) -> None:
+    # Frozen for callers; normalising what they passed is part of construction.
+    object.__setattr__(params, name, value)
+
+
+def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(
+            f"{name}={_shown(value)} was asked", f"a whole number from {low} to {high} works", "change it"
+        )
+
+
+def _number(params: SamplingParams, name: str, low: float, high: float, low_excluded: bool = False) -> None:
+    value = getattr(params, name)
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not sound or not low <= value <= high or (low_excluded and value == low):
+        words = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name}={_shown(value)} was asked", f"a finite number {words} works", "change it")
+    _set(params, name, float(value))
+
+
+def _strings(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop if stop is not None else ()
+    if not isinstance(strings, SequenceABC) or not all(isinstance(string, str) and string for string in strings):
+        raise RequestError(
+            f"stop={_shown(stop)} was asked", "non-empty strings work", 'pass a string or a list such as ["\\n"]'
+        )
+    if len(strings) > MAX_STOP_STRINGS:
+        raise RequestError(f"{len(strings)} stop strings were asked", f"at most {MAX_STOP_STRINGS} work", "pass fewer")
+    longest = max((len(string) for string in strings), default=0)
+    if longest > MAX_STOP_STRING_CHARS:
+        raise RequestError(
+            f"a stop string of {longest} characters was asked", f"at most {MAX_STOP_STRING_CHARS} work", "shorten it"
+        )
+    return tuple(dict.fromkeys(strings))
+
+
+def _token_ids(token_ids: object, name: str, most: int) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    if not isinstance(token_ids, SequenceABC) or isinstance(token_ids, str | bytes):
+        raise RequestError(
+            f"{name}={_shown(token_ids)} was asked", "a list of token ids works", "pass a list of integers"
+        )
+    if len(token_ids) > most:
+        raise RequestError(f"{len(token_ids)} {name} were asked", f"at most {most} work", "pass fewer")
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in token_ids):
+        raise RequestError(
+            f"{name}={_shown(token_ids)} was asked", "token ids from 0 up work", "pass a list of integers"
+        )
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, dict):
+        raise RequestError(f"logit_bias={_shown(bias)} was asked", "a dict works", "map token ids to numbers")
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise RequestError(f"{len(bias)} logit biases were asked", f"at most {MAX_LOGIT_BIASES} work", "pass fewer")
+    _token_ids(list(bias), "logit_bias keys", MAX_LOGIT_BIASES)
+    for token, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise RequestError(
+                f"logit_bias[{token}]={_shown(value)} was asked", "numbers from -100 to 100 work", "change it"
+            )
+    return {token: float(value) for token, value in bias.items()}
+
+
+def _shown(value: object) -> str:
+    """A repr that cannot flood an error line."""
+    text = (
+        repr(value)
+        if not isinstance(value, int) or isinstance(value, bool) or abs(value) < 10**40
+        else "a huge integer"
+    )
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,87 @@
+"""Sequence: one completion being computed, as the scheduler sees it; and Step, what runs next; no torch.
+
+token_ids   [ prompt ......................... | output ........ ]
+            [0, num_computed)  have their keys and values in `pages`
+            [num_computed, num_tokens)  still have to be computed; a step takes some or all of them from the left
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from holdfast.request.sampling_params import SamplingParams
+
+
+class SequenceState(Enum):
+    """Where a sequence is. Preempted sequences are WAITING again, with what they have generated so far."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One completion of one request. The scheduler owns the fields below `state`."""
+
+    sequence_id: int
+    """Unique in the engine and never reused; client-given names are labels only."""
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """The counter-based random choices of this sequence: a function of (seed, position) and nothing else."""
+    max_tokens: int
+    """Most output tokens, already bounded by max_model_len."""
+    cache_salt: bytes = b""
+    """Sequences share prefix pages only with the same salt."""
+    use_prefix_cache: bool = True
+    """False where every prompt position must be computed (prompt logprobs)."""
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    """Page i holds positions [i * page_tokens, (i + 1) * page_tokens)."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held at the first admission."""
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Positions [start, start + num_new_tokens) of a sequence run in this step, on the sequence's pages."""
+
+    sequence: Sequence
+    start: int
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """True when the step reaches the last token, so that the next one can be chosen."""
+        return self.start + self.num_new_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of the model: who, and which of their tokens."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.scheduled)
+
+    def sampling(self) -> Iterator[ScheduledSequence]:
+        """Those that choose a token in this step, in order."""
+        return (item for item in self.scheduled if item.samples)
