@@ -2,15 +2,15 @@
 
 import dataclasses
 import difflib
-import math
 from dataclasses import dataclass
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import parse_bytes
 from holdfast.quant.formats import KV_FORMATS
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+PAGE_TOKENS = tuple(2**power for power in range(9))
 ALIASES = {
     "gpu_memory_utilization": "memory_utilization",
     "block_size": "page_tokens",
@@ -66,7 +66,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts and share them with requests that start alike."""
     batch_invariant: bool = False
-    """On CPU: make every logit independent, to the bit, of what else runs in the step."""
+    """Refuse to start unless every logit is independent, to the bit, of what else runs in the step."""
     enforce_eager: bool = False
     """Never capture graphs."""
     device: str = "auto"
@@ -80,29 +80,31 @@ class EngineConfig:
         _choice("load_format", self.load_format, LOAD_FORMATS)
         if self.quantization is not None:
             raise ConfigError(
-                f"quantization={self.quantization!r} was asked", "weights are kept as they are", "leave it out"
+                f"quantization={shown(self.quantization)} was asked", "weights are kept as they are", "leave it out"
             )
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
             _count(name, getattr(self, name))
-        if self.page_tokens not in {2**power for power in range(9)} or isinstance(self.page_tokens, bool):
+        if self.page_tokens not in PAGE_TOKENS or not isinstance(self.page_tokens, int) or self.page_tokens is True:
             raise ConfigError(
-                f"page_tokens={self.page_tokens!r} was asked", "powers of two from 1 to 256 work", "try 16"
+                f"page_tokens={shown(self.page_tokens)} was asked", "powers of two from 1 to 256 work", "try 16"
             )
         _share("memory_utilization", self.memory_utilization)
         for name in ("memory_limit", "kv_cache_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed={self.seed!r} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
+            raise ConfigError(f"seed={shown(self.seed)} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
         for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} was asked", "it is a switch", "pass True or False")
+                raise ConfigError(
+                    f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
+                )
         if not _is_device(self.device):
-            raise ConfigError(f"device={self.device!r} was asked", "auto, cpu, cuda and cuda:N work", "try auto")
+            raise ConfigError(f"device={shown(self.device)} was asked", "auto, cpu, cuda and cuda:N work", "try auto")
         for name in ("model", "tokenizer", "chat_template"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{name}={value!r} was asked", "a path as a string works", "pass str(path)")
+                raise ConfigError(f"{name}={shown(value)} was asked", "a path as a string works", "pass str(path)")
 
     @classmethod
     def from_options(cls, **options: object) -> "EngineConfig":
@@ -114,7 +116,7 @@ class EngineConfig:
             if target not in names:
                 near = difflib.get_close_matches(name, [*names, *ALIASES], n=1)
                 do = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(names))}"
-                raise ConfigError(f"option {name}={value!r} was asked", "there is no such option", do)
+                raise ConfigError(f"option {name}={shown(value)} was asked", "there is no such option", do)
             if target in known:
                 raise ConfigError(
                     f"{name} was asked", f"{target} is the same option and is given too", "pass one of them"
@@ -125,9 +127,9 @@ class EngineConfig:
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+        near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
         raise ConfigError(
-            f"{name}={value!r} was asked",
+            f"{name}={shown(value)} was asked",
             f"the choices are {', '.join(choices)}",
             f"try {near[0] if near else choices[0]}",
         )
@@ -137,15 +139,17 @@ def _count(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ConfigError(f"{name}={value!r} was asked", "a whole number from 1 up works", "change it or leave it out")
+        raise ConfigError(
+            f"{name}={shown(value)} was asked", "a whole number from 1 up works", "change it or leave it out"
+        )
 
 
 def _share(name: str, value: object) -> None:
     if value is None:
         return
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 < value <= 1
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
     if not sound:
-        raise ConfigError(f"{name}={value!r} was asked", "a share above 0 and at most 1 works", "try 0.9")
+        raise ConfigError(f"{name}={shown(value)} was asked", "a share above 0 and at most 1 works", "try 0.9")
 
 
 def _is_device(device: object) -> bool:

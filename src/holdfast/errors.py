@@ -70,3 +70,14 @@ class QueueFullError(RequestError):
 
 class EngineDeadError(HoldfastError):
     """The engine stopped and cannot answer any more."""
+
+
+def shown(value: object, max_chars: int = 80) -> str:
+    """A value as a message may repeat it: short, on one line, and never an error of its own."""
+    if isinstance(value, str | bytes | list | tuple) and len(value) > max_chars:
+        value = value[:max_chars]
+    try:
+        text = ascii(value)
+    except Exception:  # an integer too long to print, nesting too deep, a caller's own __repr__
+        text = f"a {type(value).__name__}"
+    return text if len(text) < max_chars else f"{text[: max_chars - 3]}..."

@@ -74,10 +74,12 @@ def _refusal(
     needed_bytes = sum(term.num_bytes for term in terms) + min_pages * page_bytes
     rows = [f"{term.owner} {format_bytes(term.num_bytes)}" for term in terms]
     rows.append(f"kv pages {format_bytes(min_pages * page_bytes)} for one longest sequence")
-    if fitting_pages > 0:
-        do = f"lower max_model_len to {fitting_pages / min_pages:.0%} of what was asked, or raise the memory limit"
+    fitting_percent = 100 * fitting_pages // min_pages
+    if fitting_percent > 0:
+        do = f"lower max_model_len to {fitting_percent}% of what was asked, or raise the memory limit"
     else:
-        do = f"raise the memory limit to at least {format_bytes(needed_bytes)}, or take a smaller model or dtype"
+        needed_mib = -(-needed_bytes // 1024**2)  # rounded up, so that what is offered does fit
+        do = f"raise the memory limit to at least {needed_mib}MiB, or take a smaller model or dtype"
     return (
         f"the plan needs {format_bytes(needed_bytes)} ({', '.join(rows)})",
         f"the budget is {format_bytes(budget_bytes)} ({budget_reason}), {format_bytes(needed_bytes - budget_bytes)} short",

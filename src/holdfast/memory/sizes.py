@@ -2,7 +2,7 @@
 
 import re
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, shown
 
 UNITS: dict[str, int] = {
     "": 1,
@@ -30,10 +30,14 @@ def parse_bytes(text: str | int, option: str) -> int:
     else:
         match = _SIZE.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2].lower() not in UNITS:
-            raise ConfigError(f"{option}={text!r} is not a size", "a number with a unit is", 'write "20GiB" or "512MB"')
+            raise ConfigError(
+                f"{option}={shown(text)} is not a size", "a number with a unit is", 'write "20GiB" or "512MB"'
+            )
         num_bytes = int(float(match[1]) * UNITS[match[2].lower()])
     if num_bytes <= 0:
-        raise ConfigError(f"{option}={text!r} is no memory at all", "a size above zero is", 'write "20GiB" or "512MB"')
+        raise ConfigError(
+            f"{option}={shown(text)} is no memory at all", "a size above zero is", 'write "20GiB" or "512MB"'
+        )
     return num_bytes
 
 

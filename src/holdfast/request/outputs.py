@@ -76,3 +76,10 @@ class CompletionDelta:
     logprobs: tuple[PositionLogprobs, ...] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    """Where the request asked: the whole prompt's, with the first delta of completion 0."""
+    metrics: RequestMetrics | None = None
+    """With the last delta of a completion that has at least one token."""
+    error: str | None = None
+    """Why it failed, where finish_reason is "error"."""

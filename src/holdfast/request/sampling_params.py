@@ -1,10 +1,9 @@
 """SamplingParams: how one request wants its tokens chosen; validated at once, every field bounded; no torch."""
 
-import math
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
-from holdfast.errors import RequestError
+from holdfast.errors import RequestError, shown
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -88,7 +87,9 @@ class SamplingParams:
                 _integer(self, name, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r} was asked", "it is a switch", "pass True or False")
+                raise RequestError(
+                    f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -108,16 +109,16 @@ def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
     value = getattr(params, name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(
-            f"{name}={_shown(value)} was asked", f"a whole number from {low} to {high} works", "change it"
+            f"{name}={shown(value)} was asked", f"a whole number from {low} to {high} works", "change it"
         )
 
 
 def _number(params: SamplingParams, name: str, low: float, high: float, low_excluded: bool = False) -> None:
     value = getattr(params, name)
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    sound = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison below
     if not sound or not low <= value <= high or (low_excluded and value == low):
         words = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name}={_shown(value)} was asked", f"a finite number {words} works", "change it")
+        raise RequestError(f"{name}={shown(value)} was asked", f"a finite number {words} works", "change it")
     _set(params, name, float(value))
 
 
@@ -125,7 +126,7 @@ def _strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop if stop is not None else ()
     if not isinstance(strings, SequenceABC) or not all(isinstance(string, str) and string for string in strings):
         raise RequestError(
-            f"stop={_shown(stop)} was asked", "non-empty strings work", 'pass a string or a list such as ["\\n"]'
+            f"stop={shown(stop)} was asked", "non-empty strings work", 'pass a string or a list such as ["\\n"]'
         )
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError(f"{len(strings)} stop strings were asked", f"at most {MAX_STOP_STRINGS} work", "pass fewer")
@@ -142,13 +143,13 @@ def _token_ids(token_ids: object, name: str, most: int) -> tuple[int, ...]:
         return ()
     if not isinstance(token_ids, SequenceABC) or isinstance(token_ids, str | bytes):
         raise RequestError(
-            f"{name}={_shown(token_ids)} was asked", "a list of token ids works", "pass a list of integers"
+            f"{name}={shown(token_ids)} was asked", "a list of token ids works", "pass a list of integers"
         )
     if len(token_ids) > most:
         raise RequestError(f"{len(token_ids)} {name} were asked", f"at most {most} work", "pass fewer")
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in token_ids):
         raise RequestError(
-            f"{name}={_shown(token_ids)} was asked", "token ids from 0 up work", "pass a list of integers"
+            f"{name}={shown(token_ids)} was asked", "token ids from 0 up work", "pass a list of integers"
         )
     return tuple(dict.fromkeys(token_ids))
 
@@ -157,23 +158,13 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, dict):
-        raise RequestError(f"logit_bias={_shown(bias)} was asked", "a dict works", "map token ids to numbers")
+        raise RequestError(f"logit_bias={shown(bias)} was asked", "a dict works", "map token ids to numbers")
     if len(bias) > MAX_LOGIT_BIASES:
         raise RequestError(f"{len(bias)} logit biases were asked", f"at most {MAX_LOGIT_BIASES} work", "pass fewer")
     _token_ids(list(bias), "logit_bias keys", MAX_LOGIT_BIASES)
     for token, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise RequestError(
-                f"logit_bias[{token}]={_shown(value)} was asked", "numbers from -100 to 100 work", "change it"
+                f"logit_bias[{token}]={shown(value)} was asked", "numbers from -100 to 100 work", "change it"
             )
     return {token: float(value) for token, value in bias.items()}
-
-
-def _shown(value: object) -> str:
-    """A repr that cannot flood an error line."""
-    text = (
-        repr(value)
-        if not isinstance(value, int) or isinstance(value, bool) or abs(value) < 10**40
-        else "a huge integer"
-    )
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,42 @@
+"""Batch: everything one step needs to know, as one argument; and how its rows lie.
+
+rows        sequence 0: positions [start, start + n)  |  sequence 1: ...  |  ...      one row a token, T in all
+slot        page id * page_tokens + position % page_tokens: where a row's keys and values go
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence's part of a step, on the host."""
+
+    row_start: int
+    num_rows: int
+    start: int
+    """Position of the first row; positions below it are in the cache already."""
+    pages: list[int]
+    """The sequence's pages in order; read, never changed."""
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache once this step has written its own."""
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's inputs. Tensors are views of buffers that live as long as the runner."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    logit_rows_R: torch.Tensor | None
+    """Rows whose logits are wanted; None: of every row."""
+    sequences: tuple[SequenceRows, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids_T.shape[0]

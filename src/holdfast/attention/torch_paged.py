@@ -1,0 +1,169 @@
+"""Attention over paged keys and values in plain torch, on any device and in any plain format.
+
+    T rows of the step, H query heads, K key/value heads, G = H / K, D head dim, L stored tokens, n rows of a block
+
+Rows of a sequence are taken in blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
+torch's fused attention with one slice of a mask template does it, whatever the chunking. A lone row folds its G heads into
+the row dimension instead and needs no mask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from holdfast.attention.backend import AttentionSpec
+from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.paged_rows import PagedRows
+from holdfast.cache.storage import PageStorage
+from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
+from holdfast.memory.planner import Term
+
+MAX_BLOCK_ROWS = 128
+MASK_ELEMENTS = 2**22
+"""The mask template holds block rows x context; longer contexts take lower blocks rather than more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows [row, row + num_rows) of the step against tokens [low, high) of their sequence, counted from what was located."""
+
+    row: int
+    num_rows: int
+    low: int
+    high: int
+    mask_nL: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence: where its tokens lie, and the blocks of its rows."""
+
+    rows: PagedRows
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """One step, for each distinct window among the layers."""
+
+    batch: Batch
+    by_window: dict[int | None, tuple[SequencePlan, ...]]
+
+
+class TorchPagedAttention:
+    """The backend. `specs[i]` and plane i of the storage belong to layer i."""
+
+    name = "torch_paged"
+
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
+        self._specs = specs
+        self._k_planes = [storage.plane(layer, "k") for layer in range(len(specs))]
+        self._v_planes = [storage.plane(layer, "v") for layer in range(len(specs))]
+        self._page_tokens = storage.spec.page_tokens
+        self._dtype = specs[0].dtype
+        self._device = specs[0].device
+        self._max_model_len = specs[0].max_model_len
+        self._block_rows = block_rows(self._max_model_len)
+        self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
+        self._masks = {window: self._mask_template(window) for window in self._windows}
+
+    @staticmethod
+    def unsupported(spec: AttentionSpec) -> str | None:
+        if spec.num_heads % spec.cache.num_kv_heads:
+            return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
+        missing = {"k", "v"} - {plane.name for plane in spec.cache.planes}
+        return f"the format {spec.cache.format.name} keeps no plain {' or '.join(sorted(missing))}" if missing else None
+
+    @staticmethod
+    def terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
+        rows, max_model_len = block_rows(specs[0].max_model_len), specs[0].max_model_len
+        num_windows = len({spec.window for spec in specs})
+        mask_bytes = num_windows * rows * (max_model_len + rows) * specs[0].dtype.itemsize
+        return (Term("attention/masks", mask_bytes, f"{num_windows} templates of {rows} rows"),)
+
+    def plan(self, batch: Batch) -> TorchPlan:
+        plans = {
+            window: tuple(self._plan_sequence(rows, window) for rows in batch.sequences) for window in self._windows
+        }
+        return TorchPlan(batch, plans)
+
+    def run(
+        self, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int, plan: TorchPlan
+    ) -> torch.Tensor:
+        spec, k_plane, v_plane, batch = self._specs[layer], self._k_planes[layer], self._v_planes[layer], plan.batch
+        q_THD = write_heads(qkv_TX, batch.positions_T, batch.slots_T, k_plane, v_plane, head_norm, rotary)
+        num_rows, num_heads, head_dim = q_THD.shape
+        num_kv_heads = k_plane.shape[1]
+        q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out_TKGD = torch.empty_like(q_TKGD)
+        for sequence in plan.by_window[spec.window]:
+            k_KLD = sequence.rows.read(k_plane, self._page_tokens, self._dtype)
+            v_KLD = sequence.rows.read(v_plane, self._page_tokens, self._dtype)
+            for block in sequence.blocks:
+                self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+        return out_TKGD.view(num_rows, num_heads * head_dim)
+
+    def _attend(
+        self,
+        q_TKGD: torch.Tensor,
+        k_KLD: torch.Tensor,
+        v_KLD: torch.Tensor,
+        out_TKGD: torch.Tensor,
+        block: Block,
+        scale: float,
+    ) -> None:
+        rows = slice(block.row, block.row + block.num_rows)
+        if block.mask_nL is None:
+            out_TKGD[rows] = F.scaled_dot_product_attention(
+                q_TKGD[rows], k_KLD.unsqueeze(0), v_KLD.unsqueeze(0), scale=scale
+            )
+            return
+        out_KGnD = F.scaled_dot_product_attention(
+            q_TKGD[rows].permute(1, 2, 0, 3),
+            self._per_query_head(k_KLD, block, q_TKGD.shape[2]),
+            self._per_query_head(v_KLD, block, q_TKGD.shape[2]),
+            attn_mask=block.mask_nL,
+            scale=scale,
+        )
+        out_TKGD[rows] = out_KGnD.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def _per_query_head(x_KLD: torch.Tensor, block: Block, num_groups: int) -> torch.Tensor:
+        num_kv_heads, _, head_dim = x_KLD.shape
+        visible_KlD = x_KLD[:, block.low : block.high]
+        return visible_KlD.unsqueeze(1).expand(num_kv_heads, num_groups, block.high - block.low, head_dim)
+
+    def _plan_sequence(self, rows: SequenceRows, window: int | None) -> SequencePlan:
+        first = 0 if window is None else max(0, rows.start - window + 1)
+        located = PagedRows.locate(rows.pages, first, rows.end, self._page_tokens, self._device)
+        if rows.num_rows == 1:
+            return SequencePlan(located, (Block(rows.row_start, 1, 0, rows.end - first, None),))
+        blocks = []
+        position = rows.start
+        while position < rows.end:
+            block_end = min(rows.end, (position // self._block_rows + 1) * self._block_rows)
+            low = first if window is None else max(first, position - window + 1)
+            mask_nL = self._mask(window, position, block_end, low)
+            row = rows.row_start + position - rows.start
+            blocks.append(Block(row, block_end - position, low - first, block_end - first, mask_nL))
+            position = block_end
+        return SequencePlan(located, tuple(blocks))
+
+    def _mask_template(self, window: int | None) -> torch.Tensor:
+        """0 where row i may see column x, with the row's own position at column max_model_len + i; -inf elsewhere."""
+        row_n1 = torch.arange(self._block_rows).unsqueeze(1)
+        distance_nX = self._max_model_len + row_n1 - torch.arange(self._max_model_len + self._block_rows)
+        seen_nX = distance_nX >= 0 if window is None else (distance_nX >= 0) & (distance_nX < window)
+        return torch.where(seen_nX, 0.0, float("-inf")).to(self._device, self._dtype)
+
+    def _mask(self, window: int | None, position: int, end: int, low: int) -> torch.Tensor:
+        """The slice for rows at positions [position, end) and tokens [low, end)."""
+        shift = self._max_model_len - position
+        return self._masks[window][: end - position, shift + low : shift + end]
+
+
+def block_rows(max_model_len: int) -> int:
+    """Rows of a block, so that the mask template keeps to its size."""
+    return max(16, min(MAX_BLOCK_ROWS, MASK_ELEMENTS // max_model_len))

@@ -1,0 +1,219 @@
+"""PagePool: page ids with reference counts; free, cached or owned, and consecutive where that is cheap; no torch.
+
+Every page is in exactly one of three places:
+
+    free     nobody owns it and nobody wants what it holds
+    cached   nobody owns it, but it holds a registered prefix; the least recently used one is evicted when free pages run out
+    owned    its reference count says by how many sequences
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+
+class FreeRuns:
+    """The free pages as maximal runs of consecutive ids: merged on return, the largest found in O(log n).
+
+    `_ends` maps the start of each run to its end (one past the last page), `_starts` maps back. `_heap` holds
+    (-length, start) of every run and of some that are gone; those are recognised and dropped when they surface.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._ends: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+        self.num_pages = num_pages
+        self._insert(0, num_pages)
+
+    def starting_at(self, page: int) -> int:
+        """Length of the run that starts exactly here; 0 where none does."""
+        return self._ends.get(page, page) - page
+
+    def largest(self) -> tuple[int, int]:
+        """Start and length of the longest run, the lowest among equals."""
+        while self._heap:
+            negative_length, start = self._heap[0]
+            if self.starting_at(start) == -negative_length:
+                return start, -negative_length
+            heapq.heappop(self._heap)
+        raise AssertionError(f"no run is left, though {self.num_pages} pages are counted as free")
+
+    def cut(self, start: int, skip: int, num_pages: int) -> range:
+        """Takes pages [start + skip, start + skip + num_pages) out of the run that starts at `start`."""
+        end = self._ends.pop(start)
+        first, last = start + skip, start + skip + num_pages
+        assert start <= first < last <= end, f"pages [{first}, {last}) are not inside the run [{start}, {end})"
+        del self._starts[end]
+        self._insert(start, first)
+        self._insert(last, end)
+        self.num_pages -= num_pages
+        return range(first, last)
+
+    def put(self, page: int) -> None:
+        """Takes a page back and joins it with the runs on either side."""
+        start = self._starts.pop(page, page)
+        if start != page:
+            del self._ends[start]
+        end = self._ends.pop(page + 1, page + 1)
+        if end != page + 1:
+            del self._starts[end]
+        self._insert(start, end)
+        self.num_pages += 1
+
+    def __iter__(self) -> Iterator[int]:
+        return (page for start, end in sorted(self._ends.items()) for page in range(start, end))
+
+    def _insert(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        self._ends[start] = end
+        self._starts[end] = start
+        heapq.heappush(self._heap, (start - end, start))
+        if len(self._heap) > 2 * len(self._ends) + 64:
+            self._heap = [(start - end, start) for start, end in self._ends.items()]
+            heapq.heapify(self._heap)
+
+    def check(self) -> None:
+        """Runs are apart, mirrored in both maps, known to the heap, and add up."""
+        runs = sorted(self._ends.items())
+        for start, end in runs:
+            assert start < end, f"run [{start}, {end}) is empty"
+            assert (start - end, start) in self._heap, f"run [{start}, {end}) cannot be found by its length"
+        for (_, end), (start, _) in pairwise(runs):
+            assert end < start, f"the runs that end and start at {end} and {start} are not apart"
+        mirrored = sorted((start, end) for end, start in self._starts.items())
+        assert mirrored == runs, f"starts say {mirrored}, ends say {runs}"
+        total = sum(end - start for start, end in runs)
+        assert total == self.num_pages, f"{self.num_pages} free pages are counted, the runs hold {total}"
+
+
+class PagePool:
+    """Page ids 0 .. num_pages - 1. All calls are O(1) a page, or O(log n) where a run has to be found.
+
+    A sequence grows into the page after its last one where that is free, so that its pages are consecutive and can be
+    read without a copy. One that starts goes to the longest free run: to its middle when a neighbour may still grow
+    into it, so that both have room. Free pages are always used before a cached one is evicted.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 1, f"a pool of {num_pages} pages was asked"
+        self.num_pages = num_pages
+        self._num_owners = [0] * num_pages
+        self._is_kept = bytearray(num_pages)
+        self._free = FreeRuns(num_pages)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Least recently used first."""
+        self.on_evict: Callable[[int], None] = self.forget
+        """Called with a cached page whose place is needed: has to end in forget(page)."""
+
+    @property
+    def num_free(self) -> int:
+        return self._free.num_pages
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated: free ones, and cached ones that would be evicted."""
+        return self._free.num_pages + len(self._cached)
+
+    def num_owners(self, page: int) -> int:
+        """How many sequences hold this page."""
+        return self._num_owners[page]
+
+    def is_kept(self, page: int) -> bool:
+        """True when the page holds a registered prefix."""
+        return bool(self._is_kept[page])
+
+    def owner_counts(self) -> list[int]:
+        """How many sequences hold each page."""
+        return list(self._num_owners)
+
+    def kept_pages(self) -> list[int]:
+        """The pages that hold a registered prefix."""
+        return [page for page, is_kept in enumerate(self._is_kept) if is_kept]
+
+    def allocate(self, after: int | None = None) -> int:
+        """One page with one owner; the one that follows `after` where that is free."""
+        return self.allocate_many(1, after)[0]
+
+    def allocate_many(self, num_pages: int, after: int | None = None) -> list[int]:
+        """Pages with one owner each, in as few consecutive runs as the free pages allow, the first right after `after`.
+
+        All pages or an error: the caller asks num_available first.
+        """
+        assert 0 <= num_pages <= self.num_available, f"{num_pages} pages were asked, {self.num_available} are left"
+        while self._free.num_pages < num_pages:
+            self._evict()
+        pages: list[int] = []
+        if num_pages and after is not None:
+            length = self._free.starting_at(after + 1)
+            if length:
+                pages += self._free.cut(after + 1, 0, min(length, num_pages))
+        while len(pages) < num_pages:
+            start, length = self._free.largest()
+            missing = num_pages - len(pages)
+            spare = length - missing
+            grows_into = spare > 0 and start > 0 and self._num_owners[start - 1] > 0
+            pages += self._free.cut(start, (spare + 1) // 2 if grows_into else 0, min(length, missing))
+        for page in pages:
+            self._num_owners[page] = 1
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more owner of a page that is owned or cached."""
+        if self._num_owners[page] == 0:
+            assert page in self._cached, f"page {page} is free and cannot be shared"
+            del self._cached[page]
+        self._num_owners[page] += 1
+
+    def release(self, page: int) -> None:
+        """One owner less; the last one leaves the page cached when it holds a registered prefix, else free."""
+        num_owners = self._num_owners[page]
+        assert num_owners > 0, f"page {page} is released and has no owner"
+        self._num_owners[page] = num_owners - 1
+        if num_owners > 1:
+            return
+        if self._is_kept[page]:
+            self._cached[page] = None
+        else:
+            self._free.put(page)
+
+    def release_many(self, pages: Sequence[int]) -> None:
+        """Releases a sequence's pages from the last to the first, so that eviction eats prefixes from their ends."""
+        for page in reversed(pages):
+            self.release(page)
+
+    def keep(self, page: int) -> None:
+        """From now on the page holds a registered prefix: without owners it is cached instead of free."""
+        assert self._num_owners[page] > 0, f"page {page} has no owner and cannot hold a prefix"
+        self._is_kept[page] = 1
+
+    def forget(self, page: int) -> None:
+        """The page holds no registered prefix any more: without owners it becomes free."""
+        assert self._is_kept[page], f"page {page} holds no prefix that could be forgotten"
+        self._is_kept[page] = 0
+        if self._num_owners[page] == 0:
+            del self._cached[page]
+            self._free.put(page)
+
+    def _evict(self) -> None:
+        page = next(iter(self._cached))
+        self.on_evict(page)
+        assert page not in self._cached, f"page {page} was to be evicted and is still cached"
+
+    def check(self) -> None:
+        """Every page is free, cached or owned, exactly one of them, and is counted there."""
+        self._free.check()
+        free, cached = list(self._free), list(self._cached)
+        owned = [page for page, num_owners in enumerate(self._num_owners) if num_owners]
+        assert min(self._num_owners) >= 0, f"negative owner counts in {self._num_owners}"
+        places = sorted(free + cached + owned)
+        assert places == list(range(self.num_pages)), f"{free=} {cached=} {owned=} are not {self.num_pages} pages once"
+        kept = self.kept_pages()
+        idle_kept = [page for page in kept if not self._num_owners[page]]
+        assert idle_kept == sorted(cached), f"{cached=} pages, but {idle_kept=} hold a prefix without an owner"

@@ -1,0 +1,135 @@
+"""Driver: lets several calls share one engine, each stepping it for all and reading only its own; no torch.
+
+    call A: submit, pump, pump, ...   \\                       / sink of A's requests
+                                       one lock -> engine.step
+    call B: submit, pump, pump, ...   /                       \\ sink of B's requests
+
+A call that ends for any reason (done, an exception, Ctrl-C, a generator that is closed) aborts what it left behind.
+"""
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.engine import Engine
+from holdfast.engine.output_assembly import DeltaBuffer
+from holdfast.errors import QueueFullError, RequestError
+from holdfast.request.outputs import CompletionDelta
+
+
+class DeltaSink(Protocol):
+    """Where the deltas of one request go."""
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Take in one delta."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    sink: DeltaSink
+    num_unfinished: int
+
+
+class Driver:
+    """One engine and those who wait for it. Safe to use from several threads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = threading.RLock()
+        self._readings: dict[str, _Reading] = {}
+
+    def call(self) -> "Call":
+        """A context in which requests are made; what is unfinished when it ends is aborted."""
+        return Call(self)
+
+    def submit(self, prepared: PreparedRequest, sink: DeltaSink, names: set[str]) -> None:
+        """Queue a request under a new name, which is in `names` before the engine has heard of it."""
+        with self._lock:
+            name = self.engine.unused_request_id()
+            names.add(name)
+            self._readings[name] = _Reading(sink, prepared.params.n)
+            try:
+                self.engine.submit(prepared, name)
+            except RequestError:
+                names.discard(name)
+                del self._readings[name]
+                raise
+
+    def pump(self) -> None:
+        """One step, for everybody."""
+        with self._lock:
+            self._deliver(self.engine.step())
+            self.engine.raise_if_dead()
+
+    def unfinished(self, names: set[str]) -> set[str]:
+        """Those of the names whose last delta is still to come."""
+        with self._lock:
+            return names & self._readings.keys()
+
+    def take(self, buffer: DeltaBuffer, names: set[str]) -> tuple[list[CompletionDelta], bool]:
+        """What waits in a buffer, and whether nothing more will come: no other thread delivers between the two."""
+        with self._lock:
+            return buffer.take(), not self.unfinished(names)
+
+    def abort(self, names: set[str]) -> None:
+        """End requests; their sinks get the last deltas."""
+        with self._lock:
+            for name in self.unfinished(names):
+                if not self.engine.is_dead:
+                    self._deliver(self.engine.abort(name))
+                self._readings.pop(name, None)
+
+    def abort_all(self) -> None:
+        """End every request."""
+        with self._lock:
+            self.abort(set(self._readings))
+
+    def _deliver(self, deltas: list[CompletionDelta]) -> None:
+        for delta in deltas:
+            reading = self._readings.get(delta.request_id)
+            if reading is None:
+                continue
+            reading.sink.add(delta)
+            reading.num_unfinished -= delta.finish_reason is not None
+            if reading.num_unfinished == 0:
+                del self._readings[delta.request_id]
+
+
+class Call:
+    """The requests of one caller."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._names: set[str] = set()
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._driver.abort(self._names)
+
+    def try_submit(self, prepared: PreparedRequest, sink: DeltaSink) -> bool:
+        """Queue a request; False when the queue has no room for it now."""
+        try:
+            self._driver.submit(prepared, sink, self._names)
+        except QueueFullError:
+            return False
+        return True
+
+    def pump(self) -> None:
+        """One step of the engine."""
+        self._driver.pump()
+
+    def take(self, buffer: DeltaBuffer) -> tuple[list[CompletionDelta], bool]:
+        """What waits in the buffer of the only request, and whether that was the last of it."""
+        return self._driver.take(buffer, self._names)
+
+    @property
+    def num_unfinished(self) -> int:
+        self._names = self._driver.unfinished(self._names)
+        return len(self._names)

@@ -1,0 +1,199 @@
+"""EngineThread: one thread that owns an engine; commands go in between two steps, deltas come out after each; no torch."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.engine import Engine
+from holdfast.engine.mailbox import Mailbox
+from holdfast.errors import EngineDeadError, HoldfastError
+from holdfast.observability.log import get_logger
+from holdfast.request.outputs import CompletionDelta
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine moves. A hung step shows as seconds that grow while something is unfinished."""
+
+    is_alive: bool
+    num_unfinished_requests: int
+    seconds_since_progress: float
+    """Since the last completed step, or since there has been work; 0 when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    prepared: PreparedRequest
+    request_id: str | None
+    mailbox: Mailbox
+
+
+class EngineThread:
+    """Drives an engine until told to stop. Public methods may be called from any thread and do not wait for a step."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engine = engine
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._commands: deque[_Submission | Callable[[], None]] = deque()
+        self._mailboxes: dict[str, Mailbox] = {}
+        """By the name of the live request; changed by the engine's thread only."""
+        self._takes_requests = True
+        self._is_idle = True
+        self._progressed_at = clock()
+        self._thread = threading.Thread(target=self._run, name="holdfast-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prepared: PreparedRequest, request_id: str | None, mailbox: Mailbox) -> None:
+        """Queue a request before the next step; if the engine refuses it, its mailbox fails."""
+        with self._changed:
+            self.engine.raise_if_dead()
+            if not self._takes_requests:
+                raise EngineDeadError("a request was given", "the engine is shutting down", "make a new engine")
+            self._post(_Submission(prepared, request_id, mailbox))
+
+    def abort(self, request_id: str) -> None:
+        """End the request of this name before the next step; its reader gets the last deltas."""
+        with self._changed:
+            self._post(lambda: self._publish(self.engine.abort(request_id)))
+
+    def withdraw(self, mailbox: Mailbox) -> None:
+        """End the request of a reader that has gone, before the next step."""
+        with self._changed:
+            self._post(lambda: self._withdraw(mailbox))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix before the next step."""
+        with self._changed:
+            self._post(self.engine.reset_prefix_cache)
+
+    def health(self) -> Health:
+        """How long ago the engine last moved."""
+        with self._changed:
+            is_idle = self._is_idle and not self._commands
+            seconds = 0.0 if is_idle else self._clock() - self._progressed_at
+            is_alive = self._thread.is_alive() and not self.engine.is_dead
+            return Health(is_alive, len(self._mailboxes), seconds)
+
+    def drain(self) -> None:
+        """Refuse new requests, finish the others, then end; `join` waits for that."""
+        with self._changed:
+            self._takes_requests = False
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Abort everything, then end; `join` waits for that."""
+        with self._changed:
+            self._takes_requests = False
+            self._post(lambda: self._publish(self.engine.abort_all()))
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: "_Submission | Callable[[], None]") -> None:
+        if self._is_idle and not self._commands:
+            self._progressed_at = self._clock()
+        self._commands.append(command)
+        self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                deltas = self.engine.step()
+                self.engine.raise_if_dead()
+                with self._changed:
+                    self._progressed_at = self._clock()
+                self._publish(deltas)
+        except Exception as error:
+            _log.error("the engine's thread ended: %s", error)
+            self._fail_all(error)
+
+    def _wait_for_work(self) -> bool:
+        """Carry out the commands that have come; True when there is a step to run, False when the thread may end."""
+        while True:
+            with self._changed:
+                self._is_idle = not self.engine.has_unfinished()
+                while self._is_idle and not self._commands:
+                    if not self._takes_requests:
+                        return False
+                    self._changed.wait()
+                self._is_idle = False
+                num_commands = len(self._commands)
+            # One by one: those behind one that fails must still be found by _fail_all.
+            for _ in range(num_commands):
+                self._carry_out(self._commands.popleft())
+            if self.engine.has_unfinished():
+                return True
+
+    def _carry_out(self, command: "_Submission | Callable[[], None]") -> None:
+        if not isinstance(command, _Submission):
+            command()
+            return
+        try:
+            command.mailbox.request_id = self.engine.submit(command.prepared, command.request_id)
+        except HoldfastError as error:
+            command.mailbox.fail(error)
+            self._wake([command.mailbox])
+            self.engine.raise_if_dead()
+        else:
+            self._mailboxes[command.mailbox.request_id] = command.mailbox
+
+    def _withdraw(self, mailbox: Mailbox) -> None:
+        name = mailbox.request_id
+        if name is not None and self._mailboxes.get(name) is mailbox:
+            del self._mailboxes[name]
+            if not self.engine.is_dead:
+                self.engine.abort(name)
+
+    def _publish(self, deltas: Iterable[CompletionDelta]) -> None:
+        """Put deltas into their mailboxes and wake the readers, each once."""
+        filled: dict[str, Mailbox] = {}
+        for delta in deltas:
+            mailbox = self._mailboxes.get(delta.request_id)
+            if mailbox is not None:
+                mailbox.put(delta)
+                filled[delta.request_id] = mailbox
+        self._wake(list(filled.values()))
+        for name, mailbox in filled.items():
+            if mailbox.is_complete:
+                self._mailboxes.pop(name, None)
+
+    def _wake(self, mailboxes: list[Mailbox]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        for mailbox in mailboxes:
+            by_loop.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, waiting in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_wake_all, waiting)
+            except RuntimeError:
+                # The loop is closed: its readers went without saying so.
+                for mailbox in waiting:
+                    self._withdraw(mailbox)
+
+    def _fail_all(self, cause: Exception) -> None:
+        """Nobody waits for an engine that is gone."""
+        with self._changed:
+            self._takes_requests = False
+            commands, self._commands = self._commands, deque()
+        mailboxes = [command.mailbox for command in commands if isinstance(command, _Submission)]
+        mailboxes += self._mailboxes.values()
+        for mailbox in mailboxes:
+            # Each reader raises its own, since a traceback grows wherever it passes.
+            death = EngineDeadError("an answer was awaited", f"the engine stopped: {cause}", "make a new engine")
+            death.__cause__ = cause
+            mailbox.fail(death)
+        self._wake(mailboxes)
+        self._mailboxes.clear()
+
+
+def _wake_all(mailboxes: list[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()

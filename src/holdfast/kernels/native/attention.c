@@ -1,0 +1,171 @@
+// Attention of rows to the stored keys and values of their sequence, straight over the pages.
+//
+// A task is one key/value head and a few rows of one sequence, each with its group of query heads; a row and a query head
+// are a pair. The task walks the sequence's tokens in tiles that start at multiples of TILE, with a running maximum and
+// sum, so a pair's result depends on its own position and the tokens below it, never on how the prompt was cut into steps.
+#include "vector.h"
+
+#define TILE 64
+#define TASK_PAIRS 48
+#define MR 4
+#define NR 4
+
+typedef struct {
+    const float *q, *k_plane, *v_plane;
+    float *out;
+    const int32_t *pages;
+    long num_heads, num_kv_heads, head_dim, page_tokens, window;
+    float scale;
+} problem;
+
+typedef struct {
+    int64_t row, num_rows, start, first_page;  // rows of the step; position of the first; where its pages begin in `pages`
+} sequence;
+
+// scores[r][t] = q[r] . key[t]. Rows and tokens beyond the last repeat an earlier one, and what they give is not used.
+static void score_tile(const float *q, const float *const *keys, float *scores, long num_pairs, long num_tokens,
+                       long head_dim) {
+    for (long r = 0; r < num_pairs; r += MR) {
+        const float *query[MR];
+        UNROLL for (int i = 0; i < MR; i++) query[i] = q + (r + i < num_pairs ? r + i : r) * head_dim;
+        for (long t = 0; t < num_tokens; t += NR) {
+            const float *key[NR];
+            UNROLL for (int j = 0; j < NR; j++) key[j] = keys[t + j < num_tokens ? t + j : t];
+            vec sums[MR][NR];
+            UNROLL for (int i = 0; i < MR; i++) UNROLL for (int j = 0; j < NR; j++) sums[i][j] = splat(0.0f);
+            long d = 0;
+            for (; d + LANES <= head_dim; d += LANES) {
+                vec loaded[NR];
+                UNROLL for (int j = 0; j < NR; j++) loaded[j] = load(key[j] + d);
+                UNROLL for (int i = 0; i < MR; i++) {
+                    vec input = load(query[i] + d);
+                    UNROLL for (int j = 0; j < NR; j++) sums[i][j] += input * loaded[j];
+                }
+            }
+            UNROLL for (int i = 0; i < MR; i++) {
+                if (r + i >= num_pairs) break;
+                float *out = scores + (r + i) * TILE + t;
+                store_sums4(out, sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+                for (int j = 0; j < NR && d < head_dim; j++)
+                    for (long e = d; e < head_dim; e++) out[j] = fmaf(query[i][e], key[j][e], out[j]);
+            }
+        }
+    }
+}
+
+// sums[r] += sum over t of weights[r][t] * value[t], MR pairs and NR vectors of the head at a time.
+static void add_values(const float *weights, const float *const *values, float *sums, long num_pairs, long num_tokens,
+                       long head_dim) {
+    for (long r = 0; r < num_pairs; r += MR) {
+        long pairs = num_pairs - r < MR ? num_pairs - r : MR, d = 0;
+        const float *weight[MR];
+        UNROLL for (int i = 0; i < MR; i++) weight[i] = weights + (r + (i < pairs ? i : 0)) * TILE;
+        for (; d + NR * LANES <= head_dim; d += NR * LANES) {
+            vec total[MR][NR];
+            UNROLL for (int i = 0; i < MR; i++) UNROLL for (int j = 0; j < NR; j++)
+                total[i][j] = load(sums + (r + (i < pairs ? i : 0)) * head_dim + d + j * LANES);
+            for (long t = 0; t < num_tokens; t++) {
+                vec value[NR];
+                UNROLL for (int j = 0; j < NR; j++) value[j] = load(values[t] + d + j * LANES);
+                UNROLL for (int i = 0; i < MR; i++) {
+                    vec factor = splat(weight[i][t]);
+                    UNROLL for (int j = 0; j < NR; j++) total[i][j] += factor * value[j];
+                }
+            }
+            for (int i = 0; i < pairs; i++)
+                UNROLL for (int j = 0; j < NR; j++) store(sums + (r + i) * head_dim + d + j * LANES, total[i][j]);
+        }
+        for (int i = 0; i < pairs && d < head_dim; i++)
+            for (long e = d; e < head_dim; e++) {
+                float s = sums[(r + i) * head_dim + e];
+                for (long t = 0; t < num_tokens; t++) s = fmaf(weight[i][t], values[t][e], s);
+                sums[(r + i) * head_dim + e] = s;
+            }
+    }
+}
+
+// One pair in one tile: scores of tokens [low, high) become weights, all others 0; maximum, sum and output follow.
+static void soften(float *scores, long low, long high, float *running_max, float *running_sum, float *sums, long head_dim) {
+    for (long t = 0; t < low; t++) scores[t] = -INFINITY;
+    for (long t = high; t < TILE; t++) scores[t] = -INFINITY;
+    vec highest = load(scores);
+    for (long t = LANES; t < TILE; t += LANES) highest = max_vec(highest, load(scores + t));
+    float new_max = max_lanes(highest);
+    if (new_max > *running_max) {
+        float factor = exp_vec(splat(*running_max - new_max))[0];
+        long d = 0;
+        for (; d + LANES <= head_dim; d += LANES) store(sums + d, load(sums + d) * splat(factor));
+        for (; d < head_dim; d++) sums[d] *= factor;
+        *running_sum *= factor;
+        *running_max = new_max;
+    }
+    vec total = splat(0.0f), shift = splat(*running_max);
+    for (long t = 0; t < TILE; t += LANES) {
+        vec weight = exp_vec(load(scores + t) - shift);
+        store(scores + t, weight);
+        total += weight;
+    }
+    *running_sum += sum_lanes(total);
+}
+
+static void attend(const problem *p, const sequence *s, long first, long count, long kv_head) {
+    long group = p->num_heads / p->num_kv_heads, head_dim = p->head_dim, num_pairs = count * group;
+    float q[num_pairs * head_dim], sums[num_pairs * head_dim], scores[num_pairs * TILE];
+    float running_max[num_pairs], running_sum[num_pairs];
+    for (long r = 0; r < num_pairs; r++) {
+        const float *row = p->q + ((s->row + first + r / group) * p->num_heads + kv_head * group + r % group) * head_dim;
+        for (long d = 0; d < head_dim; d++) q[r * head_dim + d] = row[d] * p->scale;
+        running_max[r] = -INFINITY, running_sum[r] = 0.0f;
+    }
+    memset(sums, 0, num_pairs * head_dim * sizeof(float));
+
+    long position = s->start + first, end = position + count;
+    long lowest = p->window > 0 && position - p->window + 1 > 0 ? position - p->window + 1 : 0;
+    for (long tile = lowest / TILE * TILE; tile < end; tile += TILE) {
+        long num_tokens = end - tile < TILE ? end - tile : TILE;
+        const float *keys[TILE], *values[TILE];
+        for (long t = 0; t < num_tokens; t++) {
+            long page = p->pages[s->first_page + (tile + t) / p->page_tokens];
+            long offset = ((page * p->page_tokens + (tile + t) % p->page_tokens) * p->num_kv_heads + kv_head) * head_dim;
+            keys[t] = p->k_plane + offset;
+            values[t] = p->v_plane + offset;
+        }
+        // Rows whose position lies below the tile see none of it.
+        long skipped = tile > position ? (tile - position) * group : 0, pairs = num_pairs - skipped;
+        score_tile(q + skipped * head_dim, keys, scores + skipped * TILE, pairs, num_tokens, head_dim);
+        for (long r = skipped; r < num_pairs; r++) {
+            long own = position + r / group;
+            long low = p->window > 0 && own - p->window + 1 > tile ? own - p->window + 1 - tile : 0;
+            long high = own + 1 - tile < num_tokens ? own + 1 - tile : num_tokens;
+            if (low >= high)  // the window has left the tile
+                memset(scores + r * TILE, 0, TILE * sizeof(float));
+            else
+                soften(scores + r * TILE, low, high, running_max + r, running_sum + r, sums + r * head_dim, head_dim);
+        }
+        add_values(scores + skipped * TILE, values, sums + skipped * head_dim, pairs, num_tokens, head_dim);
+    }
+    for (long r = 0; r < num_pairs; r++) {
+        float *out = p->out + ((s->row + first + r / group) * p->num_heads + kv_head * group + r % group) * head_dim;
+        for (long d = 0; d < head_dim; d++) out[d] = sums[r * head_dim + d] / running_sum[r];
+    }
+}
+
+void holdfast_paged_attention(const float *q, const float *k_plane, const float *v_plane, float *out, const int32_t *pages,
+                              const int64_t *sequences, long num_sequences, long num_heads, long num_kv_heads,
+                              long head_dim, long page_tokens, long window, float scale) {
+    problem p = {q, k_plane, v_plane, out, pages, num_heads, num_kv_heads, head_dim, page_tokens, window, scale};
+    long group = num_heads / num_kv_heads;
+    long rows_per_task = TASK_PAIRS / group > 0 ? TASK_PAIRS / group : 1;
+    const sequence *all = (const sequence *)sequences;
+#pragma omp parallel
+    for (long i = 0; i < num_sequences; i++) {
+        long num_blocks = (all[i].num_rows + rows_per_task - 1) / rows_per_task;
+#pragma omp for schedule(dynamic, 1) nowait
+        for (long task = 0; task < num_blocks * num_kv_heads; task++) {
+            // The last rows see the most tokens: they go first, so that no thread ends with the longest task.
+            long first = (num_blocks - 1 - task / num_kv_heads) * rows_per_task;
+            long rest = all[i].num_rows - first;
+            attend(&p, all + i, first, rest < rows_per_task ? rest : rows_per_task, task % num_kv_heads);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+// y[m][n] = sum over k of x[m][k] * w[n][k], plus bias[n].
+//
+// Both operands lie with k in a row, so a tile of some rows of x and some rows of w is a square of running vectors of sums
+// and needs no packed copy of w: that copy is what makes a BLAS slow for the few rows of a decode step. Every output is
+// one running vector from k = 0 up, whatever tile it falls into.
+#include "vector.h"
+
+#define MR 4
+#if LANES == 8
+#define NR 3  // 4 x 3 sums, 3 weights and 1 input fill the 16 registers of AVX2
+#else
+#define NR 4
+#endif
+#define BLOCK_N 48
+#define BLOCK_M 64
+#define LINE 16              // floats in a cache line
+#define FETCH_AHEAD (4 << 10)  // floats, 16 KiB: measured best of 8 to 56 KiB for a lone row
+
+static inline void finish(const vec *sums, int cols, const float *x, const float *w, const float *bias, float *out, long k,
+                          long k_size) {
+    int j = 0;
+    for (; j + 4 <= cols; j += 4) store_sums4(out + j, sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
+    for (; j < cols; j++) out[j] = sum_lanes(sums[j]);
+    for (j = 0; j < cols && k < k_size; j++)
+        for (long t = k; t < k_size; t++) out[j] = fmaf(x[t], w[j * k_size + t], out[j]);
+    for (j = 0; j < cols && bias; j++) out[j] += bias[j];
+}
+
+#define DEFINE_TILE(ROWS, COLS)                                                                                         \
+    static void tile_##ROWS##_##COLS(const float *restrict x, const float *restrict w, const float *restrict bias,      \
+                                     float *restrict y, long k_size, long ldy) {                                         \
+        vec sums[ROWS][COLS];                                                                                           \
+        UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < COLS; j++) sums[i][j] = splat(0.0f);           \
+        long k = 0;                                                                                                     \
+        for (; k + LANES <= k_size; k += LANES) {                                                                       \
+            vec weights[COLS];                                                                                          \
+            UNROLL for (int j = 0; j < COLS; j++) weights[j] = load(w + j * k_size + k);                                \
+            UNROLL for (int i = 0; i < ROWS; i++) {                                                                     \
+                vec input = load(x + i * k_size + k);                                                                   \
+                UNROLL for (int j = 0; j < COLS; j++) sums[i][j] += input * weights[j];                                 \
+            }                                                                                                           \
+        }                                                                                                               \
+        UNROLL for (int i = 0; i < ROWS; i++) finish(sums[i], COLS, x + i * k_size, w, bias, y + i * ldy, k, k_size);   \
+    }
+
+// A lone row is bound by memory: its weights are fetched ahead in the order in which they lie.
+static void lone_row(const float *restrict x, const float *restrict w, const float *restrict bias, float *restrict y,
+                     long k_size, long ldy) {
+    (void)ldy;
+    vec sums[NR];
+    UNROLL for (int j = 0; j < NR; j++) sums[j] = splat(0.0f);
+    long k = 0;
+    for (; k + LINE <= k_size; k += LINE) {
+        UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w + FETCH_AHEAD + NR * k + LINE * j);
+        UNROLL for (int part = 0; part < LINE; part += LANES) {
+            vec input = load(x + k + part);
+            UNROLL for (int j = 0; j < NR; j++) sums[j] += input * load(w + j * k_size + k + part);
+        }
+    }
+    for (; k + LANES <= k_size; k += LANES) {
+        vec input = load(x + k);
+        UNROLL for (int j = 0; j < NR; j++) sums[j] += input * load(w + j * k_size + k);
+    }
+    finish(sums, NR, x, w, bias, y, k, k_size);
+}
+
+#define DEFINE_TILES(COLS) DEFINE_TILE(2, COLS) DEFINE_TILE(3, COLS) DEFINE_TILE(4, COLS)
+DEFINE_TILE(1, 1)
+DEFINE_TILES(1)
+#if NR == 3
+DEFINE_TILES(3)
+#define WIDE(ROWS) tile_##ROWS##_3
+#else
+DEFINE_TILES(4)
+#define WIDE(ROWS) tile_##ROWS##_4
+#endif
+
+typedef void tile_function(const float *, const float *, const float *, float *, long, long);
+static tile_function *const wide_tiles[] = {0, lone_row, WIDE(2), WIDE(3), WIDE(4)};
+static tile_function *const narrow_tiles[] = {0, tile_1_1, tile_2_1, tile_3_1, tile_4_1};
+
+void holdfast_linear(const float *x, const float *w, const float *bias, float *y, long m_size, long n_size, long k_size) {
+    long num_blocks = (n_size + BLOCK_N - 1) / BLOCK_N;
+#pragma omp parallel for schedule(static)
+    for (long block = 0; block < num_blocks; block++) {
+        long n_end = (block + 1) * BLOCK_N < n_size ? (block + 1) * BLOCK_N : n_size;
+        for (long m_block = 0; m_block < m_size; m_block += BLOCK_M) {
+            long m_end = m_block + BLOCK_M < m_size ? m_block + BLOCK_M : m_size;
+            for (long n = block * BLOCK_N; n < n_end;) {
+                long cols = n + NR <= n_end ? NR : 1;
+                tile_function *const *tiles = cols == NR ? wide_tiles : narrow_tiles;
+                for (long m = m_block; m < m_end; m += MR) {
+                    long rows = m_end - m < MR ? m_end - m : MR;
+                    tiles[rows](x + m * k_size, w + n * k_size, bias ? bias + n : 0, y + m * n_size + n, k_size, n_size);
+                }
+                n += cols;
+            }
+        }
+    }
+}

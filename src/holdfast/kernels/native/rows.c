@@ -1,0 +1,91 @@
+// Row-wise work: RMS norm, the gate of an MLP, and the way of a fused projection into pages.
+#include "vector.h"
+
+#define ROWS_PER_THREAD 16  // below this a second thread costs more than it brings
+
+static inline void rms_row(const float *x, const float *weight, float *y, long size, float eps) {
+    vec sums = splat(0.0f);
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec v = load(x + i);
+        sums += v * v;
+    }
+    float total = sum_lanes(sums);
+    for (; i < size; i++) total = fmaf(x[i], x[i], total);
+    float scale = 1.0f / sqrtf(total / (float)size + eps);
+    i = 0;
+    for (; i + LANES <= size; i += LANES) store(y + i, load(x + i) * splat(scale) * load(weight + i));
+    for (; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+void holdfast_rms_norm(const float *x, const float *weight, float *y, long num_rows, long size, float eps) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
+    for (long row = 0; row < num_rows; row++) rms_row(x + row * size, weight, y + row * size, size, eps);
+}
+
+// silu(x) = x / (1 + exp(-x)); below -80 the true value is under 1e-33 and 0 is taken for it.
+static inline vec silu_vec(vec x) {
+    ivec gone = x < splat(-80.0f);
+    vec negated = (vec)((ivec)(-x) & ~gone);
+    return (vec)((ivec)(x / (splat(1.0f) + exp_vec(negated))) & ~gone);
+}
+
+void holdfast_silu_mul(const float *gate_up, float *y, long num_rows, long size) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD / 4)
+    for (long row = 0; row < num_rows; row++) {
+        const float *gate = gate_up + row * 2 * size, *up = gate + size;
+        float *out = y + row * size;
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) store(out + i, silu_vec(load(gate + i)) * load(up + i));
+        if (i < size) {
+            float tail[LANES] = {0}, result[LANES];
+            memcpy(tail, gate + i, (size - i) * sizeof(float));
+            store(result, silu_vec(load(tail)));
+            for (long t = i; t < size; t++) out[t] = result[t - i] * up[t];
+        }
+    }
+}
+
+static inline void rotate_row(const float *x, const float *cosine, const float *sine, float *y, long half) {
+    long i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vec left = load(x + i), right = load(x + half + i);
+        store(y + i, left * load(cosine + i) + right * load(sine + i));
+        store(y + half + i, right * load(cosine + half + i) + left * load(sine + half + i));
+    }
+    for (; i < half; i++) {
+        float left = x[i], right = x[half + i];
+        y[i] = left * cosine[i] + right * sine[i];
+        y[half + i] = right * cosine[half + i] + left * sine[half + i];
+    }
+}
+
+// Rows of q | k | v: norm and rotate query and key heads where asked, queries to q, keys and values to their slots.
+void holdfast_write_heads(const float *qkv, const int64_t *positions, const int64_t *slots, const float *cosine,
+                          const float *sine, const float *q_norm, const float *k_norm, float eps, float *q, float *k_plane,
+                          float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim) {
+    long width = (num_heads + 2 * num_kv_heads) * head_dim;
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
+    for (long row = 0; row < num_rows; row++) {
+        const float *source = qkv + row * width;
+        const float *row_cosine = cosine ? cosine + positions[row] * head_dim : 0;
+        const float *row_sine = sine ? sine + positions[row] * head_dim : 0;
+        float *keys = k_plane + slots[row] * num_kv_heads * head_dim;
+        for (long head = 0; head < num_heads + num_kv_heads; head++) {
+            const float *x = source + head * head_dim;
+            int is_query = head < num_heads;
+            float *y = is_query ? q + (row * num_heads + head) * head_dim : keys + (head - num_heads) * head_dim;
+            float normed[head_dim];
+            if (q_norm) {
+                rms_row(x, is_query ? q_norm : k_norm, normed, head_dim, eps);
+                x = normed;
+            }
+            if (cosine)
+                rotate_row(x, row_cosine, row_sine, y, head_dim / 2);
+            else
+                memcpy(y, x, head_dim * sizeof(float));
+        }
+        memcpy(v_plane + slots[row] * num_kv_heads * head_dim, source + (num_heads + num_kv_heads) * head_dim,
+               num_kv_heads * head_dim * sizeof(float));
+    }
+}

@@ -1,0 +1,129 @@
+"""The one door to C: compile the CPU kernels once, keep the library in the user's cache, and load it.
+
+Triton has no CPU; a BLAS copies the whole weight for the few rows of a decode step, and rounds a row differently in other
+company. Four small C files do neither. Where no compiler is found the torch references run instead.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from holdfast.observability.log import get_logger
+
+NATIVE_VARIABLE = "HOLDFAST_NATIVE"
+CACHE_VARIABLE = "HOLDFAST_CACHE"
+SOURCES = Path(__file__).parent / "native"
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+COMPILE_SECONDS = 120
+
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+SIGNATURES: dict[str, list[type]] = {
+    "holdfast_linear": [_POINTER] * 4 + [_LONG] * 3,
+    "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
+    "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
+    "holdfast_write_heads": [_POINTER] * 7 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 4,
+    "holdfast_paged_attention": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
+}
+log = get_logger(__name__)
+
+
+@cache
+def native_library() -> ctypes.CDLL | None:
+    """The kernels, compiled for this machine, or None; the log says why."""
+    library, reason = _load()
+    if library is None:
+        log.warning("CPU kernels run in plain torch because %s", reason)
+    return library
+
+
+def native_for(*tensors: torch.Tensor | None) -> ctypes.CDLL | None:
+    """The kernels where they can run on these tensors (float32 on the CPU, laid out in order), else None."""
+    for tensor in tensors:
+        if tensor is not None and not (tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()):
+            return None
+    return native_library()
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get(NATIVE_VARIABLE, "1") == "0":
+        return None, f"{NATIVE_VARIABLE}=0"
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None, "no C compiler is found; install gcc for about twice the speed"
+    try:
+        path = _library_path(compiler)
+        if not path.exists():
+            _compile(compiler, path)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        return None, f"compiling them failed: {str(detail).strip()[:300]}"
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    return library, ""
+
+
+def _library_path(compiler: str) -> Path:
+    """A path that changes with the sources, the flags, the compiler, the machine and torch's thread library."""
+    identity = hashlib.blake2b(digest_size=12)
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".c", ".h"):
+            identity.update(source.read_bytes())
+    facts = (
+        *FLAGS,
+        compiler,
+        str(os.stat(compiler).st_mtime_ns),
+        platform.machine(),
+        _cpu_model(),
+        str(_openmp_library()),
+    )
+    identity.update("\n".join(facts).encode())
+    return _cache_folder() / f"kernels-{identity.hexdigest()}.so"
+
+
+def _cache_folder() -> Path:
+    """A folder only this user can write to: what lies there is executed."""
+    root = os.environ.get(CACHE_VARIABLE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast")
+    folder = Path(root).expanduser()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise OSError(f"{folder} can be written by others; set {CACHE_VARIABLE} to a folder of your own")
+    return folder
+
+
+def _compile(compiler: str, path: Path) -> None:
+    openmp = _openmp_library()
+    sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        output = Path(scratch) / path.name
+        command = [compiler, *FLAGS, "-o", str(output), *sources, *([str(openmp)] if openmp else []), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        os.replace(output, path)
+
+
+def _openmp_library() -> Path | None:
+    """The OpenMP library that torch has loaded: sharing it shares its threads, where a second one would fight for the cores."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    return next((Path(line.split()[-1]) for line in lines if "libgomp" in line), None)
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "CPU part"))}))

@@ -1,0 +1,83 @@
+"""Attention of rows to the stored keys and values of their own sequence, over pages.
+
+T rows, H query heads, K key/value heads, D head dim, S slots, N sequences
+"""
+
+import torch
+
+from holdfast.kernels.native_library import native_for, native_library
+
+SEQUENCE_FIELDS = ("row", "num_rows", "start", "first_page")
+"""Columns of `sequences_N4`: the first row, how many, the position of the first, and where its pages begin in `pages_P`."""
+
+
+def supports(q_dtype: torch.dtype, plane_dtype: torch.dtype, device: torch.device) -> str | None:
+    """None, or why the kernel cannot run, in words."""
+    if device.type != "cpu":
+        return f"it runs on CPU only, not on {device.type}"
+    if q_dtype != torch.float32 or plane_dtype != torch.float32:
+        return "it computes in float32 over float32 pages only"
+    return None if native_library() is not None else "it needs a C compiler"
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    pages_P: torch.Tensor,
+    sequences_N4: torch.Tensor,
+    page_tokens: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
+    library = native_for(q_THD, k_plane_SKD, v_plane_SKD)
+    if library is None:
+        return paged_attention_reference(
+            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scale, window
+        )
+    num_rows, num_heads, head_dim = q_THD.shape
+    out_TX = q_THD.new_empty(num_rows, num_heads * head_dim)
+    library.holdfast_paged_attention(
+        q_THD.data_ptr(),
+        k_plane_SKD.data_ptr(),
+        v_plane_SKD.data_ptr(),
+        out_TX.data_ptr(),
+        pages_P.data_ptr(),
+        sequences_N4.data_ptr(),
+        sequences_N4.shape[0],
+        num_heads,
+        k_plane_SKD.shape[1],
+        head_dim,
+        page_tokens,
+        window or 0,
+        scale,
+    )
+    return out_TX
+
+
+def paged_attention_reference(
+    q_THD: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    pages_P: torch.Tensor,
+    sequences_N4: torch.Tensor,
+    page_tokens: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The same in plain torch, a sequence at a time, with the whole score matrix."""
+    num_rows, num_heads, head_dim = q_THD.shape
+    num_groups = num_heads // k_plane_SKD.shape[1]
+    out_THD = torch.zeros_like(q_THD)
+    for row, count, start, first_page in sequences_N4.tolist():
+        position_L = torch.arange(start + count, device=q_THD.device)
+        slot_L = pages_P[first_page + position_L // page_tokens] * page_tokens + position_L % page_tokens
+        k_HLD = k_plane_SKD[slot_L].to(q_THD.dtype).repeat_interleave(num_groups, dim=1).transpose(0, 1)
+        v_HLD = v_plane_SKD[slot_L].to(q_THD.dtype).repeat_interleave(num_groups, dim=1).transpose(0, 1)
+        distance_nL = position_L[start:].unsqueeze(1) - position_L
+        seen_nL = distance_nL >= 0 if window is None else (distance_nL >= 0) & (distance_nL < window)
+        scores_HnL = q_THD[row : row + count].transpose(0, 1) @ k_HLD.transpose(1, 2) * scale
+        weights_HnL = scores_HnL.float().masked_fill(~seen_nL, float("-inf")).softmax(-1).to(q_THD.dtype)
+        out_THD[row : row + count] = (weights_HnL @ v_HLD).transpose(0, 1)
+    return out_THD.view(num_rows, num_heads * head_dim)

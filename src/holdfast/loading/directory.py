@@ -1,0 +1,76 @@
+"""A model folder in Hugging Face layout, opened: config.json, generation_config.json and the headers of its weights; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.errors import ModelNotFoundError
+from holdfast.loading.dummy import DummySource
+from holdfast.loading.json_file import read_json_object
+from holdfast.loading.safetensors_source import SafetensorsSource
+from holdfast.loading.source import GenerationDefaults, OpenModel, TensorEntry
+from holdfast.loading.weight_files import file_inside, open_weight_files
+from holdfast.models.families import FAMILIES, Family, parameters, read_spec
+from holdfast.models.settings import Settings, listed
+from holdfast.models.spec import ModelSpec
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+
+
+def open_directory(folder: Path) -> OpenModel:
+    """The model in a folder; every header has been read and checked, no weight has."""
+    spec, config = _read_config(folder)
+    family = FAMILIES[spec.architecture]
+    generation = _read_generation(folder, config, family)
+    source = SafetensorsSource(open_weight_files(folder), family.renames)
+    if config.values.get("dtype") is None and config.values.get("torch_dtype") is None:
+        spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
+    return OpenModel(folder, "directory", spec, parameters(spec), source, generation)
+
+
+def open_directory_without_weights(folder: Path) -> OpenModel:
+    """The same from config.json alone, with made-up weights."""
+    spec, config = _read_config(folder)
+    generation = _read_generation(folder, config, FAMILIES[spec.architecture])
+    made_up = parameters(spec)
+    return OpenModel(folder, "directory", spec, made_up, DummySource(made_up, spec.checkpoint_dtype), generation)
+
+
+def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
+    if not (folder / CONFIG_FILE).is_file():
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        gguf = [name for name in names if name.endswith(".gguf")]
+        raise ModelNotFoundError(
+            f"{folder} has no {CONFIG_FILE}",
+            f"it holds {listed(names)}" if names else "it is empty",
+            f"pass {folder / gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
+        )
+    config = read_json_object(file_inside(folder, CONFIG_FILE))
+    return read_spec(config, CONFIG_FILE), Settings(config, CONFIG_FILE)
+
+
+def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:
+    """What generation_config.json says, and config.json where it is silent."""
+    generation = Settings({}, GENERATION_FILE)
+    if (folder / GENERATION_FILE).exists():
+        generation = Settings(read_json_object(file_inside(folder, GENERATION_FILE)), GENERATION_FILE)
+    bos_default = () if family.bos_token_id is None else (family.bos_token_id,)
+    bos = generation.token_ids("bos_token_id", config.token_ids("bos_token_id", bos_default))
+    top_k = generation.values.get("top_k")
+    return GenerationDefaults(
+        eos_token_ids=generation.token_ids("eos_token_id", config.token_ids("eos_token_id", family.eos_token_ids)),
+        bos_token_id=bos[0] if bos else None,
+        temperature=generation.optional_number("temperature", low=0.0),
+        top_p=generation.optional_number("top_p"),
+        top_k=None if top_k is None else generation.count("top_k", 0, 2**31 - 1, low=-1),
+        repetition_penalty=generation.optional_number("repetition_penalty"),
+    )
+
+
+def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
+    """The type that most bytes have, for a config.json that does not name one."""
+    num_bytes: dict[str, int] = {}
+    for entry in entries.values():
+        num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype], default=default)

@@ -1,0 +1,287 @@
+"""The families: architecture name -> how its config.json becomes a ModelSpec, and what its tensors are called; no torch.
+
+A new family is a reader and a row in FAMILIES. Keys that a config.json leaves out take the value that transformers gives
+them; a setting that the decoder does not compute is declined in words.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.errors import UnsupportedModelError
+from holdfast.models.checkpoint_names import LLAMA_NAMES, OPT_NAMES, CheckpointNames, list_parameters
+from holdfast.models.parameters import Parameter
+from holdfast.models.rope_settings import MAX_POSITIONS, read_rope
+from holdfast.models.settings import Settings, plain, shown
+from holdfast.models.spec import Activation, ModelSpec, RopeSpec
+
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_WIDTH = 2**20
+MAX_VOCAB = 2**24
+"""Bounds far above any model there is and far below what would hurt a program that believes them."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "quantization_config": (None, {}),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "dual_chunk_attention_config": (None, {}),
+    "use_mrope": (None, False),
+    "rope_interleaved": (None, False),
+    "no_rope_layers": (None, []),
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0, 1),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
+    "clip_qkv": (None,),
+    "logit_scale": (None, 1.0),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+}
+"""Settings that some checkpoints carry and no family here computes, with the values that change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of the table."""
+
+    name: str
+    """Also the `model_type` of its config.json."""
+    architecture: str
+    read: Callable[[Settings], ModelSpec]
+    names: CheckpointNames
+    renames: tuple[tuple[str, str], ...] = ()
+    """Prefixes of tensor names in some checkpoints, and what they stand for."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """What transformers assumes where config.json does not say."""
+
+
+def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
+    """The decoder that a config.json describes."""
+    settings = Settings(config, file)
+    family = find_family(settings)
+    for key, neutral in NEUTRAL.items():
+        if config.get(key) not in neutral:
+            raise _declined(settings, key, "that setting is not computed here")
+    return family.read(settings)
+
+
+def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
+    """Every final tensor of a decoder, and the checkpoint tensors that fill it."""
+    return list_parameters(spec, FAMILIES[spec.architecture].names)
+
+
+def find_family(settings: Settings) -> Family:
+    """The family that a config.json names."""
+    architectures = settings.texts("architectures")
+    if not architectures:
+        raise settings.missing("architectures", f"one of {', '.join(FAMILIES)} is needed")
+    family = FAMILIES.get(architectures[0])
+    if family is None:
+        raise UnsupportedModelError(
+            f"{settings.file} describes a {plain(architectures[0])}",
+            f"the architectures here are {', '.join(FAMILIES)}",
+            "use a model of one of these",
+        )
+    model_type = settings.text("model_type", family.name)
+    if model_type != family.name:
+        raise settings.refuse("model_type", model_type, f"{family.name!r}, the type of {family.architecture},")
+    return family
+
+
+def _read_llama(settings: Settings) -> ModelSpec:
+    for key in ("sliding_window", "layer_types"):
+        if settings.values.get(key) is not None and set(settings.texts("layer_types") or ["?"]) != {"full_attention"}:
+            raise _declined(settings, key, "every layer of this family sees all tokens")
+    defaults = _Defaults(vocab_size=32000, intermediate_size=11008, num_kv_heads=None, max_position=2048)
+    has_bias = settings.flag("attention_bias", False)
+    spec = _read_rotary(settings, LLAMA, defaults)
+    return replace(spec, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=settings.flag("mlp_bias", False))
+
+
+def _read_mistral(settings: Settings) -> ModelSpec:
+    window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if set(settings.texts("layer_types") or [kind]) != {kind}:
+        raise _declined(settings, "layer_types", f"with sliding_window = {window} every layer here is {kind}")
+    defaults = _Defaults(vocab_size=32000, intermediate_size=14336, num_kv_heads=8, max_position=131072)
+    spec = _read_rotary(settings, MISTRAL, defaults)
+    return replace(spec, sliding_windows=() if window is None else (window,) * spec.num_layers)
+
+
+def _read_qwen2(settings: Settings) -> ModelSpec:
+    defaults = _Defaults(vocab_size=151936, intermediate_size=22016, num_kv_heads=32, max_position=32768)
+    spec = _read_rotary(settings, QWEN2, defaults)
+    return replace(spec, sliding_windows=_qwen_windows(settings, spec.num_layers), qkv_bias=True)
+
+
+def _read_qwen3(settings: Settings) -> ModelSpec:
+    defaults = _Defaults(vocab_size=151936, intermediate_size=22016, num_kv_heads=32, max_position=32768, head_dim=128)
+    has_bias = settings.flag("attention_bias", False)
+    spec = _read_rotary(settings, QWEN3, defaults)
+    windows = _qwen_windows(settings, spec.num_layers)
+    return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
+
+
+def _read_opt(settings: Settings) -> ModelSpec:
+    if not settings.flag("layer_norm_elementwise_affine", True):
+        raise _declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
+    hidden_size = settings.count("hidden_size", 768, MAX_WIDTH)
+    num_heads = settings.count("num_attention_heads", 12, MAX_HEADS)
+    embedding_size = settings.optional_count("word_embed_proj_dim", None, MAX_WIDTH)
+    has_bias = settings.flag("enable_bias", True)
+    norm_first = settings.flag("do_layer_norm_before", True)
+    return ModelSpec(
+        architecture=OPT.architecture,
+        family=OPT.name,
+        vocab_size=settings.count("vocab_size", 50272, MAX_VOCAB),
+        hidden_size=hidden_size,
+        intermediate_size=settings.count("ffn_dim", 3072, MAX_WIDTH),
+        num_layers=settings.count("num_hidden_layers", 12, MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=_head_dim(settings, hidden_size, num_heads),
+        max_position=settings.count("max_position_embeddings", 2048, MAX_WIDTH),
+        checkpoint_dtype=_dtype(settings),
+        norm_eps=1e-5,
+        norm="layer",
+        norm_first=norm_first,
+        has_final_norm=norm_first and not settings.flag("_remove_final_layer_norm", False),
+        activation=_activation(settings, "activation_function", "relu"),
+        gated_mlp=False,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=has_bias,
+        position_offset=2,
+        embedding_size=None if embedding_size == hidden_size else embedding_size,
+        tied_embeddings=settings.flag("tie_word_embeddings", True),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What transformers assumes where families with rotary positions differ; the rest they share."""
+
+    vocab_size: int
+    intermediate_size: int
+    num_kv_heads: int | None
+    max_position: int
+    head_dim: int | None = None
+
+
+def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> ModelSpec:
+    """What Llama and its descendants share."""
+    hidden_size = settings.count("hidden_size", 4096, MAX_WIDTH)
+    num_heads = settings.count("num_attention_heads", 32, MAX_HEADS)
+    num_kv_heads = settings.optional_count("num_key_value_heads", defaults.num_kv_heads, MAX_HEADS) or num_heads
+    if num_heads % num_kv_heads:
+        raise settings.refuse("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
+    head_dim = settings.optional_count("head_dim", defaults.head_dim, MAX_HEAD_DIM)
+    if head_dim is None:
+        head_dim = _head_dim(settings, hidden_size, num_heads)
+    max_position = settings.count("max_position_embeddings", defaults.max_position, MAX_POSITIONS)
+    rope = read_rope(settings, head_dim, max_position)
+    return ModelSpec(
+        architecture=family.architecture,
+        family=family.name,
+        vocab_size=settings.count("vocab_size", defaults.vocab_size, MAX_VOCAB),
+        hidden_size=hidden_size,
+        intermediate_size=settings.count("intermediate_size", defaults.intermediate_size, MAX_WIDTH),
+        num_layers=settings.count("num_hidden_layers", 32, MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=_stretched(rope, max_position),
+        checkpoint_dtype=_dtype(settings),
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        activation=_activation(settings, "hidden_act", "silu"),
+        rope=rope,
+        tied_embeddings=settings.flag("tie_word_embeddings", False),
+    )
+
+
+def _qwen_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
+    window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
+    if not settings.flag("use_sliding_window", False):
+        window = None
+    first_windowed = settings.count("max_window_layers", 28, MAX_POSITIONS, low=0)
+    kinds = settings.texts("layer_types")
+    if kinds is None:
+        windows = tuple(window if layer >= first_windowed else None for layer in range(num_layers))
+        return windows if any(windows) else ()
+    if len(kinds) != num_layers:
+        raise settings.refuse("layer_types", list(kinds), f"one entry for each of {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "attention", "sliding_attention"):
+            raise _declined(settings, "layer_types", f"layers of kind {shown(kind)} are not computed here")
+        if kind == "sliding_attention" and window is None:
+            raise settings.refuse("layer_types", list(kinds), "a sliding_window, with use_sliding_window true,")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _stretched(rope: RopeSpec, max_position: int) -> int:
+    """The longest context: linear and yarn settings name the length before stretching as often as the one after."""
+    plain = {"linear": max_position, "yarn": rope.original_max_position}.get(rope.kind, 0)
+    return min(max(max_position, int(plain * rope.factor)), MAX_POSITIONS)
+
+
+def _head_dim(settings: Settings, hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads or hidden_size // num_heads > MAX_HEAD_DIM:
+        wanted = f"a number that divides hidden_size = {hidden_size} into heads of at most {MAX_HEAD_DIM}"
+        raise settings.refuse("num_attention_heads", num_heads, wanted)
+    return hidden_size // num_heads
+
+
+def _activation(settings: Settings, key: str, default: str) -> Activation:
+    name = settings.text(key, default)
+    if name not in ACTIVATIONS:
+        raise _declined(settings, key, f"the activations here are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _dtype(settings: Settings) -> str:
+    key = "torch_dtype" if settings.values.get("dtype") is None else "dtype"
+    if settings.values.get(key) is None:
+        return "float32"
+    name = settings.text(key, "").removeprefix("torch.")
+    if name not in DTYPES:
+        raise _declined(settings, key, f"the types here are {', '.join(DTYPES)}")
+    return name
+
+
+def _declined(settings: Settings, key: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{settings.file} sets {key} = {shown(settings.values.get(key))}", why, "use a model without it"
+    )
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES, bos_token_id=1, eos_token_ids=(2,))
+MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, LLAMA_NAMES, bos_token_id=1, eos_token_ids=(2,))
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, LLAMA_NAMES)
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    _read_opt,
+    OPT_NAMES,
+    renames=(("decoder.", "model.decoder."),),
+    bos_token_id=2,
+    eos_token_ids=(2,),
+)
+FAMILIES: Mapping[str, Family] = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT)}
+"""Every architecture that is run, by the name in config.json."""

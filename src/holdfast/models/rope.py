@@ -1,0 +1,92 @@
+"""Rotary tables: the frequencies of every scaling kind, and cos/sin rows by position.
+
+Two kinds look at the length of the running text (dynamic, longrope). Keys already cached cannot be rotated again when the
+text grows, so the length is decided once, by max_model_len: a token then does not depend on when it was computed.
+"""
+
+import math
+
+import torch
+
+from holdfast.kernels.write_heads import Rotary
+from holdfast.models.spec import RopeSpec
+
+
+def rope_table(
+    rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> Rotary:
+    """cos and sin, each [max_model_len, head_dim]."""
+    inverse_frequency_d, magnitude = _frequencies(rope, head_dim, max_position, max_model_len)
+    positions_L = torch.arange(max_model_len, dtype=torch.float32)
+    angle_Ld = torch.outer(positions_L, inverse_frequency_d)
+    cos_Ld, sin_Ld = angle_Ld.cos().mul_(magnitude), angle_Ld.sin().mul_(magnitude)
+    cos_LD = torch.cat((cos_Ld, cos_Ld), dim=-1)
+    sin_LD = torch.cat((-sin_Ld, sin_Ld), dim=-1)
+    return Rotary(cos_LD.to(device, dtype), sin_LD.to(device, dtype))
+
+
+def _frequencies(rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on cos and sin."""
+    exponent_d = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain_d = 1.0 / rope.theta**exponent_d
+    match rope.kind:
+        case "default":
+            return plain_d, 1.0
+        case "linear":
+            return plain_d / rope.factor, 1.0
+        case "dynamic":
+            stretch = rope.factor * max(max_model_len, max_position) / max_position - (rope.factor - 1)
+            theta = rope.theta * stretch ** (head_dim / (head_dim - 2))
+            return 1.0 / theta**exponent_d, 1.0
+        case "llama3":
+            return _llama3(rope, plain_d), 1.0
+        case "yarn":
+            return _yarn(rope, head_dim, plain_d), _yarn_magnitude(rope)
+        case "longrope":
+            beyond = max_model_len > rope.original_max_position
+            factors_d = torch.tensor(rope.long_factor if beyond else rope.short_factor, dtype=torch.float32)
+            return 1.0 / (factors_d * rope.theta**exponent_d), _longrope_magnitude(rope)
+
+
+def _llama3(rope: RopeSpec, plain_d: torch.Tensor) -> torch.Tensor:
+    """Slow frequencies are divided by the factor, fast ones kept, those between blended."""
+    wavelength_d = 2 * math.pi / plain_d
+    turns_d = rope.original_max_position / wavelength_d
+    keep_d = (turns_d - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended_d = (1 - keep_d) * plain_d / rope.factor + keep_d * plain_d
+    slow_d = torch.where(turns_d < rope.low_freq_factor, plain_d / rope.factor, blended_d)
+    return torch.where(turns_d > rope.high_freq_factor, plain_d, slow_d)
+
+
+def _yarn(rope: RopeSpec, head_dim: int, plain_d: torch.Tensor) -> torch.Tensor:
+    """A linear ramp from kept to divided frequencies, between the dimensions that turn beta_fast and beta_slow times."""
+
+    def dimension_of(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp_d = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain_d / rope.factor * ramp_d + plain_d * (1 - ramp_d)
+
+
+def _yarn_magnitude(rope: RopeSpec) -> float:
+    def growth(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return growth(rope.mscale) / growth(rope.mscale_all_dim)
+    return growth(1.0)
+
+
+def _longrope_magnitude(rope: RopeSpec) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))

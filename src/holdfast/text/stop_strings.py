@@ -1,0 +1,111 @@
+"""StopStrings: finds the first stop string in text that comes in pieces, and never gives out text too early; no torch.
+
+The strings form one automaton (Aho and Corasick): its state is the longest end of the text so far that begins some stop
+string, which is exactly what must be held back. Each character is looked at once, however the text is cut.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+_Node = int
+_ROOT: _Node = 0
+
+
+class StopStrings:
+    """Ends a text at the stop string that is complete first; of those complete at one place, at the longest.
+
+    `feed` gives the text that may be shown and the stop string found, if any. `feed_unstoppable` is for text in which
+    stop strings do not count yet (fewer than min_tokens): a string that begins there and ends later still does.
+    """
+
+    def __init__(self, stop: Sequence[str], include: bool) -> None:
+        assert all(stop), f"{stop=} has an empty string"
+        self._include = include
+        self._children: list[dict[str, _Node]] = [{}]
+        self._fallback: list[_Node] = [_ROOT]
+        self._depth: list[int] = [0]
+        self._found: list[str | None] = [None]
+        for string in stop:
+            self._insert(string)
+        self._link()
+        self._node = _ROOT
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Text to show, and the stop string that ended it; after that nothing is shown any more."""
+        if self.matched is not None:
+            return "", self.matched
+        if len(self._children) == 1:
+            return text, None
+        node = self._node
+        for index, character in enumerate(text):
+            node = self._next(node, character)
+            found = self._found[node]
+            if found is not None:
+                end = len(self._held) + index + 1
+                whole = self._held + text
+                self.matched, self._held, self._node = found, "", _ROOT
+                return whole[: end if self._include else end - len(found)], found
+        return self._advance(node, text), None
+
+    def feed_unstoppable(self, text: str) -> str:
+        """Text to show, where no stop string may end it yet."""
+        if self.matched is not None or len(self._children) == 1:
+            return "" if self.matched is not None else text
+        node = self._node
+        for character in text:
+            node = self._next(node, character)
+        return self._advance(node, text)
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held, self._node = self._held, "", _ROOT
+        return held
+
+    @property
+    def num_held(self) -> int:
+        """Characters held back: fewer than the longest stop string has."""
+        return len(self._held)
+
+    def _advance(self, node: _Node, text: str) -> str:
+        # A complete string that no longer one continues cannot become a match again: only what follows it can.
+        while node != _ROOT and not self._children[node]:
+            node = self._fallback[node]
+        whole = self._held + text
+        cut = len(whole) - self._depth[node]
+        self._node, self._held = node, whole[cut:]
+        return whole[:cut]
+
+    def _next(self, node: _Node, character: str) -> _Node:
+        while character not in self._children[node]:
+            if node == _ROOT:
+                return _ROOT
+            node = self._fallback[node]
+        return self._children[node][character]
+
+    def _insert(self, string: str) -> None:
+        node = _ROOT
+        for character in string:
+            child = self._children[node].get(character)
+            if child is None:
+                child = len(self._children)
+                self._children[node][character] = child
+                self._children.append({})
+                self._fallback.append(_ROOT)
+                self._depth.append(self._depth[node] + 1)
+                self._found.append(None)
+            node = child
+        self._found[node] = string
+
+    def _link(self) -> None:
+        """Breadth first: where each node goes on when its text does not, and the longest string that ends in it."""
+        waiting = deque(self._children[_ROOT].values())
+        while waiting:
+            node = waiting.popleft()
+            for character, child in self._children[node].items():
+                waiting.append(child)
+                self._fallback[child] = self._next(self._fallback[node], character)
+                if self._found[child] is None:
+                    self._found[child] = self._found[self._fallback[child]]

@@ -1,0 +1,200 @@
+"""Rewrites a parsed chat template so that what Jinja compiles to plain Python is metered too; no torch.
+
+  for x in items            ->  for x in items | loop(steps of one round)
+  a ~ b        x[1:]        ->  a | concat(b)        x | slice(1, none, none)
+  a == b       {k: v}       ->  (a | looked_at) == (b | looked_at)        {(k | looked_at): v}
+  [a, b]       text, {{ x }}    ->  [a, b] | made        'text' | written, x | written
+
+The names on the right are filters that no template can spell. Bodies of loops, macros and blocks begin with a charge
+for their length, so that a long body is not cheaper than a short one.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Undefined
+from jinja2.utils import pass_context
+from jinja2.visitor import NodeTransformer
+
+from holdfast.text.template_values import MeteredLoop, Value, admit, survey, written_bytes
+
+if TYPE_CHECKING:
+    from holdfast.text.template_sandbox import TemplateEnvironment
+
+NODES_A_STEP = 8
+"""Parts of a template that run in the time of about one operation."""
+_LOOP, _CONCAT, _SLICE = "|loop", "|concat", "|slice"
+_LOOKED_AT, _MADE, _WRITTEN, _SPENT = "|looked_at", "|made", "|written", "|spent"
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training: here only its content counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def rewrite(template: nodes.Template, environment: "TemplateEnvironment") -> nodes.Template:
+    """The same template, metered."""
+    _Metering().visit(template)
+    template.set_environment(environment)
+    return template
+
+
+class _Metering(NodeTransformer):
+    def get_visitor(self, node: nodes.Node) -> Callable[..., nodes.Node] | None:
+        return _VISITORS.get(type(node).__name__, NodeTransformer.generic_visit).__get__(self)
+
+    def loop(self, node: nodes.For) -> nodes.Node:
+        round_steps = 1 + (_size([node.test]) if node.test is not None else 0)
+        self.body(node)
+        node.iter = _filtered(node.iter, _LOOP, [nodes.Const(round_steps)])
+        return node
+
+    def body(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) -> nodes.Node:
+        steps = nodes.Const(_size(node.body)).set_lineno(node.lineno)
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_filtered(steps, _SPENT)).set_lineno(node.lineno))
+        return node
+
+    def output(self, node: nodes.Output) -> nodes.Node:
+        written: list[nodes.Expr] = []
+        for child in node.nodes:
+            is_text = isinstance(child, nodes.TemplateData)
+            inner = nodes.Const(child.data).set_lineno(child.lineno) if is_text else self.visit(child)
+            written.append(_filtered(inner, _WRITTEN))
+        node.nodes = written
+        return node
+
+    def concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node.nodes[0], _CONCAT, node.nodes[1:])
+
+    def item(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = (node.arg.start, node.arg.stop, node.arg.step)
+        return _filtered(node.node, _SLICE, [nodes.Const(None) if end is None else end for end in ends])
+
+    def compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _looked_at(node.expr)
+        for operand in node.ops:
+            operand.expr = _looked_at(operand.expr)
+        return node
+
+    def pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _looked_at(node.key)
+        return node
+
+    def literal(self, node: nodes.List | nodes.Dict) -> nodes.Node:
+        return _filtered(self.generic_visit(node), _MADE)
+
+    def tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, _MADE) if node.ctx == "load" else node
+
+    def autoescape(self, node: nodes.Node) -> nodes.Node:
+        raise TemplateSyntaxError("autoescape is for web pages", node.lineno)
+
+
+_VISITORS: dict[str, Callable[..., nodes.Node]] = {
+    "For": _Metering.loop,
+    "Macro": _Metering.body,
+    "CallBlock": _Metering.body,
+    "Block": _Metering.body,
+    "Output": _Metering.output,
+    "Concat": _Metering.concat,
+    "Getitem": _Metering.item,
+    "Compare": _Metering.compare,
+    "Pair": _Metering.pair,
+    "List": _Metering.literal,
+    "Dict": _Metering.literal,
+    "Tuple": _Metering.tuple,
+    "ScopedEvalContextModifier": _Metering.autoescape,
+}
+
+
+def _size(body: Iterable[nodes.Node]) -> int:
+    return 1 + sum(1 for node in body for _ in node.find_all(nodes.Node)) // NODES_A_STEP
+
+
+def _looked_at(node: nodes.Expr) -> nodes.Expr:
+    is_short = isinstance(node, nodes.Const) and len(str(node.value)) <= 64
+    return node if is_short else _filtered(node, _LOOKED_AT)
+
+
+def _filtered(node: nodes.Node, name: str, args: Iterable[nodes.Expr] = ()) -> nodes.Filter:
+    made = nodes.Filter(node, name, list(args), [], None, None)
+    made.set_lineno(node.lineno)
+    return made
+
+
+def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., Value]]:
+    """The filters that the rewritten template goes through. They ask for the context so as not to run at compile time."""
+
+    @pass_context
+    def loop(context: Context, value: Value, round_steps: int) -> MeteredLoop:
+        return MeteredLoop(environment.meter, value, round_steps)
+
+    @pass_context
+    def concat(context: Context, *values: Value) -> str:
+        environment.meter.expect(sum(written_bytes(environment.meter, value) for value in values))
+        return admit(environment.meter, "".join(map(_as_text, values)))
+
+    @pass_context
+    def slice_(context: Context, value: Value, start: Value, stop: Value, step: Value) -> Value:
+        cut = slice(start, stop, step)
+        if isinstance(value, str | list | tuple):
+            num_items = len(range(*cut.indices(len(value))))
+            environment.meter.expect(num_items * (1 if isinstance(value, str) and value.isascii() else 8))
+        return admit(environment.meter, value[cut])
+
+    @pass_context
+    def looked_at(context: Context, value: Value) -> Value:
+        survey(environment.meter, value)
+        return value
+
+    @pass_context
+    def made(context: Context, value: Value) -> Value:
+        return admit(environment.meter, value)
+
+    @pass_context
+    def written(context: Context, value: Value) -> str:
+        if not isinstance(value, str):
+            environment.meter.expect(written_bytes(environment.meter, value))
+            value = _as_text(value)
+        environment.meter.write(value)
+        environment.meter.make_text(len(value), value.isascii())
+        return value
+
+    @pass_context
+    def spent(context: Context, steps: int) -> None:
+        environment.meter.step(steps)
+
+    return {
+        _LOOP: loop,
+        _CONCAT: concat,
+        _SLICE: slice_,
+        _LOOKED_AT: looked_at,
+        _MADE: made,
+        _WRITTEN: written,
+        _SPENT: spent,
+    }
+
+
+def _as_text(value: object) -> str:
+    """A value as Jinja prints it; functions and the like would only show where they are in memory."""
+    if isinstance(value, str | int | float | list | tuple | dict | Undefined | None):
+        return str(value)
+    raise SecurityError(f"it prints a {type(value).__name__}")

@@ -1,0 +1,194 @@
+"""A whole engine without a model: real scheduler and tokenizer, and a runner whose next token is a hash of the prefix.
+
+The runner keeps a shadow of the KV pages: each slot holds the hash of the prefix that it should, and is compared
+whenever attention would read it. A token that comes out right proves that every page was.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from itertools import count
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from holdfast.config import Limits
+from holdfast.engine.engine import Engine
+from holdfast.engine.scheduler import Scheduler
+from holdfast.request.outputs import CompletionDelta, RequestOutput
+from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.runner.result import SequenceResult, StepResult, TokenLogprobs
+from holdfast.text.token_pieces import byte_alphabet
+from holdfast.text.tokenizer import Tokenizer
+
+BOS, EOS, OTHER_EOS, PAD = 256, 257, 258, 259
+VOCAB_SIZE = 264
+"""More rows than the tokenizer has tokens, as models do."""
+
+
+def byte_tokenizer(kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
+    """Token ids 0 to 255 are bytes; a few special tokens follow."""
+    backend = Backend(BPE({character: byte for character, byte in byte_alphabet().items()}, []))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens(["<bos>", "<eos>", "<end>", "<pad>"])
+    return kind(backend, "fake", {"bos_token": "<bos>", "eos_token": "<eos>"})
+
+
+@cache
+def shared_tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@cache
+def extended(prefix: bytes, token: int) -> bytes:
+    """The hash of a prefix and one more token."""
+    return blake2b(prefix + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+class FakeTemplate:
+    """Roles and contents, one line each."""
+
+    def render(self, messages, add_generation_prompt=True, **extra):
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "") + "".join(map(str, extra.values()))
+
+
+class HashRunner:
+    """Next token: a lower-case letter, from the hash of the prefix (and of seed and position, when sampling)."""
+
+    def __init__(self, limits: Limits, num_pages: int) -> None:
+        self.limits = limits
+        self.num_pages = num_pages
+        self.vocab_size = VOCAB_SIZE
+        self.eos_token_ids = frozenset((EOS, OTHER_EOS))
+        self.script: dict[str, list[int]] = {}
+        """Prompt text -> tokens to say, in place of hashes; the last one repeats."""
+        self.on_step: Callable[[Step], None] = lambda step: None
+        self.steps: list[tuple[tuple[int, int, int], ...]] = []
+        """(sequence id, start, number of tokens) of everything that ran."""
+        self.released: list[int] = []
+        self.shadow: dict[tuple[int, int], bytes] = {}
+
+    def execute(self, step: Step) -> StepResult:
+        assert len(step.scheduled) <= self.limits.max_num_seqs
+        assert step.num_tokens <= self.limits.max_num_batched_tokens
+        self.on_step(step)
+        self.steps.append(tuple((i.sequence.sequence_id, i.start, i.num_new_tokens) for i in step.scheduled))
+        return StepResult(tuple(self._run(item) for item in step.scheduled))
+
+    def release(self, sequence_id: int) -> None:
+        self.released.append(sequence_id)
+
+    def _run(self, item: ScheduledSequence) -> SequenceResult:
+        sequence, page_tokens = item.sequence, self.limits.page_tokens
+        end, prefix = item.start + item.num_new_tokens, b""
+        for position, token in enumerate(sequence.token_ids[:end]):
+            prefix = extended(prefix, token)
+            slot = sequence.pages[position // page_tokens], position % page_tokens
+            if position < item.start:
+                assert self.shadow.get(slot) == prefix, f"{slot=} holds something else than position {position}"
+            self.shadow[slot] = prefix
+        params = sequence.params
+        prompt_logprobs = ()
+        if params.prompt_logprobs is not None:
+            places = range(item.start + 1, min(end, sequence.num_prompt_tokens - 1) + 1)
+            prompt_logprobs = tuple(logprobs_at(sequence.token_ids[p], p, params.prompt_logprobs) for p in places)
+        if not item.samples:
+            return SequenceResult(None, None, prompt_logprobs)
+        token = self._choose(item, prefix)
+        logprobs = None if params.logprobs is None else logprobs_at(token, end, params.logprobs)
+        return SequenceResult(token, logprobs, prompt_logprobs)
+
+    def _choose(self, item: ScheduledSequence, prefix: bytes) -> int:
+        sequence = item.sequence
+        prompt = bytes(token % 256 for token in sequence.token_ids[: sequence.num_prompt_tokens]).decode("latin-1")
+        if prompt in self.script:
+            said = self.script[prompt]
+            return said[min(sequence.num_output_tokens, len(said) - 1)]
+        if not sequence.params.is_greedy:
+            prefix += sequence.seed.to_bytes(8, "little") + sequence.num_tokens.to_bytes(4, "little")
+        return ord("a") + int.from_bytes(blake2b(prefix, digest_size=8).digest()) % 26
+
+
+def logprobs_at(token: int, position: int, num_top: int) -> TokenLogprobs:
+    """Made up, but a function of token and position."""
+    top = tuple(((token + 2 - place) % VOCAB_SIZE, -0.25 * (place + 1) - position) for place in range(num_top))
+    return TokenLogprobs(token, -0.75 - position, 3, top)
+
+
+def make_engine(
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 128,
+    page_tokens: int = 4,
+    num_pages: int = 96,
+    enable_prefix_caching: bool = True,
+    max_queue: int = 64,
+    seed: int = 0,
+    tokenizer: Tokenizer | None | str = "bytes",
+    chat_template: object = None,
+    **others: object,
+) -> Engine:
+    """An engine of fakes; its `runner` and `scheduler` are attributes for tests to look at."""
+    limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, page_tokens)
+    runner = HashRunner(limits, num_pages)
+    scheduler = Scheduler(limits, num_pages, enable_prefix_caching, max_queue)
+    chosen = shared_tokenizer() if tokenizer == "bytes" else tokenizer
+    ticks = count()
+    engine = Engine(
+        runner,
+        chosen,
+        chat_template or FakeTemplate(),
+        scheduler,
+        seed,
+        clock=lambda: float(next(ticks)),
+        **others,
+    )
+    engine.runner, engine.scheduler = runner, scheduler  # type: ignore[attr-defined]
+    return engine
+
+
+def assert_at_rest(engine: Engine) -> None:
+    """Nothing lives, and every page can be had again."""
+    assert not engine.has_unfinished()
+    scheduler = engine.scheduler  # type: ignore[attr-defined]
+    scheduler.check()
+    assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
+    assert scheduler.num_free_pages == engine.runner.num_pages  # type: ignore[attr-defined]
+    assert len(set(engine.runner.released)) == len(engine.runner.released)  # type: ignore[attr-defined]
+
+
+def run_all(engine: Engine, max_steps: int = 2000) -> dict[tuple[str, int], list[CompletionDelta]]:
+    """Step until nothing is left; deltas by request and completion."""
+    found: dict[tuple[str, int], list[CompletionDelta]] = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished():
+            return found
+        for delta in engine.step():
+            found.setdefault((delta.request_id, delta.index), []).append(delta)
+        engine.scheduler.check()  # type: ignore[attr-defined]
+    raise AssertionError(f"not finished after {max_steps} steps")
+
+
+def tokens_of(deltas: list[CompletionDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text_of(deltas: list[CompletionDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def solo(prompt: object, params: object, **options: object) -> tuple[list[int], str]:
+    """Tokens and text of a request that has an engine of its own."""
+    engine = make_engine(**options)  # type: ignore[arg-type]
+    engine.add_request("solo", prompt, params)  # type: ignore[arg-type]
+    deltas = run_all(engine)["solo", 0]
+    return tokens_of(deltas), text_of(deltas)
+
+
+def answer_of(output: RequestOutput, index: int = 0) -> tuple[list[int], str]:
+    return output.outputs[index].token_ids, output.outputs[index].text

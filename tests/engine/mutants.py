@@ -1,0 +1,401 @@
+"""Planted bugs: each takes pytest's monkeypatch and breaks one thing that the scheduler, pool or prefix cache does right."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast.cache.pages import FreeRuns, PagePool
+from holdfast.cache.prefix import PrefixCache, PrefixEntry
+from holdfast.engine.page_needs import PageNeeds
+from holdfast.engine.queues import Queues
+from holdfast.engine.scheduler import Scheduler
+from holdfast.request.sequence import ScheduledSequence, SequenceState, Step
+
+MUTANTS: dict[str, Callable] = {}
+
+
+def mutant(plant: Callable) -> Callable:
+    """Enters a planted bug under its name."""
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def finish_leaks_the_pages(patch):
+    patch.setattr(Scheduler, "finish", lambda self, sequence: self._queues.remove(sequence))
+
+
+@mutant
+def finish_releases_all_but_the_last_page(patch):
+    release = PagePool.release_many
+    patch.setattr(PagePool, "release_many", lambda self, pages: release(self, pages[:-1]))
+
+
+@mutant
+def finish_while_waiting_leaves_it_in_the_queue(patch):
+    def remove(self, sequence):
+        if sequence.state is not SequenceState.WAITING:
+            return real(self, sequence)
+        sequence.state = SequenceState.FINISHED
+        return None
+
+    real = Queues.remove
+    patch.setattr(Queues, "remove", remove)
+
+
+@mutant
+def pages_are_released_twice(patch):
+    release = PagePool.release_many
+    patch.setattr(PagePool, "release_many", lambda self, pages: (release(self, pages), release(self, pages[:1])))
+
+
+@mutant
+def a_second_finish_releases_again(patch):
+    def finish(self, sequence):
+        self._queues.remove(sequence)
+        self._tracks.pop(sequence.sequence_id, None)
+        self.pool.release_many(sequence.pages)
+
+    patch.setattr(Scheduler, "finish", finish)
+
+
+def compare(patch, is_same: Callable) -> None:
+    """Replaces what is compared on a hit."""
+    patch.setattr(PrefixCache, "_is_same", staticmethod(is_same))
+
+
+@mutant
+def tokens_are_not_compared_on_a_hit(patch):
+    compare(patch, lambda entry, parent, salt, key: entry.parent is parent and entry.salt == salt)
+
+
+@mutant
+def the_parent_is_not_compared_on_a_hit(patch):
+    compare(patch, lambda entry, parent, salt, key: entry.key.tokens == key.tokens and entry.salt == salt)
+
+
+@mutant
+def the_salt_is_not_compared_on_a_hit(patch):
+    compare(patch, lambda entry, parent, salt, key: entry.parent is parent and entry.key.tokens == key.tokens)
+
+
+@mutant
+def the_salt_is_ignored(patch):
+    real = PrefixCache.chain
+    patch.setattr(PrefixCache, "chain", lambda self, salt: real(self, b""))
+
+
+@mutant
+def a_hit_may_cover_the_last_token(patch):
+    real = PrefixCache.match
+    patch.setattr(PrefixCache, "match", lambda self, chain, ids, num_tokens: real(self, chain, ids, num_tokens + 1))
+
+
+@mutant
+def a_hit_counts_one_token_too_many(patch):
+    def admit(self, sequence, hits, max_new_tokens):
+        item = real(self, sequence, hits, max_new_tokens)
+        if not hits or item.num_new_tokens < 2:
+            return item
+        sequence.num_computed += 1
+        return ScheduledSequence(sequence, item.start + 1, item.num_new_tokens - 1)
+
+    real = Scheduler._admit
+    patch.setattr(Scheduler, "_admit", admit)
+
+
+@mutant
+def sequences_that_must_not_hit_do(patch):
+    patch.setattr(Scheduler, "_asks_cache", lambda self, sequence: self._caches_prefixes)
+
+
+@mutant
+def preemption_keeps_num_computed(patch):
+    def preempt(self):
+        num_computed = self._queues.youngest_running.num_computed
+        sequence = real(self)
+        sequence.num_computed = num_computed
+        return sequence
+
+    real = Scheduler._preempt_youngest
+    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+
+
+@mutant
+def preemption_keeps_the_pages(patch):
+    def preempt(self):
+        sequence = self._queues.youngest_running
+        pages = list(sequence.pages)
+        real(self)
+        sequence.pages = pages
+        return sequence
+
+    real = Scheduler._preempt_youngest
+    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+
+
+@mutant
+def preempted_sequences_go_to_the_back(patch):
+    def preempt(self):
+        sequence = real(self)
+        self._waiting.move_to_end(sequence.sequence_id)
+        return sequence
+
+    real = Queues.preempt
+    patch.setattr(Queues, "preempt", preempt)
+
+
+@mutant
+def the_oldest_is_preempted(patch):
+    def preempt(self):
+        oldest = next(iter(self._running))
+        self._running[oldest] = self._running.pop(oldest)
+        return real(self)
+
+    real = Queues.preempt
+    patch.setattr(Queues, "preempt", preempt)
+
+
+@mutant
+def a_preempted_sequence_stays_in_the_step(patch):
+    def schedule(self):
+        running = self._queues.running
+        step = real(self)
+        victims = [sequence for sequence in running if sequence.state is SequenceState.WAITING]
+        if not victims:
+            return step
+        self._step = Step((*step.scheduled, ScheduledSequence(victims[0], 0, 1)))
+        return self._step
+
+    real = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+@mutant
+def pages_are_registered_before_they_are_computed(patch):
+    def register(self, chain, token_ids, pages, num_computed):
+        page_tokens = self._page_tokens
+        ahead = min(len(pages), len(token_ids) // page_tokens) * page_tokens
+        real(self, chain, token_ids, pages, max(num_computed, ahead))
+
+    real = PrefixCache.register
+    patch.setattr(PrefixCache, "register", register)
+
+
+@mutant
+def pages_are_registered_at_schedule(patch):
+    def schedule(self):
+        step = real(self)
+        for item in step.scheduled:
+            chain = self._tracks[item.sequence.sequence_id].chain
+            end = item.start + item.num_new_tokens
+            self.prefix.register(chain, item.sequence.token_ids, item.sequence.pages, end)
+        return step
+
+    real = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+@mutant
+def an_owned_page_is_evicted(patch):
+    def share(self, page):
+        self._num_owners[page] += 1
+
+    patch.setattr(PagePool, "share", share)
+
+
+@mutant
+def sharing_does_not_count(patch):
+    def share(self, page):
+        if self._num_owners[page] == 0:
+            real(self, page)
+
+    real = PagePool.share
+    patch.setattr(PagePool, "share", share)
+
+
+@mutant
+def an_evicted_page_is_still_found(patch):
+    patch.setattr(PrefixCache, "_evict", lambda self, page: self._pool.forget(page))
+
+
+@mutant
+def eviction_leaves_the_children(patch):
+    def evict(self, page):
+        entry = self._by_page.pop(page)
+        entry.is_registered = False
+        del self._entries[entry.key.digest]
+        self._pool.forget(page)
+
+    patch.setattr(PrefixCache, "_evict", evict)
+
+
+@mutant
+def cached_pages_are_evicted_and_freed_twice(patch):
+    def evict(self):
+        page = next(iter(self._cached))
+        self.on_evict(page)
+        self._free.put(page)
+
+    patch.setattr(PagePool, "_evict", evict)
+
+
+@mutant
+def a_second_registration_replaces_the_first(patch):
+    def enter(self, chain, key, page):
+        entry = self._entries.get(key.digest)
+        if entry is None or entry.page == page:
+            return real(self, chain, key, page)
+        self._entries[key.digest] = PrefixEntry(page, chain.tip, chain.salt, key)
+        return self._entries[key.digest]
+
+    real = PrefixCache._enter
+    patch.setattr(PrefixCache, "_enter", enter)
+
+
+@mutant
+def reset_lets_old_pages_be_registered_later(patch):
+    def register(self, chain, token_ids, pages, num_computed):
+        if chain.epoch != self._epoch:
+            chain.epoch, chain.num_pages, chain.tip = self._epoch, 0, None
+        real(self, chain, token_ids, pages, num_computed)
+
+    real = PrefixCache.register
+    patch.setattr(PrefixCache, "register", register)
+
+
+@mutant
+def reset_forgets_names_but_not_pages(patch):
+    def reset(self):
+        self._entries.clear()
+        self._by_page.clear()
+        self._epoch += 1
+
+    patch.setattr(PrefixCache, "reset", reset)
+
+
+@mutant
+def reset_does_nothing(patch):
+    patch.setattr(PrefixCache, "reset", lambda self: None)
+
+
+@mutant
+def runs_are_joined_over_a_page_in_use(patch):
+    def put(self, page):
+        real(self, page)
+        end = self._ends.get(page + 2)
+        if end is not None and page in self._ends and self._ends[page] == page + 1:
+            self.cut(page, 0, 1)
+            self.cut(page + 2, 0, end - page - 2)
+            self._insert(page, end)
+            self.num_pages += end - page
+
+    real = FreeRuns.put
+    patch.setattr(FreeRuns, "put", put)
+
+
+@mutant
+def one_page_too_few_for_a_full_last_page(patch):
+    patch.setattr(
+        PageNeeds, "pages_for", lambda self, num_tokens: max(-(-(num_tokens - 1) // self.limits.page_tokens), 1)
+    )
+
+
+@mutant
+def cached_hits_count_as_available_too(patch):
+    def admit_waiting(self, scheduled, budget):
+        with patch.context() as inside:
+            inside.setattr(PagePool, "num_owners", lambda self, page: 1)
+            real(self, scheduled, budget)
+
+    real = Scheduler._admit_waiting
+    patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
+
+
+@mutant
+def the_token_budget_is_exceeded_by_one(patch):
+    real = Scheduler._admit
+    patch.setattr(Scheduler, "_admit", lambda self, sequence, hits, most: real(self, sequence, hits, most + 1))
+
+
+@mutant
+def one_sequence_too_many_runs(patch):
+    real = Scheduler.__init__
+
+    def init(self, limits, *arguments, **options):
+        real(self, replace(limits, max_num_seqs=limits.max_num_seqs + 1), *arguments, **options)
+
+    patch.setattr(Scheduler, "__init__", init)
+
+
+@mutant
+def the_queue_holds_one_too_many(patch):
+    real = Scheduler.__init__
+
+    def init(self, limits, num_pages, enable_prefix_caching, max_queue, **options):
+        real(self, limits, num_pages, enable_prefix_caching, max_queue + 1, **options)
+
+    patch.setattr(Scheduler, "__init__", init)
+
+
+@mutant
+def aborted_sequences_still_get_their_token(patch):
+    def complete(self, step, token_ids):
+        real(self, step, token_ids)
+        for item, token_id in zip(step.scheduled, token_ids, strict=True):
+            if item.sequence.state is SequenceState.FINISHED and token_id is not None:
+                item.sequence.token_ids.append(token_id)
+
+    real = Scheduler.complete
+    patch.setattr(Scheduler, "complete", complete)
+
+
+@mutant
+def admission_waits_until_the_pool_is_empty_of_owners_and_cache(patch):
+    def admit_waiting(self, scheduled, budget):
+        if self.pool.num_free == self.pool.num_pages:
+            real(self, scheduled, budget)
+
+    real = Scheduler._admit_waiting
+    patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
+
+
+@mutant
+def a_blocked_sequence_is_never_tried_again(patch):
+    def is_still_blocked(self, sequence):
+        return self._blocked is not None and self._blocked.sequence_id == sequence.sequence_id
+
+    patch.setattr(Scheduler, "_is_still_blocked", is_still_blocked)
+
+
+@mutant
+def young_sequences_overtake_the_queue(patch):
+    def oldest_waiting(self):
+        return next(reversed(self._waiting.values()))
+
+    def admit(self):
+        self._waiting.move_to_end(next(reversed(self._waiting)), last=False)
+        return real(self)
+
+    real = Queues.admit
+    patch.setattr(Queues, "oldest_waiting", property(oldest_waiting))
+    patch.setattr(Queues, "admit", admit)
+
+
+@mutant
+def what_a_failed_step_computed_is_believed(patch):
+    def schedule(self):
+        step = real(self)
+        for item in step.scheduled:
+            item.sequence.num_computed = item.start + item.num_new_tokens
+        return step
+
+    real = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+@mutant
+def sequences_that_can_never_run_are_taken_in(patch):
+    def max_pages(self, sequence):
+        return min(-(-len(sequence.token_ids) // self.limits.page_tokens), self.num_pages)
+
+    patch.setattr(PageNeeds, "max_pages", max_pages)

@@ -1,0 +1,341 @@
+"""A seeded simulator: the real Scheduler, hostile clients, a fake model, and a shadow of the KV cache.
+
+The fake model: the value of a position is a mix of the value at the position before it, *as read back from the page
+that should hold it*, and its token. The next token is a function of the last value. So whatever goes wrong with pages
+(a page handed out twice, reused too early, shared by mistake, never computed) changes what is read, and what is read
+is compared with the truth at every position that attention would touch, in every step. The salt is mixed in too, so a
+page that crosses salts is a wrong read.
+"""
+
+import sys
+from array import array
+from collections import Counter
+from hashlib import sha256
+from random import Random
+from time import process_time
+
+from engine.simulated_world import VOCABULARY, Client, World, colliding_hash, first_value, mix, next_token, solo_run
+from holdfast.cache.prefix import strong_hash
+from holdfast.engine.scheduler import Scheduler
+from holdfast.errors import QueueFullError, RequestError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState, Step
+
+SALTS = (b"", b"", b"a", b"b")
+PARAMS = SamplingParams()
+
+
+class Simulation:
+    """One world from its seed. `run` raises AssertionError at the first thing that is wrong."""
+
+    def __init__(self, seed: int, world: World | None = None) -> None:
+        self.world = world or World.from_seed(seed)
+        self.rng = Random(f"events {seed}")
+        limits = self.world.limits
+        self.scheduler = Scheduler(
+            limits,
+            self.world.num_pages,
+            self.world.caches_prefixes,
+            self.world.max_queue,
+            prefix_root=seed.to_bytes(8, "big"),
+            prefix_hash=colliding_hash if self.world.collides else strong_hash,
+        )
+        self.shadow = [[0] * limits.page_tokens for _ in range(self.world.num_pages)]
+        self.page_epochs = [-1] * self.world.num_pages
+        self.epoch = 0
+        self.alive: dict[int, Client] = {}
+        """In order of arrival."""
+        self.history: list[list[int]] = []
+        longest = max(limits.max_model_len, 1)
+        self.bases = [[self.rng.randrange(VOCABULARY) for _ in range(longest)] for _ in range(2)]
+        self.counts: Counter[str] = Counter()
+        self.worst_preemptions = 0
+        self.num_reads = 0
+        self._trace = sha256()
+        self._num_sequences = 0
+
+    @property
+    def num_events(self) -> int:
+        return self.counts.total()
+
+    @property
+    def digest(self) -> str:
+        """Of everything that the scheduler decided."""
+        return self._trace.hexdigest()
+
+    def run(self, num_events: int) -> None:
+        """Random events, then no more arrivals: all that is left has to finish within the promised bound."""
+        rng = self.rng
+        while self.num_events < num_events:
+            for _ in range(rng.choice((0, 1, 1, 2, 3))):
+                if self.scheduler.num_waiting < self.world.max_queue or rng.random() < 0.1:
+                    self.arrive()
+            if rng.random() < self.world.abort_share:
+                self.abort()
+            if rng.random() < 0.01:
+                self.reset()
+            self.step()
+        max_steps = len(self.alive) * self.world.limits.max_model_len
+        for _ in range(max_steps):
+            if not self.alive:
+                break
+            self.step(interrupted=False)
+        assert not self.alive, f"{len(self.alive)} sequences are left after {max_steps} steps without arrivals"
+        scheduler = self.scheduler
+        left = (scheduler.num_waiting, scheduler.num_running, scheduler.num_free_pages)
+        assert left == (0, 0, self.world.num_pages), f"waiting, running, free pages at the end: {left}"
+
+    def arrive(self) -> None:
+        """A client asks; it is refused exactly when it has to be."""
+        client = self._random_client()
+        sequence, limits = client.sequence, self.world.limits
+        longest = min(sequence.num_prompt_tokens + sequence.max_tokens - 1, limits.max_model_len)
+        cannot_run = sequence.num_tokens > limits.max_model_len
+        cannot_run |= longest > self.world.num_pages * limits.page_tokens
+        is_full = self.scheduler.num_waiting >= self.world.max_queue
+        try:
+            self.scheduler.add(sequence)
+        except QueueFullError:
+            assert is_full, f"queue full at {self.scheduler.num_waiting} of {self.world.max_queue}"
+            self.counts["queue full"] += 1
+        except RequestError:
+            assert cannot_run, f"{sequence} is refused without need"
+            self.counts["refuse"] += 1
+        else:
+            assert not is_full, f"{self.scheduler.num_waiting} wait, {self.world.max_queue=}"
+            assert not cannot_run, f"{longest} tokens taken in, which can never run"
+            self.alive[sequence.sequence_id] = client
+            self.counts["arrive"] += 1
+
+    def abort(self) -> None:
+        """A client goes away: any one, in any state, sometimes twice."""
+        if not self.alive:
+            return
+        sequence = self.alive.pop(self.rng.choice(list(self.alive))).sequence
+        self._finish(sequence)
+        self.counts["abort"] += 1
+
+    def reset(self) -> None:
+        """The weights change, say: nothing computed before may be found by those who come after."""
+        self.scheduler.reset_prefix_cache()
+        self.epoch += 1
+        self.counts["reset"] += 1
+        self.scheduler.check()
+
+    def step(self, interrupted: bool = True) -> None:
+        """One step of the engine, with aborts, resets and failures at the worst moment."""
+        rng, scheduler = self.rng, self.scheduler
+        step = scheduler.schedule()
+        self.see_schedule(step)
+        tokens = [self.sampled(item) if item.samples else None for item in step.scheduled]
+        self._record(step, tokens)
+        self.counts["step"] += 1
+        if interrupted and rng.random() < self.world.abort_share:
+            for _ in range(rng.choice((1, 1, 2))):
+                self.abort()
+            if rng.random() < 0.02:
+                self.reset()
+            scheduler.check()
+            if rng.random() < 0.05:
+                self.counts["failed step"] += 1
+                return
+        failed = [index for index, token in enumerate(tokens) if token is not None and rng.random() < 0.01]
+        for index in failed:
+            tokens[index] = None
+        lengths = [item.sequence.num_tokens for item in step.scheduled]
+        scheduler.complete(step, tokens)
+        self._see_results(step, tokens, lengths, failed)
+        scheduler.check()
+
+    def see_schedule(self, step: Step) -> None:
+        """Checks what schedule() decided, then runs it: all writes, then all reads, as the attention of a layer does."""
+        self._see_changes(step)
+        self._check_step(step)
+        page_tokens = self.world.limits.page_tokens
+        for item in step.scheduled:
+            self._write(item, page_tokens)
+        for item in step.scheduled:
+            self._read(item, page_tokens)
+
+    def sampled(self, item: ScheduledSequence) -> int:
+        """What the fake model chooses from the last position that the step computed."""
+        page, offset = divmod(item.start + item.num_new_tokens - 1, self.world.limits.page_tokens)
+        return next_token(self.shadow[item.sequence.pages[page]][offset])
+
+    def check_against_solo(self, client: Client) -> None:
+        """A sequence's tokens are those that it would have had alone."""
+        sequence = client.sequence
+        solo = solo_run(client.prompt, sequence.cache_salt, sequence.num_tokens)
+        assert sequence.token_ids == solo, f"{sequence} differs from its solo run {solo}"
+
+    def _finish(self, sequence: Sequence) -> None:
+        for _ in range(self.rng.choice((1, 1, 2))):
+            self.scheduler.finish(sequence)
+        assert sequence.state is SequenceState.FINISHED, f"{sequence} is not finished"
+        assert not sequence.pages, f"{sequence} is finished and holds pages"
+        self.worst_preemptions = max(self.worst_preemptions, sequence.num_preemptions)
+        self.history = [*self.history[-7:], list(sequence.token_ids)]
+
+    def _random_client(self) -> Client:
+        rng, limits = self.rng, self.world.limits
+        page, longest = limits.page_tokens, limits.max_model_len
+        nasty = (1, page - 1, page, page + 1, 2 * page, 2 * page + 1, 3 * page + 1)
+        length = rng.choice((*nasty, *nasty, *nasty, rng.randint(1, longest), longest))
+        length = min(max(length, 1), longest)
+        kind = rng.random()
+        if kind < 0.5 or not self.history:
+            prompt = rng.choice(self.bases)[:length]
+        elif kind < 0.6:  # the same second page behind another first one
+            prompt = [rng.randrange(VOCABULARY), *rng.choice(self.bases)[1:length]]
+        elif kind < 0.7:
+            prompt = rng.choice(self.bases)[: length // 2]
+            prompt += [rng.randrange(VOCABULARY) for _ in range(length - len(prompt))]
+        else:
+            prompt = rng.choice(self.history)[: rng.choice((length, longest))]
+        if rng.random() < 0.01:
+            prompt += [0] * (longest + 1 - len(prompt))
+        room = max(longest - len(prompt), 1)
+        capacity = self.world.num_pages * page - len(prompt) + 1
+        max_tokens = min(rng.choice((1, page, page + 1, 4 * page, max(capacity, 1), longest)), room)
+        client = self.new_client(prompt, max_tokens, rng.choice(SALTS), use_prefix_cache=rng.random() < 0.9)
+        if rng.random() >= self.world.long_share:
+            client.num_outputs = rng.randint(1, min(max_tokens, 6))
+        return client
+
+    def new_client(self, prompt: list[int], max_tokens: int, salt: bytes, use_prefix_cache: bool) -> Client:
+        """A client that takes all its tokens, with a sequence number of its own."""
+        sequence = Sequence(
+            sequence_id=self._num_sequences,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            params=PARAMS,
+            seed=0,
+            max_tokens=max_tokens,
+            cache_salt=salt,
+            use_prefix_cache=use_prefix_cache,
+        )
+        self._num_sequences += 1
+        return Client(sequence, prompt, max_tokens, last_value=first_value(salt))
+
+    def _see_changes(self, step: Step) -> None:
+        """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
+        in_step = {item.sequence.sequence_id for item in step.scheduled}
+        page_tokens = self.world.limits.page_tokens
+        for sequence_id, client in self.alive.items():
+            sequence = client.sequence
+            is_running = sequence.state is SequenceState.RUNNING
+            if sequence.num_preemptions != client.num_preemptions:
+                assert sequence.num_preemptions == client.num_preemptions + 1, f"{sequence} preempted twice at once"
+                assert client.is_running, f"{sequence} was preempted and did not run"
+                assert not is_running, f"{sequence} runs in the step that preempted it"
+                assert sequence_id not in in_step, f"{sequence} was preempted and is in the step"
+                client.num_preemptions += 1
+                self.counts["preempt"] += 1
+            elif is_running and not client.is_running:
+                assert sequence_id in in_step, f"{sequence} was admitted and does not run"
+                client.epoch = self.epoch
+                hits = sequence.pages[: sequence.num_computed // page_tokens]
+                self._check_hits(sequence, hits)
+                self.counts["share"] += bool(hits)
+            else:
+                assert is_running == client.is_running, f"{sequence} changed sides without a reason"
+            client.is_running = is_running
+
+    def _check_hits(self, sequence: Sequence, hits: list[int]) -> None:
+        assert sequence.num_computed == len(hits) * self.world.limits.page_tokens, f"{sequence} starts inside a page"
+        assert sequence.num_computed < sequence.num_tokens, f"{sequence} has nothing left to compute"
+        may_hit = sequence.use_prefix_cache and self.world.caches_prefixes
+        assert may_hit or not hits, f"{sequence} must not use cached pages"
+        if sequence.num_preemptions == 0:
+            assert sequence.num_cached_tokens == sequence.num_computed, f"{sequence} reports the wrong hits"
+        ages = [self.page_epochs[page] for page in hits]
+        assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
+
+    def _check_step(self, step: Step) -> None:
+        limits, pool = self.world.limits, self.scheduler.pool
+        assert len(step.scheduled) <= limits.max_num_seqs, f"{len(step.scheduled)} sequences in a step"
+        assert step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step"
+        order = [item.sequence.sequence_id for item in step.scheduled]
+        assert order == [number for number in self.alive if number in order], f"{order} is not the order of arrival"
+        if self.alive:
+            oldest = next(iter(self.alive))
+            assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
+        for item in step.scheduled:
+            sequence, end = item.sequence, item.start + item.num_new_tokens
+            assert item.start == sequence.num_computed, f"{sequence} starts at {item.start}"
+            assert item.num_new_tokens >= 1, f"{sequence} runs {item.num_new_tokens} tokens"
+            assert end <= min(sequence.num_tokens, limits.max_model_len), f"{sequence} runs up to {end}"
+            num_pages = -(-end // limits.page_tokens)
+            assert len(sequence.pages) == num_pages, f"{sequence} has not {num_pages} pages for {end} tokens"
+            for page in sequence.pages[item.start // limits.page_tokens :]:
+                assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
+                assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
+
+    def _write(self, item: ScheduledSequence, page_tokens: int) -> None:
+        sequence, shadow, start = item.sequence, self.shadow, item.start
+        pages, epoch = sequence.pages, self.alive[sequence.sequence_id].epoch
+        if start == 0:
+            value = first_value(sequence.cache_salt)
+        else:
+            value = shadow[pages[(start - 1) // page_tokens]][(start - 1) % page_tokens]
+        for position in range(start, start + item.num_new_tokens):
+            value = mix(value, sequence.token_ids[position])
+            page = pages[position // page_tokens]
+            shadow[page][position % page_tokens] = value
+            self.page_epochs[page] = epoch
+
+    def _read(self, item: ScheduledSequence, page_tokens: int) -> None:
+        client, pages, shadow = self.alive[item.sequence.sequence_id], item.sequence.pages, self.shadow
+        client.learn(page_tokens)
+        end = item.start + item.num_new_tokens
+        self.num_reads += end
+        num_full, rest = divmod(end, page_tokens)
+        is_right = [shadow[page] for page in pages[:num_full]] == client.values[:num_full]
+        if rest:
+            is_right = is_right and shadow[pages[num_full]][:rest] == client.values[num_full][:rest]
+        assert is_right, f"{item.sequence} reads what is not its own in its first {end} positions"
+
+    def _see_results(self, step: Step, tokens: list[int | None], lengths: list[int], failed: list[int]) -> None:
+        for index, (item, token, length) in enumerate(zip(step.scheduled, tokens, lengths, strict=True)):
+            sequence = item.sequence
+            client = self.alive.get(sequence.sequence_id)
+            if client is None:
+                assert sequence.num_tokens == length, f"{sequence} was finished and got a token"
+                assert not sequence.pages, f"{sequence} was finished and got pages"
+                continue
+            assert sequence.num_tokens == length + (token is not None), f"{sequence} has not got its token"
+            assert sequence.num_computed == item.start + item.num_new_tokens, f"{sequence} computed something else"
+            if index not in failed and sequence.num_output_tokens < client.num_outputs:
+                continue
+            if index not in failed:
+                self.check_against_solo(client)
+            del self.alive[sequence.sequence_id]
+            self._finish(sequence)
+            self.counts["finish"] += 1
+
+    def _record(self, step: Step, tokens: list[int | None]) -> None:
+        numbers = [len(self.alive), self.scheduler.num_free_pages]
+        for item, token in zip(step.scheduled, tokens, strict=True):
+            numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, -1 if token is None else token)
+            numbers += item.sequence.pages
+        self._trace.update(array("q", numbers).tobytes())
+
+
+def main(num_worlds: int, num_events: int) -> None:
+    """For a longer run by hand: PYTHONPATH=tests python tests/engine/simulation.py 1000 10000."""
+    counts: Counter[str] = Counter()
+    num_reads = worst = 0
+    start = process_time()
+    for seed in range(num_worlds):
+        simulation = Simulation(seed)
+        simulation.run(num_events)
+        counts += simulation.counts
+        num_reads += simulation.num_reads
+        worst = max(worst, simulation.worst_preemptions)
+    seconds = process_time() - start
+    print(f"{counts.total():,} events in {num_worlds} worlds, {counts.total() / seconds:,.0f} a second: {dict(counts)}")
+    print(f"{num_reads:,} positions read back; at worst {worst} preemptions of one sequence; no violation")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,181 @@
+import time
+
+import pytest
+from engine.fakes import VOCAB_SIZE, FakeTemplate, shared_tokenizer
+
+from holdfast.config import Limits
+from holdfast.engine.admission import Admission, describe
+from holdfast.errors import ConfigError, PromptError, RequestError, TemplateError
+from holdfast.request.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=4)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def admission(**changes) -> Admission:
+    settings = {
+        "limits": Limits(8, 32, 64, 4),
+        "num_pages": 32,
+        "vocab_size": VOCAB_SIZE,
+        "max_queue": 16,
+        "tokenizer": shared_tokenizer(),
+        "chat_template": FakeTemplate(),
+    }
+    return Admission(**{**settings, **changes})
+
+
+def test_a_sound_request():
+    prepared = admission().prepare("Hé", PARAMS, "salt")
+    assert prepared.prompt == "Hé"
+    assert prepared.prompt_token_ids == list("Hé".encode())
+    assert (prepared.max_tokens, prepared.cache_salt, prepared.params) == (4, b"salt", PARAMS)
+
+
+def test_the_salt_of_the_prompt_counts_unless_the_call_has_one():
+    assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS).cache_salt == b"its"
+    assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS, "mine").cache_salt == b"mine"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 59, 60, 61, 62, 63])
+def test_prompt_and_answer_share_the_context(num_tokens):
+    ids = {"prompt_token_ids": [5] * num_tokens}
+    left = 64 - num_tokens
+    assert admission().prepare(ids, SamplingParams()).max_tokens == left
+    assert admission().prepare(ids, SamplingParams(max_tokens=left)).max_tokens == left
+    with pytest.raises(RequestError, match=f"max_tokens={left + 1} .* leaves {left}; ask for at most {left}"):
+        admission().prepare(ids, SamplingParams(max_tokens=left + 1))
+    with pytest.raises(RequestError, match=f"min_tokens={left + 1} .* leaves {left}"):
+        admission().prepare(ids, SamplingParams(min_tokens=left + 1))
+    assert admission().prepare(ids, SamplingParams(min_tokens=left)).max_tokens == left
+
+
+@pytest.mark.parametrize("prompt", [{"prompt_token_ids": [5] * 64}, {"prompt_token_ids": [5] * 10**6}, "x" * 64], ids=len)
+def test_a_prompt_that_leaves_no_room_is_refused(prompt):
+    with pytest.raises(PromptError, match="the context holds 64"):
+        admission().prepare(prompt, PARAMS)
+
+
+def test_fewer_pages_than_the_context_bound_it():
+    small = admission(num_pages=4)
+    with pytest.raises(PromptError, match="the context holds 16"):
+        small.prepare({"prompt_token_ids": [1] * 16}, PARAMS)
+    assert small.prepare({"prompt_token_ids": [1] * 15}, SamplingParams()).max_tokens == 1
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
+    class Counting:
+        longest_token_chars = 5
+        num_calls = 0
+
+        def encode(self, text, add_special_tokens=True):
+            self.num_calls += 1
+            return [1]
+
+    tokenizer = Counting()
+    with pytest.raises(PromptError, match="a prompt of 321 characters was given; the context holds 64 tokens"):
+        admission(tokenizer=tokenizer).prepare("x" * 321, PARAMS)
+    assert tokenizer.num_calls == 0
+    admission(tokenizer=tokenizer).prepare("x" * 320, PARAMS)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31, 2**64, -(10**30)])
+def test_ids_outside_the_vocabulary(token):
+    with pytest.raises(PromptError, match=f"the vocabulary has {VOCAB_SIZE} tokens"):
+        admission().prepare({"prompt_token_ids": [1, token, 2]}, PARAMS)
+
+
+def test_ids_of_params_outside_the_vocabulary():
+    for params in (SamplingParams(stop_token_ids=[1, VOCAB_SIZE]), SamplingParams(logit_bias={VOCAB_SIZE: 1.0})):
+        with pytest.raises(RequestError, match=f"holds token id {VOCAB_SIZE}"):
+            admission().prepare("x", params)
+    admission().prepare("x", SamplingParams(stop_token_ids=[VOCAB_SIZE - 1], logit_bias={0: 1.0}))
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model():
+    with pytest.raises(PromptError, match="prompt holds token id 257; the vocabulary has 200"):
+        admission(vocab_size=200).prepare("a<eos>", PARAMS)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ok \udfff", "\ud83c x \udf88"], ids=ascii)
+def test_lone_surrogates(text):
+    with pytest.raises(PromptError, match="surrogate"):
+        admission().prepare(text, PARAMS)
+    with pytest.raises(RequestError, match="surrogate"):
+        admission().prepare("x", SamplingParams(stop=text))
+    with pytest.raises(PromptError, match="surrogate"):
+        admission().prepare_chat([{"role": "user", "content": text}], PARAMS)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"temperature": 0}, SamplingParams, 5, "x"], ids=repr)
+def test_params_of_another_type(params):
+    with pytest.raises(RequestError, match="SamplingParams work"):
+        admission().prepare("x", params)
+
+
+def test_more_completions_than_the_queue_can_ever_hold():
+    admission().prepare("x", SamplingParams(n=16, max_tokens=1))
+    with pytest.raises(RequestError, match="n=17 was asked; the queue holds 16"):
+        admission().prepare("x", SamplingParams(n=17, max_tokens=1))
+
+
+def test_a_conversation_becomes_a_prompt_without_more_special_tokens():
+    seen = {}
+
+    class Watching(type(shared_tokenizer())):
+        def __init__(self):
+            self.__dict__.update(shared_tokenizer().__dict__)
+
+        def encode(self, text, add_special_tokens=True):
+            seen[text] = add_special_tokens
+            return super().encode(text, add_special_tokens)
+
+    rules = admission(tokenizer=Watching())
+    prepared = rules.prepare_chat(MESSAGES, PARAMS, "salt", {"add_generation_prompt": False, "mood": "!"})
+    assert prepared.prompt == "user: Hi\n!"
+    assert prepared.cache_salt == b"salt"
+    rules.prepare("plain", PARAMS)
+    assert seen == {"user: Hi\n!": False, "plain": True}
+
+
+def test_what_may_be_wrong_with_a_chat():
+    with pytest.raises(TemplateError, match="no chat template"):
+        admission(chat_template=None).prepare_chat(MESSAGES, PARAMS)
+    with pytest.raises(PromptError):
+        admission().prepare_chat([], PARAMS)
+    with pytest.raises(TemplateError, match="KeyError"):
+        admission().prepare_chat([{"role": "user"}], PARAMS)
+    with pytest.raises(TemplateError, match="TypeError"):
+        admission().prepare_chat(MESSAGES, PARAMS, None, {"messages": []})
+
+    class Empty(FakeTemplate):
+        def render(self, messages, add_generation_prompt=True, **extra):
+            return ""
+
+    with pytest.raises(PromptError, match="empty prompt"):
+        admission(chat_template=Empty()).prepare_chat(MESSAGES, PARAMS)
+
+
+def test_a_tokenizer_that_makes_nothing_of_a_text():
+    class Nothing:
+        longest_token_chars = 5
+
+        def encode(self, text, add_special_tokens=True):
+            return []
+
+    with pytest.raises(PromptError, match="made no token"):
+        admission(tokenizer=Nothing()).prepare("x", PARAMS)
+
+
+def test_refusals_cost_no_more_than_looking():
+    """A million wrong ids are refused in the time of one pass, not of a copy for each completion."""
+    ids = [5] * 10**6
+    started = time.perf_counter()
+    with pytest.raises(PromptError):
+        admission().prepare({"prompt_token_ids": ids}, SamplingParams(n=16))
+    assert time.perf_counter() - started < 5
+
+
+def test_descriptions_are_one_bounded_line():
+    assert describe(ValueError("a\n b")) == "ValueError: a b"
+    assert describe(ConfigError("a", "b", "c")) == "a; b; c"
+    assert len(describe(ValueError("x" * 10**6))) == 300

@@ -1,0 +1,163 @@
+import signal
+import threading
+
+import pytest
+from engine.fakes import assert_at_rest, make_engine, solo, text_of, tokens_of
+
+from holdfast.engine.driver import Driver
+from holdfast.engine.output_assembly import DeltaBuffer, OutputAssembler
+from holdfast.errors import EngineDeadError, RequestError
+from holdfast.request.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+class Sink(list):
+    add = list.append
+
+
+def test_two_calls_share_steps_and_read_their_own():
+    engine = make_engine()
+    driver = Driver(engine)
+    one, two = Sink(), Sink()
+    with driver.call() as first, driver.call() as second:
+        assert first.try_submit(engine.prepare("one", PARAMS), one)
+        assert second.try_submit(engine.prepare("two", PARAMS), two)
+        while first.num_unfinished:
+            first.pump()
+        assert second.num_unfinished == 0
+    assert (tokens_of(one), text_of(one)) == solo("one", PARAMS)
+    assert (tokens_of(two), text_of(two)) == solo("two", PARAMS)
+    assert len(engine.runner.steps) == 8
+    assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_what_a_call_leaves_behind_is_aborted_and_nothing_else(error):
+    engine = make_engine(max_num_seqs=2)
+    driver = Driver(engine)
+    kept, left = Sink(), [Sink() for _ in range(3)]
+
+    def leave():
+        with driver.call() as call:
+            for sink in left:
+                call.try_submit(engine.prepare("left", PARAMS), sink)
+            call.pump()
+            call.pump()
+            if error is not None:
+                raise error
+
+    with driver.call() as other:
+        other.try_submit(engine.prepare("kept", PARAMS), kept)
+        if error is None:
+            leave()
+        else:
+            with pytest.raises(error):
+                leave()
+        assert all(sink[-1].finish_reason == "abort" for sink in left)
+        assert engine.stats().num_unfinished_requests == 1
+        while other.num_unfinished:
+            other.pump()
+    assert (tokens_of(kept), text_of(kept)) == solo("kept", PARAMS)
+    assert_at_rest(engine)
+
+
+def test_a_full_queue_is_no_error_and_leaves_no_trace():
+    engine = make_engine(max_queue=2)
+    driver = Driver(engine)
+    with driver.call() as call:
+        assert [call.try_submit(engine.prepare("x", PARAMS), Sink()) for _ in range(4)] == [True, True, False, False]
+        assert call.num_unfinished == 2
+        call.pump()
+        assert call.try_submit(engine.prepare("x", PARAMS), Sink())
+    assert driver._readings == {}
+    assert_at_rest(engine)
+
+
+def test_another_refusal_is_an_error_and_leaves_no_trace():
+    engine = make_engine()
+    driver = Driver(engine)
+
+    def refuse(sequence):
+        raise RequestError("no", "no", "no")
+
+    engine.scheduler.add = refuse
+    with driver.call() as call:
+        with pytest.raises(RequestError):
+            call.try_submit(engine.prepare("x", PARAMS), Sink())
+        assert call.num_unfinished == 0
+    assert driver._readings == {}
+
+
+def test_ctrl_c_between_queueing_and_hearing_of_it_leaks_nothing():
+    engine = make_engine()
+    driver = Driver(engine)
+    add = engine.scheduler.add
+
+    def interrupted(sequence):
+        signal.raise_signal(signal.SIGINT)
+        add(sequence)
+
+    engine.scheduler.add = interrupted
+    with pytest.raises(KeyboardInterrupt), driver.call() as call:
+        call.try_submit(engine.prepare("x", PARAMS), Sink())
+    assert driver._readings == {}
+    assert_at_rest(engine)
+
+
+def test_death_is_raised_once_everybody_has_been_told():
+    engine = make_engine()
+    driver = Driver(engine)
+    sinks = [Sink(), Sink()]
+
+    def fail(step):
+        raise OSError("gone")
+
+    with driver.call() as first, driver.call() as second:
+        first.try_submit(engine.prepare("x", PARAMS), sinks[0])
+        second.try_submit(engine.prepare("x", PARAMS), sinks[1])
+        engine.runner.on_step = fail
+        with pytest.raises(EngineDeadError, match="gone"):
+            first.pump()
+        assert [sink[-1].finish_reason for sink in sinks] == ["error", "error"]
+        with pytest.raises(EngineDeadError, match="gone"):
+            second.pump()
+        assert second.num_unfinished == 0
+
+
+def test_take_says_when_it_is_over():
+    engine = make_engine()
+    driver, buffer = Driver(engine), DeltaBuffer()
+    with driver.call() as call:
+        call.try_submit(engine.prepare("x", SamplingParams(max_tokens=2)), buffer)
+        call.pump()
+        deltas, is_over = call.take(buffer)
+        assert (len(deltas), is_over) == (1, False)
+        call.pump()
+        deltas, is_over = call.take(buffer)
+        assert (len(deltas), is_over) == (1, True)
+
+
+def test_threads_take_turns():
+    engine = make_engine(max_queue=200)
+    driver = Driver(engine)
+    found: dict[str, tuple[list[int], str]] = {}
+
+    def work(prompt: str) -> None:
+        assembler = OutputAssembler(prompt, [], 1)
+        with driver.call() as call:
+            while not call.try_submit(engine.prepare(prompt, PARAMS), assembler):
+                call.pump()
+            while call.num_unfinished:
+                call.pump()
+        completion = assembler.output().outputs[0]
+        found[prompt] = completion.token_ids, completion.text
+
+    prompts = [f"thread {number}" for number in range(16)]
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {prompt: solo(prompt, PARAMS) for prompt in prompts}
+    assert_at_rest(engine)

@@ -1,0 +1,349 @@
+"""What fails, and what does not: code that a request controls, the model's numbers, the model itself, Ctrl-C."""
+
+import signal
+from functools import cache
+
+import pytest
+from engine.fakes import (
+    FakeTemplate,
+    assert_at_rest,
+    byte_tokenizer,
+    make_engine,
+    run_all,
+    solo,
+    text_of,
+    tokens_of,
+)
+
+from holdfast.engine import completion
+from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.runner.result import NO_TOKEN, SequenceResult, StepResult
+from holdfast.text.stop_strings import StopStrings
+from holdfast.text.tokenizer import Tokenizer
+
+PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=10)
+NEIGHBOURS = ("first neighbour", "second one")
+BAD = ord("!")
+"""A prompt that ends in this byte is the victim."""
+
+
+class Fault(Exception):
+    """Raised by the victim's own code."""
+
+
+class Once:
+    """Raises at its k-th call, counted from 0."""
+
+    def __init__(self, k: int) -> None:
+        self.num_left = k
+
+    def __call__(self) -> None:
+        self.num_left -= 1
+        if self.num_left == -1:
+            raise Fault("line one\nline two")
+
+
+class FaultyStream:
+    """A text stream that raises for the victim, in one of its methods."""
+
+    def __init__(self, stream, method: str, fault: Once) -> None:
+        self.stream, self.method, self.fault, self.is_victim = stream, method, fault, False
+
+    def follow(self, token_ids):
+        self.is_victim = token_ids[-1] == BAD
+        self._meet("follow")
+        self.stream.follow(token_ids)
+
+    def push(self, token_ids):
+        self._meet("push")
+        return self.stream.push(token_ids)
+
+    def finish(self):
+        self._meet("finish")
+        return self.stream.finish()
+
+    def _meet(self, method: str) -> None:
+        if self.is_victim and method == self.method:
+            self.fault()
+
+
+def faulty_tokenizer(method: str, k: int) -> Tokenizer:
+    fault = Once(k)
+
+    class Faulty(Tokenizer):
+        def encode(self, text, add_special_tokens=True):
+            if method == "encode" and text.endswith("!"):
+                fault()
+            return super().encode(text, add_special_tokens)
+
+        def text_stream(self, skip_special_tokens):
+            return FaultyStream(super().text_stream(skip_special_tokens), method, fault)
+
+        def token_text(self, token_id):
+            if method == "token_text":
+                fault()
+            return super().token_text(token_id)
+
+    return byte_tokenizer(Faulty)
+
+
+@cache
+def undisturbed() -> dict[str, tuple[list[int], str]]:
+    return {prompt: solo(prompt, PARAMS) for prompt in NEIGHBOURS}
+
+
+def run_beside_neighbours(engine, victim_params: SamplingParams):
+    """The victim's deltas; its neighbours must not have noticed, and the engine goes on."""
+    engine.add_request(NEIGHBOURS[0], NEIGHBOURS[0], PARAMS)
+    engine.add_request("victim", "victim!", victim_params)
+    engine.add_request(NEIGHBOURS[1], NEIGHBOURS[1], PARAMS)
+    found = run_all(engine)
+    for prompt in NEIGHBOURS:
+        deltas = found[prompt, 0]
+        assert (tokens_of(deltas), text_of(deltas)) == undisturbed()[prompt]
+    assert_at_rest(engine)
+    engine.add_request("later", NEIGHBOURS[0], PARAMS)
+    assert tokens_of(run_all(engine)["later", 0]) == undisturbed()[NEIGHBOURS[0]][0]
+    return {key: deltas for key, deltas in found.items() if key[0] == "victim"}
+
+
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("method", ["push", "finish", "token_text"])
+def test_a_fault_in_making_text_ends_only_that_request(method, k):
+    engine = make_engine(tokenizer=faulty_tokenizer(method, k))
+    victim = SamplingParams(n=4, seed=1, max_tokens=5, logprobs=1 if method == "token_text" else None)
+    found = run_beside_neighbours(engine, victim)
+    assert len(found) == 4
+    ends = [deltas[-1] for deltas in found.values()]
+    failed = [delta for delta in ends if delta.finish_reason == "error"]
+    assert failed
+    assert all(delta.error == "its text could not be made: Fault: line one line two" for delta in failed)
+    assert {delta.finish_reason for delta in ends} <= {"error", "length"}
+
+
+@pytest.mark.parametrize("method", ["feed", "feed_unstoppable", "flush"])
+def test_a_fault_in_stop_strings_ends_only_that_request(method, monkeypatch):
+    class Faulty(StopStrings):
+        pass
+
+    setattr(Faulty, method, lambda self, *arguments: Once(0)())
+    monkeypatch.setattr(completion, "StopStrings", Faulty)
+    victim = SamplingParams(max_tokens=6, stop="#", min_tokens=3)
+    (deltas,) = run_beside_neighbours(make_engine(), victim).values()
+    assert deltas[-1].finish_reason == "error"
+    assert len(tokens_of(deltas)) == {"feed_unstoppable": 0, "feed": 2, "flush": 5}[method]
+
+
+def test_a_fault_in_prompt_logprobs_ends_only_that_request():
+    engine = make_engine(tokenizer=faulty_tokenizer("token_text", 3), max_num_batched_tokens=9)
+    (deltas,) = run_beside_neighbours(engine, SamplingParams(max_tokens=6, prompt_logprobs=1)).values()
+    assert [delta.finish_reason for delta in deltas] == ["error"]
+    assert deltas[0].metrics is None
+
+
+@pytest.mark.parametrize(("method", "error"), [("encode", PromptError), ("follow", RequestError)])
+def test_a_fault_at_admission_is_a_refusal(method, error):
+    engine = make_engine(tokenizer=faulty_tokenizer(method, 0))
+    with pytest.raises(error, match="Fault: line one line two"):
+        engine.add_request("victim", "victim!", PARAMS)
+    assert_at_rest(engine)
+    run_beside_neighbours(engine, PARAMS)
+
+
+def test_a_fault_in_the_template_is_a_refusal():
+    class Faulty(FakeTemplate):
+        def render(self, messages, add_generation_prompt=True, **extra):
+            raise Fault("boom")
+
+    engine = make_engine(chat_template=Faulty())
+    with pytest.raises(TemplateError, match="the template failed: Fault: boom"):
+        engine.prepare_chat([{"role": "user", "content": "Hi"}], PARAMS)
+    run_beside_neighbours(engine, PARAMS)
+
+
+@pytest.mark.parametrize("bad_token", [NO_TOKEN, 264, -7, 2**40])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k):
+    engine = make_engine()
+    execute = engine.runner.execute
+
+    def without_token(step):
+        results = list(execute(step).results)
+        for place, item in enumerate(step.scheduled):
+            if item.sequence.params.n == 3 and item.sequence.sequence_id == 2 and item.sequence.num_output_tokens == k:
+                results[place] = SequenceResult(bad_token)
+        return StepResult(tuple(results))
+
+    engine.runner.execute = without_token
+    found = run_beside_neighbours(engine, SamplingParams(n=3, seed=1, max_tokens=5))
+    reasons = [found["victim", index][-1].finish_reason for index in range(3)]
+    assert reasons == ["length", "error", "length"]
+    last = found["victim", 1][-1]
+    assert len(tokens_of(found["victim", 1])) == k
+    assert ("not finite" if bad_token == NO_TOKEN else "outside the vocabulary") in last.error
+    assert f"after {k} tokens" in last.error
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
+    engine = make_engine(max_num_seqs=2)
+    for name in "abc":
+        engine.add_request(name, "Q", SamplingParams(n=2, max_tokens=9, temperature=0.0))
+    fault = Once(k)
+    engine.runner.on_step = lambda step: fault()
+    for _ in range(k):
+        engine.step()
+    last = engine.step()
+    assert {(delta.request_id, delta.index) for delta in last} == {(name, index) for name in "abc" for index in (0, 1)}
+    assert all(delta.finish_reason == "error" and "Fault: line one line two" in delta.error for delta in last)
+    assert engine.is_dead
+    assert not engine.has_unfinished()
+    for call in (
+        engine.step,
+        engine.abort_all,
+        engine.reset_prefix_cache,
+        lambda: engine.abort("a"),
+        lambda: engine.add_request("d", "Q", PARAMS),
+    ):
+        with pytest.raises(EngineDeadError, match="it stopped at Fault: line one line two") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, Fault)
+    assert engine.stats().num_unfinished_requests == 0
+
+
+@pytest.mark.parametrize("results", [0, 1, 3])
+def test_a_model_that_answers_for_the_wrong_number_ends_the_engine(results):
+    engine = make_engine()
+    for name in "ab":
+        engine.add_request(name, "Q", PARAMS)
+    engine.runner.execute = lambda step: StepResult((SequenceResult(65),) * results)
+    assert [delta.finish_reason for delta in engine.step()] == ["error", "error"]
+    assert engine.is_dead
+
+
+@pytest.mark.parametrize("method", ["schedule", "complete", "finish"])
+def test_a_failing_scheduler_ends_the_engine(method):
+    engine = make_engine()
+    engine.add_request("a", "Q", SamplingParams(max_tokens=1))
+
+    def fail(*arguments):
+        raise Fault("broken")
+
+    setattr(engine.scheduler, method, fail)
+    last = engine.step()
+    assert last[-1].finish_reason == "error"
+    assert engine.is_dead
+
+
+def test_an_engine_that_dies_in_an_abort_tells_the_others():
+    engine = make_engine()
+    for name in "ab":
+        engine.add_request(name, "Q", PARAMS)
+    engine.step()
+
+    def fail(sequence_id):
+        raise Fault("broken")
+
+    engine.runner.release = fail
+    with pytest.raises(EngineDeadError, match="broken"):
+        engine.abort("a")
+    assert {(delta.request_id, delta.finish_reason) for delta in engine.step()} >= {("b", "error")}
+    with pytest.raises(EngineDeadError):
+        engine.step()
+
+
+def test_a_scheduler_that_runs_nobody_does_not_hang_the_engine():
+    engine = make_engine()
+    engine.add_request("a", "Q", PARAMS)
+    engine.scheduler.schedule = lambda: type("Empty", (), {"scheduled": ()})()
+    assert engine.step()[0].finish_reason == "error"
+    assert engine.is_dead
+
+
+def test_a_request_that_the_scheduler_refuses_leaves_nothing():
+    engine = make_engine()
+    add = engine.scheduler.add
+    calls = []
+
+    def refuse_third(sequence):
+        calls.append(sequence)
+        if len(calls) == 3:
+            raise RequestError("no", "never", "go away")
+        add(sequence)
+
+    engine.scheduler.add = refuse_third
+    with pytest.raises(RequestError, match="go away"):
+        engine.add_request("a", "Q", SamplingParams(n=4, max_tokens=3))
+    assert_at_rest(engine)
+    engine.add_request("a", "Q", SamplingParams(n=4, max_tokens=3))
+    assert len(run_all(engine)) == 4
+    assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("k", range(12))
+def test_ctrl_c_in_the_model_leaves_an_engine_that_goes_on(k):
+    engine = make_engine(max_num_batched_tokens=6)
+    for prompt in NEIGHBOURS:
+        engine.add_request(prompt, prompt, PARAMS)
+    calls = iter(range(1000))
+    engine.runner.on_step = lambda step: signal.raise_signal(signal.SIGINT) if next(calls) == k else None
+    found: dict[str, list] = {prompt: [] for prompt in NEIGHBOURS}
+    num_interrupts = 0
+    while engine.has_unfinished():
+        try:
+            for delta in engine.step():
+                found[delta.request_id].append(delta)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            engine.scheduler.check()
+    assert num_interrupts == 1
+    assert {prompt: (tokens_of(deltas), text_of(deltas)) for prompt, deltas in found.items()} == undisturbed()
+    assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("k", range(12))
+def test_ctrl_c_in_the_model_then_abort_gives_everything_back(k):
+    engine = make_engine(max_num_batched_tokens=6)
+    for prompt in NEIGHBOURS:
+        engine.add_request(prompt, prompt, PARAMS)
+    calls = iter(range(1000))
+    engine.runner.on_step = lambda step: signal.raise_signal(signal.SIGINT) if next(calls) == k else None
+
+    def until_interrupted():
+        while True:
+            engine.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        until_interrupted()
+    engine.abort_all()
+    assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("method", ["schedule", "complete", "finish", "add"])
+def test_ctrl_c_while_tables_change_waits_and_loses_nothing(method):
+    engine = make_engine()
+    original = getattr(engine.scheduler, method)
+    is_armed = [True]
+
+    def interrupted(*arguments):
+        if is_armed.pop() if is_armed else False:
+            signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    setattr(engine.scheduler, method, interrupted)
+    num_interrupts = 0
+    try:
+        engine.add_request(NEIGHBOURS[0], NEIGHBOURS[0], PARAMS)
+    except KeyboardInterrupt:
+        num_interrupts += 1
+    deltas = []
+    while engine.has_unfinished():
+        try:
+            deltas += engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            engine.scheduler.check()
+    assert num_interrupts == 1
+    assert (tokens_of(deltas), text_of(deltas)) == undisturbed()[NEIGHBOURS[0]]
+    assert_at_rest(engine)

@@ -1,0 +1,138 @@
+import signal
+import threading
+
+import pytest
+
+from holdfast.engine.interrupts import InterruptShield
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """The usual handler before, and no other one after."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after is signal.default_int_handler
+
+
+def test_an_interrupt_waits_for_the_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt), InterruptShield():
+        interrupt()
+        interrupt()
+        done.append(1)
+    assert done == [1]
+
+
+def test_nothing_happens_without_one():
+    with InterruptShield() as shield, shield.lifted():
+        pass
+
+
+def test_inside_lifted_it_comes_at_once():
+    done = []
+
+    def work():
+        with InterruptShield() as shield:
+            with shield.lifted():
+                interrupt()
+                done.append("too late")
+            done.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == []
+
+
+def test_one_that_was_remembered_comes_when_lifted():
+    done = []
+
+    def work():
+        with InterruptShield() as shield:
+            interrupt()
+            done.append("shielded")
+            with shield.lifted():
+                done.append("too late")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["shielded"]
+
+
+def test_the_shield_is_up_again_after_an_interrupt_in_lifted():
+    done = []
+
+    def work():
+        with InterruptShield() as shield:
+            try:
+                with shield.lifted():
+                    interrupt()
+            except KeyboardInterrupt:
+                interrupt()
+                done.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["cleaned up"]
+
+
+def test_an_error_and_an_interrupt_are_both_known():
+    def work():
+        with InterruptShield():
+            interrupt()
+            raise ValueError("first")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_somebody_elses_handler_is_called_and_kept():
+    calls = []
+
+    def own(signum, frame):
+        calls.append(signum)
+
+    signal.signal(signal.SIGINT, own)
+    try:
+        with InterruptShield():
+            interrupt()
+            assert calls == []
+        assert calls == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with InterruptShield() as shield:
+            interrupt()
+            with shield.lifted():
+                interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_need_no_shield():
+    errors = []
+
+    def work():
+        try:
+            with InterruptShield() as shield, shield.lifted():
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []

@@ -1,0 +1,53 @@
+"""A source in memory, for tests of what is done with sources."""
+
+from collections.abc import Mapping
+
+from holdfast.loading.source import TensorEntry
+from holdfast.models.parameters import Parameter, Part
+
+
+class MadeUpSource:
+    """Entries without data, or with tensors given beforehand."""
+
+    def __init__(self, entries=(), tensors=None, ignorable=frozenset()) -> None:
+        self.tensors = tensors or {}
+        self._entries = {entry.name: entry for entry in entries} | {
+            name: TensorEntry(
+                name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), "m.safetensors", tensor.nbytes
+            )
+            for name, tensor in self.tensors.items()
+        }
+        self._ignorable = frozenset(ignorable)
+        self.reads: list[tuple[str, int, int]] = []
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._entries
+
+    @property
+    def ignorable(self) -> frozenset[str]:
+        return self._ignorable
+
+    def read_rows(self, name, row_start, row_end):
+        self.reads.append((name, row_start, row_end))
+        return self.tensors[name][row_start:row_end]
+
+    def close(self) -> None: ...
+
+
+def entry(name, shape, dtype="float32", file="m.safetensors"):
+    size = 1
+    for extent in shape:
+        size *= extent
+    return TensorEntry(name, dtype, tuple(shape), file, 4 * size)
+
+
+EMBED = Parameter("embed.weight", (10, 4), (Part("model.embed_tokens.weight", 0, (10, 4)),))
+QKV = Parameter("layers.0.qkv.weight", (8, 4), (Part("q", 0, (4, 4)), Part("k", 4, (2, 4)), Part("v", 6, (2, 4))))
+HEAD = Parameter("lm_head.weight", (10, 4), (Part("lm_head.weight", 0, (10, 4)),))
+TIED = (EMBED, QKV)
+UNTIED = (EMBED, QKV, HEAD)
+
+
+def entries_for(parameters):
+    return [entry(part.tensor, part.shape) for parameter in parameters for part in parameter.parts]

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+import torch
+
+from holdfast.loading.gguf_dequant import CHUNK_ELEMENTS, dequantize
+from holdfast.loading.gguf_file import TYPES, GGMLType
+
+gguf = pytest.importorskip("gguf")
+
+SCALE_PLACES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Bytes at which a block keeps its float16 scales."""
+CASES = {known.name: known for known in TYPES.values() if known.name in SCALE_PLACES}
+SPECIAL_SCALES = np.array(
+    [0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0xB555, 0x7BFF, 0xFBFF, 0x7C00, 0x7E00], dtype=np.uint16
+)
+"""Zeros, subnormals, ordinary numbers, the largest, infinity and NaN."""
+
+
+def assert_same_bits(raw: np.ndarray, ggml_type: GGMLType) -> None:
+    with np.errstate(all="ignore"):
+        theirs = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, ggml_type.name))
+    ours = dequantize(torch.from_numpy(raw), ggml_type, torch.full(theirs.shape, 7.0)).numpy()
+    is_nan = np.isnan(theirs)
+    np.testing.assert_array_equal(np.isnan(ours), is_nan)
+    np.testing.assert_array_equal(ours.view(np.uint32)[~is_nan], theirs.view(np.uint32)[~is_nan])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_bytes(name):
+    ggml_type = CASES[name]
+    raw = np.random.default_rng(1).integers(0, 256, (64, 3 * ggml_type.block_bytes), dtype=np.uint8)
+    assert_same_bits(raw, ggml_type)
+
+
+@pytest.mark.parametrize("codes", ["zeros", "ones", "random"])
+@pytest.mark.parametrize("name", CASES)
+def test_extreme_scales(name, codes):
+    ggml_type = CASES[name]
+    num_blocks = len(SPECIAL_SCALES) ** 2
+    rng = np.random.default_rng(2)
+    raw = {
+        "zeros": np.zeros((num_blocks, ggml_type.block_bytes), np.uint8),
+        "ones": np.full((num_blocks, ggml_type.block_bytes), 0xFF, np.uint8),
+        "random": rng.integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8),
+    }[codes]
+    pairs = np.stack(np.meshgrid(SPECIAL_SCALES, SPECIAL_SCALES), -1).reshape(num_blocks, 2)
+    for column, place in enumerate(SCALE_PLACES[name]):
+        raw[:, place : place + 2] = pairs[:, column : column + 1].view(np.uint8)
+    assert_same_bits(raw, ggml_type)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_of_a_block_counts_where_it_should(name):
+    """One block for each bit of a block, with that bit alone changed."""
+    ggml_type = CASES[name]
+    num_bits = 8 * ggml_type.block_bytes
+    base = np.random.default_rng(3).integers(0, 256, ggml_type.block_bytes, dtype=np.uint8)
+    for place in SCALE_PLACES[name]:
+        base[place : place + 2] = np.array([0x2E66], dtype=np.uint16).view(np.uint8)
+    bits = np.unpackbits(np.tile(base, (num_bits, 1)), axis=1)
+    bits[np.arange(num_bits), np.arange(num_bits)] ^= 1
+    assert_same_bits(np.packbits(bits, axis=1), ggml_type)
+
+
+@pytest.mark.parametrize("num_extra_blocks", [-1, 0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_more_blocks_than_one_chunk(name, num_extra_blocks):
+    ggml_type = CASES[name]
+    num_blocks = CHUNK_ELEMENTS // ggml_type.block_elements + num_extra_blocks
+    raw = np.random.default_rng(4).integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8)
+    assert_same_bits(raw, ggml_type)

@@ -1,0 +1,291 @@
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
+from holdfast.loading.default_model import find_default_model
+from holdfast.loading.gguf_model import open_gguf
+from holdfast.loading.plan import plan_load
+from holdfast.models.families import read_spec
+
+gguf = pytest.importorskip("gguf")
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, CONTEXT = 64, 96, 2, 4, 2, 160, 512
+HEAD_DIMS = {"llama": 16, "qwen2": 16, "qwen3": 32}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+KINDS = ("Q8_0", "F16", "Q4_1", "BF16", "Q5_0")
+"""Taken in turn by the matrices of a file, so that one parameter is made of several types."""
+
+
+def config(arch: str, tied: bool) -> dict[str, object]:
+    """config.json of the tiny model."""
+    return {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIMS[arch],
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50_000.0,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": tied,
+    }
+
+
+def state_dict(arch: str, tied: bool) -> dict[str, np.ndarray]:
+    """The weights of the tiny model under Hugging Face names."""
+    rng = np.random.default_rng(7)
+    query, key = HEADS * HEAD_DIMS[arch], KV_HEADS * HEAD_DIMS[arch]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        for name, rows in (("q", query), ("k", key), ("v", key)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+            if arch == "qwen2":
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+        if arch == "qwen3":
+            shapes |= {f"{prefix}self_attn.{name}_norm.weight": (HEAD_DIMS[arch],) for name in "qk"}
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (HIDDEN, query)
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (HIDDEN, INNER)
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def file_name(name: str) -> str:
+    """The name that a conversion gives a tensor."""
+    fixed = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if name in fixed:
+        return fixed[name]
+    if name == "lm_head.weight":
+        return "output.weight"
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{NAMES[module]}.{kind}"
+
+
+def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """What a conversion of a Llama does to query and key rows."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_model(path, arch: str, tied: bool = False, drop: str = "", **extra) -> dict[str, torch.Tensor]:
+    """Write the tiny model; returns what its tensors are worth after quantization, under Hugging Face names."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIMS[arch])
+    writer.add_value_length(HEAD_DIMS[arch])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(50_000.0)
+    writer.add_rope_scaling_factor(extra.pop("rope_factor", 1.0))
+    writer.add_token_list([f"token{index}" for index in range(VOCAB)])
+    for key, value in extra.pop("token_ids", {"eos": 3}).items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
+    expected: dict[str, torch.Tensor] = {}
+    for index, (name, numbers) in enumerate(state_dict(arch, tied).items()):
+        kind = "F32" if numbers.ndim == 1 else KINDS[index % len(KINDS)]
+        number = getattr(gguf.GGMLQuantizationType, kind)
+        worth = gguf.quants.dequantize(gguf.quants.quantize(numbers, number), number)
+        expected[name] = torch.from_numpy(np.ascontiguousarray(worth))
+        if arch == "llama" and ".q_proj." in name:
+            numbers = interleave(numbers, HEADS)
+        if arch == "llama" and ".k_proj." in name:
+            numbers = interleave(numbers, KV_HEADS)
+        if file_name(name) != drop:
+            writer.add_tensor(file_name(name), gguf.quants.quantize(numbers, number), raw_dtype=number)
+    for name, numbers in extra.items():
+        writer.add_tensor(name.replace("__", "."), numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_parameters_equal_those_of_the_hugging_face_checkpoint(tmp_path, arch, tied):
+    expected = write_model(tmp_path / "tiny.gguf", arch, tied)
+    opened = open_gguf(tmp_path / "tiny.gguf")
+    assert opened.spec == replace(read_spec(config(arch, tied)), checkpoint_dtype="bfloat16")
+    assert (opened.kind, opened.path) == ("gguf", tmp_path / "tiny.gguf")
+    plan = plan_load(opened.parameters, opened.source, "float32")
+    assert {move.tensor for move in plan.moves} == set(expected)
+    for parameter in opened.parameters:
+        rows = []
+        for part in parameter.parts:
+            for start in range(0, part.shape[0], 11):
+                chunk = opened.source.read_rows(part.tensor, start, min(start + 11, part.shape[0]))
+                rows.append(chunk.float().clone())
+        wanted = torch.cat([expected[part.tensor] for part in parameter.parts])
+        assert torch.equal(torch.cat(rows), wanted), parameter.name
+    opened.source.close()
+
+
+def test_llama_with_biases(tmp_path):
+    """Biases of queries and keys are interleaved like their rows."""
+    bias = np.arange(HEADS * 16, dtype=np.float32)
+    biases = {f"blk__{layer}__attn_q__bias": interleave(bias, HEADS) for layer in range(LAYERS)}
+    key_bias = np.arange(KV_HEADS * 16, dtype=np.float32)
+    biases |= {f"blk__{layer}__attn_k__bias": interleave(key_bias, KV_HEADS) for layer in range(LAYERS)}
+    biases |= {f"blk__{layer}__attn_v__bias": key_bias for layer in range(LAYERS)}
+    write_model(tmp_path / "tiny.gguf", "llama", **biases)
+    opened = open_gguf(tmp_path / "tiny.gguf")
+    assert (opened.spec.qkv_bias, opened.spec.o_bias, opened.spec.mlp_bias) == (True, False, False)
+    plan_load(opened.parameters, opened.source, "float32")
+    read = opened.source.read_rows
+    assert torch.equal(read("model.layers.1.self_attn.q_proj.bias", 0, 64), torch.from_numpy(bias))
+    assert torch.equal(read("model.layers.1.self_attn.k_proj.bias", 3, 20), torch.from_numpy(key_bias[3:20]))
+    assert torch.equal(read("model.layers.1.self_attn.v_proj.bias", 0, 32), torch.from_numpy(key_bias))
+    opened.source.close()
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0], ids=["plain", "linear"])
+def test_divisors_of_frequencies_become_long_factors(tmp_path, factor):
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    write_model(tmp_path / "tiny.gguf", "llama", rope_factor=factor, rope_freqs__weight=divisors)
+    opened = open_gguf(tmp_path / "tiny.gguf")
+    rope = opened.spec.rope
+    assert rope is not None
+    assert (rope.theta, rope.kind, rope.attention_factor) == (50_000.0, "longrope", 1.0)
+    assert rope.original_max_position == opened.spec.max_position == CONTEXT
+    assert rope.short_factor == rope.long_factor == tuple((divisors * np.float32(factor)).tolist())
+    assert opened.source.ignorable == {"rope_freqs.weight"}
+    plan_load(opened.parameters, opened.source, "float32")
+
+
+@pytest.mark.parametrize("divisors", [np.ones(7, np.float32), np.ones(8, np.float16), np.zeros(8, np.float32)])
+def test_wrong_divisors_are_refused(tmp_path, divisors):
+    write_model(tmp_path / "tiny.gguf", "llama", rope_freqs__weight=divisors)
+    with pytest.raises(ModelFormatError, match=r"tiny\.gguf"):
+        open_gguf(tmp_path / "tiny.gguf")
+
+
+def test_missing_and_unknown_tensors_fail_in_the_plan(tmp_path):
+    write_model(tmp_path / "tiny.gguf", "llama", drop="blk.1.ffn_up.weight")
+    opened = open_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*layers\.1\.mlp\.up_proj\.weight"):
+        plan_load(opened.parameters, opened.source, "float32")
+    write_model(tmp_path / "tiny.gguf", "llama", blk__0__attn_sinks__weight=np.ones(4, np.float32))
+    opened = open_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*blk\.0\.attn_sinks\.weight"):
+        plan_load(opened.parameters, opened.source, "float32")
+
+
+def test_generation_defaults(tmp_path, caplog):
+    ids = {"bos": 1, "eos": 3, "eot": 5, "eom": 3}
+    write_model(tmp_path / "tiny.gguf", "qwen2", token_ids=ids)
+    generation = open_gguf(tmp_path / "tiny.gguf").generation
+    assert generation.eos_token_ids == (3, 5)
+    assert generation.bos_token_id == 1
+    assert not caplog.records
+    write_model(tmp_path / "tiny.gguf", "qwen2", token_ids={"bos": 2**32 - 1, "eos": VOCAB})
+    generation = open_gguf(tmp_path / "tiny.gguf").generation
+    assert (generation.eos_token_ids, generation.bos_token_id) == ((), None)
+    assert "tokenizer.ggml.eos_token_id" in caplog.text
+
+
+def test_mutated_models_open_or_are_refused(tmp_path):
+    write_model(tmp_path / "tiny.gguf", "llama")
+    opened = open_gguf(tmp_path / "tiny.gguf")
+    assert opened.gguf is not None
+    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    rng = np.random.default_rng(11)
+    num_planned = 0
+    path = tmp_path / "mutant.gguf"
+    for _ in range(1000):
+        mutant = bytearray(content)
+        for place in rng.integers(0, opened.gguf.data_start, rng.integers(1, 4)):
+            mutant[place] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)])
+        path.write_bytes(mutant)
+        try:
+            found = open_gguf(path)
+            plan = plan_load(found.parameters, found.source, "float32")
+        except ModelError as error:
+            assert "mutant.gguf" in str(error)  # noqa: PT017 - most mutants fail, some do not
+            continue
+        num_planned += 1
+        move = plan.moves[int(rng.integers(len(plan.moves)))]
+        assert found.source.read_rows(move.tensor, 0, move.shape[0]).shape == move.shape
+        found.source.close()
+    assert 0 < num_planned < 1000
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"none\.gguf"):
+        open_gguf(tmp_path / "none.gguf")
+
+
+def test_opening_imports_no_torch(tmp_path):
+    write_model(tmp_path / "tiny.gguf", "qwen3")
+    script = (
+        "import sys; from pathlib import Path; from holdfast.loading.gguf_model import open_gguf\n"
+        "open_gguf(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "tiny.gguf")], check=True)
+
+
+@pytest.fixture(scope="module")
+def default_path():
+    try:
+        return find_default_model()
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_default_model_opens_at_once(default_path):
+    start = time.perf_counter()
+    opened = open_gguf(default_path)
+    seconds = time.perf_counter() - start
+    assert seconds < 1.5, f"opening took {seconds:.2f} s"
+    assert opened.spec.vocab_size == 49152
+    assert opened.generation.eos_token_ids == (2,)
+    assert plan_load(opened.parameters, opened.source, "float32").final_bytes == 4 * 134_515_008
+
+
+def test_default_model_is_dequantized_bit_for_bit(default_path):
+    opened = open_gguf(default_path)
+    assert opened.gguf is not None
+    names = dict(zip(opened.gguf.tensors, opened.source.entries, strict=True))
+    assert len(names) == 272
+    content = np.memmap(default_path, mode="r")
+    for stored in opened.gguf.tensors.values():
+        raw = content[stored.offset : stored.offset + stored.num_bytes].reshape(stored.num_rows, stored.row_bytes)
+        plain = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, stored.type.name))
+        theirs = torch.from_numpy(np.array(plain)).view(stored.shape)
+        if stored.name.endswith(("attn_q.weight", "attn_k.weight")):
+            theirs = theirs.unflatten(0, (-1, 32, 2)).transpose(1, 2).flatten(0, 2)
+        num_rows = theirs.shape[0]
+        for start in range(0, num_rows, 10_000):
+            ours = opened.source.read_rows(names[stored.name], start, min(start + 10_000, num_rows))
+            assert torch.equal(ours.view(torch.int32), theirs[start : start + 10_000].view(torch.int32)), stored.name
+    opened.source.close()

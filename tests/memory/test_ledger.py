@@ -1,0 +1,55 @@
+"""The ledger: every byte under one owner, groups that add up, two ledgers that never meet."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.memory.ledger import Ledger
+
+paths = st.lists(st.sampled_from(["weights", "kv", "batch", "layers.0", "qkv"]), min_size=1, max_size=3).map("/".join)
+
+
+@given(st.dictionaries(paths, st.integers(0, 2**40), max_size=12), st.data())
+def test_groups_add_up_to_the_total_through_records_and_releases(entries: dict[str, int], data: st.DataObject) -> None:
+    ledger = Ledger()
+    for owner, num_bytes in entries.items():
+        ledger.record(owner, num_bytes, f"for {owner}")
+    for owner in data.draw(st.sets(st.sampled_from(sorted(entries)))) if entries else ():
+        ledger.release(owner)
+        del entries[owner]
+    assert {entry.owner: entry.num_bytes for entry in ledger} == entries
+    assert ledger.total_bytes == sum(entries.values())
+    assert sum(ledger.group_bytes().values()) == ledger.total_bytes
+    assert list(ledger.group_bytes()) == list(ledger.group_reasons())
+    assert set(ledger.group_bytes()) == {owner.split("/")[0] for owner in entries}
+
+
+def test_groups_keep_the_order_and_the_first_reason() -> None:
+    ledger = Ledger()
+    ledger.record("weights/embed", 10, "float32")
+    ledger.record("kv/layers.0", 5, "pages")
+    ledger.record("weights/layers.0", 20, "float32 too")
+    assert list(ledger.group_bytes().items()) == [("weights", 30), ("kv", 5)]
+    assert ledger.group_reasons() == {"weights": "float32", "kv": "pages"}
+
+
+def test_an_owner_is_entered_once() -> None:
+    ledger = Ledger()
+    ledger.record("weights/embed", 10, "x")
+    with pytest.raises(AssertionError, match="weights/embed"):
+        ledger.record("weights/embed", 10, "x")
+    ledger.release("weights/embed")
+    ledger.record("weights/embed", 12, "x")
+    assert ledger.total_bytes == 12
+
+
+def test_nobody_holds_less_than_nothing() -> None:
+    with pytest.raises(AssertionError, match="-1"):
+        Ledger().record("weights", -1, "x")
+
+
+def test_two_ledgers_never_meet() -> None:
+    first, second = Ledger(), Ledger()
+    first.record("weights", 10, "x")
+    assert second.total_bytes == 0
+    assert list(second) == []

@@ -1,0 +1,67 @@
+import dataclasses
+
+import pytest
+
+from holdfast.models.checkpoint_names import LLAMA_NAMES, list_parameters
+from holdfast.models.families import parameters, read_spec
+from loading.tiny_models import FAMILIES, save_tiny
+
+LAYER = {"attn_norm.weight", "qkv.weight", "o.weight", "mlp_norm.weight", "gate_up.weight", "down.weight"}
+OUTSIDE = {"embed.weight", "final_norm.weight", "lm_head.weight"}
+
+
+def names(**config) -> set[str]:
+    base = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    return {parameter.name.removeprefix("layers.0.") for parameter in parameters(read_spec(base | config))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_model_is_used_exactly_once(family, tmp_path):
+    model = save_tiny(family, tmp_path)
+    spec = read_spec(model.config.to_dict())
+    listed = parameters(spec)
+    parts = [part for parameter in listed for part in parameter.parts]
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if spec.tied_embeddings:
+        del shapes["lm_head.weight"]
+    assert {part.tensor: part.shape for part in parts} == shapes
+    assert len(parts) == len(shapes)
+    for parameter in listed:
+        parameter.check()
+
+
+def test_names_are_those_that_the_decoder_asks_for():
+    assert names() == LAYER | OUTSIDE
+    assert names(tie_word_embeddings=True) == (LAYER | OUTSIDE) - {"lm_head.weight"}
+    biases = {"qkv.bias", "o.bias", "gate_up.bias", "down.bias"}
+    assert names(attention_bias=True, mlp_bias=True) == LAYER | OUTSIDE | biases
+    assert names(architectures=["Qwen3ForCausalLM"]) == LAYER | OUTSIDE | {"q_norm.weight", "k_norm.weight"}
+    opt = {name.replace("gate_up", "up") for name in LAYER} | {"embed.weight", "final_norm.weight", "positions.weight"}
+    opt |= {name.replace("weight", "bias") for name in opt - {"embed.weight", "positions.weight"}}
+    assert names(architectures=["OPTForCausalLM"]) == opt
+
+
+def test_fused_rows_are_query_key_value_and_gate_up():
+    spec = read_spec(
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"intermediate_size": 100, "num_hidden_layers": 1}
+    )
+    by_name = {parameter.name: parameter for parameter in parameters(spec)}
+    qkv = by_name["layers.0.qkv.weight"]
+    assert qkv.shape == (64 + 32 + 32, 64)
+    assert [(part.tensor.split(".")[-2], part.row_start) for part in qkv.parts] == [
+        ("q_proj", 0),
+        ("k_proj", 64),
+        ("v_proj", 96),
+    ]
+    gate_up = by_name["layers.0.gate_up.weight"]
+    assert [(part.tensor.split(".")[-2], part.row_start) for part in gate_up.parts] == [
+        ("gate_proj", 0),
+        ("up_proj", 100),
+    ]
+
+
+def test_layers_are_numbered_in_order():
+    spec = dataclasses.replace(read_spec({"architectures": ["LlamaForCausalLM"]}), num_layers=12)
+    order = [parameter.name.split(".")[1] for parameter in list_parameters(spec, LLAMA_NAMES)[1:-2]]
+    assert list(dict.fromkeys(order)) == [str(layer) for layer in range(12)]

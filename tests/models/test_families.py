@@ -1,0 +1,334 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
+from holdfast.models.families import FAMILIES, parameters, read_spec
+from holdfast.models.spec import ModelSpec
+from loading.tiny_models import FAMILIES as TINY
+
+CONFIG_CLASSES = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "OPTForCausalLM": "OPTConfig",
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
+OPT = {"architectures": ["OPTForCausalLM"]}
+
+REAL: dict[str, tuple[dict[str, Any], int]] = {
+    "SmolLM2-135M": (
+        LLAMA
+        | {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 8192,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 49152,
+        },
+        134_515_008,
+    ),
+    "Llama-2-7b": (LLAMA | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, 6_738_415_616),
+    "Llama-3.1-8B": (
+        LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        8_030_261_248,
+    ),
+    "Mistral-7B-v0.1": ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 7_241_732_096),
+    "Qwen2.5-7B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+            "rope_theta": 1000000.0,
+        },
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
+        8_190_735_360,
+    ),
+    "opt-125m": (OPT, 125_239_296),
+    "opt-350m": (
+        OPT
+        | {
+            "hidden_size": 1024,
+            "ffn_dim": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+        },
+        331_196_416,
+    ),
+}
+
+
+def expected_from(config: Any, architecture: str) -> dict[str, Any]:
+    """The same facts as transformers' own config object states them."""
+    is_opt = architecture == "OPTForCausalLM"
+    kinds = getattr(config, "layer_types", None)
+    windows: tuple[int | None, ...] = ()
+    if architecture == "MistralForCausalLM" and config.sliding_window is not None:
+        windows = (config.sliding_window,) * config.num_hidden_layers
+    elif kinds and "sliding_attention" in kinds:
+        windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    facts = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_dim if is_opt else config.intermediate_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_attention_heads if is_opt else config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "norm_eps": 1e-5 if is_opt else config.rms_norm_eps,
+        "activation": config.activation_function if is_opt else config.hidden_act,
+        "tied_embeddings": config.tie_word_embeddings,
+        "sliding_windows": windows,
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "qkv_bias": {"OPTForCausalLM": getattr(config, "enable_bias", None), "Qwen2ForCausalLM": True}.get(
+            architecture, getattr(config, "attention_bias", False)
+        ),
+        "norm_first": getattr(config, "do_layer_norm_before", True),
+    }
+    if not is_opt:
+        rope = config.rope_parameters
+        facts["rope.theta"] = rope["rope_theta"]
+        facts["rope.kind"] = rope["rope_type"]
+        facts["rope.factor"] = rope.get("factor", 1.0)
+        if "original_max_position_embeddings" in rope:
+            facts["rope.original_max_position"] = rope["original_max_position_embeddings"]
+    return facts
+
+
+def stated_by(spec: ModelSpec, fact: str) -> Any:
+    value: Any = spec
+    for name in fact.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize("architecture", CONFIG_CLASSES)
+def test_keys_left_out_take_the_value_that_transformers_gives_them(architecture):
+    import transformers
+
+    theirs = getattr(transformers, CONFIG_CLASSES[architecture])()
+    spec = read_spec({"architectures": [architecture]})
+    for fact, value in expected_from(theirs, architecture).items():
+        assert stated_by(spec, fact) == value, fact
+    assert spec.max_position == theirs.max_position_embeddings
+    assert FAMILIES[architecture].bos_token_id == theirs.bos_token_id
+    eos = theirs.eos_token_id
+    assert FAMILIES[architecture].eos_token_ids == (() if eos is None else (eos,))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_configs_that_transformers_writes_mean_the_same_here(name):
+    import transformers
+
+    prefix, overrides = TINY[name]
+    architecture = f"{prefix}ForCausalLM"
+    theirs = getattr(transformers, f"{prefix}Config")(**overrides, architectures=[architecture], dtype="bfloat16")
+    spec = read_spec(json.loads(theirs.to_json_string(use_diff=False)))
+    for fact, value in expected_from(theirs, architecture).items():
+        assert stated_by(spec, fact) == value, fact
+    assert spec.checkpoint_dtype == "bfloat16"
+    assert spec.max_position >= theirs.max_position_embeddings
+
+
+def test_the_table_knows_every_family_of_the_readme():
+    assert set(FAMILIES) == set(CONFIG_CLASSES)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_known_models_have_their_published_number_of_parameters(name):
+    config, num_parameters = REAL[name]
+    listed = parameters(read_spec(config))
+    for parameter in listed:
+        parameter.check()
+    assert sum(parameter.num_elements for parameter in listed) == num_parameters
+    assert len({parameter.name for parameter in listed}) == len(listed)
+
+
+def test_llama_3_and_smollm2_settings_arrive():
+    spec = read_spec(REAL["Llama-3.1-8B"][0])
+    assert spec.rope is not None
+    assert (spec.rope.kind, spec.rope.theta, spec.rope.factor) == ("llama3", 500000.0, 8.0)
+    assert (spec.rope.original_max_position, spec.max_position) == (8192, 131072)
+    small = read_spec(REAL["SmolLM2-135M"][0])
+    assert (small.tied_embeddings, small.head_dim, small.checkpoint_dtype) == (True, 64, "bfloat16")
+    assert small.family == "llama"
+
+
+def test_opt_350m_projects_its_embedding_and_norms_last():
+    spec = read_spec(REAL["opt-350m"][0])
+    assert (spec.norm_first, spec.has_final_norm, spec.embedding_size, spec.position_offset) == (False, False, 512, 2)
+    shapes = {parameter.name: parameter.shape for parameter in parameters(spec)}
+    assert shapes["embed.weight"] == (50272, 512)
+    assert shapes["embed_in.weight"] == (1024, 512)
+    assert shapes["embed_out.weight"] == (512, 1024)
+    assert shapes["positions.weight"] == (2050, 1024)
+    assert "final_norm.weight" not in shapes
+    assert "lm_head.weight" not in shapes
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (QWEN2, ()),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (None, 8)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, (8, 8)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
+        (QWEN2 | {"layer_types": ["full_attention", "full_attention"]}, ()),
+        (
+            QWEN2
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (8, None),
+        ),
+        ({"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "sliding_window": None}, ()),
+    ],
+)
+def test_sliding_windows_by_layer(config, windows):
+    assert read_spec(config).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["Llama\nForCausalLM"]}, "Llama\\nForCausalLM"),
+        (LLAMA | {"hidden_act": "mish"}, "mish"),
+        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"rope_interleaved": True}, "rope_interleaved"),
+        (QWEN2 | {"is_causal": False}, "is_causal"),
+        (QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        (LLAMA | {"sliding_window": 128}, "sliding_window"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN2 | {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
+        (OPT | {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_computed_is_declined_by_name(config, word):
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(config)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_architecture_lists_the_known_ones():
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec({"architectures": ["MambaForCausalLM"]})
+    for architecture in FAMILIES:
+        assert architecture in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({}, "architectures"),
+        ({"architectures": []}, "architectures"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"architectures": [3]}, "architectures"),
+        (LLAMA | {"model_type": "mistral"}, "model_type"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
+        (LLAMA | {"num_hidden_layers": 10**5000}, "num_hidden_layers"),
+        (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers"),
+        (LLAMA | {"hidden_size": 4096.0}, "hidden_size"),
+        (LLAMA | {"hidden_size": None}, "hidden_size"),
+        (LLAMA | {"vocab_size": -1}, "vocab_size"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads"),
+        (LLAMA | {"num_attention_heads": 33}, "num_attention_heads"),
+        (LLAMA | {"num_attention_heads": 1}, "num_attention_heads"),
+        (LLAMA | {"head_dim": 63}, "head_dim"),
+        (LLAMA | {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        (LLAMA | {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        (OPT | {"max_position_embeddings": 2**40}, "max_position_embeddings"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_values_are_refused_with_file_and_key(config, word):
+    with pytest.raises(ModelFormatError) as caught:
+        read_spec(config, "config.json")
+    assert word in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(2**30, 2**80) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+KEYS = sorted(
+    {key for config, _ in REAL.values() for key in config}
+    | {"hidden_act", "rope_parameters", "layer_types", "enable_bias", "mlp_bias", "attention_bias", "dtype"}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(REAL)), st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, min_size=1, max_size=3))
+def test_any_json_gives_a_spec_or_one_line_of_words(name, changes):
+    try:
+        spec = read_spec(REAL[name][0] | changes)
+    except ModelError as error:
+        message = str(error)
+    else:
+        message = "fine"
+        assert spec.num_layers <= 1024
+        assert all(parameter.num_elements > 0 for parameter in parameters(spec))
+    assert "\n" not in message
+    assert len(message) < 600

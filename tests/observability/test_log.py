@@ -1,0 +1,52 @@
+"""The logger: quiet until asked, once however often it is asked, and a wrong level is no reason to fall."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.observability.log import LOG_LEVEL_VARIABLE, get_logger, log_to_stderr
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    root = logging.getLogger("holdfast")
+    was = root.level, root.handlers[:], root.propagate
+    root.handlers.clear()
+    monkeypatch.delenv(LOG_LEVEL_VARIABLE, raising=False)
+    yield
+    root.setLevel(was[0])
+    root.handlers[:] = was[1]
+    root.propagate = was[2]
+
+
+@pytest.mark.parametrize("name", ["runner", "holdfast.runner"])
+def test_every_logger_is_under_the_packages_own(name: str) -> None:
+    assert get_logger(name).name == "holdfast.runner"
+
+
+def test_a_library_adds_no_handlers_of_its_own() -> None:
+    get_logger("engine")
+    assert logging.getLogger("holdfast").handlers == []
+
+
+def test_lines_reach_stderr_once_however_often_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr("INFO")
+    log_to_stderr("INFO")
+    get_logger("runner").info("attention=%s because %s", "torch", "no GPU")
+    err = capsys.readouterr().err
+    assert err.count("attention=torch because no GPU") == 1
+    assert "holdfast.runner" in err
+
+
+def test_the_variable_overrides_the_level(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "debug")
+    log_to_stderr("ERROR")
+    get_logger("runner").debug("a detail")
+    assert "a detail" in capsys.readouterr().err
+
+
+def test_a_level_that_does_not_exist_leaves_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_LEVEL_VARIABLE, "chatty")
+    log_to_stderr("ERROR")
+    assert logging.getLogger("holdfast").level == logging.ERROR

@@ -1,0 +1,155 @@
+"""SamplingParams: every field bounded, refused in one line, normalised once."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import RequestError
+from holdfast.request.sampling_params import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+
+WRONG = [
+    ("n", 0),
+    ("n", MAX_N + 1),
+    ("n", 10**400),
+    ("n", True),
+    ("n", 1.0),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("temperature", 101),
+    ("top_k", -2),
+    ("top_k", 0.5),
+    ("top_p", 0.0),
+    ("top_p", 1.0001),
+    ("top_p", math.nan),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", -1.0),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", -2.5),
+    ("frequency_penalty", math.inf),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("seed", True),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("max_tokens", 10.5),
+    ("min_tokens", -1),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("prompt_logprobs", 10**9),
+    ("ignore_eos", 1),
+    ("skip_special_tokens", "no"),
+    ("include_stop_str_in_output", None),
+    ("stop", [""]),
+    ("stop", [1]),
+    ("stop", 7),
+    ("stop", {"a", "b"}),
+    ("stop", ["x"] * (MAX_STOP_STRINGS + 1)),
+    ("stop", "x" * (MAX_STOP_STRING_CHARS + 1)),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", ["5"]),
+    ("stop_token_ids", "55"),
+    ("stop_token_ids", [2**31]),
+    ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))),
+    ("logit_bias", [1, 2]),
+    ("logit_bias", {"1": 0.5}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {1: True}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={repr(value)[:24]}" for name, value in WRONG])
+def test_a_wrong_value_is_refused_in_one_short_line(name: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    words = str(caught.value)
+    assert name.split("_")[0] in words
+    assert "\n" not in words
+    assert len(words) < 300, "a hostile value must not flood the log"
+
+
+@pytest.mark.parametrize(
+    "value", [10**5000, -(10**5000), "x" * 10**6, [10**5000]], ids=["huge", "-huge", "text", "list"]
+)
+@pytest.mark.parametrize("name", ["n", "seed", "logprobs", "temperature", "stop_token_ids"])
+def test_a_huge_value_costs_a_short_line(name: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300
+
+
+def test_min_tokens_beyond_max_tokens_is_refused() -> None:
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(RequestError, match="min_tokens=6"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_what_was_passed_is_normalised_once() -> None:
+    params = SamplingParams(stop="\n", stop_token_ids=[7, 7, 3], top_k=-1, temperature=1, logit_bias={5: 1})  # type: ignore[arg-type]
+    assert params.stop == ("\n",)
+    assert params.stop_token_ids == (7, 3)
+    assert params.top_k == 0
+    assert isinstance(params.temperature, float)
+    assert params.logit_bias == {5: 1.0}
+    assert SamplingParams(stop=["a", "b", "a"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_a_bias_changed_later_by_the_caller_changes_nothing() -> None:
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[5] = math.nan
+    assert params.logit_bias == {5: 1.0}
+
+
+def test_params_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_greedy_and_penalties_are_told_apart() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams().has_penalties
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert SamplingParams(**{name: 0.5}).has_penalties  # type: ignore[arg-type]
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+values = (
+    scalars | st.lists(scalars, max_size=4) | st.dictionaries(st.integers() | st.text(max_size=2), scalars, max_size=3)
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]), values, max_size=6)
+)
+def test_anything_at_all_is_either_sound_or_a_request_error(options: dict[str, object]) -> None:
+    try:
+        params = SamplingParams(**options)  # type: ignore[arg-type]
+    except RequestError:
+        return
+    assert 1 <= params.n <= MAX_N
+    assert 0 <= params.temperature <= 100
+    assert 0 < params.top_p <= 1
+    assert params.max_tokens is None or params.max_tokens >= 1
+    assert all(isinstance(text, str) and text for text in params.stop)
+    assert SamplingParams(**dataclasses.asdict(params)) == params

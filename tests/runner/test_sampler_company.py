@@ -1,0 +1,124 @@
+"""A row's token and log-probabilities are its own: in every company, after a preemption, beside poison."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence
+from holdfast.runner.result import NO_TOKEN
+from holdfast.runner.sampler import Sampler, SequenceSample
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EOS = frozenset({1})
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 40},
+    "top_k of one": {"top_k": 1},
+    "top_k beyond the vocabulary": {"top_k": 10**6},
+    "top_p": {"top_p": 0.95},
+    "tiny top_p": {"top_p": 1e-12},
+    "min_p": {"min_p": 0.1},
+    "narrow filters": {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    "wide filters": {"temperature": 1.3, "top_k": 600, "top_p": 0.9, "min_p": 0.001},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "bias": {"logit_bias": {1: 3.0, 0: -5.0}},
+    "greedy bias": {"temperature": 0.0, "logit_bias": {0: 5.0}},
+    "min tokens": {"min_tokens": 50},
+    "greedy min tokens": {"temperature": 0.0, "min_tokens": 50},
+    "logprobs": {"logprobs": 3},
+    "greedy logprobs": {"temperature": 0.0, "logprobs": 20},
+    "chosen logprob": {"logprobs": 0, "top_p": 0.9, "presence_penalty": 0.7},
+    "everything": {
+        "temperature": 0.7,
+        "top_k": 25,
+        "top_p": 0.9,
+        "min_p": 0.001,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {1: 2.0},
+        "min_tokens": 50,
+        "logprobs": 5,
+    },
+}
+
+
+def make_sequence(seed: int = 0, vocab_size: int = 100, **params) -> Sequence:
+    tokens = random.Random(seed).choices(range(vocab_size), k=9)
+    return Sequence(seed, tokens, 5, SamplingParams(**params), seed * 7919, max_tokens=1000)
+
+
+def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
+
+
+def sample_one(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
+    (sample,) = Sampler(logits.shape[-1], DEVICE).sample(logits.reshape(1, -1), [sequence], EOS)
+    return sample
+
+
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
+    """The split of tokens into computed and not computed, pages and history leave no trace."""
+    logits = make_logits(1, 300, scale=1.0)
+    params = SETTINGS["everything"]
+    calm, preempted = make_sequence(8, **params), make_sequence(8, **params)
+    preempted.num_computed, preempted.num_preemptions, preempted.pages = 0, 3, [5, 6]
+    assert sample_one(logits, calm) == sample_one(logits, preempted)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 100, 8193])
+def test_every_row_is_the_same_to_the_bit_alone_and_in_32_companies(vocab_size):
+    params = list(SETTINGS.values())
+    num_rows = 2 * len(params)
+    sequences = [make_sequence(seed, vocab_size=vocab_size, **params[seed % len(params)]) for seed in range(num_rows)]
+    logits = make_logits(num_rows, vocab_size, seed=11)
+    alone = [sample_one(logits[row], sequences[row]) for row in range(num_rows)]
+    assert any(sample.logprobs for sample in alone)
+    rng = random.Random(vocab_size)
+    for company in range(32):
+        rows = rng.choices(range(num_rows), k=rng.randint(2, 2 * num_rows))
+        chooser = Sampler(vocab_size, DEVICE)
+        chooser._rows_per_block = rng.choice([1, 3, 7, 1000])
+        samples = chooser.sample(logits[rows], [sequences[row] for row in rows], EOS)
+        assert samples == [alone[row] for row in rows], f"{company=}"
+
+
+@pytest.mark.parametrize("vocab_size", [49152, 151936])
+def test_large_vocabularies_in_company(vocab_size):
+    params = [SETTINGS[name] for name in ("temperature", "top_k", "top_p", "wide filters", "everything")]
+    sequences = [make_sequence(seed, vocab_size=vocab_size, **settings) for seed, settings in enumerate(params)]
+    logits = make_logits(len(params), vocab_size)
+    alone = [sample_one(logits[row], sequence) for row, sequence in enumerate(sequences)]
+    order = [3, 0, 4, 2, 1, 0]
+    together = Sampler(vocab_size, DEVICE).sample(logits[order], [sequences[row] for row in order], EOS)
+    assert together == [alone[row] for row in order]
+
+
+POISONS = {
+    "nan": lambda row: row.fill_(math.nan),
+    "one nan": lambda row: row[7:8].fill_(math.nan),
+    "negative nan": lambda row: row[7:8].fill_(-math.nan),
+    "nan and inf": lambda row: row.copy_(torch.tensor([math.nan, math.inf, -math.inf]).repeat(40)[: len(row)]),
+    "all -inf": lambda row: row.fill_(-math.inf),
+}
+
+
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS.keys())
+def test_poisoned_rows_fail_alone(poison):
+    params = list(SETTINGS.values())
+    sequences = [make_sequence(seed, **settings) for seed, settings in enumerate(params)]
+    logits = make_logits(len(params), 100, seed=5)
+    clean = Sampler(100, DEVICE).sample(logits.clone(), sequences, EOS)
+    for poisoned_rows in (range(0, len(params), 2), range(1, len(params), 2)):
+        poisoned = logits.clone()
+        for row in poisoned_rows:
+            poison(poisoned[row])
+        samples = Sampler(100, DEVICE).sample(poisoned, sequences, EOS)
+        for row, sample in enumerate(samples):
+            assert sample == (SequenceSample(NO_TOKEN, None) if row in poisoned_rows else clean[row])

@@ -1,0 +1,198 @@
+"""The layout holds: every rule over the whole tree, and every rule over a small broken example that it must refuse."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import architecture_rows
+import architecture_rules as rules
+from architecture_rules import Source
+
+ROOT = Path(__file__).parent.parent
+SOURCES = rules.read_sources(ROOT / "src" / rules.PACKAGE)
+TEST_FILES = sorted(path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
+ONE_FILE_RULES = (
+    rules.syntax,
+    rules.upward_imports,
+    rules.config_imports,
+    rules.triton_imports,
+    rules.shape_of_modules,
+    rules.sizes,
+    rules.dangers,
+    rules.chance,
+    rules.habits,
+)
+
+
+def refuse(violations: list[str]) -> None:
+    """One readable list of everything that is wrong."""
+    if violations:
+        pytest.fail(f"{len(violations)} violations:\n  " + "\n  ".join(violations), pytrace=False)
+
+
+@pytest.mark.parametrize("rule", ONE_FILE_RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps(rule) -> None:
+    refuse([violation for source in SOURCES for violation in rule(source)])
+
+
+def test_the_torch_free_list_is_free_of_torch() -> None:
+    refuse(rules.torch_imports(SOURCES))
+
+
+def test_every_file_has_tests() -> None:
+    refuse(rules.missing_tests(SOURCES, set(TEST_FILES)))
+
+
+def test_names_of_test_files_are_unique() -> None:
+    counts = Counter(Path(name).name for name in TEST_FILES)
+    refuse([f"{name} exists {count} times under tests/" for name, count in counts.items() if count > 1])
+
+
+def test_every_file_has_its_row_in_the_architecture() -> None:
+    document = architecture_rows.DOCUMENT.read_text(encoding="utf-8")
+    rows = Counter(line for line in document.splitlines() if line.startswith("| `"))
+    wanted = Counter(
+        architecture_rows.row(path, architecture_rows.PACKAGE)
+        for path in architecture_rows.listed_files(architecture_rows.PACKAGE)
+    )
+    missing = [f"docs/architecture.md lacks the row {row}" for row in (wanted - rows)]
+    extra = [f"docs/architecture.md has a row too many: {row}" for row in (rows - wanted)]
+    refuse([*missing, *extra, *(["run: make docs"] if missing or extra else [])])
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    files = architecture_rows.listed_files(architecture_rows.PACKAGE)
+    lines = {path.relative_to(ROOT).as_posix(): architecture_rows.first_line(path) for path in files}
+    refuse([f"{name}: the docstring's first line is {line!r}" for name, line in lines.items() if len(line) < 10])
+
+
+BROKEN = [
+    (rules.syntax, "cache.pages", "def f(:", "cache.pages:1 is not Python 3.11"),
+    (
+        rules.upward_imports,
+        "cache.pages",
+        "from holdfast.engine.llm import LLM",
+        "engine.llm, which is not below cache",
+    ),
+    (rules.upward_imports, "cache.pages", "def f():\n    import holdfast.runner.batch", "runner.batch"),
+    (rules.upward_imports, "memory.ledger", "if TYPE_CHECKING:\n    from holdfast.cache import spec", "cache"),
+    (rules.upward_imports, "memory.ledger", "from holdfast.quant.formats import Plane", "not below memory"),
+    (rules.upward_imports, "text.chat", "from holdfast.runner.result import StepResult", "not below text"),
+    (rules.upward_imports, "layers.norm", "from holdfast import LLM", "import it from its home"),
+    (rules.upward_imports, "layers.norm", "from holdfast import engine", "imports engine"),
+    (rules.upward_imports, "layers.norm", "try:\n    x()\nexcept E:\n    import holdfast.models.spec", "models.spec"),
+    (rules.upward_imports, "layers.norm", "import_module('holdfast.models.spec')", "models.spec"),
+    (rules.upward_imports, "config", "from holdfast.cache.spec import CacheSpec", "not below config"),
+    (rules.upward_imports, "plugins.thing", "", "is in no layer"),
+    (rules.upward_imports, "cli.app", "from holdfast.plugins import thing", "is in no layer"),
+    (rules.config_imports, "models.decoder", "from holdfast.config import Limits", "imports config"),
+    (rules.config_imports, "attention.select", "from holdfast import config", "imports config"),
+    (rules.triton_imports, "kernels.rotate", "import triton.language as tl", "imports triton"),
+    (rules.triton_imports, "kernels.rotate", "def f():\n    from triton import jit", "imports triton"),
+    (rules.shape_of_modules, "cache.pages", "from .spec import CacheSpec", "imports relatively"),
+    (rules.shape_of_modules, "cache.utils", "", "name the noun"),
+    (rules.shape_of_modules, "core", "", "name the noun"),
+    (rules.sizes, "cache.pages", "x = 1\n" * 401, "has 401 lines"),
+    (rules.sizes, "cache.pages", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+    (rules.sizes, "cache.pages", "class A:\n    async def g(self):\n" + "        x = 1\n" * 60, "g has 61 lines"),
+    (rules.sizes, "kernels.paged", "x = 1\n" * 401, "has 401 lines"),
+    (rules.dangers, "loading.source", "import pickle", "imports pickle"),
+    (rules.dangers, "loading.source", "from marshal import loads", "imports marshal"),
+    (rules.dangers, "loading.source", "from torch import load", "imports torch.load"),
+    (rules.dangers, "loading.source", "weights = torch.load(path)", "calls torch.load"),
+    (rules.dangers, "text.chat", "eval(source)", "calls eval"),
+    (rules.dangers, "text.chat", "import os\nos.system(command)", "calls os.system"),
+    (rules.dangers, "text.chat", "load(x, trust_remote_code=True)", "passes trust_remote_code"),
+    (rules.dangers, "text.chat", "subprocess.run(x, shell=flag)", "passes shell"),
+    (rules.chance, "engine.scheduler", "import time", "imports time"),
+    (rules.chance, "cache.prefix", "from random import choice", "imports random"),
+    (rules.chance, "cache.storage", "np.random.rand(3)", "calls np.random.rand"),
+    (rules.chance, "cache.storage", "torch.rand(3)", "calls torch.rand"),
+    (rules.habits, "cache.pages", "assert x == 1", "asserts without a message"),
+    (rules.habits, "cache.pages", "def f():\n    global x\n    x = 1", "rebinds the global x"),
+    (rules.habits, "cache.pages", "try:\n    f()\nexcept Exception:\n    pass", "says nothing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "text", "words"), BROKEN, ids=[f"{rule.__name__}: {words}" for rule, _, _, words in BROKEN]
+)
+def test_a_break_is_found(rule, module: str, text: str, words: str) -> None:
+    violations = rule(Source(module, text))
+    assert any(words in violation for violation in violations), violations
+
+
+SOUND = [
+    (rules.upward_imports, "cache.pages", "from holdfast.cache.spec import X\nfrom holdfast.errors import Y"),
+    (rules.upward_imports, "cli.app", "from holdfast import __version__"),
+    (rules.upward_imports, "", "from holdfast.engine.llm import LLM"),
+    (rules.config_imports, "engine.scheduler", "from holdfast.config import Limits"),
+    (rules.triton_imports, "kernels.triton_compat", "import triton"),
+    (rules.sizes, "kernels.paged", "def f():\n" + "    x = 1\n" * 60),
+    (rules.sizes, "cache.pages", "def f():\n" + "    x = 1\n" * 59),
+    (rules.dangers, "models.decoder", "model.eval()\nre.compile('x')\nnp.load(f, allow_pickle=False)"),
+    (rules.chance, "runner.sampler", "import random"),
+    (rules.habits, "cache.pages", "assert x == 1, f'{x=}'\ntry:\n    f()\nexcept OSError:\n    pass"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "text"), SOUND, ids=[f"{rule.__name__}: {module}" for rule, module, _ in SOUND]
+)
+def test_sound_code_is_left_alone(rule, module: str, text: str) -> None:
+    assert rule(Source(module, text)) == []
+
+
+def torch_free_tree(**texts: str) -> list[Source]:
+    """One file for every pattern of the list, with some of the texts replaced."""
+    names = {pattern.replace("*", "x") for pattern in rules.TORCH_FREE} | {name.replace("__", ".") for name in texts}
+    return [Source(name, texts.get(name.replace(".", "__"), "")) for name in sorted(names)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (torch_free_tree(engine__scheduler="import torch"), "engine.scheduler:1 imports torch"),
+        (torch_free_tree(cache__new='"""Things; no torch."""\nimport torch'), "importing cache.new imports torch"),
+        (torch_free_tree(text__chat="def f():\n    import transformers"), "imports transformers"),
+        (
+            torch_free_tree(cache__prefix="from holdfast.cache.storage import S", cache__storage="import torch"),
+            "importing cache.prefix -> cache.storage imports torch",
+        ),
+        (torch_free_tree()[1:], "and no file matches"),
+    ],
+    ids=["torch", "against its own word", "lazily", "through another file", "a name that is gone"],
+)
+def test_torch_in_a_torch_free_module_is_found(tree: list[Source], words: str) -> None:
+    sound = torch_free_tree(cache__new='"""Things; no torch until a read."""\ndef f():\n    import torch')
+    assert rules.torch_imports(sound) == []
+    assert any(words in violation for violation in rules.torch_imports(tree)), rules.torch_imports(tree)
+
+
+def test_a_file_without_tests_is_found() -> None:
+    tree = [Source("errors", ""), Source("cache.pages", ""), Source("cache", "", is_package=True)]
+    assert rules.missing_tests(tree, {"test_errors.py", "cache/test_pages.py"}) == []
+    assert rules.missing_tests(tree, {"test_errors.py", "cache/test_cache_pages.py"}) == []
+    assert rules.missing_tests(tree, {"test_errors.py", "cache/test_pages_simulation.py"}) == []
+    assert rules.missing_tests(tree, {"test_errors.py", "engine/test_pages.py"}) == [
+        "cache.pages has no tests/cache/test_pages.py"
+    ]
+
+
+def test_a_full_init_file_is_found() -> None:
+    assert rules.shape_of_modules(Source("cache", "import os", is_package=True)) == ["cache/__init__.py is not empty"]
+
+
+def test_rows_are_written_between_the_marks(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "__init__.py").touch()
+    (tmp_path / "cache" / "pages.py").write_text('"""Page ids.\n\nMore words."""\n')
+    (tmp_path / "__init__.py").write_text('"""The public | names."""\n')
+    table = architecture_rows.table(tmp_path)
+    assert table.splitlines()[2:] == ["| `__init__.py` | The public \\| names. |", "| `cache/pages.py` | Page ids. |"]
+    once = architecture_rows.replaced("a\n<b>\nold\n<e>\nz\n", table, "<b>", "<e>")
+    assert once == f"a\n<b>\n{table}\n<e>\nz\n"
+    assert architecture_rows.replaced(once, table, "<b>", "<e>") == once
+    with pytest.raises(SystemExit, match="put them back"):
+        architecture_rows.replaced("no marks", table, "<b>", "<e>")

@@ -1,0 +1,161 @@
+"""The documents tell the truth: commands, options, files, variables and figures in them exist."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import docs_rules as rules
+from architecture_rules import Source, read_sources
+from holdfast.cache.spec import uniform_cache
+from holdfast.config import EngineConfig
+from holdfast.memory.sizes import format_bytes
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.request.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = rules.documents(ROOT)
+README = DOCUMENTS["README.md"]
+COMMANDS = rules.commands(README)
+HAS_CLI = (ROOT / "src/holdfast/cli/app.py").exists()
+needs_cli = pytest.mark.skipif(not HAS_CLI, reason="there is no command line yet")
+
+
+def help_text(*arguments: str) -> str:
+    code = "import sys; from holdfast.cli.app import main; sys.argv = ['holdfast', *sys.argv[1:]]; main()"
+    environment = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--help"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, f"holdfast {' '.join(arguments)} --help: {done.stderr or done.stdout}"
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+
+
+def listed_commands(*arguments: str) -> list[str]:
+    """Commands in a help page: the first words of the lines in its panel of commands."""
+    panel = help_text(*arguments).partition("Commands")[2]
+    return re.findall(r"^[\s│|]+([a-z][a-z-]*)\s", panel, re.MULTILINE)
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    assert [command.split()[:2] for command in COMMANDS[:2]] == [["make", "demo"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_make_targets_in_documents_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = DOCUMENTS[name]
+    used = set(re.findall(r"`make ([a-z-]+)", text))
+    used |= {command.split()[1] for command in rules.commands(text) if command.startswith("make ")}
+    assert used <= targets, f"no such targets: {used - targets}"
+
+
+@needs_cli
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "holdfast" in line])
+def test_commands_in_the_readme_exist(command: str) -> None:
+    words = command.partition("holdfast")[2].split()
+    path = []
+    while words and words[0] in listed_commands(*path):
+        path.append(words.pop(0))
+    assert path, f"{command!r} names no command"
+    shown = help_text(*path)
+    for option in (word for word in words if word.startswith("-")):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), f"holdfast {' '.join(path)} has no {option}"
+
+
+@needs_cli
+def test_every_command_is_in_the_readme() -> None:
+    commands = listed_commands()
+    assert commands, "no command was found in the help page"
+    missing = [name for name in commands if not re.search(rf"holdfast {name}\b", README)]
+    assert not missing, f"the README does not mention {missing}"
+
+
+@pytest.mark.parametrize("code", rules.fences(README, "python"))
+def test_python_in_the_readme_uses_what_exists(code: str) -> None:
+    import holdfast
+
+    tree = ast.parse(code)
+    fields = {
+        "LLM": {field.name for field in dataclasses.fields(EngineConfig)},
+        "SamplingParams": {field.name for field in dataclasses.fields(SamplingParams)},
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    for call in calls:
+        known = fields.get(getattr(call.func, "id", ""))
+        assert known is None or {keyword.arg for keyword in call.keywords} <= known, ast.unparse(call)
+    imported = [item.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for item in node.names]
+    assert set(imported) <= set(holdfast.__all__)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_and_links_in_documents_exist(name: str) -> None:
+    text = DOCUMENTS[name]
+    homes = (ROOT, ROOT / "src" / "holdfast", ROOT / "tests")
+    if name != "CHANGELOG.md":
+        gone = [path for path in sorted(rules.named_files(text)) if not any((home / path).exists() for home in homes)]
+        assert not gone, f"{name} names files that do not exist: {gone}"
+    dead = [target for target in sorted(rules.links(text)) if not (ROOT / name).parent.joinpath(target).exists()]
+    assert not dead, f"{name} links to what does not exist: {dead}"
+
+
+def test_every_environment_variable_is_documented_and_no_other() -> None:
+    read = {name for source in read_sources(ROOT / "src/holdfast") for name in rules.environment_variables(source)}
+    assert sorted(rules.table_keys(DOCUMENTS["docs/env_vars.md"])) == sorted(read)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("os.environ.get('A')", ["A"]),
+        ("os.environ['A'] = '1'", ["A"]),
+        ("B = 'A'\ndef f():\n    return os.getenv(B, '')", ["A"]),
+        ("'A' in os.environ", ["A"]),
+        ("os.environ[make_name()]", ["x: os.environ[make_name()]"]),
+        ("settings['A']", []),
+    ],
+)
+def test_environment_variables_are_found(text: str, names: list[str]) -> None:
+    assert list(rules.environment_variables(Source("x", text))) == names
+
+
+def test_the_changelog_keeps_its_format() -> None:
+    text = DOCUMENTS["CHANGELOG.md"]
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    for version in versions[1:]:
+        assert re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", version), version
+    sections = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert sections <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    entries = [line for line in text.splitlines() if line.startswith("- ")]
+    assert entries
+    assert all(line.endswith((".", ":")) for line in entries)
+
+
+MEMORY_ROWS = [
+    (30, "float32", 3, 64, 8192),
+    (30, "bfloat16", 3, 64, 8192),
+    (32, "bfloat16", 8, 128, 131072),
+    (64, "bfloat16", 8, 128, 40960),
+]
+
+
+@pytest.mark.parametrize(("num_layers", "kv_format", "num_kv_heads", "head_dim", "context"), MEMORY_ROWS)
+def test_figures_about_memory_are_those_of_the_planner(
+    num_layers: int, kv_format: str, num_kv_heads: int, head_dim: int, context: int
+) -> None:
+    spec = uniform_cache(num_layers, KV_FORMATS[kv_format], num_kv_heads, head_dim, page_tokens=16)
+    whole = format_bytes(spec.pages_for(context) * spec.bytes_per_page)
+    row = f"| {kv_format} | {spec.bytes_per_token} | {format_bytes(spec.bytes_per_page)} | {whole} at {context} |"
+    assert row in DOCUMENTS["docs/memory.md"]
+
+
+def test_the_readme_names_no_machine_of_ours() -> None:
+    """Paths and addresses of the place where something was written help nobody."""
+    for name, text in DOCUMENTS.items():
+        found = re.findall(r"(?:/home/|/root/|/work/|/tmp/|localhost|\d+\.\d+\.\d+\.\d+)", text)
+        assert not found, f"{name}: {found}"

@@ -1,0 +1,102 @@
+"""Importing costs little: no torch until it is needed, and none at all for the parts that promise to do without."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import architecture_rules as rules
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "rich", "typer")
+TORCH_FREE = [source.module for source in rules.read_sources(ROOT / "src" / rules.PACKAGE) if source.is_torch_free]
+GENEROUS_SECONDS = 0.6
+"""Twice what is promised on a quiet machine, since this one may be busy."""
+HELP = "import sys; sys.argv = ['holdfast', '--help']; from holdfast.cli.app import main; main()"
+has_cli = pytest.mark.skipif(not (ROOT / "src/holdfast/cli/app.py").exists(), reason="there is no command line yet")
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def modules_after(code: str) -> set[str]:
+    """First-level names in sys.modules once the code has run, however it ended."""
+    ended = f"import json, sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\n"
+    done = run(f"{ended}print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))")
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def best_seconds(code: str, num_tries: int = 5) -> float:
+    seconds = []
+    for _ in range(num_tries):
+        start = time.perf_counter()
+        assert run(code).returncode == 0
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def test_the_package_alone_imports_nothing_heavy() -> None:
+    assert modules_after("import holdfast").isdisjoint(HEAVY)
+
+
+def test_values_import_nothing_heavy() -> None:
+    code = "from holdfast import SamplingParams, EngineConfig, HoldfastError; SamplingParams(); EngineConfig()"
+    assert modules_after(code).isdisjoint(HEAVY)
+
+
+@has_cli
+def test_help_needs_no_torch() -> None:
+    assert modules_after(HELP).isdisjoint({"torch", "transformers", "tokenizers", "numpy"})
+
+
+def test_the_package_imports_in_a_moment() -> None:
+    assert best_seconds("import holdfast") < GENEROUS_SECONDS
+
+
+@has_cli
+def test_help_comes_in_a_moment() -> None:
+    assert best_seconds(HELP) < GENEROUS_SECONDS
+
+
+def test_torch_free_modules_import_where_there_is_no_torch() -> None:
+    assert len(TORCH_FREE) > 10, TORCH_FREE
+    code = f"""
+import sys, importlib, traceback
+for name in ("torch", "triton", "transformers"):
+    sys.modules[name] = None
+failed = 0
+for name in {TORCH_FREE!r}:
+    try:
+        importlib.import_module("holdfast." + name)
+    except Exception:
+        failed = 1
+        print(name, traceback.format_exc().splitlines()[-1], file=sys.stderr)
+sys.exit(failed)
+"""
+    done = run(code)
+    assert done.returncode == 0, f"need torch:\n{done.stderr}"
+
+
+def test_the_check_above_can_fail() -> None:
+    assert run("import sys; sys.modules['torch'] = None; import torch").returncode == 1
+
+
+def test_every_public_name_is_found_and_others_are_not() -> None:
+    import holdfast
+
+    assert set(holdfast._HOMES) | {"__version__"} == set(holdfast.__all__) == set(dir(holdfast))
+    for name in holdfast.__all__:
+        if name in holdfast._HOMES and not _home(holdfast._HOMES[name]).exists():
+            pytest.skip(f"{holdfast._HOMES[name]} is not there yet")
+        assert getattr(holdfast, name) is not None
+    with pytest.raises(AttributeError, match="LLMM"):
+        _ = holdfast.LLMM
+
+
+def _home(module: str) -> Path:
+    return ROOT / "src" / Path(*module.split(".")).with_suffix(".py")

@@ -1,0 +1,151 @@
+"""The scripts behind the two commands: what they refuse, and in which words."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import check_no_cuda
+import check_python
+import readme_tables
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("nvidia-cublas-cu12", "12.1"),
+        ("nvidia_cudnn_cu13", "9.1"),
+        ("NVIDIA-nccl-cu12", "2.2"),
+        ("cuda-bindings", "13.0"),
+        ("triton", "3.7.1"),
+        ("pytorch-triton-rocm", "3.1"),
+        ("torch", "2.13.0+cu130"),
+    ],
+)
+def test_packages_for_a_gpu_are_found(name: str, version: str) -> None:
+    assert check_no_cuda.cuda_packages({name: version, "numpy": "2.4.6"}, set()) == [f"{name} {version}"]
+
+
+def test_packages_for_any_machine_are_left_alone() -> None:
+    packages = {"torch": "2.13.0+cpu", "tokenizers": "0.23.3", "accuracy": "1.0", "triton": "3.7.1"}
+    assert check_no_cuda.cuda_packages(packages, {"triton"}) == []
+
+
+def test_a_plan_of_pip_is_read_with_what_it_requires(tmp_path: Path) -> None:
+    requires = [
+        "filelock",
+        "nvidia-nccl-cu12==2.2; platform_system == 'Linux'",
+        "opt-einsum>=3.3; extra == 'opt-einsum'",
+    ]
+    metadata = {"name": "torch", "version": "2.13.0", "requires_dist": requires}
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"install": [{"metadata": metadata}]}))
+    planned = check_no_cuda.planned_packages(report)
+    assert planned == {"torch": "2.13.0", "filelock": "", "nvidia-nccl-cu12": ""}
+    assert check_no_cuda.cuda_packages(planned, set()) == ["nvidia-nccl-cu12"]
+
+
+def check_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_sign: str) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"install": [{"metadata": {"name": "nvidia-nccl-cu12", "version": "2"}}]}))
+    monkeypatch.setattr(check_no_cuda, "GPU_SIGNS", (gpu_sign,))
+    monkeypatch.setattr("sys.argv", ["check_no_cuda.py", "--planned", str(report)])
+    check_no_cuda.main()
+
+
+def test_cuda_on_a_machine_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"1 CUDA packages would be installed .*nvidia-nccl-cu12 2"):
+        check_plan(tmp_path, monkeypatch, gpu_sign=str(tmp_path / "no such device"))
+
+
+def test_cuda_on_a_machine_with_a_gpu_is_welcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    check_plan(tmp_path, monkeypatch, gpu_sign=str(tmp_path))
+    assert "for the GPU of this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", [(2, 7, 18), (3, 6, 9), (3, 10, 14)], ids=str)
+def test_an_old_python_is_refused_in_one_line(version: tuple[int, int, int]) -> None:
+    words = check_python.complaint(version, has_venv=True)
+    assert f"this is Python {version[0]}.{version[1]}" in words
+    assert words.count(";") == 2
+
+
+def test_a_python_without_venv_is_refused_in_one_line() -> None:
+    assert "python3.12-venv" in check_python.complaint((3, 12, 1), has_venv=False)
+    assert check_python.complaint((3, 11, 0), has_venv=True) == ""
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_target_that_a_person_types() -> None:
+    shown = make().stdout
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert all(re.search(rf"make {target}\s", shown) for target in phony.split()), shown
+
+
+def test_an_old_python_stops_the_set_up_before_anything_is_made(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'error: too old' >&2\nexit 1\n")
+    python.chmod(0o755)
+    done = make("demo", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}")
+    assert done.returncode != 0
+    assert "error: too old" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_check_for_machines_is_the_command_for_people() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    assert lines[-1] == "make test"
+
+
+RECORD = {
+    "date": "2026-01-31",
+    "machine": "2 ARM cores",
+    "model": "A-Model",
+    "settings": "float32",
+    "results": [
+        {"measure": "prefill 512", "unit": "tokens/s", "values": {"holdfast": 300.4, "transformers": 200.0}},
+        {"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 40.06}},
+    ],
+}
+
+
+def test_records_become_tables_newest_first(tmp_path: Path) -> None:
+    assert readme_tables.tables(tmp_path) == "No record is committed yet."
+    (tmp_path / "a.json").write_text(json.dumps(RECORD))
+    (tmp_path / "b.json").write_text(json.dumps({**RECORD, "date": "2026-02-01"}))
+    text = readme_tables.tables(tmp_path)
+    assert text.index("2026-02-01") < text.index("2026-01-31")
+    assert "| prefill 512 | tokens/s | 300 | 200 | 1.50x |" in text
+    assert "| decode, batch 1 | tokens/s | 40.1 |  |  |" in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(widths) == 1, "every row has as many cells"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({**RECORD, "results": []}), json.dumps({**RECORD, "machine": ""})]
+)
+def test_a_broken_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "broken.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"broken\.json"):
+        readme_tables.tables(tmp_path)
+
+
+def test_the_readme_shows_the_records_that_are_committed() -> None:
+    document = readme_tables.DOCUMENT.read_text(encoding="utf-8")
+    shown = readme_tables.replaced(
+        document, readme_tables.tables(readme_tables.RECORDS), readme_tables.BEGIN, readme_tables.END
+    )
+    assert document == shown, "run: make docs"
