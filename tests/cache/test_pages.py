@@ -24,11 +24,11 @@ class PoolMachine(RuleBasedStateMachine):
     def owned(self) -> list[int]:
         return sorted(self.owners.elements())
 
-    @rule(data=st.data(), follow=st.booleans())
-    def allocate(self, data: st.DataObject, follow: bool) -> None:
+    @rule(data=st.data(), follow=st.booleans(), num_expected=st.integers(0, 30))
+    def allocate(self, data: st.DataObject, follow: bool, num_expected: int) -> None:
         num_pages = data.draw(st.integers(0, self.pool.num_available))
         num_free = self.pool.num_free
-        pages = self.pool.allocate_many(num_pages, self.last if follow else None)
+        pages = self.pool.allocate_many(num_pages, self.last if follow else None, num_expected)
         assert len(pages) == num_pages == len(set(pages))
         num_evicted = max(num_pages - num_free, 0)
         evicted, self.lru = self.lru[:num_evicted], self.lru[num_evicted:]
@@ -130,6 +130,19 @@ def test_many_sequences_that_grow_together_stay_consecutive() -> None:
         for pages in sequences:
             pages += pool.allocate_many(1, pages[-1])
     assert all(is_consecutive(pages) for pages in sequences)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4, 8])
+def test_a_long_prompt_beside_a_growing_neighbour_is_consecutive_in_any_chunks(num_chunks: int) -> None:
+    pool = PagePool(1000)
+    neighbour = pool.allocate_many(4)
+    pages: list[int] = []
+    for _ in range(num_chunks):
+        pages += pool.allocate_many(800 // num_chunks, pages[-1] if pages else None, 800 - len(pages))
+    assert is_consecutive(pages)
+    for _ in range(90):
+        neighbour.append(pool.allocate(neighbour[-1]))
+    assert is_consecutive(neighbour)
 
 
 def test_the_whole_pool_can_be_taken_however_scattered() -> None:

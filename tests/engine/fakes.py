@@ -4,6 +4,7 @@ The runner keeps a shadow of the KV pages: each slot holds the hash of the prefi
 whenever attention would read it. A token that comes out right proves that every page was.
 """
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from holdfast.engine.scheduler import Scheduler
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sequence import ScheduledSequence, Step
 from holdfast.runner.result import SequenceResult, StepResult, TokenLogprobs
+from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.token_pieces import byte_alphabet
 from holdfast.text.tokenizer import Tokenizer
 
@@ -30,7 +32,7 @@ VOCAB_SIZE = 264
 
 def byte_tokenizer(kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
     """Token ids 0 to 255 are bytes; a few special tokens follow."""
-    backend = Backend(BPE({character: byte for character, byte in byte_alphabet().items()}, []))
+    backend = Backend(BPE(byte_alphabet(), []))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = ByteLevelDecoder()
     backend.add_special_tokens(["<bos>", "<eos>", "<end>", "<pad>"])
@@ -48,12 +50,14 @@ def extended(prefix: bytes, token: int) -> bytes:
     return blake2b(prefix + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
-class FakeTemplate:
-    """Roles and contents, one line each."""
+TEMPLATE = """\
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}{{ mood }}"""
 
-    def render(self, messages, add_generation_prompt=True, **extra):
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return "".join(lines) + ("assistant: " if add_generation_prompt else "") + "".join(map(str, extra.values()))
+
+@cache
+def shared_template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, "fake", {})
 
 
 class HashRunner:
@@ -129,7 +133,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     max_queue: int = 64,
     seed: int = 0,
-    tokenizer: Tokenizer | None | str = "bytes",
+    tokenizer: Tokenizer | str | None = "bytes",
     chat_template: object = None,
     **others: object,
 ) -> Engine:
@@ -142,7 +146,7 @@ def make_engine(
     engine = Engine(
         runner,
         chosen,
-        chat_template or FakeTemplate(),
+        chat_template or shared_template(),
         scheduler,
         seed,
         clock=lambda: float(next(ticks)),
@@ -192,3 +196,19 @@ def solo(prompt: object, params: object, **options: object) -> tuple[list[int], 
 
 def answer_of(output: RequestOutput, index: int = 0) -> tuple[list[int], str]:
     return output.outputs[index].token_ids, output.outputs[index].text
+
+
+class Gate:
+    """Holds the model between steps until it is told how many to run."""
+
+    def __init__(self, engine) -> None:
+        self.allowed = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
+        engine.runner.on_step = self.wait
+
+    def wait(self, step) -> None:
+        self.started.release()
+        assert self.allowed.acquire(timeout=20)
+
+    def open(self, num_steps: int = 10**4) -> None:
+        self.allowed.release(num_steps)

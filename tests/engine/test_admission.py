@@ -1,12 +1,13 @@
 import time
 
 import pytest
-from engine.fakes import VOCAB_SIZE, FakeTemplate, shared_tokenizer
 
+from engine.fakes import VOCAB_SIZE, shared_template, shared_tokenizer
 from holdfast.config import Limits
 from holdfast.engine.admission import Admission, describe
 from holdfast.errors import ConfigError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.chat_template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=4)
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -19,7 +20,7 @@ def admission(**changes) -> Admission:
         "vocab_size": VOCAB_SIZE,
         "max_queue": 16,
         "tokenizer": shared_tokenizer(),
-        "chat_template": FakeTemplate(),
+        "chat_template": shared_template(),
     }
     return Admission(**{**settings, **changes})
 
@@ -49,7 +50,9 @@ def test_prompt_and_answer_share_the_context(num_tokens):
     assert admission().prepare(ids, SamplingParams(min_tokens=left)).max_tokens == left
 
 
-@pytest.mark.parametrize("prompt", [{"prompt_token_ids": [5] * 64}, {"prompt_token_ids": [5] * 10**6}, "x" * 64], ids=len)
+@pytest.mark.parametrize(
+    "prompt", [{"prompt_token_ids": [5] * 64}, {"prompt_token_ids": [5] * 10**6}, "x" * 64], ids=len
+)
 def test_a_prompt_that_leaves_no_room_is_refused(prompt):
     with pytest.raises(PromptError, match="the context holds 64"):
         admission().prepare(prompt, PARAMS)
@@ -140,19 +143,16 @@ def test_a_conversation_becomes_a_prompt_without_more_special_tokens():
 def test_what_may_be_wrong_with_a_chat():
     with pytest.raises(TemplateError, match="no chat template"):
         admission(chat_template=None).prepare_chat(MESSAGES, PARAMS)
-    with pytest.raises(PromptError):
-        admission().prepare_chat([], PARAMS)
-    with pytest.raises(TemplateError, match="KeyError"):
-        admission().prepare_chat([{"role": "user"}], PARAMS)
-    with pytest.raises(TemplateError, match="TypeError"):
-        admission().prepare_chat(MESSAGES, PARAMS, None, {"messages": []})
-
-    class Empty(FakeTemplate):
-        def render(self, messages, add_generation_prompt=True, **extra):
-            return ""
-
+    for messages in ([], None, "Hi", {"role": "user"}, ["Hi"], [{}], [{"role": "user"}], [{"role": 5, "content": "x"}]):
+        with pytest.raises(PromptError):
+            admission().prepare_chat(messages, PARAMS)
+    for options in ({"messages": []}, {5: 5}, [1]):
+        with pytest.raises(TemplateError, match="TypeError"):
+            admission().prepare_chat(MESSAGES, PARAMS, None, options)
     with pytest.raises(PromptError, match="empty prompt"):
-        admission(chat_template=Empty()).prepare_chat(MESSAGES, PARAMS)
+        admission(chat_template=ChatTemplate("{{ nothing }}", "fake", {})).prepare_chat(MESSAGES, PARAMS)
+    with pytest.raises(TemplateError, match="no Jinja"):
+        admission(chat_template=ChatTemplate("{% if %}", "fake", {})).prepare_chat(MESSAGES, PARAMS)
 
 
 def test_a_tokenizer_that_makes_nothing_of_a_text():

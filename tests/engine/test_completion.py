@@ -1,6 +1,6 @@
 import pytest
-from engine.fakes import EOS, logprobs_at, shared_tokenizer
 
+from engine.fakes import EOS, logprobs_at, shared_tokenizer
 from holdfast.engine.completion import Completion, Ending
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence

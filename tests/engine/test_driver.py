@@ -2,8 +2,8 @@ import signal
 import threading
 
 import pytest
-from engine.fakes import assert_at_rest, make_engine, solo, text_of, tokens_of
 
+from engine.fakes import assert_at_rest, make_engine, solo, text_of, tokens_of
 from holdfast.engine.driver import Driver
 from holdfast.engine.output_assembly import DeltaBuffer, OutputAssembler
 from holdfast.errors import EngineDeadError, RequestError

@@ -4,6 +4,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+
 from engine.fakes import (
     EOS,
     OTHER_EOS,
@@ -16,7 +17,6 @@ from engine.fakes import (
     text_of,
     tokens_of,
 )
-
 from holdfast.engine.output_assembly import OutputAssembler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, Logprob

@@ -4,8 +4,8 @@ import signal
 from functools import cache
 
 import pytest
+
 from engine.fakes import (
-    FakeTemplate,
     assert_at_rest,
     byte_tokenizer,
     make_engine,
@@ -14,7 +14,6 @@ from engine.fakes import (
     text_of,
     tokens_of,
 )
-
 from holdfast.engine import completion
 from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
@@ -152,7 +151,7 @@ def test_a_fault_at_admission_is_a_refusal(method, error):
 
 
 def test_a_fault_in_the_template_is_a_refusal():
-    class Faulty(FakeTemplate):
+    class Faulty:
         def render(self, messages, add_generation_prompt=True, **extra):
             raise Fault("boom")
 

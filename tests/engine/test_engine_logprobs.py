@@ -1,6 +1,6 @@
 import pytest
-from engine.fakes import shared_tokenizer
 
+from engine.fakes import shared_tokenizer
 from holdfast.engine.logprobs import PromptLogprobs, position_logprobs
 from holdfast.request.outputs import Logprob
 from holdfast.runner.result import TokenLogprobs
@@ -38,7 +38,7 @@ def test_chunks_add_up_and_repeats_are_passed_over(chunk):
             assert len(prompt._by_position) >= places.stop if len(places) else True
     whole = prompt.whole()
     assert whole[0] is None
-    assert [list(position)[0] for position in whole[1:]] == [98, 99, 100, 101, 102]
+    assert [next(iter(position)) for position in whole[1:]] == [98, 99, 100, 101, 102]
 
 
 def test_a_repeat_that_goes_further_adds_what_is_new():
@@ -47,7 +47,7 @@ def test_a_repeat_that_goes_further_adds_what_is_new():
     prompt.collect(0, (entry(1), entry(2), entry(3)), None)
     prompt.collect(1, (entry(2),), None)
     prompt.collect(3, (entry(4), entry(5)), None)
-    assert [list(position)[0] for position in prompt.whole()[1:]] == [98, 99, 100, 101, 102]
+    assert [next(iter(position)) for position in prompt.whole()[1:]] == [98, 99, 100, 101, 102]
 
 
 def test_a_gap_is_noticed():

@@ -1,5 +1,6 @@
 import dataclasses
 import inspect
+import io
 import signal
 import subprocess
 import sys
@@ -7,13 +8,14 @@ import threading
 import types
 
 import pytest
-from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
 
+from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
 from holdfast.config import EngineConfig
 from holdfast.engine.async_llm import AsyncLLM
 from holdfast.engine.llm import LLM
 from holdfast.errors import ConfigError, EngineDeadError, PromptError, RequestError
 from holdfast.loading.source import GenerationDefaults
+from holdfast.memory.report import MemoryReport
 from holdfast.request.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
@@ -61,6 +63,18 @@ def test_outputs_are_in_order_and_more_prompts_than_the_queue_holds_are_fed(max_
     assert_at_rest(engine_of(llm))
 
 
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_person_sees_how_far_it_is(monkeypatch, progress):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    make_llm().generate(["one", "two"], PARAMS, progress=progress)
+    assert ("2/2" in terminal.getvalue()) is progress
+    assert ("est. speed input" in terminal.getvalue()) is progress
+
+
 def test_default_params_fill_the_context():
     (output,) = make_llm(max_model_len=20).generate("Hello")
     assert len(output.outputs[0].token_ids) == 15
@@ -68,7 +82,10 @@ def test_default_params_fill_the_context():
 
 def test_names_of_another_engine_are_understood():
     llm = make_llm()
-    assert llm.generate("Hello", sampling_params=PARAMS, use_tqdm=False)[0].outputs == llm.generate("Hello", PARAMS)[0].outputs
+    assert (
+        llm.generate("Hello", sampling_params=PARAMS, use_tqdm=False)[0].outputs
+        == llm.generate("Hello", PARAMS)[0].outputs
+    )
     with pytest.raises(RequestError, match="pass one of them"):
         llm.generate("Hello", PARAMS, sampling_params=PARAMS)
 
@@ -76,19 +93,26 @@ def test_names_of_another_engine_are_understood():
 @pytest.mark.parametrize(
     ("prompts", "params", "error", "match"),
     [
-        (["ok", ""], PARAMS, PromptError, "prompt 1: an empty prompt"),
-        (["ok", "ok", {"prompt_token_ids": [999]}], PARAMS, PromptError, "prompt 2: prompt holds token id 999"),
-        (["ok", "ok"], [PARAMS, SamplingParams(max_tokens=500)], RequestError, "prompt 1: max_tokens=500"),
-        (["ok", "ok"], [PARAMS], RequestError, "1 params were given for 2 prompts"),
-        (["ok"], [PARAMS, None], RequestError, "2 params were given for 1 prompts"),
-        (["ok", "ok"], [PARAMS, None], RequestError, "prompt 1: params of type NoneType"),
-        ([1, 2, 3], PARAMS, PromptError, "prompt 0: a prompt of type int"),
-        (iter(["ok"]), PARAMS, PromptError, "one prompt or a list of them"),
-        (None, PARAMS, PromptError, "prompts of type NoneType"),
-        ("", PARAMS, PromptError, "^an empty prompt"),
-        ("ok", {"max_tokens": 3}, RequestError, "params of type dict"),
+        pytest.param(["ok", ""], PARAMS, PromptError, "prompt 1: an empty prompt", id="an empty one"),
+        pytest.param(
+            ["ok", "ok", {"prompt_token_ids": [999]}], PARAMS, PromptError, "prompt 2: .*999", id="an unknown id"
+        ),
+        pytest.param(
+            ["ok", "ok"],
+            [PARAMS, SamplingParams(max_tokens=500)],
+            RequestError,
+            "prompt 1: max_tokens=500",
+            id="too long",
+        ),
+        pytest.param(["ok", "ok"], [PARAMS], RequestError, "1 params were given for 2 prompts", id="too few params"),
+        pytest.param(["ok"], [PARAMS] * 2, RequestError, "2 params were given for 1 prompts", id="too many params"),
+        pytest.param(["ok", "ok"], [PARAMS, None], RequestError, "prompt 1: params of type NoneType", id="no params"),
+        pytest.param([1, 2, 3], PARAMS, PromptError, "prompt 0: a prompt of type int", id="bare ids"),
+        pytest.param(iter(["ok"]), PARAMS, PromptError, "one prompt or a list of them", id="an iterator"),
+        pytest.param(None, PARAMS, PromptError, "prompts of type NoneType", id="None"),
+        pytest.param("", PARAMS, PromptError, "^an empty prompt", id="a single empty one"),
+        pytest.param("ok", {"max_tokens": 3}, RequestError, "params of type dict", id="a dict"),
     ],
-    ids=str,
 )
 def test_anything_wrong_raises_before_anything_runs(prompts, params, error, match):
     llm = make_llm()
@@ -112,7 +136,9 @@ def test_chat():
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 2]
 
 
-@pytest.mark.parametrize("messages", [[], "Hi", None, [[]], [MESSAGES, []], [MESSAGES, "Hi"], {"role": "user"}], ids=repr)
+@pytest.mark.parametrize(
+    "messages", [[], "Hi", None, [[]], [MESSAGES, []], [MESSAGES, "Hi"], {"role": "user"}], ids=repr
+)
 def test_what_is_no_chat(messages):
     llm = make_llm()
     with pytest.raises(PromptError):
@@ -190,8 +216,8 @@ def test_a_stream_waits_for_room_in_the_queue():
     first = [next(one)]
     second = [next(two)]
     assert text_of([*three]) == solo("three", PARAMS)[1]
-    assert text_of(first + [*one]) == solo("one", PARAMS)[1]
-    assert text_of(second + [*two]) == solo("two", PARAMS)[1]
+    assert text_of([*first, *one]) == solo("one", PARAMS)[1]
+    assert text_of([*second, *two]) == solo("two", PARAMS)[1]
 
 
 @pytest.mark.parametrize("k", [0, 1, 7, 20])
@@ -279,7 +305,7 @@ def test_shutdown_aborts_and_lets_go():
 
 
 def test_what_else_there_is_to_see():
-    account = object()
+    account = MemoryReport((), 0, "none", 1, 1, 1)
     llm = make_llm(generation=GenerationDefaults(temperature=0.6, top_k=20), memory=account)
     assert llm.memory is account
     assert llm.default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
@@ -295,7 +321,10 @@ def test_the_signature_is_that_of_the_config(kind):
     parameters = inspect.signature(kind).parameters
     for setting in dataclasses.fields(EngineConfig):
         assert parameters[setting.name].default == setting.default, setting.name
-    assert set(parameters) == {setting.name for setting in dataclasses.fields(EngineConfig)} | {"on_progress", "options"}
+    assert set(parameters) == {setting.name for setting in dataclasses.fields(EngineConfig)} | {
+        "on_progress",
+        "options",
+    }
 
 
 @pytest.fixture
@@ -317,7 +346,9 @@ def built(monkeypatch):
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_options_reach_the_builder(kind, built):
     seen = []
-    llm = kind("some/model", max_model_len=64, gpu_memory_utilization=0.5, on_progress=lambda *counts: seen.append(counts))
+    llm = kind(
+        "some/model", max_model_len=64, gpu_memory_utilization=0.5, on_progress=lambda *counts: seen.append(counts)
+    )
     assert built[0][0] == EngineConfig(model="some/model", max_model_len=64, memory_utilization=0.5)
     assert seen == [(1, 2)]
     llm.shutdown()

@@ -1,4 +1,4 @@
-"""Scheduler: who runs, on which pages, what is shared, who yields, what is refused."""
+"""Scheduler: who runs, in which order, within which limits, who yields, what is refused; and what a step costs."""
 
 import ast
 from pathlib import Path
@@ -11,48 +11,9 @@ import holdfast.cache.prefix
 import holdfast.engine.page_needs
 import holdfast.engine.queues
 import holdfast.engine.scheduler
-from holdfast.config import Limits
-from holdfast.engine.scheduler import Scheduler
+from engine.scheduling import make, run, sequence, shape
 from holdfast.errors import QueueFullError, RequestError
-from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence, SequenceState, Step
-
-PARAMS = SamplingParams()
-
-
-def make(
-    num_pages: int = 16,
-    max_num_seqs: int = 8,
-    max_tokens_a_step: int = 64,
-    max_model_len: int = 64,
-    page_tokens: int = 4,
-    max_queue: int = 100,
-    caching: bool = True,
-) -> Scheduler:
-    limits = Limits(max_num_seqs, max_tokens_a_step, max_model_len, page_tokens)
-    return Scheduler(limits, num_pages, caching, max_queue, prefix_root=b"root")
-
-
-def sequence(number: int, prompt: int | list[int], max_tokens: int = 8, **options) -> Sequence:
-    """A prompt given by its length starts with a token of its own, so that nothing is shared by chance."""
-    tokens = [1000 + number, *range(prompt - 1)] if isinstance(prompt, int) else list(prompt)
-    return Sequence(number, tokens, len(tokens), PARAMS, 0, max_tokens, **options)
-
-
-def run(scheduler: Scheduler, token: int = 7) -> Step:
-    """One step; whoever has all its tokens is finished."""
-    step = scheduler.schedule()
-    scheduler.check()
-    scheduler.complete(step, [token if item.samples else None for item in step.scheduled])
-    for item in step.scheduled:
-        if item.sequence.num_output_tokens >= item.sequence.max_tokens:
-            scheduler.finish(item.sequence)
-    scheduler.check()
-    return step
-
-
-def shape(step: Step) -> list[tuple[int, int, int]]:
-    return [(item.sequence.sequence_id, item.start, item.num_new_tokens) for item in step.scheduled]
+from holdfast.request.sequence import SequenceState
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
@@ -195,22 +156,20 @@ def test_preemption_takes_the_youngest_and_it_resumes_first() -> None:
     assert all(one.num_output_tokens == one.max_tokens for one in (*sequences, late))
 
 
-def test_several_victims_keep_their_order() -> None:
-    scheduler = make(num_pages=8, page_tokens=4, max_model_len=32, max_tokens_a_step=4, caching=False)
-    old = sequence(0, 20, max_tokens=8)
-    young = [sequence(number, 1, max_tokens=4) for number in (1, 2)]
-    scheduler.add(old)
-    for _ in range(4):
-        run(scheduler)
-    for one in young:
+def test_several_victims_of_one_step_keep_their_order() -> None:
+    scheduler = make(num_pages=8, page_tokens=1, max_model_len=8, caching=False)
+    sequences = [sequence(number, 1, max_tokens=7) for number in range(4)]
+    for one in sequences:
         scheduler.add(one)
-    # Everything fits until the old one is made to need every page.
-    while old.num_output_tokens < 8:
-        run(scheduler)
-    assert old.num_preemptions == 0
+    for _ in range(2):
+        assert len(run(scheduler).scheduled) == 4
+    assert scheduler.num_free_pages == 0
+    assert shape(run(scheduler)) == [(0, 2, 1), (1, 2, 1)], "the fourth yields to the first, the third to nobody"
+    assert scheduler.num_preemptions == 2
+    assert scheduler._queues.waiting == sequences[2:]
     while scheduler.has_work:
         run(scheduler)
-    assert [one.num_output_tokens for one in (old, *young)] == [8, 4, 4]
+    assert [one.num_output_tokens for one in sequences] == [7] * 4
 
 
 def test_nobody_is_preempted_for_a_page_of_tokens_after_an_admission() -> None:
@@ -259,225 +218,6 @@ def test_the_oldest_always_advances_even_when_it_needs_every_page() -> None:
         run(scheduler)
         steps += 1
     assert steps <= 5 * 16
-
-
-def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
-    scheduler = make()
-    prompt = list(range(10))
-    scheduler.add(sequence(0, prompt, max_tokens=1))
-    run(scheduler)
-    again = sequence(1, prompt, max_tokens=1)
-    scheduler.add(again)
-    assert shape(run(scheduler)) == [(1, 8, 2)]
-    assert again.num_cached_tokens == 8
-    assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (20, 8)
-
-
-@pytest.mark.parametrize(("length", "hit"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_the_last_token_is_always_computed(length: int, hit: int) -> None:
-    scheduler = make()
-    prompt = list(range(length))
-    for number in range(2):
-        scheduler.add(sequence(number, prompt, max_tokens=1))
-        step = run(scheduler)
-    assert shape(step) == [(1, hit, length - hit)]
-
-
-def test_generated_tokens_are_found_by_the_next_turn() -> None:
-    scheduler = make()
-    first = sequence(0, [1, 2, 3], max_tokens=6)
-    scheduler.add(first)
-    while scheduler.has_work:
-        run(scheduler)
-    scheduler.add(sequence(1, [*first.token_ids, 5, 6], max_tokens=1))
-    assert shape(run(scheduler)) == [(1, 8, 3)]
-
-
-def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -> None:
-    scheduler = make()
-    prompt = list(range(9))
-    first, second = sequence(0, prompt), sequence(1, prompt)
-    scheduler.add(first)
-    run(scheduler)
-    scheduler.add(second)
-    run(scheduler)
-    assert first.pages[:2] == second.pages[:2]
-    assert first.pages[2] != second.pages[2]
-    assert scheduler.kv_usage == 4 / 16
-    scheduler.finish(first)
-    scheduler.check()
-    scheduler.finish(second)
-    scheduler.check()
-    assert scheduler.kv_usage == 0
-    assert scheduler.pool.num_cached == 2
-
-
-def test_pages_of_the_same_step_are_not_shared() -> None:
-    scheduler = make()
-    prompt = list(range(9))
-    for number in range(2):
-        scheduler.add(sequence(number, prompt))
-    assert shape(run(scheduler)) == [(0, 0, 9), (1, 0, 9)]
-
-
-@pytest.mark.parametrize("caching", [True, False], ids=["salt or opt-out", "no caching"])
-def test_who_must_not_share_does_not(caching: bool) -> None:
-    scheduler = make(caching=caching)
-    prompt = list(range(9))
-    scheduler.add(sequence(0, prompt, max_tokens=1))
-    run(scheduler)
-    others = {"cache_salt": b"other"} if caching else {}
-    scheduler.add(sequence(1, prompt, max_tokens=1, **others))
-    assert shape(run(scheduler)) == [(1, 0, 9)]
-    opted_out = sequence(2, prompt, max_tokens=1, use_prefix_cache=False)
-    scheduler.add(opted_out)
-    assert shape(run(scheduler)) == [(2, 0, 9)]
-    assert opted_out.num_cached_tokens == 0
-    assert scheduler.pool.num_cached == (4 if caching else 0)
-
-
-def test_one_that_takes_no_hits_still_leaves_its_pages() -> None:
-    scheduler = make()
-    prompt = list(range(9))
-    scheduler.add(sequence(0, prompt, max_tokens=1, use_prefix_cache=False))
-    run(scheduler)
-    scheduler.add(sequence(1, prompt, max_tokens=1))
-    assert shape(run(scheduler)) == [(1, 8, 1)]
-    assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (9, 8)
-
-
-def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
-    scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
-    old, young = sequence(0, 4, max_tokens=14), sequence(1, 5, max_tokens=12)
-    for one in (old, young):
-        scheduler.add(one)
-    while not young.num_preemptions:
-        run(scheduler)
-    scheduler.finish(old)
-    step = run(scheduler)
-    assert step.scheduled[0].sequence is young
-    assert step.scheduled[0].start > 0
-    assert young.num_cached_tokens == 0, "that is about the first admission"
-
-
-def test_reset_forgets_and_later_requests_compute_again() -> None:
-    scheduler = make()
-    prompt = list(range(9))
-    scheduler.add(sequence(0, prompt, max_tokens=8))
-    run(scheduler)
-    scheduler.reset_prefix_cache()
-    scheduler.check()
-    scheduler.add(sequence(1, prompt, max_tokens=1))
-    assert shape(run(scheduler)) == [(0, 9, 1), (1, 0, 9)]
-    scheduler.add(sequence(2, prompt, max_tokens=1))
-    assert (2, 8, 1) in shape(run(scheduler)), "pages computed after the reset are found"
-
-
-def test_a_blocked_prompt_is_admitted_once_its_prefix_is_there() -> None:
-    scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
-    prompt = list(range(12))
-    first, second = sequence(0, prompt, max_tokens=6), sequence(1, prompt, max_tokens=2)
-    scheduler.add(first)
-    scheduler.add(second)
-    assert shape(run(scheduler)) == [(0, 0, 12)], "both whole prompts do not fit"
-    assert shape(run(scheduler)) == [(0, 12, 1), (1, 10, 2)]
-    assert second.pages[:5] == first.pages[:5]
-
-
-def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = make(num_pages=16, page_tokens=2, max_model_len=32)
-    scheduler.add(sequence(0, 20, max_tokens=10))
-    scheduler.add(sequence(1, 20, max_tokens=10))
-    calls = []
-    match = scheduler.prefix.match
-    monkeypatch.setattr(scheduler.prefix, "match", lambda *arguments: calls.append(1) or match(*arguments))
-    while scheduler.num_running != 1 or scheduler.num_waiting:
-        run(scheduler)
-    assert len(calls) == 3, "one admission, one try, and one more when somebody has left"
-
-
-@pytest.mark.parametrize("when", ["waiting", "running", "in flight", "preempted", "finished", "stranger"])
-def test_finish_in_any_state_any_number_of_times(when: str) -> None:
-    scheduler = make(num_pages=6, page_tokens=2, max_model_len=12, max_tokens_a_step=16)
-    keeper = sequence(0, 2, max_tokens=10)
-    one = sequence(1, 2, max_tokens=10)
-    scheduler.add(keeper)
-    if when != "stranger":
-        scheduler.add(one)
-    step = None
-    if when in ("running", "finished"):
-        run(scheduler)
-    if when == "finished":
-        scheduler.finish(one)
-    if when == "preempted":
-        while not one.num_preemptions:
-            run(scheduler)
-    if when == "in flight":
-        step = scheduler.schedule()
-    length = one.num_tokens
-    for _ in range(3):
-        scheduler.finish(one)
-        scheduler.check()
-    if step is not None:
-        scheduler.complete(step, [7, 7])
-        scheduler.check()
-        assert keeper.num_output_tokens == 1
-    assert (one.state, one.pages, one.num_tokens) == (SequenceState.FINISHED, [], length)
-    while scheduler.has_work:
-        run(scheduler)
-    assert scheduler.num_free_pages == 6
-
-
-def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
-    scheduler = make()
-    one = sequence(0, 9)
-    scheduler.add(one)
-    scheduler.schedule()
-    pages = one.pages
-    scheduler.finish(one)
-    assert len(pages) == 3
-
-
-def test_a_step_that_failed_is_scheduled_again() -> None:
-    scheduler = make()
-    scheduler.add(sequence(0, 9))
-    failed = scheduler.schedule()
-    step = scheduler.schedule()
-    assert shape(step) == shape(failed)
-    with pytest.raises(AssertionError, match="latest step"):
-        scheduler.complete(failed, [7])
-    scheduler.complete(step, [7])
-    with pytest.raises(AssertionError, match="only once"):
-        scheduler.complete(step, [7])
-
-
-def test_complete_wants_one_entry_for_each_and_no_early_token() -> None:
-    scheduler = make(max_tokens_a_step=4)
-    scheduler.add(sequence(0, 9))
-    step = scheduler.schedule()
-    with pytest.raises(AssertionError, match="0 tokens for 1 sequences"):
-        scheduler.complete(step, [])
-    with pytest.raises(AssertionError, match="sampled before its last token"):
-        scheduler.complete(step, [7])
-
-
-def test_one_that_sampled_nothing_waits_for_its_caller() -> None:
-    scheduler = make()
-    one = sequence(0, 4)
-    scheduler.add(one)
-    scheduler.add(sequence(1, 4))
-    scheduler.complete(scheduler.schedule(), [None, 7])
-    assert shape(run(scheduler)) == [(1, 4, 1)]
-    scheduler.finish(one)
-    scheduler.check()
-
-
-def test_one_that_goes_on_after_max_tokens_is_an_error_of_the_caller() -> None:
-    scheduler = make(page_tokens=2)
-    scheduler.add(sequence(0, 2, max_tokens=1))
-    scheduler.complete(scheduler.schedule(), [7])
-    with pytest.raises(AssertionError, match="goes on after max_tokens"):
-        scheduler.schedule()
 
 
 def test_a_sequence_alone_has_consecutive_pages_and_so_have_eight() -> None:

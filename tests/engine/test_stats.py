@@ -1,7 +1,6 @@
 from dataclasses import asdict
 
 from engine.fakes import make_engine
-
 from holdfast.request.sampling_params import SamplingParams
 
 

@@ -11,7 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner import logit_edits
-from holdfast.runner.logit_edits import banned_token_ids, edit_logits
+from holdfast.runner.logit_edits import edit_logits
 
 VOCAB_SIZE = 60
 EOS = frozenset({7, 11})
@@ -146,6 +146,8 @@ def test_tokens_outside_the_vocabulary_touch_no_neighbour():
     assert changed == [1, 7, 11]
 
 
-def test_bans_end_with_min_tokens():
-    assert banned_token_ids(make_sequence([1], [2] * 4, min_tokens=5), EOS) == EOS
-    assert banned_token_ids(make_sequence([1], [2] * 5, min_tokens=5), EOS) == frozenset()
+@pytest.mark.parametrize(("num_output", "banned"), [(0, True), (4, True), (5, False), (6, False)])
+def test_bans_end_with_min_tokens(num_output, banned):
+    logits = make_logits(1)
+    edit_logits(logits, [make_sequence([1], [2] * num_output, min_tokens=5)], EOS)
+    assert [token_id for token_id in range(VOCAB_SIZE) if logits[0, token_id] == -math.inf] == [7, 11] * banned

@@ -1,6 +1,7 @@
 """What sampling costs: temporaries within their terms, and never a wait for the device before the end."""
 
 import random
+import warnings
 import weakref
 
 import pytest
@@ -62,7 +63,7 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors born inside held at one time."""
+    """The most bytes that tensors on the device held at one time, as far as operations inside gave them out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE.type:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.live:
                     self.live[storage.data_ptr()] = storage.nbytes()
@@ -83,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
 CASES = [*SETTINGS, "mixed"]
 ONE_BLOCK = [(1, 30_000), (12, 30_000)]
-SEVERAL_BLOCKS = (80, 60_000)
+SEVERAL_BLOCKS = (100, 60_000)
 MEMORY_CASES = [
     *((name, *shape) for name in CASES for shape in ONE_BLOCK),
     *((name, *SEVERAL_BLOCKS) for name in ("temperature", "top_k", "wide filters", "logprobs", "everything", "mixed")),
@@ -109,7 +110,7 @@ def test_temporaries_fit_their_terms(name, num_rows, vocab_size):
         chooser.sample(logits, make_sequences(name, num_rows, vocab_size), EOS)
     measured_bytes = measured.peak - logits.untyped_storage().nbytes()
     assert measured_bytes <= planned_bytes(num_rows, vocab_size)
-    if name == "wide filters":
+    if name == "wide filters" and num_rows > 1:
         assert measured_bytes > 0.9 * planned_bytes(num_rows, vocab_size)
 
 
@@ -151,12 +152,14 @@ def test_no_synchronisation_on_a_gpu(name):
     logits = make_logits(20, 30_000)
     chooser = Sampler(30_000, DEVICE)
     expected = [sample.token_id for sample in chooser.sample(logits, sequences, EOS)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        chosen = chooser.choose(logits, sequences, EOS, batch)
-        chooser.measure(logits, chosen, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode warns of itself
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            chosen = chooser.choose(logits, sequences, EOS, batch)
+            chooser.measure(logits, chosen, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert chosen.tolist() == expected
 
 

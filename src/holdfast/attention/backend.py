@@ -6,7 +6,7 @@ backend, because the formats and devices that matter do all of them in one pass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ class AttentionSpec:
 class AttentionBackend(Protocol[PlanT]):
     """One way to attend to paged keys and values. Nothing outside it knows what the planes of a page mean."""
 
-    name: str
+    name: ClassVar[str]
 
     @staticmethod
     def unsupported(spec: AttentionSpec) -> str | None:

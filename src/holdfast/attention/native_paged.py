@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class NativePlan:
 class NativePagedAttention:
     """The backend. `specs[i]` and plane i of the storage belong to layer i."""
 
-    name = "native_paged"
+    name: ClassVar[str] = "native_paged"
 
     def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
         self._specs = specs

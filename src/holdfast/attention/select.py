@@ -1,35 +1,19 @@
 """Pick the first backend that takes every layer, or say why each of them declined."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
-from holdfast.attention.backend import AttentionBackend, AttentionSpec
+from holdfast.attention.backend import AttentionSpec
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
-from holdfast.cache.storage import PageStorage
 from holdfast.errors import UnsupportedModelError
-from holdfast.memory.planner import Term
 
+BackendType = type[NativePagedAttention] | type[TorchPagedAttention]
 
-class Candidate(Protocol):
-    """A backend's class."""
-
-    name: str
-
-    def __call__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> AttentionBackend[Any]: ...
-
-    @staticmethod
-    def unsupported(spec: AttentionSpec) -> str | None: ...
-
-    @staticmethod
-    def terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]: ...
-
-
-CANDIDATES: tuple[Candidate, ...] = (NativePagedAttention, TorchPagedAttention)
+CANDIDATES: tuple[BackendType, ...] = (NativePagedAttention, TorchPagedAttention)
 """The fastest first."""
 
 
-def select_backend(candidates: Sequence[Candidate], specs: Sequence[AttentionSpec]) -> Candidate:
+def select_backend(candidates: Sequence[BackendType], specs: Sequence[AttentionSpec]) -> BackendType:
     """The first candidate that declines no layer."""
     declined = []
     for candidate in candidates:

@@ -9,6 +9,7 @@ the row dimension instead and needs no mask.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ class TorchPlan:
 class TorchPagedAttention:
     """The backend. `specs[i]` and plane i of the storage belong to layer i."""
 
-    name = "torch_paged"
+    name: ClassVar[str] = "torch_paged"
 
     def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
         self._specs = specs

@@ -141,10 +141,11 @@ class PagePool:
         """One page with one owner; the one that follows `after` where that is free."""
         return self.allocate_many(1, after)[0]
 
-    def allocate_many(self, num_pages: int, after: int | None = None) -> list[int]:
-        """Pages with one owner each, in as few consecutive runs as the free pages allow, the first right after `after`.
+    def allocate_many(self, num_pages: int, after: int | None = None, num_expected: int = 0) -> list[int]:
+        """Pages with one owner each, in few consecutive runs, the first right after `after` where that is free.
 
-        All pages or an error: the caller asks num_available first.
+        All pages or an error: the caller asks num_available first. `num_expected` is how many the caller will ask for
+        in all, if it knows; a run is then chosen so that they fit too.
         """
         assert 0 <= num_pages <= self.num_available, f"{num_pages} pages were asked, {self.num_available} are left"
         while self._free.num_pages < num_pages:
@@ -157,9 +158,10 @@ class PagePool:
         while len(pages) < num_pages:
             start, length = self._free.largest()
             missing = num_pages - len(pages)
-            spare = length - missing
-            grows_into = spare > 0 and start > 0 and self._num_owners[start - 1] > 0
-            pages += self._free.cut(start, (spare + 1) // 2 if grows_into else 0, min(length, missing))
+            spare = length - max(missing, num_expected - len(pages))
+            has_neighbour = start > 0 and self._num_owners[start - 1] > 0
+            skip = (spare + 1) // 2 if has_neighbour and spare > 0 else 0
+            pages += self._free.cut(start, skip, min(length, missing))
         for page in pages:
             self._num_owners[page] = 1
         return pages

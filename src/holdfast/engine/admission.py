@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.config import Limits
-from holdfast.engine.prompt import ParsedPrompt, check_messages, is_utf8, parse_prompt, salt_bytes
-from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError
+from holdfast.engine.prompt import ParsedPrompt, is_utf8, parse_prompt, salt_bytes
+from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError, shown
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
@@ -65,11 +65,11 @@ class Admission:
         return self._prepare(ParsedPrompt(text, None), sound_params, salt, adds_special_tokens=False)
 
     def _render(self, messages: object, options: Mapping[str, object]) -> str:
-        conversation = check_messages(messages)
         if self._chat_template is None:
             raise TemplateError("a chat was asked", "the model has no chat template", "pass chat_template, or a prompt")
         try:
-            text = self._chat_template.render(conversation, **options)  # type: ignore[arg-type]
+            # What a conversation may hold is checked there, and only there.
+            text = self._chat_template.render(messages, **options)  # type: ignore[arg-type]
         except HoldfastError:
             raise
         except Exception as error:
@@ -161,9 +161,8 @@ class Admission:
     def _check_ids(self, token_ids: list[int] | tuple[int, ...], name: str, error: type[RequestError]) -> None:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
-            shown = wrong if abs(wrong) < 2**63 else "a huge integer"
             raise error(
-                f"{name} holds token id {shown}",
+                f"{name} holds token id {shown(wrong)}",
                 f"the vocabulary has {self._vocab_size} tokens",
                 f"use ids from 0 to {self._vocab_size - 1}",
             )

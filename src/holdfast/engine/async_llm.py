@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
@@ -19,6 +18,7 @@ from holdfast.engine.output_assembly import OutputAssembler
 from holdfast.engine.prompt import Conversation, Prompt
 from holdfast.engine.stats import EngineStats
 from holdfast.errors import EngineDeadError
+from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.tokenizer import Tokenizer
@@ -144,9 +144,11 @@ class AsyncLLM:
         return self._live().engine.tokenizer
 
     @property
-    def memory(self) -> Any:  # noqa: ANN401 - whoever built the engine says what its account is
+    def memory(self) -> MemoryReport:
         """Who holds how many bytes, planned and taken."""
-        return self._live().engine.memory
+        report = self._live().engine.memory
+        assert report is not None, "this engine was put together without an account of its memory"
+        return report
 
     async def drain(self) -> None:
         """Refuse new requests, answer the others, then shut down."""
@@ -225,7 +227,14 @@ class AsyncLLM:
     async def _prepared(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
         """Tokenizing a long prompt takes a while, in which other requests should not wait."""
         self._live()
-        return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled the caller: the prompt was still in line when the model was shut down.
+            raise EngineDeadError("a request was given", "the engine was shut down", "make a new AsyncLLM") from None
 
     @contextmanager
     def _request(self, prepared: PreparedRequest, request_id: str | None) -> Iterator[Mailbox]:

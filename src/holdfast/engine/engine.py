@@ -21,8 +21,9 @@ from holdfast.engine.interrupts import InterruptShield
 from holdfast.engine.scheduler import Scheduler
 from holdfast.engine.seeds import derive_seed
 from holdfast.engine.stats import EngineStats
-from holdfast.errors import EngineDeadError, QueueFullError, RequestError
+from holdfast.errors import EngineDeadError, QueueFullError, RequestError, shown
 from holdfast.loading.source import GenerationDefaults
+from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
@@ -65,14 +66,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         generation: GenerationDefaults | None = None,
-        memory: object = None,
+        memory: MemoryReport | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = runner.limits
         self.generation = generation or GenerationDefaults()
         """What the makers of the model advise."""
         self.memory = memory
-        """The account of what was planned and taken, from whoever built the engine."""
+        """Who holds how many bytes, planned and taken."""
         self._runner = runner
         self._scheduler = scheduler
         self._admission = Admission(
@@ -218,13 +219,13 @@ class Engine:
     def _checked_name(self, request_id: object) -> str:
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise RequestError(
-                "a request id was given that is no short text",
+                f"request id {shown(request_id)} was given",
                 f"a string of 1 to {MAX_REQUEST_ID_CHARS} characters works",
                 "change it or leave it out",
             )
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._undelivered):
             raise RequestError(
-                f"request id {request_id!a} was given", "a live request has it already", "choose another"
+                f"request id {shown(request_id)} was given", "a live request has it already", "choose another"
             )
         return request_id
 
@@ -302,7 +303,7 @@ class Engine:
                 return
             delta, ending = completion.advance(token_id, result, self._runner.eos_token_ids, now)
         except Exception as error:
-            _log.warning("request %s failed: %s", ascii(completion.request_id), describe(error), exc_info=error)
+            _log.warning("request %s failed: %s", shown(completion.request_id), describe(error), exc_info=error)
             ending = Ending("error", error=f"its text could not be made: {describe(error)}")
             self._undelivered += self._end_request(completion.request_id, ending)
             return

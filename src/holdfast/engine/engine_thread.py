@@ -161,10 +161,10 @@ class EngineThread:
             if mailbox is not None:
                 mailbox.put(delta)
                 filled[delta.request_id] = mailbox
-        self._wake(list(filled.values()))
         for name, mailbox in filled.items():
             if mailbox.is_complete:
-                self._mailboxes.pop(name, None)
+                del self._mailboxes[name]
+        self._wake(list(filled.values()))
 
     def _wake(self, mailboxes: list[Mailbox]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
@@ -17,6 +16,7 @@ from holdfast.engine.progress import GenerationBar, LoadingBar
 from holdfast.engine.prompt import Conversation, Prompt
 from holdfast.engine.stats import EngineStats
 from holdfast.errors import EngineDeadError, PromptError, RequestError
+from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.tokenizer import Tokenizer
@@ -145,9 +145,11 @@ class LLM:
         return self._live().engine.tokenizer
 
     @property
-    def memory(self) -> Any:  # noqa: ANN401 - whoever built the engine says what its account is
+    def memory(self) -> MemoryReport:
         """Who holds how many bytes, planned and taken."""
-        return self._live().engine.memory
+        report = self._live().engine.memory
+        assert report is not None, "this engine was put together without an account of its memory"
+        return report
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
-from holdfast.errors import PromptError, RequestError
+from holdfast.errors import PromptError, RequestError, shown
 
 MAX_CACHE_SALT_CHARS = 256
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -49,10 +49,9 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
             "a string works, and so do token ids",
             'pass "text" or {"prompt_token_ids": [1, 2, 3]}',
         )
-    unknown = [str(key)[:40] for key in prompt if key not in _KEYS]
-    if unknown or not ("prompt" in prompt or "prompt_token_ids" in prompt):
+    if not prompt.keys() <= set(_KEYS) or not prompt.keys() & {"prompt", "prompt_token_ids"}:
         raise PromptError(
-            f"a prompt with the keys {', '.join(str(key)[:40] for key in list(prompt)[:8]) or '(none)'} was given",
+            f"a prompt with the keys {shown(list(prompt))} was given",
             f"the keys are {', '.join(_KEYS)}",
             "pass prompt or prompt_token_ids",
         )
@@ -63,24 +62,6 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
     if ids is None:
         return ParsedPrompt(_text(text or ""), None, _salt(prompt.get("cache_salt")))
     return ParsedPrompt(text, _token_ids(ids), _salt(prompt.get("cache_salt")))
-
-
-def check_messages(messages: object) -> Conversation:
-    """One conversation: a list of dicts, each with a role; what else a message may hold is for the template to say."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise PromptError(
-            f"messages of type {type(messages).__name__} were given" if messages else "no messages were given",
-            "a conversation is a list of at least one message",
-            'pass [{"role": "user", "content": "Hello"}]',
-        )
-    for place, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(
-                f"message {place} is {_shown(message)}",
-                "a message is a dict with a role",
-                'write {"role": "user", "content": "Hello"}',
-            )
-    return list(messages)
 
 
 def salt_bytes(cache_salt: object) -> bytes:
@@ -94,7 +75,7 @@ def _salt(salt: object) -> str | None:
         return None
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS or not is_utf8(salt):
         raise RequestError(
-            f"cache_salt={_shown(salt)} was asked",
+            f"cache_salt={shown(salt)} was asked",
             f"a string of 1 to {MAX_CACHE_SALT_CHARS} characters works",
             "change it or leave it out",
         )
@@ -129,14 +110,3 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _shown(value: object) -> str:
-    """A short repr; big containers are named, not spelled out."""
-    if isinstance(value, str | bytes):
-        value = value[:80]
-    elif isinstance(value, int) and abs(value) >= 10**40:
-        return "a huge integer"
-    elif not isinstance(value, int | float | None):
-        return f"a {type(value).__name__}"
-    return ascii(value)

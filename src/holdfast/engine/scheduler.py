@@ -191,7 +191,9 @@ class Scheduler:
         while num_missing > self.pool.num_available:
             if self._preempt_youngest() is sequence:
                 return False
-        sequence.pages += self.pool.allocate_many(num_missing, sequence.pages[-1] if sequence.pages else None)
+        after = sequence.pages[-1] if sequence.pages else None
+        num_expected = self._needs.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+        sequence.pages += self.pool.allocate_many(num_missing, after, num_expected)
         return True
 
     def _preempt_youngest(self) -> Sequence:
@@ -225,6 +227,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, hits: list[PrefixEntry], max_new_tokens: int) -> ScheduledSequence:
         self._queues.admit()
+        self._blocked = None
         sequence.pages = self.prefix.share(self._tracks[sequence.sequence_id].chain, hits)
         start = sequence.num_computed = len(hits) * self.limits.page_tokens
         if self._asks_cache(sequence) and sequence.num_preemptions == 0:

@@ -4,10 +4,15 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.kernels.native_library import native_for
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
+
+COLUMNS_PER_PROGRAM = 1024
 
 
 def silu_mul(gate_up_TX: torch.Tensor) -> torch.Tensor:
     """silu of the left half times the right half: [T, 2 I] -> [T, I]."""
+    if can_run(gate_up_TX):
+        return silu_mul_triton(gate_up_TX)
     library = native_for(gate_up_TX)
     if library is None:
         return silu_mul_reference(gate_up_TX)
@@ -21,3 +26,23 @@ def silu_mul_reference(gate_up_TX: torch.Tensor) -> torch.Tensor:
     """The same in plain torch."""
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return F.silu(gate_TI).mul_(up_TI)
+
+
+def silu_mul_triton(gate_up_TX: torch.Tensor) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some columns of a row."""
+    num_rows, width = gate_up_TX.shape
+    y_TI = gate_up_TX.new_empty(num_rows, width // 2)
+    if num_rows:
+        grid = (num_rows, -(-width // 2 // COLUMNS_PER_PROGRAM))
+        _silu_mul_kernel[grid](gate_up_TX.contiguous(), y_TI, width // 2, BLOCK=COLUMNS_PER_PROGRAM)
+    return y_TI
+
+
+@jit
+def _silu_mul_kernel(p_gate_up, p_y, size, BLOCK: constexpr):  # noqa: ANN001, ANN202 pointers have no types
+    i_row = tl.program_id(0).to(tl.int64)
+    o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_i = o_i < size
+    b_gate = tl.load(p_gate_up + i_row * 2 * size + o_i, mask=m_i, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate_up + i_row * 2 * size + size + o_i, mask=m_i, other=0.0).to(tl.float32)
+    tl.store(p_y + i_row * size + o_i, (b_gate * tl.sigmoid(b_gate) * b_up).to(p_y.dtype.element_ty), mask=m_i)

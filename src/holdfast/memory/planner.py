@@ -42,6 +42,7 @@ def plan_memory(
     page_bytes: int,
     min_pages: int,
     max_pages: int,
+    max_pages_reason: str = "every sequence at its longest needs no more",
 ) -> MemoryPlan:
     """The most pages that fit the budget, at least `min_pages` and no more than could ever be used.
 
@@ -55,9 +56,7 @@ def plan_memory(
     if fitting_pages < min_pages:
         raise MemoryPlanError(*_refusal(budget_bytes, budget_reason, terms, page_bytes, min_pages, fitting_pages))
     if fitting_pages >= max_pages:
-        return MemoryPlan(
-            budget_bytes, budget_reason, terms, page_bytes, max_pages, "every sequence at its longest needs no more"
-        )
+        return MemoryPlan(budget_bytes, budget_reason, terms, page_bytes, max_pages, max_pages_reason)
     return MemoryPlan(
         budget_bytes, budget_reason, terms, page_bytes, fitting_pages, "as many as the budget leaves beside the rest"
     )

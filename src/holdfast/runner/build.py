@@ -8,7 +8,7 @@ import torch
 
 from holdfast.attention.backend import AttentionSpec
 from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.select import CANDIDATES, Candidate, select_backend
+from holdfast.attention.select import CANDIDATES, BackendType, select_backend
 from holdfast.cache.spec import CacheSpec, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
@@ -39,7 +39,7 @@ class Layout:
 
     cache: CacheSpec
     specs: tuple[AttentionSpec, ...]
-    backend: Candidate
+    backend: BackendType
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,20 @@ def _plan(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan) -> tuple[Res
         cache = layout.cache
         pages_per_seq = cache.pages_for(limits.max_model_len)
         max_pages = limits.max_num_seqs * pages_per_seq
-        if resolved.max_kv_bytes is not None:
-            max_pages = max(pages_per_seq, min(max_pages, resolved.max_kv_bytes // cache.bytes_per_page))
+        reasons = []
+        if resolved.max_kv_bytes is not None and resolved.max_kv_bytes // cache.bytes_per_page < max_pages:
+            max_pages = max(pages_per_seq, resolved.max_kv_bytes // cache.bytes_per_page)
+            reasons = [resolved.max_kv_reason]
         terms = _terms(resolved, spec, load_plan, layout)
         try:
             plan = plan_memory(
-                resolved.budget_bytes, resolved.budget_reason, terms, cache.bytes_per_page, pages_per_seq, max_pages
+                resolved.budget_bytes,
+                resolved.budget_reason,
+                terms,
+                cache.bytes_per_page,
+                pages_per_seq,
+                max_pages,
+                *reasons,
             )
         except MemoryPlanError:
             left = (resolved.budget_bytes - sum(term.num_bytes for term in terms)) // cache.bytes_per_page

@@ -40,6 +40,7 @@ class Resolved:
     budget_bytes: int
     budget_reason: str
     max_kv_bytes: int | None
+    max_kv_reason: str
     choices: tuple[Choice, ...]
 
     def with_max_model_len(self, max_model_len: int, reason: str) -> "Resolved":
@@ -71,6 +72,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Resolved:
         budget_bytes,
         budget_reason,
         max_kv_bytes,
+        _max_kv_reason(config, max_kv_bytes),
         tuple(choices),
     )
 
@@ -120,6 +122,14 @@ def _limits(config: EngineConfig, spec: ModelSpec, kind: str, choices: list[Choi
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
     max_num_batched_tokens = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[kind]
     return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, config.page_tokens)
+
+
+def _max_kv_reason(config: EngineConfig, max_kv_bytes: int | None) -> str:
+    if max_kv_bytes is None:
+        return ""
+    if config.kv_cache_memory is not None:
+        return "kv_cache_memory"
+    return f"{format_bytes(max_kv_bytes)} on a CPU, unless an option asks for more"
 
 
 def _budget(config: EngineConfig, device: str, kind: str) -> tuple[int, str, int | None]:

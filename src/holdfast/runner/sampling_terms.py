@@ -6,7 +6,7 @@ Sampling works on blocks of rows, so that what it needs beside the logits does n
 from holdfast.memory.planner import Term
 from holdfast.request.sampling_params import MAX_LOGPROBS
 
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS = 2**22
 """Most logits in a block of rows; a row that is longer is a block of its own."""
 EDIT_ENTRIES = 2**16
 """Most single logits that are penalised, biased or banned at once."""
@@ -60,8 +60,8 @@ def _row_bytes(vocab_size: int) -> int:
 
 
 def _edit_entry_bytes() -> int:
-    """One penalised logit: where it is, its divisor and subtrahend, its value, and the value's two replacements."""
-    return _INT64 + 2 * _FLOAT32 + _FLOAT32 + _BOOL + 4 * _FLOAT32
+    """One penalised logit: where it is, its penalty, its value, whether it is positive, and what it could become."""
+    return _INT64 + _FLOAT32 + _FLOAT32 + _BOOL + 3 * _FLOAT32
 
 
 def _result_bytes() -> int:

@@ -259,6 +259,7 @@ def _metered(
     @pass_context
     def call(context: Context, value: Value, *args: Value, **kwargs: Value) -> Value:
         meter = environment.meter
+        meter.step(len(args) + len(kwargs))
         value = charge(meter, value, args, kwargs)
         first = {"context": context, "eval_context": context.eval_ctx, "environment": environment}
         leading = () if wanted is None else (first[wanted],)
@@ -276,6 +277,7 @@ def metered_tests(environment: "TemplateEnvironment") -> dict[str, Callable[...,
             return function
 
         def call(value: Value, *args: Value, **kwargs: Value) -> Value:
+            environment.meter.step(len(args) + len(kwargs))
             for operand in (value, *args, *kwargs.values()):
                 environment.meter.expect(written_bytes(environment.meter, operand))
                 if name in _NUMBER_TESTS:

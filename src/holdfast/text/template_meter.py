@@ -31,7 +31,7 @@ class TemplateLimits:
     max_steps: int = 200_000
     max_made_bytes: int = 24 * 2**20
     max_output_chars: int = 2 * 2**20
-    max_seconds: float = 10.0
+    max_seconds: float = 5.0
     """Only a backstop: the steps are meant to run out long before."""
 
     def for_input(self, num_chars: int, num_messages: int) -> "TemplateLimits":

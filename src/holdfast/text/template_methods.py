@@ -132,8 +132,9 @@ def check_percent(meter: Meter, template: str, values: object) -> None:
 
 def check_format(meter: Meter, template: str, args: Arguments, kwargs: Mapping[str, Value]) -> None:
     """Room for `template.format(*args, **kwargs)`."""
-    meter.scan(8 * len(template))
     num_places = template.count("{")
+    meter.scan(len(template))
+    meter.step(4 * num_places)
     meter.expect(LIST_ITEM_BYTES * num_places)
     for _, _, spec, _ in Formatter().parse(template):
         if spec and ("{" in spec or _LONG_NUMBER.search(spec)):

@@ -8,8 +8,10 @@ charges a Meter first; `template_rewrite` routes those through it that Jinja com
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import islice
 from types import BuiltinMethodType, MethodType
 
+from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import loopcontrols
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, TemplateReference, Undefined
@@ -20,10 +22,12 @@ from markupsafe import Markup
 from holdfast.text.template_filters import metered_filters, metered_tests
 from holdfast.text.template_meter import BudgetError, Meter, TemplateLimits
 from holdfast.text.template_methods import LIST_ITEM_BYTES, check_format, check_percent, method_charge
-from holdfast.text.template_rewrite import GenerationTag, hook_filters
+from holdfast.text.template_rewrite import GenerationTag, hook_filters, rewrite
 from holdfast.text.template_values import MeteredLoop, Value, admit, check_integer, settled, survey
 
 MAX_RANGE = 100_000
+MAX_TEMPLATE_WORDS = 16_000
+"""Names, literals, operators and brackets, which is what compiling costs; long templates have a few thousand."""
 MAX_DATE_FORMAT_CHARS = 200
 _DATE_FORMAT = re.compile(r"(?:[^%]|%-?[a-zA-Z%])*")
 _ATTRIBUTES: tuple[tuple[type, frozenset[str]], ...] = (
@@ -149,7 +153,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Value, *args: Value, **kwargs: Value) -> Value:  # noqa: N805
         self, context, function = __self, __context, __obj
-        self.meter.step(4)
+        self.meter.step(4 + len(args) + len(kwargs))
         args = self._charged_arguments(function, args, kwargs)
         self.meter.enter()
         try:
@@ -192,6 +196,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         pairs = settled(self.meter, pairs)
         survey(self.meter, pairs)
         return dict(pairs, **kwargs)
+
+
+def compile_template(environment: TemplateEnvironment, source: str) -> Template:
+    """A template, metered; raises whatever Jinja or Python raise for a broken one."""
+    environment.meter = Meter(TemplateLimits())
+    words = (kind for _, kind, _ in environment.lex(source) if kind != "whitespace")
+    if next(islice(words, MAX_TEMPLATE_WORDS, None), None) is not None:
+        raise BudgetError(f"it has more than {MAX_TEMPLATE_WORDS} words of Jinja")
+    code = environment.compile(rewrite(environment.parse(source), environment))
+    return environment.template_class.from_code(environment, code, environment.globals)
 
 
 def _raise_exception(message: object = "") -> None:

@@ -58,7 +58,9 @@ def admit(meter: Meter, value: Value) -> Value:
         meter.make(64 + 64 * len(value))
     elif isinstance(value, int):
         check_integer(value.bit_length())
+        meter.make(32 + value.bit_length() // 8)
     elif isinstance(value, Iterator) and not isinstance(value, MeteredIterator):
+        meter.make(512)
         return MeteredIterator(meter, value)
     return value
 
@@ -104,12 +106,14 @@ def survey(meter: Meter, value: object) -> int:
         for item in open_iterators[-1]:
             num_seen += 1
             if num_seen % _SURVEY_STEP == 0:
-                meter.step(_SURVEY_STEP // 4)
+                meter.step(_SURVEY_STEP)
             if isinstance(item, str):
                 meter.scan(len(item))
                 num_chars += 2 + len(item) * (MAX_ESCAPED_CHARS // 2 if item.isascii() else MAX_ESCAPED_CHARS)
                 continue
             num_chars += 32 if not isinstance(item, int) else 2 + item.bit_length() // 3
+            if isinstance(item, range):
+                meter.step(len(item))
             inner = _items_of(item)
             if inner is not None:
                 if len(open_iterators) > MAX_NESTING:
@@ -118,7 +122,7 @@ def survey(meter: Meter, value: object) -> int:
                 break
         else:
             open_iterators.pop()
-    meter.step(1 + num_seen // 4)
+    meter.step(1 + num_seen % _SURVEY_STEP)
     return num_chars
 
 

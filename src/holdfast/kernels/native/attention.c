@@ -1,7 +1,7 @@
 // Attention of rows to the stored keys and values of their sequence, straight over the pages.
 //
-// A task is one key/value head and a few rows of one sequence, each with its group of query heads; a row and a query head
-// are a pair. The task walks the sequence's tokens in tiles that start at multiples of TILE, with a running maximum and
+// A task is a few rows of one sequence, each with the query heads of one key/value head, or with some of them where they are
+// many; a row and a query head are a pair. The task walks the sequence's tokens in tiles that start at multiples of TILE, with a running maximum and
 // sum, so a pair's result depends on its own position and the tokens below it, never on how the prompt was cut into steps.
 #include "vector.h"
 
@@ -108,12 +108,13 @@ static void soften(float *scores, long low, long high, float *running_max, float
     *running_sum += sum_lanes(total);
 }
 
-static void attend(const problem *p, const sequence *s, long first, long count, long kv_head) {
-    long group = p->num_heads / p->num_kv_heads, head_dim = p->head_dim, num_pairs = count * group;
+// Rows [first, first + count) of the step's part of a sequence, and query heads [head, head + group) of a key/value head.
+static void attend(const problem *p, const sequence *s, long first, long count, long kv_head, long head, long group) {
+    long head_dim = p->head_dim, num_pairs = count * group;
     float q[num_pairs * head_dim], sums[num_pairs * head_dim], scores[num_pairs * TILE];
     float running_max[num_pairs], running_sum[num_pairs];
     for (long r = 0; r < num_pairs; r++) {
-        const float *row = p->q + ((s->row + first + r / group) * p->num_heads + kv_head * group + r % group) * head_dim;
+        const float *row = p->q + ((s->row + first + r / group) * p->num_heads + head + r % group) * head_dim;
         for (long d = 0; d < head_dim; d++) q[r * head_dim + d] = row[d] * p->scale;
         running_max[r] = -INFINITY, running_sum[r] = 0.0f;
     }
@@ -131,7 +132,7 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
             values[t] = p->v_plane + offset;
         }
         // Rows whose position lies below the tile see none of it.
-        long skipped = tile > position ? (tile - position) * group : 0, pairs = num_pairs - skipped;
+        long row = tile > position ? tile - position : 0, skipped = row * group, pairs = num_pairs - skipped;
         score_tile(q + skipped * head_dim, keys, scores + skipped * TILE, pairs, num_tokens, head_dim);
         for (long r = skipped; r < num_pairs; r++) {
             long own = position + r / group;
@@ -142,10 +143,16 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
             else
                 soften(scores + r * TILE, low, high, running_max + r, running_sum + r, sums + r * head_dim, head_dim);
         }
-        add_values(scores + skipped * TILE, values, sums + skipped * head_dim, pairs, num_tokens, head_dim);
+        // A row that sees a part of the tile goes alone and stops at its own token: a weight of 0 would not keep out a later
+        // value that is not finite. The others go together.
+        for (; position + row + 1 < tile + num_tokens; row++)
+            add_values(scores + row * group * TILE, values, sums + row * group * head_dim, group, position + row + 1 - tile,
+                       head_dim);
+        skipped = row * group;
+        add_values(scores + skipped * TILE, values, sums + skipped * head_dim, num_pairs - skipped, num_tokens, head_dim);
     }
     for (long r = 0; r < num_pairs; r++) {
-        float *out = p->out + ((s->row + first + r / group) * p->num_heads + kv_head * group + r % group) * head_dim;
+        float *out = p->out + ((s->row + first + r / group) * p->num_heads + head + r % group) * head_dim;
         for (long d = 0; d < head_dim; d++) out[d] = sums[r * head_dim + d] / running_sum[r];
     }
 }
@@ -156,16 +163,19 @@ void holdfast_paged_attention(const float *q, const float *k_plane, const float 
     problem p = {q, k_plane, v_plane, out, pages, num_heads, num_kv_heads, head_dim, page_tokens, window, scale};
     long group = num_heads / num_kv_heads;
     long rows_per_task = TASK_PAIRS / group > 0 ? TASK_PAIRS / group : 1;
+    long heads_per_task = group < TASK_PAIRS ? group : TASK_PAIRS, parts = (group + heads_per_task - 1) / heads_per_task;
+    long tasks_per_block = num_kv_heads * parts;
     const sequence *all = (const sequence *)sequences;
 #pragma omp parallel
     for (long i = 0; i < num_sequences; i++) {
         long num_blocks = (all[i].num_rows + rows_per_task - 1) / rows_per_task;
 #pragma omp for schedule(dynamic, 1) nowait
-        for (long task = 0; task < num_blocks * num_kv_heads; task++) {
+        for (long task = 0; task < num_blocks * tasks_per_block; task++) {
             // The last rows see the most tokens: they go first, so that no thread ends with the longest task.
-            long first = (num_blocks - 1 - task / num_kv_heads) * rows_per_task;
-            long rest = all[i].num_rows - first;
-            attend(&p, all + i, first, rest < rows_per_task ? rest : rows_per_task, task % num_kv_heads);
+            long first = (num_blocks - 1 - task / tasks_per_block) * rows_per_task, rest = all[i].num_rows - first;
+            long kv_head = task % num_kv_heads, part = task % tasks_per_block / num_kv_heads * heads_per_task;
+            long heads = group - part < heads_per_task ? group - part : heads_per_task;
+            attend(&p, all + i, first, rest < rows_per_task ? rest : rows_per_task, kv_head, kv_head * group + part, heads);
         }
     }
 }

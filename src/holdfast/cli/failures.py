@@ -1,0 +1,115 @@
+"""From an exception to one line on stderr and an exit code; a traceback only where HOLDFAST_DEBUG asks for it; no torch."""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+
+from holdfast.errors import ConfigError, HoldfastError, RequestError
+from holdfast.observability.log import log_to_stderr
+
+DEBUG_VARIABLE = "HOLDFAST_DEBUG"
+FAILED = 1
+WRONG_USE = 2
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 141
+"""What a shell shows for a program that SIGPIPE ended."""
+MAX_CHAIN = 32
+
+
+def report(error: BaseException) -> int:
+    """Say what happened, if anything needs saying; the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED
+    if _was_interrupted(error):
+        # Whoever is impatient ends what is left of the process at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _discard_unwritten()
+        write_line("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        _discard_unwritten()
+        return PIPE_CLOSED
+    if is_debugging():
+        write_line("".join(traceback.format_exception(error)).rstrip())
+    write_line(f"error: {in_words(error)}")
+    return WRONG_USE if isinstance(error, ConfigError | RequestError) or _is_usage_error(error) else FAILED
+
+
+def in_words(error: BaseException) -> str:
+    """What was asked, what is there, what to do."""
+    if isinstance(error, HoldfastError):
+        return str(error)
+    if _is_usage_error(error):
+        return _usage_words(error)
+    if isinstance(error, OSError):
+        what = error.filename if isinstance(error.filename, str) else "a file"
+        return f"{ascii(what)[1:-1]} was needed; {error.strerror or error}; check the path, its permissions and the disk"
+    if isinstance(error, MemoryError):
+        return "more memory was asked; the machine has no more; take a smaller model, dtype or max_model_len"
+    words = " ".join(str(error).split())[:300] or "no message"
+    return (
+        f"holdfast stopped at {type(error).__name__}: {words}; this is a fault of its own; "
+        f"set {DEBUG_VARIABLE}=1 for the traceback and report it"
+    )
+
+
+def log_plainly() -> None:
+    """The log on stderr, without tracebacks unless they are asked for."""
+    log_to_stderr()
+    if not is_debugging():
+        for handler in logging.getLogger("holdfast").handlers:
+            handler.addFilter(_without_traceback)
+
+
+def is_debugging() -> bool:
+    """True where somebody wants tracebacks."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+def write_line(text: str) -> None:
+    """A line on stderr, if there is one."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    record.exc_info = record.exc_text = None
+    return True
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """True also where a library made an error of its own out of Ctrl-C, as some do while they are imported."""
+    for _ in range(MAX_CHAIN):
+        if error is None:
+            return False
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _discard_unwritten() -> None:
+    """Let the interpreter's last flush of stdout go nowhere, where it cannot fail."""
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):
+        return  # no stdout, or one that is not a file
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _is_usage_error(error: BaseException) -> bool:
+    """typer's own complaints about a command line, whose class has moved between its versions."""
+    return hasattr(error, "format_message") and hasattr(error, "exit_code")
+
+
+def _usage_words(error: BaseException) -> str:
+    """typer's complaint in one line: the message, and where to read on."""
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "holdfast"
+    return f"{' '.join(message.split()).rstrip('.')}; run {path} --help"

@@ -1,0 +1,74 @@
+"""Build an engine from a config: open the model, find its tokenizer and template, make its runner."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.config import EngineConfig
+from holdfast.engine.engine import Engine
+from holdfast.engine.scheduler import Scheduler
+from holdfast.errors import ConfigError, ModelNotFoundError
+from holdfast.loading.gguf_file import read_gguf
+from holdfast.loading.model_files import open_model
+from holdfast.loading.source import OpenModel
+from holdfast.memory.report import memory_report
+from holdfast.runner.build import build_runner
+from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
+from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
+from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
+
+MAX_TEMPLATE_BYTES = 1024**2
+
+
+def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None]) -> Engine:
+    """An engine that is ready; nothing is left behind where it fails. `on_progress(done, total)` counts bytes read."""
+    model = open_model(config.model, config.load_format)
+    try:
+        # What can be wrong with small files is found before the large ones are read.
+        tokenizer = _tokenizer(config, model)
+        chat_template = _chat_template(config, model, tokenizer)
+        built = build_runner(config, model, on_progress)
+    finally:
+        model.source.close()
+    limits = built.runner.limits
+    scheduler = Scheduler(
+        limits, built.runner.num_pages, config.enable_prefix_caching, config.max_queue, prefix_root=os.urandom(16)
+    )
+    report = memory_report(built.plan, built.ledger, limits.page_tokens, limits.max_model_len)
+    return Engine(
+        built.runner, tokenizer, chat_template, scheduler, config.seed, generation=model.generation, memory=report
+    )
+
+
+def _tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
+    if config.tokenizer is None:
+        if model.gguf is not None:
+            return tokenizer_from_gguf(model.gguf.metadata, model.path.name)
+        return tokenizer_from_directory(model.path)
+    path = Path(config.tokenizer).expanduser()
+    if path.is_dir():
+        return tokenizer_from_directory(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return tokenizer_from_gguf(read_gguf(path).metadata, path.name)
+    raise ModelNotFoundError(
+        f"tokenizer={config.tokenizer!r} was asked", "it is neither a folder nor a GGUF file", "pass one of these"
+    )
+
+
+def _chat_template(config: EngineConfig, model: OpenModel, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if config.chat_template is None:
+        if model.gguf is not None:
+            return chat_template_from_gguf(model.gguf.metadata, model.path.name)
+        return chat_template_from_directory(model.path)
+    source, origin = config.chat_template, "chat_template"
+    if "{" not in source:
+        path = Path(source).expanduser()
+        try:
+            if path.stat().st_size > MAX_TEMPLATE_BYTES:
+                raise ConfigError(f"chat_template={source!r} was asked", "it is over 1 MiB", "pass a template file")
+            source, origin = path.read_text(encoding="utf-8"), path.name
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template={source!r} was asked", f"it cannot be read ({error})", "pass a Jinja file or its text"
+            ) from error
+    return ChatTemplate(source, origin, tokenizer.special_tokens)

@@ -1,0 +1,48 @@
+"""The one door to Triton: imported where a GPU or the interpreter can run it, absent elsewhere."""
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+INTERPRET_VARIABLE = "TRITON_INTERPRET"
+
+
+def _import() -> tuple[ModuleType | None, ModuleType | None]:
+    # Importing Triton takes a second, so a plain CPU run does without even where it is installed.
+    if not torch.cuda.is_available() and os.environ.get(INTERPRET_VARIABLE) != "1":
+        return None, None
+    try:
+        import triton
+        import triton.language
+    except ImportError:
+        return None, None
+    return triton, triton.language
+
+
+triton, language = _import()
+tl: Any = language
+"""triton.language inside kernels."""
+
+if TYPE_CHECKING:
+    constexpr = Any
+else:
+    constexpr = tl.constexpr if tl is not None else None
+"""The annotation of a compile-time argument; Triton knows it by this name."""
+
+
+def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launched by subscript, which no type describes
+    """triton.jit, or the plain function where there is no Triton to call it."""
+    return triton.jit(function) if triton is not None else function
+
+
+def can_run(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels run where this tensor lies."""
+    return triton is not None and tensor.is_cuda
+
+
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
+    return 1 << (number - 1).bit_length()

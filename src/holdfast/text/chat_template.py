@@ -1,0 +1,168 @@
+"""ChatTemplate: messages to a prompt, by the Jinja template of a model, which is run as hostile code; no torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from holdfast.errors import ModelFormatError, TemplateError, shown
+from holdfast.loading.json_file import read_json_object, read_small_file
+from holdfast.text.chat_messages import PlainData, plain_messages
+from holdfast.text.special_tokens import CONFIG_FILE, special_tokens_of
+from holdfast.text.template_meter import BudgetError, Meter, TemplateLimits
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from holdfast.text.template_sandbox import TemplateEnvironment
+
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_CHARS = 128 * 2**10
+MAX_REASON_CHARS = 300
+
+
+class ChatTemplate:
+    """The template of one model. It is compiled at its first use; a broken one fails chats, not the model.
+
+    Whatever it does, rendering ends with a text or with TemplateError, soon and in bounded memory.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        origin: str,
+        special_tokens: Mapping[str, str],
+        limits: TemplateLimits | None = None,
+    ) -> None:
+        self.source = source
+        self.origin = origin
+        """The file it came from."""
+        self.special_tokens = dict(special_tokens)
+        """bos_token, eos_token and the like, which templates may write."""
+        self._limits = limits if limits is not None else TemplateLimits()
+        self._compiled: tuple[jinja2.Template, TemplateEnvironment] | None = None
+        self._lock = Lock()
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **extra: object
+    ) -> str:
+        """The prompt for these messages; `extra` are further variables that the template knows."""
+        data = PlainData()
+        variables: dict[str, object] = {
+            "tools": None,
+            "documents": None,
+            **self.special_tokens,
+            **{name: data.copy(value, name) for name, value in extra.items()},
+            "messages": plain_messages(messages, data),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        limits = self._limits.for_input(data.num_chars, len(messages))
+        # One rendering at a time: the meter belongs to the environment, and threads would not be faster.
+        with self._lock:
+            template, environment = self._compile()
+            environment.meter = Meter(limits)
+            try:
+                return template.render(variables)
+            except Exception as error:
+                raise self._failure(error) from error
+
+    def check(self) -> None:
+        """Raise now if the template cannot even be compiled."""
+        with self._lock:
+            self._compile()
+
+    def _compile(self) -> "tuple[jinja2.Template, TemplateEnvironment]":
+        if self._compiled is None:
+            if len(self.source) > MAX_TEMPLATE_CHARS:
+                raise self._error(
+                    f"it has {len(self.source)} characters, and at most {MAX_TEMPLATE_CHARS} are read",
+                    "pass a shorter chat_template",
+                )
+            from holdfast.text.template_sandbox import TemplateEnvironment, compile_template
+
+            environment = TemplateEnvironment()
+            try:
+                self._compiled = compile_template(environment, self.source), environment
+            except Exception as error:
+                raise self._failure(error) from error
+        return self._compiled
+
+    def _failure(self, error: Exception) -> TemplateError:
+        from jinja2.exceptions import SecurityError, TemplateSyntaxError
+
+        from holdfast.text.template_sandbox import TemplateRefusalError
+
+        reason = plain_reason(error)
+        if isinstance(error, TemplateRefusalError):
+            return self._error(f"it refuses these messages: {reason}", "change the messages")
+        if isinstance(error, SecurityError):
+            return self._error(f"it leaves its sandbox: {reason}", "do not trust this model; pass a chat_template")
+        if isinstance(error, BudgetError):
+            return self._error(reason, "pass a simpler chat_template")
+        if isinstance(error, TemplateSyntaxError):
+            return self._error(f"line {error.lineno} is no Jinja: {reason}", "pass a corrected chat_template")
+        if isinstance(error, RecursionError | MemoryError):
+            return self._error("it is nested too deeply or too large", "pass a simpler chat_template")
+        return self._error(
+            f"it fails with {type(error).__name__}: {reason}", "change the messages, or pass another chat_template"
+        )
+
+    def _error(self, has: str, do: str) -> TemplateError:
+        return TemplateError(f"the chat template of {self.origin} was asked for a prompt", has, do)
+
+
+def plain_reason(error: Exception) -> str:
+    """An error's own words on one line, bounded."""
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
+
+
+def chat_template_from_directory(path: Path) -> ChatTemplate | None:
+    """The template of a folder: a file of its own, or an entry of tokenizer_config.json; None when it has none."""
+    file = path / TEMPLATE_FILE
+    tokens = special_tokens_of(path).texts()
+    if file.exists():
+        return ChatTemplate(_text(read_small_file(file, 4 * MAX_TEMPLATE_CHARS), file.name), file.name, tokens)
+    config = path / CONFIG_FILE
+    value = read_json_object(config).get("chat_template") if config.exists() else None
+    source = _default_of(value, CONFIG_FILE)
+    return None if source is None else ChatTemplate(source, CONFIG_FILE, tokens)
+
+
+def chat_template_from_gguf(metadata: Mapping[str, object], file_name: str) -> ChatTemplate | None:
+    """The template in a GGUF file's metadata; None when there is none."""
+    source = _default_of(metadata.get("tokenizer.chat_template"), file_name)
+    if source is None:
+        return None
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    texts: dict[str, str] = {}
+    for name, key in ids.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(token_id, int) and isinstance(tokens, Sequence) and 0 <= token_id < len(tokens):
+            texts[name] = str(tokens[token_id])
+    return ChatTemplate(source, file_name, texts)
+
+
+def _default_of(value: object, file_name: str) -> str | None:
+    """A template as it is, or the one called default of several."""
+    if value is None or isinstance(value, str):
+        return value
+    named = {}
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("template"), str):
+            raise ModelFormatError(
+                f"{file_name} says chat_template = {shown(value)}",
+                "a template or a list of named ones is needed there",
+                "check it",
+            )
+        named[entry.get("name")] = entry["template"]
+    return named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
+
+
+def _text(data: bytes, file_name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(
+            f"{file_name} is not UTF-8 at byte {error.start}", "templates are UTF-8", "download the model again"
+        ) from error

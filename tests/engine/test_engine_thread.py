@@ -1,0 +1,259 @@
+import asyncio
+import threading
+
+import pytest
+
+from engine.fakes import Gate, assert_at_rest, make_engine, solo, text_of, tokens_of
+from holdfast.engine.engine_thread import EngineThread
+from holdfast.engine.mailbox import Mailbox
+from holdfast.errors import EngineDeadError, RequestError
+from holdfast.request.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def ended(thread: EngineThread) -> None:
+    thread.stop()
+    thread.join()
+    assert_at_rest(thread.engine)
+
+
+async def read(mailbox: Mailbox):
+    heard, is_last = [], False
+    while not is_last:
+        deltas, is_last = await mailbox.take()
+        heard += deltas
+    return heard
+
+
+def submitted(thread: EngineThread, prompt: str, name: str | None = None, params: SamplingParams = PARAMS) -> Mailbox:
+    mailbox = Mailbox(params.n)
+    thread.submit(thread.engine.prepare(prompt, params), name, mailbox)
+    return mailbox
+
+
+def test_requests_are_answered():
+    async def work():
+        thread = EngineThread(make_engine())
+        heard = await read(submitted(thread, "Hello"))
+        assert (tokens_of(heard), text_of(heard)) == solo("Hello", PARAMS)
+        ended(thread)
+
+    asyncio.run(work())
+
+
+def test_a_refusal_reaches_its_reader_only():
+    async def work():
+        engine = make_engine()
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        first, second = submitted(thread, "one", "same name"), submitted(thread, "two", "same name")
+        gate.open()
+        with pytest.raises(RequestError, match="a live request has it already"):
+            await read(second)
+        assert tokens_of(await read(first)) == solo("one", PARAMS)[0]
+        ended(thread)
+
+    asyncio.run(work())
+
+
+def test_withdrawing_takes_effect_before_the_next_step():
+    async def work():
+        engine = make_engine()
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        kept, gone = submitted(thread, "kept"), submitted(thread, "gone")
+        gate.started.acquire()
+        gate.open(2)
+        gate.started.acquire()
+        gate.started.acquire()
+        thread.withdraw(gone)
+        gate.open()
+        await read(kept)
+        ran = [{sequence_id for sequence_id, _, _ in step} for step in engine.runner.steps]
+        assert ran[:3] == [{0, 1}] * 3
+        assert ran[3:] == [{0}] * 5
+        ended(thread)
+
+    asyncio.run(work())
+
+
+def test_withdrawing_late_does_not_hit_a_new_request_of_the_same_name():
+    async def work():
+        thread = EngineThread(make_engine())
+        old = submitted(thread, "old", "name")
+        await read(old)
+        new = submitted(thread, "new", "name")
+        thread.withdraw(old)
+        assert tokens_of(await read(new)) == solo("new", PARAMS)[0]
+        ended(thread)
+
+    asyncio.run(work())
+
+
+def test_abort_by_name_gives_the_reader_an_end():
+    async def work():
+        engine = make_engine()
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        mailbox = submitted(thread, "x", "name", SamplingParams(n=2, max_tokens=20))
+        gate.started.acquire()
+        thread.abort("name")
+        thread.abort("nobody")
+        gate.open()
+        heard = await read(mailbox)
+        assert [delta.finish_reason for delta in heard[-2:]] == ["abort", "abort"]
+        assert len(engine.runner.steps) == 1
+        ended(thread)
+
+    asyncio.run(work())
+
+
+def test_a_reader_whose_loop_is_gone_is_forgotten():
+    engine = make_engine()
+    gate = Gate(engine)
+    thread = EngineThread(engine)
+
+    async def leave():
+        submitted(thread, "left behind", params=SamplingParams(max_tokens=100))
+
+    asyncio.run(leave())
+    gate.open()
+    for _ in range(2000):
+        if not engine.has_unfinished():
+            break
+        threading.Event().wait(0.01)
+    assert len(engine.runner.steps) <= 2
+    ended(thread)
+
+
+def test_two_loops_at_once():
+    thread = EngineThread(make_engine())
+    found = {}
+
+    def loop(prompt: str) -> None:
+        async def work():
+            found[prompt] = tokens_of(await read(submitted(thread, prompt)))
+
+        asyncio.run(work())
+
+    loops = [threading.Thread(target=loop, args=(f"loop {number}",)) for number in range(4)]
+    for one in loops:
+        one.start()
+    for one in loops:
+        one.join()
+    assert found == {prompt: solo(prompt, PARAMS)[0] for prompt in found}
+    assert len(found) == 4
+    ended(thread)
+
+
+def test_drain_finishes_what_there_is_and_takes_no_more():
+    async def work():
+        engine = make_engine()
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        mailbox = submitted(thread, "x")
+        gate.started.acquire()
+        thread.drain()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            submitted(thread, "y")
+        gate.open()
+        assert tokens_of(await read(mailbox)) == solo("x", PARAMS)[0]
+        thread.join()
+        assert_at_rest(engine)
+        assert not thread.health().is_alive
+
+    asyncio.run(work())
+
+
+def test_stop_aborts_everybody_queued_or_running():
+    async def work():
+        engine = make_engine(max_num_seqs=1)
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        mailboxes = [submitted(thread, "x") for _ in range(3)]
+        gate.started.acquire()
+        thread.stop()
+        gate.open()
+        heard = [await read(mailbox) for mailbox in mailboxes]
+        assert [deltas[-1].finish_reason for deltas in heard] == ["abort"] * 3
+        thread.join()
+        assert_at_rest(engine)
+        thread.stop()
+        thread.join()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("where", ["execute", "release", "schedule"])
+def test_when_the_engine_dies_everybody_hears_why(where):
+    async def work():
+        engine = make_engine(max_num_seqs=1)
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        mailboxes = [submitted(thread, "x", params=SamplingParams(max_tokens=2)) for _ in range(3)]
+        gate.started.acquire()
+
+        def fail(*arguments):
+            raise OSError("device lost")
+
+        if where == "execute":
+            engine.runner.on_step = fail
+        elif where == "release":
+            engine.runner.release = fail
+        else:
+            engine.scheduler.schedule = fail
+        # This one is still on its way in when the engine dies.
+        mailboxes.append(submitted(thread, "late"))
+        gate.open()
+        for mailbox in mailboxes:
+            with pytest.raises(EngineDeadError, match="device lost"):
+                await read(mailbox)
+        thread.join()
+        assert not thread.health().is_alive
+        with pytest.raises(EngineDeadError, match="device lost"):
+            submitted(thread, "later")
+        thread.stop()
+        thread.join()
+
+    asyncio.run(work())
+
+
+def test_health_is_the_age_of_the_last_step():
+    async def work():
+        now = [100.0]
+        engine = make_engine()
+        gate = Gate(engine)
+        thread = EngineThread(engine, clock=lambda: now[0])
+        assert (thread.health().is_alive, thread.health().seconds_since_progress) == (True, 0.0)
+        now[0] += 50
+        assert thread.health().seconds_since_progress == 0.0, "nothing to do is no hang"
+        mailbox = submitted(thread, "x")
+        gate.started.acquire()
+        assert thread.health().num_unfinished_requests == 1
+        assert thread.health().seconds_since_progress == 0.0
+        now[0] += 85
+        assert thread.health().seconds_since_progress == 85.0
+        gate.open(1)
+        gate.started.acquire()
+        assert thread.health().seconds_since_progress == 0.0
+        gate.open()
+        await read(mailbox)
+        ended(thread)
+        now[0] += 5
+        assert thread.health().seconds_since_progress == 0.0
+
+    asyncio.run(work())
+
+
+def test_the_prefix_cache_can_be_reset():
+    async def work():
+        thread = EngineThread(make_engine())
+        prompt = "a prompt of some length"
+        await read(submitted(thread, prompt))
+        assert (await read(submitted(thread, prompt)))[-1].num_cached_tokens > 0
+        thread.reset_prefix_cache()
+        assert (await read(submitted(thread, prompt)))[-1].num_cached_tokens == 0
+        ended(thread)
+
+    asyncio.run(work())

@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from holdfast.kernels.linear import linear, linear_reference
+from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
+
+pytestmark = pytest.mark.usefixtures("native")
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 63, 129)
+ODD = (1, 3, 5, 63, 100, 577)
+
+
+def operands(num_rows, n_size, k_size, with_bias=True, seed=0):
+    x = random(num_rows, k_size, seed=seed)
+    weight = random(n_size, k_size, seed=seed + 1)
+    return x, weight, random(n_size, seed=seed + 2) if with_bias else None
+
+
+def judge(x, weight, bias):
+    exact = linear_reference(x.double(), weight.double(), None if bias is None else bias.double())
+    magnitude = float((x.abs() @ weight.abs().T).max())
+    assert_as_exact_as_torch(linear(x, weight, bias), linear_reference(x, weight, bias), exact, magnitude)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("k_size", ODD, ids=lambda size: f"K{size}")
+@pytest.mark.parametrize("n_size", ODD, ids=lambda size: f"N{size}")
+def test_odd_shapes_are_as_exact_as_torch(n_size, k_size, with_bias):
+    for num_rows in ROWS:
+        judge(*operands(num_rows, n_size, k_size, with_bias))
+
+
+@pytest.mark.parametrize("k_size", [*range(1, 35), 64, 576, 1536], ids=lambda size: f"K{size}")
+def test_every_tail_of_the_inner_dimension(k_size):
+    for num_rows in (1, 2, 3, 4, 5):
+        judge(*operands(num_rows, 13, k_size))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15])
+def test_any_magnitude(scale):
+    x, weight, _ = operands(5, 7, 100)
+    judge(x * scale, weight, None)
+
+
+@pytest.mark.parametrize("n_size", [1, 3, 47, 48, 49, 100], ids=lambda size: f"N{size}")
+@pytest.mark.parametrize("k_size", [1, 5, 64, 577], ids=lambda size: f"K{size}")
+def test_a_row_is_the_same_to_the_bit_in_any_company(n_size, k_size):
+    x, weight, bias = operands(129, n_size, k_size)
+    alone = torch.cat([linear(x[row : row + 1], weight, bias) for row in range(129)])
+    for threads in (1, 2):
+        with num_threads(threads):
+            for rows in companies(129):
+                assert same_bits(linear(x[rows], weight, bias), alone[rows]), f"{threads=} {rows=}"
+
+
+def test_a_column_is_the_same_to_the_bit_beside_any_others():
+    x, weight, bias = operands(6, 100, 77)
+    whole = linear(x, weight, bias)
+    for low, high in ((0, 1), (0, 3), (5, 9), (47, 50), (96, 100), (1, 100)):
+        part = linear(x, weight[low:high].contiguous(), bias[low:high].contiguous())
+        assert same_bits(part, whole[:, low:high].contiguous()), f"{low=} {high=}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 65], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize(("n_size", "k_size"), [(1, 1), (3, 5), (7, 63), (50, 100)])
+def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, n_size, k_size):
+    x, weight, bias = (island(values) for values in operands(num_rows, n_size, k_size))
+    y = guarded_host(num_rows, n_size)
+    native.holdfast_linear(
+        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), num_rows, n_size, k_size
+    )
+    assert same_bits(y, linear(x, weight, bias))
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_rows", [2, 4, 7])
+def test_what_is_not_finite_stays_in_its_row(bad, num_rows):
+    x, weight, bias = operands(num_rows, 11, 37)
+    clean = linear(x, weight, bias)
+    for bad_row in range(num_rows):
+        hurt = x.clone()
+        hurt[bad_row, 36] = bad
+        y = linear(hurt, weight, bias)
+        assert not y[bad_row].isfinite().any()
+        others = [row for row in range(num_rows) if row != bad_row]
+        assert same_bits(y[others], clean[others])
+
+
+def test_a_weight_that_is_not_finite_stays_in_its_column():
+    x, weight, bias = operands(5, 9, 20)
+    clean = linear(x, weight, bias)
+    weight[4, 19] = float("nan")
+    y = linear(x, weight, bias)
+    others = [column for column in range(9) if column != 4]
+    assert y[:, 4].isnan().all()
+    assert same_bits(y[:, others], clean[:, others])
+
+
+def test_no_rows_give_no_rows():
+    assert linear(torch.empty(0, 8), torch.ones(3, 8), None).shape == (0, 3)
+
+
+def test_rows_that_do_not_lie_in_order_are_understood():
+    x, weight, bias = operands(10, 6, 8)
+    torch.testing.assert_close(linear(x[::2], weight, bias), linear(x[::2].contiguous(), weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_run_in_torch(dtype):
+    x, weight, bias = (values.to(dtype) for values in operands(3, 4, 8))
+    assert same_bits(linear(x, weight, bias), linear_reference(x, weight, bias))

@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from holdfast.kernels.silu_mul import silu_mul, silu_mul_reference, silu_mul_triton
+from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
+
+pytestmark = pytest.mark.usefixtures("native")
+
+SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 100, 577, 1536)
+
+
+def exact_gate(gate_up):
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 20.0])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
+def test_as_exact_as_torch(size, scale):
+    for num_rows in (1, 2, 9, 17, 63):
+        gate_up = random(num_rows, 2 * size, scale=scale)
+        assert_as_exact_as_torch(silu_mul(gate_up), silu_mul_reference(gate_up), exact_gate(gate_up))
+
+
+def test_the_whole_range_of_the_gate_to_a_few_units_in_the_last_place():
+    gate = torch.cat([torch.linspace(-79.9, 200, 200_001), torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e38])])
+    y = silu_mul(torch.cat([gate, torch.ones_like(gate)]).unsqueeze(0)).squeeze(0).double()
+    exact = gate.double() * torch.sigmoid(gate.double())
+    error = (y - exact).abs() / (exact.abs() * 2**-23 + 2**-149)
+    assert float(error.max()) < 4, f"{float(error.max())} units in the last place at {float(gate[error.argmax()])}"
+
+
+def test_a_gate_far_below_zero_closes():
+    gate = torch.tensor([-80.1, -88.0, -100.0, -1e30])
+    y = silu_mul(torch.cat([gate, torch.full_like(gate, 1e3)]).unsqueeze(0))
+    assert float(y.abs().max()) < 1e-29
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
+def test_a_row_is_the_same_to_the_bit_in_any_company(size):
+    gate_up = random(129, 2 * size, scale=5)
+    alone = torch.cat([silu_mul(gate_up[row : row + 1]) for row in range(129)])
+    for threads in (1, 2):
+        with num_threads(threads):
+            for rows in companies(129):
+                assert same_bits(silu_mul(gate_up[rows]), alone[rows]), f"{threads=} {rows=}"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, size):
+    gate_up, y = island(random(num_rows, 2 * size)), guarded_host(num_rows, size)
+    native.holdfast_silu_mul(gate_up.data_ptr(), y.data_ptr(), num_rows, size)
+    assert same_bits(y, silu_mul(gate_up))
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("half", ["gate", "up"])
+@pytest.mark.parametrize("size", [5, 8])
+def test_what_is_not_finite_stays_in_its_element(bad, half, size):
+    gate_up = random(5, 2 * size)
+    clean = silu_mul(gate_up)
+    gate_up[2, size - 1 if half == "gate" else 2 * size - 1] = bad
+    y = silu_mul(gate_up)
+    assert not y[2, size - 1].isfinite()
+    y[2, size - 1] = clean[2, size - 1]
+    assert same_bits(y, clean)
+
+
+def test_no_rows_give_no_rows():
+    assert silu_mul(torch.empty(0, 8)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_run_in_torch(dtype):
+    gate_up = random(3, 10).to(dtype)
+    assert same_bits(silu_mul(gate_up), silu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3, 100, 1500], ids=lambda size: f"I{size}")
+def test_the_triton_kernel_is_as_exact_as_torch(device, size, dtype):
+    gate_up = random(5, 2 * size, scale=3).to(device, dtype)
+    y, exact = silu_mul_triton(gate_up), exact_gate(gate_up)
+    ulp = torch.finfo(dtype).eps * float(exact.abs().max())
+    error = float((y.double() - exact).abs().max())
+    assert error <= 2 * float((silu_mul_reference(gate_up).double() - exact).abs().max()) + ulp
