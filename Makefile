@@ -22,6 +22,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 say = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help demo test setup setup-dev format lint types pytest test-slow test-gpu docs clean
 
 help: ## Show this list

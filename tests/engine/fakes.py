@@ -73,7 +73,6 @@ class HashRunner:
         self.on_step: Callable[[Step], None] = lambda step: None
         self.steps: list[tuple[tuple[int, int, int], ...]] = []
         """(sequence id, start, number of tokens) of everything that ran."""
-        self.released: list[int] = []
         self.shadow: dict[tuple[int, int], bytes] = {}
 
     def execute(self, step: Step) -> StepResult:
@@ -82,9 +81,6 @@ class HashRunner:
         self.on_step(step)
         self.steps.append(tuple((i.sequence.sequence_id, i.start, i.num_new_tokens) for i in step.scheduled))
         return StepResult(tuple(self._run(item) for item in step.scheduled))
-
-    def release(self, sequence_id: int) -> None:
-        self.released.append(sequence_id)
 
     def _run(self, item: ScheduledSequence) -> SequenceResult:
         sequence, page_tokens = item.sequence, self.limits.page_tokens
@@ -163,7 +159,6 @@ def assert_at_rest(engine: Engine) -> None:
     scheduler.check()
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
     assert scheduler.num_free_pages == engine.runner.num_pages  # type: ignore[attr-defined]
-    assert len(set(engine.runner.released)) == len(engine.runner.released)  # type: ignore[attr-defined]
 
 
 def run_all(engine: Engine, max_steps: int = 2000) -> dict[tuple[str, int], list[CompletionDelta]]:

@@ -20,6 +20,11 @@ def test_a_chosen_token_in_the_top_is_there_once():
     assert found[97].rank == 2
 
 
+def test_the_rank_of_a_chosen_token_is_the_measured_one_among_equals():
+    tied = TokenLogprobs(97, -0.1, 1, ((98, -0.1), (97, -0.1)))
+    assert position_logprobs(tied, 2, None)[97].rank == 1
+
+
 def test_none_of_the_top_when_none_was_asked():
     assert list(position_logprobs(TokenLogprobs(97, -2.0, 2, TOP), 0, None)) == [97]
 

@@ -12,10 +12,16 @@ from holdfast.request.sampling_params import SamplingParams
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
 
 
+def run(work) -> None:
+    """A test that would hang fails."""
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
 def ended(thread: EngineThread) -> None:
     thread.stop()
     thread.join()
     assert_at_rest(thread.engine)
+    assert thread._mailboxes == {}
 
 
 async def read(mailbox: Mailbox):
@@ -39,7 +45,7 @@ def test_requests_are_answered():
         assert (tokens_of(heard), text_of(heard)) == solo("Hello", PARAMS)
         ended(thread)
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_a_refusal_reaches_its_reader_only():
@@ -54,7 +60,7 @@ def test_a_refusal_reaches_its_reader_only():
         assert tokens_of(await read(first)) == solo("one", PARAMS)[0]
         ended(thread)
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_withdrawing_takes_effect_before_the_next_step():
@@ -75,7 +81,7 @@ def test_withdrawing_takes_effect_before_the_next_step():
         assert ran[3:] == [{0}] * 5
         ended(thread)
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_withdrawing_late_does_not_hit_a_new_request_of_the_same_name():
@@ -88,7 +94,7 @@ def test_withdrawing_late_does_not_hit_a_new_request_of_the_same_name():
         assert tokens_of(await read(new)) == solo("new", PARAMS)[0]
         ended(thread)
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_abort_by_name_gives_the_reader_an_end():
@@ -106,7 +112,7 @@ def test_abort_by_name_gives_the_reader_an_end():
         assert len(engine.runner.steps) == 1
         ended(thread)
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_a_reader_whose_loop_is_gone_is_forgotten():
@@ -163,7 +169,7 @@ def test_drain_finishes_what_there_is_and_takes_no_more():
         assert_at_rest(engine)
         assert not thread.health().is_alive
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_stop_aborts_everybody_queued_or_running():
@@ -182,33 +188,40 @@ def test_stop_aborts_everybody_queued_or_running():
         thread.stop()
         thread.join()
 
-    asyncio.run(work())
+    run(work)
 
 
-@pytest.mark.parametrize("where", ["execute", "release", "schedule"])
+@pytest.mark.parametrize("where", ["execute", "finish", "schedule"])
 def test_when_the_engine_dies_everybody_hears_why(where):
     async def work():
         engine = make_engine(max_num_seqs=1)
         gate = Gate(engine)
-        thread = EngineThread(engine)
-        mailboxes = [submitted(thread, "x", params=SamplingParams(max_tokens=2)) for _ in range(3)]
-        gate.started.acquire()
 
         def fail(*arguments):
             raise OSError("device lost")
 
+        def wait_and_fail(step):
+            gate.wait(step)
+            fail()
+
         if where == "execute":
-            engine.runner.on_step = fail
-        elif where == "release":
-            engine.runner.release = fail
-        else:
+            engine.runner.on_step = wait_and_fail
+        elif where == "finish":
+            engine.scheduler.finish = fail
+        thread = EngineThread(engine)
+        mailboxes = [submitted(thread, "x", params=SamplingParams(max_tokens=1)) for _ in range(3)]
+        gate.started.acquire()
+        if where == "schedule":
             engine.scheduler.schedule = fail
         # This one is still on its way in when the engine dies.
         mailboxes.append(submitted(thread, "late"))
         gate.open()
+        if where == "schedule":
+            # Its only step was good.
+            assert len(tokens_of(await read(mailboxes.pop(0)))) == 1
         for mailbox in mailboxes:
             with pytest.raises(EngineDeadError, match="device lost"):
-                await read(mailbox)
+                await asyncio.wait_for(read(mailbox), 10)
         thread.join()
         assert not thread.health().is_alive
         with pytest.raises(EngineDeadError, match="device lost"):
@@ -216,7 +229,7 @@ def test_when_the_engine_dies_everybody_hears_why(where):
         thread.stop()
         thread.join()
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_health_is_the_age_of_the_last_step():
@@ -243,7 +256,7 @@ def test_health_is_the_age_of_the_last_step():
         now[0] += 5
         assert thread.health().seconds_since_progress == 0.0
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_the_prefix_cache_can_be_reset():
@@ -256,4 +269,4 @@ def test_the_prefix_cache_can_be_reset():
         assert (await read(submitted(thread, prompt)))[-1].num_cached_tokens == 0
         ended(thread)
 
-    asyncio.run(work())
+    run(work)

@@ -4,7 +4,6 @@ import io
 import signal
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
@@ -266,27 +265,19 @@ def test_an_engine_that_dies_is_an_exception():
     llm.shutdown()
 
 
-def test_a_neighbouring_thread_hears_of_the_death_too():
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_a_death_in_the_turn_of_another_thread_is_an_exception_too(how, monkeypatch):
     llm = make_llm()
-    stream = llm.stream("stream", PARAMS)
-    next(stream)
+    driver, engine = llm._driver, engine_of(llm)
 
     def fail(step):
         raise OSError("device lost")
 
-    engine_of(llm).runner.on_step = fail
-    errors = []
-
-    def work():
-        try:
-            list(stream)
-        except EngineDeadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
+    engine.runner.on_step = fail
+    # What another thread's turn does to this one: deltas arrive, and the exception went to somebody else.
+    monkeypatch.setattr(driver, "pump", lambda: driver._deliver(engine.step()))
+    with pytest.raises(EngineDeadError, match="device lost"):
+        llm.generate(["a", "b"], PARAMS) if how == "generate" else next(llm.stream("a", PARAMS))
 
 
 def test_shutdown_aborts_and_lets_go():

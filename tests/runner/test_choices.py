@@ -104,3 +104,14 @@ def test_equal_tokens_are_kept_by_id():
     assert chosen.max() < 300
     distance, params = rows_of(600, 0.0, top_k=7)
     assert choose_narrow(distance, params, vocabulary(600)).max() < 7
+
+
+@pytest.mark.parametrize("first_top_k", [1, 240], ids=["small", "large"])
+def test_rows_have_their_own_top_k(first_top_k):
+    """Among equals the token is the share of its top_k that the random number says."""
+    top_ks = range(first_top_k, first_top_k + NUM_ROWS)
+    sequences = [Sequence(0, [1], 1, SamplingParams(top_k=top_k), top_k, 9) for top_k in top_ks]
+    params = RowParameters.of(tuple(range(NUM_ROWS)), sequences, 5000, CPU)
+    expected = [int(number * top_k) for top_k, (number,) in zip(top_ks, params.uniform.tolist(), strict=True)]
+    for choose in (choose_narrow, choose_wide):
+        assert choose(torch.zeros(NUM_ROWS, 5000), params, vocabulary(5000))[:, 0].tolist() == expected

@@ -63,6 +63,24 @@ def sample_one(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
     return sample
 
 
+def test_inference_mode_is_the_same():
+    sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
+    chooser = Sampler(100, DEVICE)
+    expected = chooser.sample(make_logits(len(sequences), 100), sequences, EOS)
+    expected_prompt = chooser.prompt_logprobs(make_logits(4, 100), [1, 2, 3, 4], 5)
+    with torch.inference_mode():
+        assert chooser.sample(make_logits(len(sequences), 100), sequences, EOS) == expected
+        assert chooser.prompt_logprobs(make_logits(4, 100), [1, 2, 3, 4], 5) == expected_prompt
+
+
+def test_the_logits_stay_as_they_are():
+    sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
+    logits = make_logits(len(sequences), 100)
+    raw = logits.clone()
+    Sampler(100, DEVICE).sample(logits, sequences, EOS)
+    assert torch.equal(logits, raw)
+
+
 def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
     """The split of tokens into computed and not computed, pages and history leave no trace."""
     logits = make_logits(1, 300, scale=1.0)

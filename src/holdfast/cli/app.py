@@ -1,11 +1,19 @@
 """The entry point of `holdfast`: however a command ends, an exit code and at most one line on stderr; no torch."""
 
+import os
+import signal
 import sys
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
     """Run the command that the process was started with."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:
+        # The interpreter would take another second to put torch away.
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -23,9 +23,7 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
-System = Annotated[
-    str | None, typer.Option("--system", "-s", metavar="TEXT", help="What the model is told first.")
-]
+System = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="What the model is told first.")]
 Against = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +36,8 @@ Threads = Annotated[
     str | None, typer.Option(metavar="N", help="CPU threads of every engine.", rich_help_panel=BENCHMARK)
 ]
 Repeats = Annotated[
-    str, typer.Option("--repeats", metavar="N", help="Runs of each case after one to warm up.", rich_help_panel=BENCHMARK)
+    str,
+    typer.Option("--repeats", metavar="N", help="Runs of each case after one to warm up.", rich_help_panel=BENCHMARK),
 ]
 JsonFile = Annotated[
     str | None,
@@ -74,7 +73,9 @@ def invoke(arguments: list[str]) -> int:
 
 @app.callback(invoke_without_command=True)
 def _holdfast(
-    version: Annotated[bool, typer.Option("--version", "-V", metavar="", help="Print the version.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", metavar="", help="Print the version.", is_eager=True)
+    ] = False,
 ) -> None:
     if version:
         typer.echo(f"holdfast {__version__}")
@@ -96,10 +97,12 @@ def _run(
         bool, typer.Option("--raw", metavar="", help="Continue the bare text, without the chat template.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", metavar="", help="Print the answer and nothing else.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option("--quiet", "-q", metavar="", help="Print the answer and nothing else.", rich_help_panel=OUTPUT),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print one JSON object in place of the text.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option("--json", metavar="", help="Print one JSON object in place of the text.", rich_help_panel=OUTPUT),
     ] = False,
 ) -> None:
     """Answer a prompt: the text streams to stdout; who holds which memory, and the speed, go to stderr.
@@ -132,7 +135,7 @@ def _chat(engine: Given, sampling: Given, model: ModelArgument = None, system: S
     """
     from holdfast.cli.chat_command import chat
 
-    chat(model, system, engine, sampling)
+    raise typer.Exit(chat(model, system, engine, sampling))
 
 
 @bench.command("latency")
@@ -177,9 +180,7 @@ def _latency(
 def _throughput(
     engine: Given,
     model: ModelArgument = None,
-    num_prompts: Annotated[
-        str, typer.Option(metavar="N", help="How many requests.", rich_help_panel=BENCHMARK)
-    ] = "32",
+    num_prompts: Annotated[str, typer.Option(metavar="N", help="How many requests.", rich_help_panel=BENCHMARK)] = "32",
     input_len: Annotated[
         str, typer.Option(metavar="LOW-HIGH", help="Lengths of their prompts.", rich_help_panel=BENCHMARK)
     ] = "32-256",

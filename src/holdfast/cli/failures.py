@@ -1,18 +1,19 @@
 """From an exception to one line on stderr and an exit code; a traceback only where HOLDFAST_DEBUG asks for it; no torch."""
 
+import difflib
 import logging
 import os
 import signal
 import sys
 import traceback
 
+from holdfast.cli.app import INTERRUPTED
 from holdfast.errors import ConfigError, HoldfastError, RequestError
 from holdfast.observability.log import log_to_stderr
 
 DEBUG_VARIABLE = "HOLDFAST_DEBUG"
 FAILED = 1
 WRONG_USE = 2
-INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 141
 """What a shell shows for a program that SIGPIPE ended."""
 MAX_CHAIN = 32
@@ -45,7 +46,9 @@ def in_words(error: BaseException) -> str:
         return _usage_words(error)
     if isinstance(error, OSError):
         what = error.filename if isinstance(error.filename, str) else "a file"
-        return f"{ascii(what)[1:-1]} was needed; {error.strerror or error}; check the path, its permissions and the disk"
+        return (
+            f"{ascii(what)[1:-1]} was needed; {error.strerror or error}; check the path, its permissions and the disk"
+        )
     if isinstance(error, MemoryError):
         return "more memory was asked; the machine has no more; take a smaller model, dtype or max_model_len"
     words = " ".join(str(error).split())[:300] or "no message"
@@ -108,8 +111,13 @@ def _is_usage_error(error: BaseException) -> bool:
 
 
 def _usage_words(error: BaseException) -> str:
-    """typer's complaint in one line: the message, and where to read on."""
-    message = str(error.format_message())  # type: ignore[attr-defined]
+    """typer's complaint in one line: what it is about, the nearest right one, and where to read on."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
-    return f"{' '.join(message.split()).rstrip('.')}; run {path} --help"
+    option = getattr(error, "option_name", None)
+    if option is not None and hasattr(error, "possibilities"):
+        near = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        return f"option {ascii(option)[1:-1]} was asked; {path} has no such option; {meant}run {path} --help"
+    message = " ".join(str(error.format_message()).split()).rstrip(".")  # type: ignore[attr-defined]
+    return f"{message}{'' if message.endswith('?') else ';'} run {path} --help"

@@ -81,7 +81,9 @@ ENGINE_SETTINGS = (
     _engine("page_tokens", MEMORY, "Tokens in a KV page: a power of two from 1 to 256.", "TOKENS", read_count),
     _engine("enable_prefix_caching", MEMORY, "Compute every prompt anew, even where another one began alike."),
     _engine("max_num_seqs", MEMORY, "Most sequences in one step.", "N", read_count),
-    _engine("max_num_batched_tokens", MEMORY, "Most tokens in one step; longer prompts run in chunks.", "N", read_count),
+    _engine(
+        "max_num_batched_tokens", MEMORY, "Most tokens in one step; longer prompts run in chunks.", "N", read_count
+    ),
     _engine("max_queue", MEMORY, "Most sequences that may wait.", "N", read_count),
     _engine("seed", SAMPLING, "Where random choices start; the same command gives the same answer.", "N", read_count),
 )
@@ -107,9 +109,7 @@ SAMPLING_SETTINGS = (
     _sampling("presence_penalty", "Taken off the logit of tokens in the answer.", "NUMBER", read_number),
     _sampling("frequency_penalty", "The same for each time that they are in it.", "NUMBER", read_number),
     Setting(SamplingParams, "stop", SAMPLING, "End before this text; may be repeated.", "TEXT", list, is_repeated=True),
-    Setting(
-        SamplingParams, "stop_token_ids", SAMPLING, "End at these tokens.", "IDS", read_integers, is_repeated=True
-    ),
+    Setting(SamplingParams, "stop_token_ids", SAMPLING, "End at these tokens.", "IDS", read_integers, is_repeated=True),
     Setting(
         SamplingParams, "logit_bias", SAMPLING, "Add to a token's logit.", "ID=NUMBER", read_biases, is_repeated=True
     ),
@@ -181,7 +181,10 @@ def _parameter(setting: Setting, name: str, kind: object, help: str, is_hidden: 
         show_default=False,
     )
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]  # type: ignore[valid-type]
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind, option],  # type: ignore[valid-type]
     )
 
 
@@ -195,7 +198,7 @@ def _given(settings: tuple[Setting, ...], values: dict[str, Any]) -> Given:
             continue
         for name in setting.spellings:
             value = values.pop(name)
-            read = setting.read(value) if value else None
+            read = None if value is None or value == [] else setting.read(value)
             if read is not None:
                 given[setting.name if name in setting.aliases else name] = read
     return given

@@ -21,7 +21,9 @@ def read_count(text: str) -> int | str | None:
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         return text
-    value = float(f"{match[1]}{match[2]}") * COUNT_UNITS[match[3]] if match[2] else int(match[1]) * COUNT_UNITS[match[3]]
+    value = (
+        float(f"{match[1]}{match[2]}") * COUNT_UNITS[match[3]] if match[2] else int(match[1]) * COUNT_UNITS[match[3]]
+    )
     return int(value) if value == int(value) else text
 
 

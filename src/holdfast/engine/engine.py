@@ -48,10 +48,6 @@ class StepRunner(Protocol):
         """Run a step and choose its tokens. An exception ends the engine; a step cut short by Ctrl-C may come again."""
         ...
 
-    def release(self, sequence_id: int) -> None:
-        """Forget what is kept for a sequence, if anything."""
-        ...
-
 
 class Engine:
     """One model, one queue. Names that callers give are labels; integers that never repeat own pages and state."""
@@ -69,6 +65,7 @@ class Engine:
         memory: MemoryReport | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.has_chat_template = chat_template is not None
         self.limits = runner.limits
         self.generation = generation or GenerationDefaults()
         """What the makers of the model advise."""
@@ -326,7 +323,6 @@ class Engine:
         """Its pages and its state are given back; the request goes with its last completion."""
         sequence = completion.sequence
         self._scheduler.finish(sequence)
-        self._runner.release(sequence.sequence_id)
         del self._by_sequence[sequence.sequence_id]
         siblings = self._requests[completion.request_id]
         del siblings[sequence.sequence_id]

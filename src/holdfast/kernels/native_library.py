@@ -29,6 +29,7 @@ SIGNATURES: dict[str, list[type]] = {
     "holdfast_linear": [_POINTER] * 4 + [_LONG] * 3,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
+    "holdfast_activate": [_POINTER] + [_LONG] * 2,
     "holdfast_write_heads": [_POINTER] * 7 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 4,
     "holdfast_paged_attention": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
 }
@@ -60,17 +61,32 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "no C compiler is found; install gcc for about twice the speed"
     try:
         path = _library_path(compiler)
-        if not path.exists():
-            _compile(compiler, path)
-        library = ctypes.CDLL(str(path))
+        if path.exists():
+            try:
+                return _open(path), ""
+            except (OSError, AttributeError) as error:
+                log.warning("%s is damaged and is compiled again: %s", path, error)
+        _compile(compiler, path)
+        return _open(path), ""
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        return None, f"compiling them failed: {str(detail).strip()[:300]}"
+        return None, f"compiling them failed: {_words(error)[:300]}"
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"the compiler took more than {COMPILE_SECONDS} seconds"
+    if isinstance(error, subprocess.CalledProcessError):
+        return str(error.stderr).strip() or f"the compiler ended with {error.returncode}"
+    return str(error)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = None
-    return library, ""
+    return library
 
 
 def _library_path(compiler: str) -> Path:
@@ -94,7 +110,10 @@ def _library_path(compiler: str) -> Path:
 def _cache_folder() -> Path:
     """A folder only this user can write to: what lies there is executed."""
     root = os.environ.get(CACHE_VARIABLE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast")
-    folder = Path(root).expanduser()
+    try:
+        folder = Path(root).expanduser()
+    except RuntimeError as error:
+        raise OSError(f"{root} names no folder here; set {CACHE_VARIABLE} to a folder of your own") from error
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -109,6 +128,8 @@ def _compile(compiler: str, path: Path) -> None:
         output = Path(scratch) / path.name
         command = [compiler, *FLAGS, "-o", str(output), *sources, *([str(openmp)] if openmp else []), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        with open(output, "rb") as library:
+            os.fsync(library.fileno())  # a machine that fails now must not leave half a library under the final name
         os.replace(output, path)
 
 

@@ -25,8 +25,8 @@ from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.runner.batch_buffers import BatchBuffers, batch_terms
-from holdfast.runner.resolve import Resolved, resolve
-from holdfast.runner.runner import Runner
+from holdfast.runner.resolve import KV_IS_ASKED, Resolved, resolve
+from holdfast.runner.runner import LOGIT_ROWS_AT_ONCE, Runner
 from holdfast.runner.sampler import Sampler
 from holdfast.runner.sampling_terms import sampling_terms
 
@@ -87,35 +87,63 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
 
 def _plan(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan) -> tuple[Resolved, Layout, MemoryPlan]:
     """Pages for the longest context that fits; a context that was asked for fits or is refused."""
-    while True:
-        limits = resolved.limits
-        layout = _layout(resolved, spec)
-        cache = layout.cache
-        pages_per_seq = cache.pages_for(limits.max_model_len)
-        max_pages = limits.max_num_seqs * pages_per_seq
-        reasons = []
-        if resolved.max_kv_bytes is not None and resolved.max_kv_bytes // cache.bytes_per_page < max_pages:
-            max_pages = max(pages_per_seq, resolved.max_kv_bytes // cache.bytes_per_page)
-            reasons = [resolved.max_kv_reason]
-        terms = _terms(resolved, spec, load_plan, layout)
+    try:
+        return _plan_as_is(resolved, spec, load_plan)
+    except MemoryPlanError:
+        fitting = _longest_that_fits(resolved, spec, load_plan) if resolved.may_shorten else None
+        if fitting is None:
+            raise
+        return fitting
+
+
+def _longest_that_fits(
+    resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan
+) -> tuple[Resolved, Layout, MemoryPlan] | None:
+    """By bisection: the pages of a sequence grow with the context, and so do tables by position."""
+    fitting = None
+    low, high = 1, resolved.limits.max_model_len - 1
+    while low <= high:
+        middle = (low + high) // 2
+        shorter = resolved.with_max_model_len(middle, "the longest context that fits the memory")
         try:
-            plan = plan_memory(
-                resolved.budget_bytes,
-                resolved.budget_reason,
-                terms,
-                cache.bytes_per_page,
-                pages_per_seq,
-                max_pages,
-                *reasons,
-            )
+            fitting = _plan_as_is(shorter, spec, load_plan)
         except MemoryPlanError:
-            left = (resolved.budget_bytes - sum(term.num_bytes for term in terms)) // cache.bytes_per_page
-            shorter = min(left * cache.page_tokens, limits.max_model_len - 1)
-            if not resolved.may_shorten or shorter < 1:
-                raise
-            resolved = resolved.with_max_model_len(shorter, "the longest context whose pages fit the memory")
-            continue
-        return resolved, layout, plan
+            high = middle - 1
+        else:
+            low = middle + 1
+    return fitting
+
+
+def _plan_as_is(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan) -> tuple[Resolved, Layout, MemoryPlan]:
+    limits = resolved.limits
+    layout = _layout(resolved, spec)
+    cache = layout.cache
+    pages_per_seq = cache.pages_for(limits.max_model_len)
+    max_pages = limits.max_num_seqs * pages_per_seq
+    reasons = []
+    if resolved.max_kv_bytes is not None and resolved.max_kv_bytes // cache.bytes_per_page < max_pages:
+        max_pages = resolved.max_kv_bytes // cache.bytes_per_page
+        reasons = [resolved.max_kv_reason]
+        if max_pages < pages_per_seq:
+            if resolved.max_kv_reason == KV_IS_ASKED:
+                raise MemoryPlanError(
+                    f"kv_cache_memory of {format_bytes(resolved.max_kv_bytes)} was asked",
+                    f"one sequence of {limits.max_model_len} tokens takes "
+                    f"{format_bytes(pages_per_seq * cache.bytes_per_page)}",
+                    "raise kv_cache_memory or lower max_model_len",
+                )
+            max_pages = pages_per_seq
+    terms = _terms(resolved, spec, load_plan, layout)
+    plan = plan_memory(
+        resolved.budget_bytes,
+        resolved.budget_reason,
+        terms,
+        cache.bytes_per_page,
+        pages_per_seq,
+        max_pages,
+        *reasons,
+    )
+    return resolved, layout, plan
 
 
 def _layout(resolved: Resolved, spec: ModelSpec) -> Layout:
@@ -137,7 +165,7 @@ def _terms(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan, layout: Lay
     terms = [
         Term("weights", load_plan.final_bytes, f"{len(load_plan.parameter_bytes)} tensors in {resolved.dtype}"),
         *batch_terms(limits),
-        *sampling_terms(limits.max_num_seqs, spec.vocab_size),
+        *sampling_terms(max(limits.max_num_seqs, LOGIT_ROWS_AT_ONCE), spec.vocab_size),
         Term(
             "activations",
             width * num_rows * (3 * spec.hidden_size + max(attend_width, feed_width)),

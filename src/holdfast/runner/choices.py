@@ -40,6 +40,8 @@ def choose_wide(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: 
     if params.max_top_k:
         one_RV = weight_RV.new_ones(()).expand_as(weight_RV)
         weight_RV.masked_fill_(cut(key_RV, one_RV, params.top_k), 0)
+    if not params.any_top_p:
+        return draw_(weight_RV, params.uniform)
     needed_R1 = nucleus_weight(weight_RV.sum(dim=1, keepdim=True), params.top_p)
     if distance_RV.device.type == "cpu":
         return _choose_looking(distance_RV, weight_RV, needed_R1, params.uniform, vocabulary_V)

@@ -18,7 +18,7 @@ FIXED_COLUMNS = 4
 def logprob_columns(
     logits_RV: torch.Tensor, token_ids_R1: torch.Tensor, vocabulary_V: torch.Tensor, num_top: int
 ) -> torch.Tensor:
-    """float64 [R, 4 + 2K]: all that the host needs; whole numbers of this size are exact. The logits are used up."""
+    """float64 [R, 4 + 2K]: all that the host needs, ready for one copy. The logits are used up."""
     distance_RV, choosable_R1 = distances_(logits_RV)
     minus_one_R1 = distance_RV.new_full((distance_RV.shape[0], 1), -1.0)
     total_R1 = weights(distance_RV, minus_one_R1, None).sum(dim=1, keepdim=True)

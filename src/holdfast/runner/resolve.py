@@ -13,6 +13,8 @@ from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KV_FORMATS, KVFormat
 
 CPU_KV_BYTES = 1024**3
+KV_IS_ASKED = "kv_cache_memory"
+"""The reason of a bound on KV pages that was asked for; our own gives way where one sequence needs more."""
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -128,7 +130,7 @@ def _max_kv_reason(config: EngineConfig, max_kv_bytes: int | None) -> str:
     if max_kv_bytes is None:
         return ""
     if config.kv_cache_memory is not None:
-        return "kv_cache_memory"
+        return KV_IS_ASKED
     return f"{format_bytes(max_kv_bytes)} on a CPU, unless an option asks for more"
 
 

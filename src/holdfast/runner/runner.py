@@ -3,6 +3,7 @@
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from holdfast.config import Limits
@@ -11,6 +12,7 @@ from holdfast.request.sequence import ScheduledSequence, Step
 from holdfast.runner.batch_buffers import BatchBuffers
 from holdfast.runner.result import SequenceResult, StepResult, TokenLogprobs
 from holdfast.runner.sampler import Sampler
+from holdfast.runner.sampling_batch import to_device
 
 LOGIT_ROWS_AT_ONCE = 64
 """Prompt log-probabilities take logits of every prompt row; they are computed this many rows at a time."""
@@ -69,7 +71,7 @@ class Runner:
         if not sample_rows:
             return []
         if len(sample_rows) != hidden_RH.shape[0]:
-            hidden_RH = hidden_RH[torch.tensor(sample_rows, device=hidden_RH.device)]
+            hidden_RH = hidden_RH.index_select(0, to_device(np.array(sample_rows), hidden_RH.device))
         sequences = [item.sequence for item in step.sampling()]
         return self._sampler.sample(self._decoder.logits(hidden_RH), sequences, self.eos_token_ids)
 

@@ -71,6 +71,7 @@ class Sampler:
         assert logits_TV.shape == (len(target_ids), self._vocab_size), (
             f"logits are {tuple(logits_TV.shape)} for {len(target_ids)} targets and {self._vocab_size=}"
         )
+        assert logits_TV.dtype == torch.float32, f"{logits_TV.dtype=} must be float32"
         if not target_ids:
             return []
         targets_T1 = to_device(np.array(target_ids, dtype=np.int64), self._device).unsqueeze(1)

@@ -13,7 +13,7 @@ from holdfast.runner.sampling_terms import MAX_NARROW_TOP_K
 # R rows of a block
 
 LEAST_TEMPERATURE = 1e-30
-"""Below it a distance of zero divided by the temperature would not be zero any more in float32."""
+"""Taken for anything smaller above 0: float32 would round that to 0, and 0 / 0 is not a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         """bos_token, eos_token and the like, which templates may write."""
         self._limits = limits if limits is not None else TemplateLimits()
-        self._compiled: tuple[jinja2.Template, TemplateEnvironment] | None = None
+        self._compiled: tuple[jinja2.Template, TemplateEnvironment] | TemplateError | None = None
         self._lock = Lock()
 
     def render(
@@ -73,19 +73,24 @@ class ChatTemplate:
 
     def _compile(self) -> "tuple[jinja2.Template, TemplateEnvironment]":
         if self._compiled is None:
-            if len(self.source) > MAX_TEMPLATE_CHARS:
-                raise self._error(
-                    f"it has {len(self.source)} characters, and at most {MAX_TEMPLATE_CHARS} are read",
-                    "pass a shorter chat_template",
-                )
-            from holdfast.text.template_sandbox import TemplateEnvironment, compile_template
-
-            environment = TemplateEnvironment()
-            try:
-                self._compiled = compile_template(environment, self.source), environment
-            except Exception as error:
-                raise self._failure(error) from error
+            self._compiled = self._try_to_compile()
+        if isinstance(self._compiled, TemplateError):
+            raise TemplateError(*self._compiled.args)
         return self._compiled
+
+    def _try_to_compile(self) -> "tuple[jinja2.Template, TemplateEnvironment] | TemplateError":
+        if len(self.source) > MAX_TEMPLATE_CHARS:
+            return self._error(
+                f"it has {len(self.source)} characters, and at most {MAX_TEMPLATE_CHARS} are read",
+                "pass a shorter chat_template",
+            )
+        from holdfast.text.template_sandbox import TemplateEnvironment, compile_template
+
+        environment = TemplateEnvironment()
+        try:
+            return compile_template(environment, self.source), environment
+        except Exception as error:
+            return self._failure(error)
 
     def _failure(self, error: Exception) -> TemplateError:
         from jinja2.exceptions import SecurityError, TemplateSyntaxError

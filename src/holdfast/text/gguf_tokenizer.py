@@ -133,6 +133,11 @@ class _Fields:
         found = [value for value in values if isinstance(value, str)]
         if len(found) != len(values):
             raise self.broken(name, "it is not a list of strings")
+        try:
+            "".join(found).encode()
+        except UnicodeEncodeError as error:
+            # What reads the header keeps bytes that are no UTF-8 as surrogates.
+            raise self.broken(name, "a string in it is not UTF-8") from error
         return found
 
     def token_id(self, name: str) -> int | None:

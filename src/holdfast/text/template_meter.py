@@ -52,7 +52,7 @@ class Meter:
         self._steps_left = limits.max_steps
         self._bytes_left = limits.max_made_bytes
         self._chars_left = limits.max_output_chars
-        self._next_check = limits.max_steps - CHECK_STEPS
+        self._next_check = max(limits.max_steps - CHECK_STEPS, 0)
         self._deadline = time.monotonic() + limits.max_seconds
         self._depth = 0
 
@@ -62,6 +62,8 @@ class Meter:
 
     def step(self, count: int = 1) -> None:
         """Time for so many operations."""
+        if count < 0:
+            raise BudgetError("it asks for less than nothing")
         self._steps_left -= count
         if self._steps_left < self._next_check:
             self._check_clock()

@@ -2,8 +2,9 @@
 
   for x in items            ->  for x in items | loop(steps of one round)
   a ~ b        x[1:]        ->  a | concat(b)        x | slice(1, none, none)
-  a == b       {k: v}       ->  (a | looked_at) == (b | looked_at)        {(k | looked_at): v}
-  [a, b]       text, {{ x }}    ->  [a, b] | made        'text' | written, x | written
+  a == b       a in b       ->  (a | compared) == (b | compared)        (a | searched) in (b | searched)
+  [a, b]       {k: v}       ->  [a, b] | made        {(k | compared): v} | made
+  text         {{ x }}      ->  {{ 'text' | written }}        {{ x | written }}
 
 The names on the right are filters that no template can spell. Bodies of loops, macros and blocks begin with a charge
 for their length, so that a long body is not cheaper than a short one.
@@ -13,10 +14,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Undefined
+from jinja2.runtime import Context
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
 NODES_A_STEP = 4
 """Parts of a template that run in the time of about one operation."""
+HOOK_MARK = "|"
+"""What the names of hooks begin with; in the source of a template no name can."""
 _LOOP, _CONCAT, _SLICE = "|loop", "|concat", "|slice"
-_LOOKED_AT, _MADE, _WRITTEN, _SPENT = "|looked_at", "|made", "|written", "|spent"
+_COMPARED, _SEARCHED, _MADE, _WRITTEN, _SPENT = "|compared", "|searched", "|made", "|written", "|spent"
+COMPARED_CHARS_A_STEP = 512
+"""Two strings are compared faster than one is searched."""
 
 
 class GenerationTag(Extension):
@@ -91,14 +96,14 @@ class _Metering(NodeTransformer):
 
     def compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _looked_at(node.expr)
-        for operand in node.ops:
-            operand.expr = _looked_at(operand.expr)
+        searches = any(operand.op in ("in", "notin") for operand in node.ops)
+        for holder in (node, *node.ops):
+            holder.expr = _looked_at(holder.expr, _SEARCHED if searches else _COMPARED)
         return node
 
     def pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key = _looked_at(node.key)
+        node.key = _looked_at(node.key, _COMPARED)
         return node
 
     def literal(self, node: nodes.List | nodes.Dict) -> nodes.Node:
@@ -138,9 +143,9 @@ def _size(body: Iterable[nodes.Node]) -> int:
     return 1 + sum(1 for node in body for _ in node.find_all(nodes.Node)) // NODES_A_STEP
 
 
-def _looked_at(node: nodes.Expr) -> nodes.Expr:
+def _looked_at(node: nodes.Expr, name: str) -> nodes.Expr:
     is_short = isinstance(node, nodes.Const) and len(str(node.value)) <= 64
-    return node if is_short else _filtered(node, _LOOKED_AT)
+    return node if is_short else _filtered(node, name)
 
 
 def _filtered(node: nodes.Node, name: str, args: Iterable[nodes.Expr] = ()) -> nodes.Filter:
@@ -159,7 +164,7 @@ def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., 
     @pass_context
     def concat(context: Context, *values: Value) -> str:
         environment.meter.expect(sum(written_bytes(environment.meter, value) for value in values))
-        return admit(environment.meter, "".join(map(_as_text, values)))
+        return admit(environment.meter, "".join(map(str, values)))
 
     @pass_context
     def slice_(context: Context, value: Value, start: Value, stop: Value, step: Value) -> Value:
@@ -170,7 +175,15 @@ def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., 
         return admit(environment.meter, value[cut])
 
     @pass_context
-    def looked_at(context: Context, value: Value) -> Value:
+    def compared(context: Context, value: Value) -> Value:
+        if isinstance(value, str):
+            environment.meter.step(1 + len(value) // COMPARED_CHARS_A_STEP)
+        else:
+            survey(environment.meter, value)
+        return value
+
+    @pass_context
+    def searched(context: Context, value: Value) -> Value:
         survey(environment.meter, value)
         return value
 
@@ -183,7 +196,7 @@ def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., 
     def written(context: Context, value: Value) -> str:
         if not isinstance(value, str):
             environment.meter.expect(written_bytes(environment.meter, value))
-            value = _as_text(value)
+            value = str(value)
         environment.meter.write(value)
         environment.meter.make_text(len(value), value.isascii())
         return value
@@ -196,15 +209,9 @@ def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., 
         _LOOP: loop,
         _CONCAT: concat,
         _SLICE: slice_,
-        _LOOKED_AT: looked_at,
+        _COMPARED: compared,
+        _SEARCHED: searched,
         _MADE: made,
         _WRITTEN: written,
         _SPENT: spent,
     }
-
-
-def _as_text(value: object) -> str:
-    """A value as Jinja prints it; functions and the like would only show where they are in memory."""
-    if isinstance(value, str | int | float | list | tuple | dict | Undefined | None):
-        return str(value)
-    raise SecurityError(f"it prints a {type(value).__name__}")

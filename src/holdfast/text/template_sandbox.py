@@ -22,7 +22,7 @@ from markupsafe import Markup
 from holdfast.text.template_filters import metered_filters, metered_tests
 from holdfast.text.template_meter import BudgetError, Meter, TemplateLimits
 from holdfast.text.template_methods import LIST_ITEM_BYTES, check_format, check_percent, method_charge
-from holdfast.text.template_rewrite import GenerationTag, hook_filters, rewrite
+from holdfast.text.template_rewrite import HOOK_MARK, GenerationTag, hook_filters, rewrite
 from holdfast.text.template_values import MeteredLoop, Value, admit, check_integer, settled, survey
 
 MAX_RANGE = 100_000
@@ -64,10 +64,20 @@ class TemplateRefusalError(TemplateRuntimeError):
 class TemplateNamespace(Namespace):
     """Jinja's namespace, without names that Python gives a meaning to."""
 
+    def __init__(self, /, *args: Value, **kwargs: Value) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
     def __setitem__(self, name: str, value: Value) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace has no {name!r:.40}")
+        _check_name(name)
         super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"it names {name!r:.40} in a namespace")
 
 
 class MeteredFormat:
@@ -109,6 +119,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
         self._functions = frozenset(self.globals.values())
+
+    def call_filter(self, name: str, *args: Value, **kwargs: Value) -> Value:
+        # By name, as `map` does: the hooks are for what the rewriting puts in.
+        if str(name).startswith(HOOK_MARK):
+            raise SecurityError(f"it calls the filter {name!r:.40}")
+        return super().call_filter(name, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Value, right: Value) -> Value:
         self.meter.step()

@@ -1,8 +1,11 @@
 """What the values in a chat template weigh: sizes before they are made, and loops that are counted; no torch."""
 
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Sized, ValuesView
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain
+from types import NoneType
 from typing import Any, TypeAlias
+
+from jinja2.runtime import Undefined
 
 from holdfast.text.template_meter import MAX_INTEGER_BITS, MAX_NESTING, BudgetError, Meter
 
@@ -10,6 +13,9 @@ Value: TypeAlias = Any
 """Whatever a template computes with."""
 MAX_ESCAPED_CHARS = 12
 """Characters that repr or JSON may write for one."""
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+DATA = (str, int, float, list, tuple, dict, range, Undefined, NoneType, *_VIEWS)
+"""What can be printed; functions and the like would only show where they are in memory."""
 _SURVEY_STEP = 64
 
 
@@ -97,6 +103,10 @@ def survey(meter: Meter, value: object) -> int:
 
     Comparing, hashing and printing do the same in native code, without an end for lists that hold each other twice.
     """
+    return _survey(meter, value, (object,))
+
+
+def _survey(meter: Meter, value: object, kinds: tuple[type, ...]) -> int:
     if isinstance(value, str):
         meter.scan(len(value))
         return len(value)
@@ -111,6 +121,8 @@ def survey(meter: Meter, value: object) -> int:
                 meter.scan(len(item))
                 num_chars += 2 + len(item) * (MAX_ESCAPED_CHARS // 2 if item.isascii() else MAX_ESCAPED_CHARS)
                 continue
+            if not isinstance(item, kinds):
+                raise TypeError(f"a {type(item).__name__} has no text")
             num_chars += 32 if not isinstance(item, int) else 2 + item.bit_length() // 3
             if isinstance(item, range):
                 meter.step(len(item))
@@ -127,14 +139,12 @@ def survey(meter: Meter, value: object) -> int:
 
 
 def written_bytes(meter: Meter, value: object) -> int:
-    """The most bytes that a value takes as text."""
-    num_chars = survey(meter, value)
+    """The most bytes that a value takes as text; what is no data has none."""
+    num_chars = _survey(meter, value, DATA)
     return num_chars if isinstance(value, str) and value.isascii() else 4 * num_chars
 
 
 def _items_of(value: object) -> Iterator[object] | None:
-    if isinstance(value, list | tuple | KeysView | ValuesView):
-        return iter(value)
-    if isinstance(value, dict | ItemsView):
-        return chain.from_iterable(value.items() if isinstance(value, dict) else value)
-    return None
+    if isinstance(value, dict):
+        return chain.from_iterable(value.items())
+    return iter(value) if isinstance(value, (list, tuple, *_VIEWS)) else None

@@ -1,7 +1,8 @@
-// Row-wise work: RMS norm, the gate of an MLP, and the way of a fused projection into pages.
+// Row-wise work: RMS norm, the gate of an MLP, activations, and the way of a fused projection into pages.
 #include "vector.h"
 
 #define ROWS_PER_THREAD 16  // below this a second thread costs more than it brings
+#define ELEMENTS_PER_THREAD 4096
 
 static inline void rms_row(const float *x, const float *weight, float *y, long size, float eps) {
     vec sums = splat(0.0f);
@@ -43,6 +44,20 @@ void holdfast_silu_mul(const float *gate_up, float *y, long num_rows, long size)
             store(result, silu_vec(load(tail)));
             for (long t = i; t < size; t++) out[t] = result[t - i] * up[t];
         }
+    }
+}
+
+// In place, element by element with the C library's functions; kinds as kernels/activate.py counts them.
+void holdfast_activate(float *x, long size, long kind) {
+#pragma omp parallel for schedule(static) if (size >= ELEMENTS_PER_THREAD)
+    for (long i = 0; i < size; i++) {
+        float v = x[i];
+        if (kind == 0)
+            x[i] = v / (1.0f + expf(-v));
+        else if (kind == 1)
+            x[i] = 0.5f * v * erfcf(v * -0.70710678f);
+        else
+            x[i] = 0.5f * v * (1.0f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));
     }
 }
 

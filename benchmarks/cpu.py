@@ -1,0 +1,40 @@
+"""Measures the default model against transformers on this CPU and keeps the record: python benchmarks/cpu.py [NAME]
+
+The record is benchmarks/records/<cpu>-<date>-<name>.json, one run of `holdfast bench latency`; `make docs` shows it in the
+README. About five minutes on two idle cores; leave the machine alone meanwhile.
+"""
+
+import datetime
+import os
+import re
+import sys
+from pathlib import Path
+
+from holdfast.cli.app import run
+from holdfast.cli.bench_record import cpu_name
+
+ROOT = Path(__file__).parent.parent
+RECORDS = Path("benchmarks") / "records"
+
+
+def record_path(name: str) -> Path:
+    """Where the record of today goes, from the root of the repository."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    cpu = re.sub(r"[^a-z0-9]+", "-", cpu_name().lower()).strip("-")
+    return RECORDS / f"{cpu}-{date}-{name}.json"
+
+
+def main() -> None:
+    """Run the benchmark that the README quotes."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "latency"
+    if not re.fullmatch(r"[a-z0-9-]{1,40}", name):
+        sys.exit(f"error: the name {name!r} was asked; small letters, digits and hyphens work; choose another")
+    os.chdir(ROOT)
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    arguments = ["bench", "latency", "--against", "transformers", "--json", str(record_path(name))]
+    sys.argv = ["holdfast", *arguments]
+    sys.exit(run(arguments))
+
+
+if __name__ == "__main__":
+    main()

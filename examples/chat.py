@@ -1,0 +1,21 @@
+"""A conversation of several turns. Pass a model folder or a .gguf file, or nothing for the default model."""
+
+import sys
+
+from holdfast import LLM, SamplingParams
+
+
+def main() -> None:
+    """The history is an ordinary list of messages; the prefix cache keeps what was read before."""
+    llm = LLM(model=sys.argv[1] if len(sys.argv) > 1 else None)
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    messages = [{"role": "system", "content": "You answer in one sentence."}]
+    for question in ["What is the capital of France?", "And of Italy?"]:
+        messages.append({"role": "user", "content": question})
+        (output,) = llm.chat(messages, params)
+        messages.append({"role": "assistant", "content": output.outputs[0].text})
+        print(f"> {question}\n{output.outputs[0].text}  ({output.num_cached_tokens} prompt tokens cached)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""`holdfast bench`: figures of this machine as a table, and as a record where one is asked for; no torch."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from holdfast.cli.bench_cases import (
+    UNIT,
+    Case,
+    Contestant,
+    Result,
+    check_agreement,
+    latency_cases,
+    race,
+    throughput_case,
+)
+from holdfast.cli.bench_holdfast import HoldfastContestant
+from holdfast.cli.bench_record import num_cores, ratios, record
+from holdfast.cli.failures import write_line
+from holdfast.cli.opening import import_torch, model_name, open_visibly
+from holdfast.cli.options import Given
+from holdfast.cli.strict_json import dumps
+from holdfast.cli.values import read_counts, read_range
+from holdfast.config import EngineConfig
+from holdfast.engine.progress import is_watched
+from holdfast.errors import ConfigError, shown
+from holdfast.loading.model_files import open_model
+from holdfast.loading.source import OpenModel
+
+PEERS = ("transformers",)
+STDOUT = "-"
+MAX_TOKENS = 1 << 20
+Cases = Callable[[random.Random, range], list[Case]]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What both benchmarks are asked."""
+
+    model: str | None
+    against: str | None
+    repeats: str
+    threads: str | None
+    json_file: str | None
+
+
+def bench_latency(
+    options: BenchOptions, engine: Given, prefill: str, batch: str, input_len: str, output_len: str
+) -> None:
+    """Prefill of given lengths, and decode at given batch sizes."""
+    lengths, batches = read_counts(prefill, "--prefill"), read_counts(batch, "--batch")
+    num_in, num_out = _count(input_len, "--input-len"), _count(output_len, "--output-len")
+    if num_out < 2:
+        raise ConfigError(
+            f"--output-len {num_out} was asked",
+            "decoding is timed from the first token to the last",
+            "ask for 2 or more",
+        )
+
+    def cases(choose: random.Random, ids: range) -> list[Case]:
+        return latency_cases(lengths, batches, num_in, num_out, choose, ids)
+
+    _bench(options, engine, cases, peer_batch=max(batches))
+
+
+def bench_throughput(
+    options: BenchOptions, engine: Given, num_prompts: str, input_len: str, output_len: str, peer_batch: str
+) -> None:
+    """Requests of random lengths."""
+    number, max_batch = _count(num_prompts, "--num-prompts"), _count(peer_batch, "--peer-batch")
+    num_in, num_out = read_range(input_len, "--input-len"), read_range(output_len, "--output-len")
+
+    def cases(choose: random.Random, ids: range) -> list[Case]:
+        return [throughput_case(number, num_in, num_out, choose, ids)]
+
+    _bench(options, engine, cases, max_batch)
+
+
+def _bench(options: BenchOptions, given: Given, make_cases: Cases, peer_batch: int) -> None:
+    repeats = _count(options.repeats, "--repeats")
+    threads = None if options.threads is None else _count(options.threads, "--threads")
+    _check(options, given)
+    config = EngineConfig.from_options(model=options.model, **given)
+    opened = open_model(config.model, config.load_format)
+    try:
+        import_torch()
+        cases = make_cases(random.Random(config.seed), range(opened.spec.vocab_size))
+        config = _for_cases(config, opened, cases)
+        num_threads = _set_threads(threads)
+        contestants = _contestants(options, config, opened, peer_batch)
+    finally:
+        opened.source.close()
+    with _telling() as tell:
+        check_agreement(cases, contestants, tell)
+        results = race(cases, contestants, repeats, tell)
+    settings = f"{config.dtype}, {num_threads} threads"
+    _write_table(results, f"{model_name(config)}, {settings}, median of {repeats}", options.json_file == STDOUT)
+    if options.json_file is not None:
+        facts = {"num_threads": num_threads, "num_repeats": repeats, "device": config.device}
+        if options.against is not None:
+            facts["greedy_tokens_agree"] = True
+        command = ["holdfast", *sys.argv[1:]]
+        _write_json(dumps(record(results, model_name(config), settings, command, facts), indent=1), options.json_file)
+
+
+def _check(options: BenchOptions, given: Given) -> None:
+    if given.get("enable_prefix_caching"):
+        raise ConfigError(
+            "--enable-prefix-caching was asked", "cached prompts are not computed, so not measured", "leave it out"
+        )
+    if options.json_file not in (None, STDOUT) and not Path(str(options.json_file)).absolute().parent.is_dir():
+        raise ConfigError(f"--json {shown(options.json_file)} was asked", "its folder does not exist", "make it first")
+    if options.against is None:
+        return
+    if options.against not in PEERS:
+        raise ConfigError(f"--against {shown(options.against)} was asked", f"{', '.join(PEERS)} is known", "use that")
+    if given.get("load_format") == "dummy":
+        raise ConfigError("--against was asked", "made-up weights are ours alone", "name a model with weights")
+    from holdfast.cli.bench_transformers import check_installed
+
+    check_installed()
+
+
+def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
+    """Settle type and device for all engines; take as much context and as many sequences as the cases need."""
+    from holdfast.runner.resolve import resolve
+
+    longest, most = max(case.longest for case in cases), max(len(case.prompts) for case in cases)
+    config = replace(
+        config,
+        enable_prefix_caching=False,
+        max_model_len=config.max_model_len or longest,
+        max_num_seqs=config.max_num_seqs or min(most, 64),
+        max_queue=max(config.max_queue, most),
+    )
+    resolved = resolve(config, opened.spec)
+    return replace(config, dtype=resolved.dtype, device=resolved.device)
+
+
+def _set_threads(threads: int | None) -> int:
+    import torch
+
+    if threads is not None:
+        if threads > num_cores():
+            raise ConfigError(f"--threads {threads} was asked", f"{num_cores()} cores are here", "ask for fewer")
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+def _contestants(options: BenchOptions, config: EngineConfig, opened: OpenModel, peer_batch: int) -> list[Contestant]:
+    contestants: list[Contestant] = [HoldfastContestant(open_visibly(config).engine)]
+    if options.against is not None:
+        from holdfast.cli.bench_transformers import TransformersContestant, open_transformers
+
+        write_line(f"Loading the same weights into {options.against}")
+        model = open_transformers(opened, config.dtype, config.device)
+        contestants.append(TransformersContestant(model, peer_batch))
+    return contestants
+
+
+def _count(text: str, option: str) -> int:
+    counts = read_counts(text, option)
+    if len(counts) != 1 or counts[0] > MAX_TOKENS:
+        raise ConfigError(f"{option} {shown(text)} was asked", f"one number up to {MAX_TOKENS} works", "change it")
+    return counts[0]
+
+
+@contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """Somewhere to say what runs now: one line that changes on a terminal, a line each elsewhere."""
+    if not is_watched():
+        yield write_line
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None:
+    names = list(results[0].rates)
+    headings = ["", *names, *(f"against {name}" for name in names[1:]), "best"]
+    rows = [
+        [
+            result.case.measure,
+            *(f"{result.median(name):.1f}" for name in names),
+            *(f"{ratio:.2f}x" for ratio in ratios(result).values()),
+            " / ".join(f"{result.best(name):.1f}" for name in names),
+        ]
+        for result in results
+    ]
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [f"{title}, {UNIT}"]
+    for row in (headings, *rows):
+        first, *rest = (
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join([first, *rest]))
+    stream = sys.stderr if to_stderr else sys.stdout
+    stream.write("\n".join(lines) + "\n")
+
+
+def _write_json(text: str, file: str) -> None:
+    if file == STDOUT:
+        sys.stdout.write(f"{text}\n")
+        return
+    Path(file).write_text(f"{text}\n", encoding="utf-8")
+    write_line(f"record written to {file}")

@@ -1,0 +1,128 @@
+"""transformers in a race: the same weights, type and threads, and its eager `generate`."""
+
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from holdfast.cli.bench_cases import Case, Timing, TokenIds
+from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.loading.gguf_config import gguf_config
+from holdfast.loading.source import OpenModel
+
+ROWS_AT_ONCE = 4096
+PADDING = 0
+
+
+def check_installed() -> None:
+    """Say so before anything is loaded."""
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "--against transformers was asked", "it is not installed", "run pip install 'holdfast[transformers]'"
+        )
+
+
+class _Clock:
+    """What `generate` calls a streamer: told of the prompts, then of each new token of every sequence."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note when it came."""
+        self.seconds.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+class TransformersContestant:
+    """A model of transformers. Sequences of a case run in batches of `max_batch`, padded on the left."""
+
+    name = "transformers"
+
+    def __init__(self, model: Any, max_batch: int) -> None:  # noqa: ANN401 - a class made by transformers
+        import transformers
+
+        model.eval()
+        # Nothing but the number of tokens ends a sequence, as in the other engine.
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=False, eos_token_id=None, pad_token_id=PADDING, use_cache=True
+        )
+        self._model = model
+        self._max_batch = max_batch
+
+    def run(self, case: Case) -> Timing:
+        """One batch after the other."""
+        start, first_seconds = time.perf_counter(), 0.0
+        token_ids: list[TokenIds] = []
+        for begin in range(0, len(case.prompts), self._max_batch):
+            part = slice(begin, begin + self._max_batch)
+            found, clock = self._generate(case.prompts[part], max(case.num_new[part]))
+            token_ids += [ids[:num_new] for ids, num_new in zip(found, case.num_new[part], strict=True)]
+            first_seconds = clock.seconds[1] - start
+        return Timing(tuple(token_ids), first_seconds, time.perf_counter() - start)
+
+    def _generate(self, prompts: Sequence[TokenIds], num_new: int) -> tuple[list[TokenIds], _Clock]:
+        longest, device = max(map(len, prompts)), self._model.device
+        ids_BT = torch.full((len(prompts), longest), PADDING, dtype=torch.int64)
+        mask_BT = torch.zeros((len(prompts), longest), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask_BT[row, longest - len(prompt) :] = 1
+        clock = _Clock()
+        with torch.inference_mode():
+            out_BT = self._model.generate(
+                ids_BT.to(device), attention_mask=mask_BT.to(device), max_new_tokens=num_new, streamer=clock
+            )
+        return [tuple(row[longest:]) for row in out_BT.tolist()], clock
+
+
+def open_transformers(opened: OpenModel, dtype: str, device: str) -> Any:  # noqa: ANN401 - a class made by transformers
+    """The model as transformers has it: from a folder by its own loader, from a GGUF file out of our own tensors."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch_dtype = getattr(torch, dtype)
+    if opened.gguf is None:
+        loader: Any = transformers.AutoModelForCausalLM
+        model = loader.from_pretrained(str(opened.path), dtype=torch_dtype, local_files_only=True)
+    else:
+        kind = getattr(transformers, opened.spec.architecture)
+        model = kind(kind.config_class(**_settings(opened))).to(torch_dtype)
+        _copy_weights(opened, model.state_dict())
+    return model.to(device)
+
+
+def _settings(opened: OpenModel) -> dict[str, Any]:
+    """A config.json for transformers, whose rotary settings have moved into one place."""
+    assert opened.gguf is not None, f"{opened.path} is no GGUF file"
+    settings: dict[str, Any] = dict(gguf_config(opened.gguf))
+    scaling = settings.pop("rope_scaling")
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")} | scaling
+    if opened.spec.family == "llama":
+        settings |= {"attention_bias": opened.spec.qkv_bias, "mlp_bias": opened.spec.mlp_bias}
+    return settings
+
+
+def _copy_weights(opened: OpenModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor of the file into the place of the same name, and nothing left over on either side."""
+    source = opened.source
+    tied = {"lm_head.weight"} if opened.spec.tied_embeddings else set()
+    missing = sorted(set(state) - set(source.entries) - tied)
+    extra = sorted(set(source.entries) - set(state) - source.ignorable)
+    if missing or extra:
+        raise UnsupportedModelError(
+            "--against transformers was asked",
+            f"its {opened.spec.architecture} has other tensors ({', '.join((missing or extra)[:3])})",
+            "pass the model as a Hugging Face folder",
+        )
+    for name, entry in source.entries.items():
+        if name not in state:
+            continue
+        for begin in range(0, entry.shape[0], ROWS_AT_ONCE):
+            end = min(begin + ROWS_AT_ONCE, entry.shape[0])
+            state[name][begin:end].copy_(source.read_rows(name, begin, end))

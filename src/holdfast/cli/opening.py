@@ -1,0 +1,99 @@
+"""Open a model for a command: a bar or plain lines on stderr while it loads, and the log with the usual words; no torch."""
+
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from holdfast.cli.failures import log_plainly, write_line
+from holdfast.config import EngineConfig
+from holdfast.engine.engine import Engine
+from holdfast.engine.llm import LLM, open_engine
+from holdfast.engine.progress import is_watched
+from holdfast.loading.default_model import find_default_model
+from holdfast.memory.report import MemoryReport
+from holdfast.memory.sizes import format_bytes
+
+WEIGHTS_OWNER = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that is ready to answer."""
+
+    name: str
+    engine: Engine
+    llm: LLM
+    memory: MemoryReport
+    load_seconds: float
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt and answer together."""
+        return min(self.memory.max_model_len, self.memory.kv_tokens)
+
+
+def import_torch() -> None:
+    """Import what a model needs; Ctrl-C is heard, though torch drops whatever is raised while it imports numpy."""
+    handler, was_heard = signal.getsignal(signal.SIGINT), False
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        nonlocal was_heard
+        was_heard = True
+        raise KeyboardInterrupt
+
+    is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGINT, hear)
+    try:
+        import holdfast.engine.build  # noqa: F401
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
+    if was_heard:
+        raise KeyboardInterrupt
+
+
+def open_quietly(config: EngineConfig) -> OpenedModel:
+    """Load a model and say nothing."""
+    log_plainly()
+    started = time.monotonic()
+    import_torch()
+    engine = open_engine(config, lambda num_done, num_total: None)
+    return _opened(config, engine, started)
+
+
+def open_visibly(config: EngineConfig) -> OpenedModel:
+    """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
+    log_plainly()
+    started = time.monotonic()
+    if is_watched():
+        _import_torch_visibly()
+        return _opened(config, open_engine(config, None), started)
+    write_line(f"Loading {model_name(config)}")
+    import_torch()
+    opened = _opened(config, open_engine(config, lambda num_done, num_total: None), started)
+    weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
+    write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds")
+    return opened
+
+
+def model_name(config: EngineConfig) -> str:
+    """The last part of the model's path."""
+    path = find_default_model() if config.model is None else Path(config.model)
+    return ascii(path.resolve().name)[1:-1]
+
+
+def _import_torch_visibly() -> None:
+    """It takes its seconds before there is anything to count."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("Starting"):
+        import_torch()
+
+
+def _opened(config: EngineConfig, engine: Engine, started: float) -> OpenedModel:
+    assert isinstance(engine.memory, MemoryReport), f"an engine without an account of its memory: {engine.memory=}"
+    return OpenedModel(model_name(config), engine, LLM.from_engine(engine), engine.memory, time.monotonic() - started)

@@ -1,0 +1,142 @@
+"""`holdfast run`: one prompt, one answer, streamed; then who holds which memory, and how fast it was; no torch."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+
+from holdfast.cli.answers import Speed, prepare, sampling_params, speed_of, stream, write_answer
+from holdfast.cli.failures import write_line
+from holdfast.cli.memory_table import write_memory
+from holdfast.cli.opening import OpenedModel, open_quietly, open_visibly
+from holdfast.cli.options import Given
+from holdfast.cli.prompt_input import read_prompt
+from holdfast.cli.strict_json import dumps
+from holdfast.config import EngineConfig
+from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.output_assembly import OutputAssembler
+from holdfast.errors import ConfigError
+from holdfast.loading.source import GenerationDefaults
+from holdfast.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+
+DEFAULT_MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What is asked of this command alone."""
+
+    model: str | None
+    prompt: str | None
+    system: str | None
+    raw: bool
+    quiet: bool
+    as_json: bool
+
+
+def run(options: RunOptions, engine: Given, sampling: Given) -> None:
+    """Answer once. Everything that was typed is checked before the model is touched."""
+    checked = sampling_params(sampling, GenerationDefaults())
+    _check_together(options, sampling)
+    # One request is all that will come, so memory is planned for one.
+    config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": checked.n} | engine))
+    text = read_prompt(options.prompt)
+    opened = open_quietly(config) if options.quiet or options.as_json else open_visibly(config)
+    params = sampling_params(sampling, opened.engine.generation)
+    prepared = prepare(opened.engine, _prompt(options, text, opened), params, DEFAULT_MAX_TOKENS)
+    output = _answer(opened, prepared, streams=not options.as_json)
+    if options.as_json:
+        write_answer(dumps(_record(opened, output)) + "\n")
+    elif not options.quiet:
+        write_line("")
+        write_memory(opened.memory)
+        write_line(f"\n{speed_of(output).line}")
+
+
+def _check_together(options: RunOptions, sampling: Given) -> None:
+    if options.raw and options.system is not None:
+        raise ConfigError("--system was asked beside --raw", "bare text has no system message", "leave one of them out")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling and not options.as_json:
+            raise ConfigError(f"--{name.replace('_', '-')} was asked", "only --json shows them", "add --json")
+
+
+def _prompt(options: RunOptions, text: str, opened: OpenedModel) -> str | list[Mapping[str, object]]:
+    """A conversation where the model has a template for it, the bare text elsewhere."""
+    if options.raw:
+        return text
+    if not opened.engine.has_chat_template:
+        if options.system is not None:
+            raise ConfigError(
+                "--system was asked", "the model has no chat template", "pass --chat-template, or leave it out"
+            )
+        return text
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _answer(opened: OpenedModel, prepared: PreparedRequest, streams: bool) -> RequestOutput:
+    """Run a request to its end; several answers are written one after the other, since they come together."""
+    params = prepared.params
+    assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, params.n)
+    last = "\n"
+    with closing(stream(opened.llm, prepared)) as deltas:
+        for delta in deltas:
+            assembler.add(delta)
+            if streams and params.n == 1:
+                write_answer(delta.text)
+                last = delta.text[-1:] or last
+    output = assembler.output()
+    if streams and params.n > 1:
+        for completion in output.outputs:
+            write_answer(f"--- {completion.index + 1} of {params.n} ---\n{completion.text}\n")
+    elif streams and (last != "\n" or not output.outputs[0].text):
+        write_answer("\n")
+    return output
+
+
+def _record(opened: OpenedModel, output: RequestOutput) -> dict[str, object]:
+    """Everything for a program: the first answer at the top, all of them where there are several."""
+    speed = speed_of(output)
+    record: dict[str, object] = {"model": opened.name, **_completion(output.outputs[0])}
+    if len(output.outputs) > 1:
+        record["outputs"] = [_completion(completion) for completion in output.outputs]
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [_logprobs(position) for position in output.prompt_logprobs]
+    return record | {
+        "usage": {
+            "prompt_tokens": speed.num_prompt_tokens,
+            "cached_tokens": speed.num_cached_tokens,
+            "completion_tokens": speed.num_output_tokens,
+            "total_tokens": speed.num_prompt_tokens + speed.num_output_tokens,
+        },
+        "timings": _timings(opened, speed),
+        "memory": opened.memory.as_dict(),
+    }
+
+
+def _completion(completion: CompletionOutput) -> dict[str, object]:
+    record: dict[str, object] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        record["cumulative_logprob"] = completion.cumulative_logprob
+        record["logprobs"] = [_logprobs(position) for position in completion.logprobs]
+    return record
+
+
+def _logprobs(position: PositionLogprobs | None) -> dict[int, dict[str, object]] | None:
+    return None if position is None else {token_id: asdict(logprob) for token_id, logprob in position.items()}
+
+
+def _timings(opened: OpenedModel, speed: Speed) -> dict[str, float | None]:
+    return {
+        "load_seconds": opened.load_seconds,
+        "queue_seconds": speed.queue_seconds,
+        "first_token_seconds": speed.first_token_seconds,
+        "total_seconds": speed.total_seconds,
+        "prefill_tokens_per_second": speed.prefill_rate,
+        "decode_tokens_per_second": speed.decode_rate,
+    }

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
+from holdfast.cache.storage import PageStorage
+from holdfast.memory.ledger import Ledger
+from holdfast.quant.formats import KV_FORMATS, KVFormat
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_bytes_are_those_of_the_spec_and_of_the_ledger(kv_dtype, page_tokens):
+    spec = uniform_cache(3, KV_FORMATS[kv_dtype], num_kv_heads=2, head_dim=24, page_tokens=page_tokens)
+    ledger = Ledger()
+    storage = PageStorage(spec, 7, CPU, ledger)
+    planes = [storage.plane(layer, name) for layer in range(3) for name in ("k", "v")]
+    assert sum(plane.nbytes for plane in planes) == 7 * spec.bytes_per_page
+    assert ledger.group_bytes() == {"kv pages": 7 * spec.bytes_per_page}
+    assert [entry.owner for entry in ledger][:2] == ["kv pages/0.attention.k", "kv pages/0.attention.v"]
+    assert [entry.num_bytes for entry in ledger] == [plane.nbytes for plane in planes]
+    for plane in planes:
+        assert plane.shape == (7 * page_tokens, 2, 24)
+        assert plane.dtype == getattr(torch, kv_dtype)
+        assert plane.is_contiguous()
+
+
+def test_planes_do_not_overlap():
+    spec = uniform_cache(2, KV_FORMATS["float32"], 1, 4, page_tokens=2)
+    storage = PageStorage(spec, 3, CPU, Ledger())
+    planes = [storage.plane(layer, name) for layer in range(2) for name in ("k", "v")]
+    for value, plane in enumerate(planes):
+        plane.fill_(value)
+    assert [plane.unique().tolist() for plane in planes] == [[0], [1], [2], [3]]
+
+
+def test_layers_may_differ():
+    """Boundary layers in another format, a layer with another number of heads: each plane is its own."""
+    mixed = KVFormat("mixed", "float16", "float32")
+    spec = CacheSpec(
+        4, (LayerCache(0, "attention", mixed, 2, 8), LayerCache(5, "index", KV_FORMATS["bfloat16"], 1, 16))
+    )
+    ledger = Ledger()
+    storage = PageStorage(spec, 2, CPU, ledger)
+    assert storage.plane(0, "k").dtype == torch.float16
+    assert storage.plane(0, "v").dtype == torch.float32
+    assert storage.plane(1, "k").shape == (8, 1, 16)
+    assert ledger.total_bytes == 2 * spec.bytes_per_page
+    assert [entry.owner for entry in ledger][-1] == "kv pages/5.index.v"
+
+
+def test_a_plane_stays_where_it_is():
+    storage = PageStorage(uniform_cache(1, KV_FORMATS["float32"], 1, 4, 2), 3, CPU, Ledger())
+    assert storage.plane(0, "k").data_ptr() == storage.plane(0, "k").data_ptr()
+    with pytest.raises(KeyError):
+        storage.plane(0, "latent")

@@ -1,0 +1,106 @@
+"""The options: a row for every field, defaults where the field has them, other spellings understood."""
+
+import dataclasses
+
+import pytest
+import typer
+
+from holdfast.cli.options import (
+    ENGINE_SETTINGS,
+    SAMPLING_SETTINGS,
+    SEVERAL_SETTINGS,
+    Given,
+    takes,
+)
+from holdfast.config import ALIASES, EngineConfig
+from holdfast.request.sampling_params import SamplingParams
+
+
+def names(owner: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(owner)}
+
+
+def test_every_field_has_one_row() -> None:
+    engine = [setting.name for setting in ENGINE_SETTINGS]
+    sampling = [setting.name for setting in (*SAMPLING_SETTINGS, *SEVERAL_SETTINGS)]
+    assert sorted(engine) == sorted(names(EngineConfig) - {"model"})
+    assert sorted(sampling) == sorted(names(SamplingParams) - {"seed"})
+
+
+def parsed(*arguments: str) -> tuple[Given, Given]:
+    """What a command gets that takes everything."""
+    found: list[tuple[Given, Given]] = []
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    @takes(engine=ENGINE_SETTINGS, sampling=(*SAMPLING_SETTINGS, *SEVERAL_SETTINGS))
+    def command(engine: Given, sampling: Given) -> None:
+        found.append((engine, sampling))
+
+    click_command = typer.main.get_command(app)
+    with click_command.make_context("test", list(arguments)) as context:
+        click_command.invoke(context)
+    return found[0]
+
+
+def test_nothing_given_is_nothing_set() -> None:
+    assert parsed() == ({}, {})
+
+
+@pytest.mark.parametrize("setting", ENGINE_SETTINGS, ids=lambda setting: setting.name)
+def test_every_engine_option_reaches_its_field(setting) -> None:
+    values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
+    if setting.name == "quantization":
+        pytest.skip("there is none yet")
+    flag = f"--{setting.name.replace('_', '-')}"
+    arguments = [flag] if setting.is_switch else [flag, values[setting.metavar]]
+    engine, sampling = parsed(*arguments)
+    assert list(engine) == [setting.name]
+    assert sampling == {}
+    config = EngineConfig.from_options(**engine)
+    assert getattr(config, setting.name) == engine[setting.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params"),
+    [
+        (("--temperature", "0.5"), {"temperature": 0.5}),
+        (("--temp", "0.5"), {"temperature": 0.5}),
+        (("--top-k", "-1"), {"top_k": 0}),
+        (("--stop", "a", "--stop", "b"), {"stop": ("a", "b")}),
+        (("--stop-token-ids", "1,2", "--stop-token-ids", "3"), {"stop_token_ids": (1, 2, 3)}),
+        (("--logit-bias", "5=-100"), {"logit_bias": {5: -100.0}}),
+        (("--ignore-eos",), {"ignore_eos": True}),
+        (("--no-skip-special-tokens",), {"skip_special_tokens": False}),
+        (("-n", "2", "--logprobs", "0"), {"n": 2, "logprobs": 0}),
+        (("--max-tokens", "1K"), {"max_tokens": 1024}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_sampling_options_reach_their_fields(arguments: tuple[str, ...], params: dict) -> None:
+    engine, sampling = parsed(*arguments)
+    assert engine == {}
+    assert SamplingParams(**sampling) == SamplingParams(**params)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_spellings_of_vllm_are_understood(alias: str) -> None:
+    value = {"gpu_memory_utilization": "0.5", "block_size": "32", "kv_cache_memory_bytes": "1GiB"}[alias]
+    engine, _ = parsed(f"--{alias.replace('_', '-')}", value)
+    assert getattr(EngineConfig.from_options(**engine), ALIASES[alias]) != getattr(EngineConfig(), ALIASES[alias])
+
+
+def test_switches_go_both_ways() -> None:
+    assert parsed("--no-enable-prefix-caching")[0] == {"enable_prefix_caching": False}
+    assert parsed("--enable-prefix-caching")[0] == {"enable_prefix_caching": True}
+    assert parsed("--enforce-eager")[0] == {"enforce_eager": True}
+    assert parsed("--no-enforce-eager")[0] == {"enforce_eager": False}
+
+
+def test_defaults_are_those_of_the_fields() -> None:
+    defaults = {setting.name: setting.default for setting in ENGINE_SETTINGS}
+    assert EngineConfig(**defaults) == EngineConfig()
+
+
+def test_an_empty_value_is_not_silently_dropped() -> None:
+    assert parsed("--dtype", "", "--max-tokens", "") == ({"dtype": ""}, {"max_tokens": ""})

@@ -1,0 +1,46 @@
+"""Help pages: quick, complete, and with examples that work."""
+
+import re
+import shlex
+
+import pytest
+
+from cli.cli_models import Here
+
+PAGES = [("run",), ("chat",), ("bench", "latency"), ("bench", "throughput")]
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=" ".join)
+@pytest.mark.usefixtures("wide")
+def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> None:
+    ended = here(*page, "--help")
+    assert ended.code == 0
+    assert ended.err == ""
+    panels = ["Model", "Memory", "Sampling", *(["Output"] if page != ("chat",) else [])]
+    assert all(re.search(rf"─ {panel} ─", ended.out) for panel in panels), ended.out
+    examples = [line.strip() for line in ended.out.splitlines() if re.match(rf"\s+(.*\| )?holdfast {page[0]}\b", line)]
+    assert 2 <= len(examples) <= 3
+    for example in examples:
+        words = shlex.split(example.partition("holdfast ")[2])
+        assert words[: len(page)] == list(page)
+        for option in (word for word in words if word.startswith("-") and word != "-"):
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", ended.out.partition("─ Arguments")[2]), option
+
+
+@pytest.mark.usefixtures("wide")
+def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
+    shown = here("run", "--help").out
+    assert "--memory-utilization" in shown
+    assert "--gpu-memory-utilization" not in shown
+    assert "--block-size" not in shown
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_short_option_asks_for_help_too(here: Here) -> None:
+    assert here("run", "-h").out == here("run", "--help").out

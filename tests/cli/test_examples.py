@@ -1,0 +1,60 @@
+"""The examples run as they stand, and so does the script that makes a record."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+WORDS = {
+    "async_streaming.py": "caller 2: Once upon a time",
+    "basic.py": "'def fibonacci(n):' -> ",
+    "chat.py": "prompt tokens cached",
+    "logprobs.py": "perplexity of the prompt: ",
+    "streaming.py": "kv pages ",
+}
+
+
+def test_every_example_is_run() -> None:
+    assert [path.name for path in EXAMPLES] == sorted(WORDS)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(
+    path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), str(tiny)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert WORDS[path.name] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 40
+
+
+def test_the_record_goes_where_the_readme_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from holdfast.cli.commands import invoke
+
+    script = runpy.run_path(str(ROOT / "benchmarks" / "cpu.py"))
+    assert script["record_path"]("latency").match("benchmarks/records/*-latency.json")
+    called: list[list[str]] = []
+    place = script["main"].__globals__
+    monkeypatch.setitem(place, "ROOT", tmp_path)
+    monkeypatch.setitem(place, "run", lambda arguments: called.append(arguments) or 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cpu.py", "some-name"])
+    with pytest.raises(SystemExit) as ending:
+        script["main"]()
+    assert ending.value.code == 0
+    assert called[0][-1].endswith("-some-name.json")
+    assert (tmp_path / "benchmarks" / "records").is_dir()
+    assert invoke([*called[0], "--help"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["cpu.py", "../Oh no"])
+    with pytest.raises(SystemExit, match="choose another"):
+        script["main"]()

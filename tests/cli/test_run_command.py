@@ -1,0 +1,265 @@
+"""`holdfast run`: text to stdout and nothing else, the rest to stderr, and every bad input in one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.cli_models import CHAT_TEMPLATE, Here, make_model
+
+
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def record(here: Here, *arguments: object, **options: object) -> dict:
+    ended = here("run", *arguments, "--json", **options)
+    assert ended.code == 0, ended
+    assert ended.out.count("\n") == 1
+    return json.loads(ended.out, parse_constant=refuse)
+
+
+def test_text_goes_to_stdout_and_the_account_to_stderr(here: Here, tiny: Path) -> None:
+    ended = here("run", tiny, "-p", "Hello", "--max-tokens", "8", "--ignore-eos")
+    assert ended.code == 0, ended
+    said = record(here, tiny, "-p", "Hello", "--max-tokens", "8", "--ignore-eos")["text"]
+    assert ended.out == said.removesuffix("\n") + "\n"
+    lines = ended.err.splitlines()
+    owners = [line.split("  ")[0] for line in lines]
+    assert {"weights", "kv pages"} < set(owners[owners.index("owner") : owners.index("total")])
+    assert "KV cache size: 256 tokens" in ended.err
+    assert lines[-1].startswith("prompt 11 tokens, generated 8 tokens, first token ")
+    assert "prefill" in lines[-1]
+    assert "decode" in lines[-1]
+
+
+def test_quiet_is_the_text_alone(here: Here, tiny: Path) -> None:
+    ended = here("run", tiny, "-p", "Hello", "-q", "--max-tokens", "4")
+    assert ended.code == 0
+    assert ended.err == ""
+    assert ended.out.endswith("\n")
+
+
+def test_json_holds_everything(here: Here, tiny: Path) -> None:
+    options = ("-p", "Hello", "--max-tokens", "6", "--ignore-eos", "--logprobs", "2", "--prompt-logprobs", "1")
+    found = record(here, tiny, *options)
+    assert found["finish_reason"] == "length"
+    assert len(found["token_ids"]) == 6
+    assert found["usage"] == {"prompt_tokens": 11, "cached_tokens": 0, "completion_tokens": 6, "total_tokens": 17}
+    assert found["timings"]["first_token_seconds"] > 0
+    assert found["timings"]["decode_tokens_per_second"] > 0
+    assert {row["owner"] for row in found["memory"]["rows"]} >= {"weights", "kv pages"}
+    assert len(found["logprobs"]) == 6
+    assert all(str(token) in position for token, position in zip(found["token_ids"], found["logprobs"], strict=True))
+    assert found["prompt_logprobs"][0] is None
+    assert len(found["prompt_logprobs"]) == 11
+    assert "outputs" not in found
+
+
+def test_several_answers(here: Here, tiny: Path) -> None:
+    options = ("-p", "Hello", "--max-tokens", "4", "--ignore-eos", "-n", "3")
+    found = record(here, tiny, *options)
+    assert [len(output["token_ids"]) for output in found["outputs"]] == [4, 4, 4]
+    assert len({tuple(output["token_ids"]) for output in found["outputs"]}) > 1, "chance is needed for several answers"
+    shown = here("run", tiny, *options, "-q").out
+    assert [line for line in shown.splitlines() if line.startswith("--- ")] == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+
+
+def test_memory_is_planned_for_one_request(here: Here, tiny: Path) -> None:
+    options = ("-p", "Hello", "--max-tokens", "2")
+    assert record(here, tiny, *options)["memory"]["kv_tokens"] == 256
+    assert record(here, tiny, *options, "--max-num-seqs", "4")["memory"]["kv_tokens"] == 1024
+
+
+def test_the_prompt_comes_from_the_option_from_stdin_or_from_both(here: Here, tiny: Path) -> None:
+    whole = record(here, tiny, "-p", "One\n\ntwo")
+    assert record(here, tiny, "-p", "One", stdin="two\n")["token_ids"] == whole["token_ids"]
+    assert record(here, tiny, stdin="One\n\ntwo\r\n")["token_ids"] == whole["token_ids"]
+    assert record(here, tiny, "-p", "One")["token_ids"] != whole["token_ids"]
+
+
+def test_raw_text_is_not_put_into_the_template(here: Here, tiny: Path, bare: Path) -> None:
+    assert record(here, tiny, "-p", "Hello", "--raw")["usage"]["prompt_tokens"] == 5
+    assert record(here, tiny, "-p", "Hello")["usage"]["prompt_tokens"] == 5 + len("[u][a]")
+    assert record(here, bare, "-p", "Hello")["usage"]["prompt_tokens"] == 5
+    assert record(here, tiny, "-p", "Hello", "--system", "Hm")["usage"]["prompt_tokens"] == 5 + len("[s]Hm[u][a]")
+
+
+def test_greedy_is_the_default_and_a_seed_repeats_the_rest(here: Here, tiny: Path) -> None:
+    options = ("-p", "Hello", "--max-tokens", "12", "--ignore-eos")
+    greedy = record(here, tiny, *options)["token_ids"]
+    assert record(here, tiny, *options, "--temperature", "0")["token_ids"] == greedy
+    warm = [record(here, tiny, *options, "--temperature", "2", "--seed", seed)["token_ids"] for seed in (1, 1, 2)]
+    assert warm[0] == warm[1]
+    assert warm[0] != warm[2]
+
+
+def test_the_makers_advice_is_followed(here: Here, tiny: Path, tmp_path: Path) -> None:
+    advised = shutil.copytree(tiny, tmp_path / "advised")
+    (advised / "generation_config.json").write_text(json.dumps({"temperature": 2.0, "eos_token_id": 2}))
+    options = ("-p", "Hello", "--max-tokens", "12", "--ignore-eos")
+    assert record(here, advised, *options)["token_ids"] == record(here, tiny, *options, "--temp", "2")["token_ids"]
+    assert record(here, advised, *options, "--temp", "0")["token_ids"] == record(here, tiny, *options)["token_ids"]
+
+
+def test_the_answer_fits_the_context_by_default(here: Here, tiny: Path) -> None:
+    found = record(here, tiny, "-p", "Hello", "--ignore-eos", "--max-model-len", "20")
+    assert found["usage"]["total_tokens"] == 20
+    assert found["finish_reason"] == "length"
+
+
+BAD_OPTIONS = [
+    (("--temperature", "nan"), "temperature=nan was asked"),
+    (("--temperature", "hot"), "temperature='hot' was asked"),
+    (("--top-p", "1.5"), "top_p=1.5 was asked"),
+    (("-n", "100000"), "n=100000 was asked"),
+    (("--logprobs", "500", "--json"), "logprobs=500 was asked"),
+    (("--logprobs", "5"), "add --json"),
+    (("--stop", "x" * 5000), "a stop string of 5000 characters"),
+    (("--stop", ""), "stop="),
+    (("--max-tokens", "0"), "max_tokens=0 was asked"),
+    (("--max-tokens", "8q"), "max_tokens='8q' was asked"),
+    (("--max-model-len", "many"), "max_model_len='many' was asked"),
+    (("--dtype", "float31"), "try float32"),
+    (("--device", "tpu"), "device='tpu' was asked"),
+    (("--memory-limit", "lots"), "memory_limit='lots' is not a size"),
+    (("--quantization", "fp3"), "quantization='fp3' was asked"),
+    (("--block-size", "16", "--page-tokens", "8"), "the same option"),
+    (("--raw", "--system", "Be brief"), "--system was asked beside --raw"),
+    (("--logit-bias", "no"), "--logit-bias 42=-100"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=[" ".join(options)[:30] for options, _ in BAD_OPTIONS])
+def test_bad_options_are_refused_before_anything_is_opened(here: Here, options: tuple[str, ...], words: str) -> None:
+    ended = here("run", "no/such/model", "-p", "Hello", *options)
+    assert ended.code == 2, ended
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1
+    assert ended.err.startswith("error: ")
+    assert words in ended.err
+
+
+BAD_REQUESTS = [
+    (("-p", "x" * 300), "the context holds 256"),
+    (("-p", "x" * 300, "--max-model-len", "64"), "the context holds 64"),
+    (("-p", "Hello", "--max-tokens", "10000"), "max_tokens=10000 was asked"),
+    (("-p", ""), "an empty prompt was given"),
+    ((), "with no prompt"),
+    (("-p", "\udc80"), "surrogate"),
+    (("-p", "Hello", "--stop-token-ids", "999999"), "token id 999999"),
+    (("-p", "Hello", "--chat-template", "{{ messages.__class__ }}"), "template"),
+    (("-p", "Hello", "--chat-template", "{% for i in range(10**9) %}x{% endfor %}"), "template"),
+    (("-p", "Hello", "--chat-template", "{% oops"), "template"),
+    (("-p", "Hello", "--max-model-len", "1G"), "short; "),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), BAD_REQUESTS, ids=[" ".join(options)[:30] or "none" for options, _ in BAD_REQUESTS]
+)
+def test_bad_requests_are_refused_in_one_line(here: Here, tiny: Path, options: tuple[str, ...], words: str) -> None:
+    ended = here("run", tiny, "-q", *options)
+    assert ended.code in (1, 2), ended
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1, ended
+    assert words in ended.err
+
+
+def test_bytes_that_are_no_text_are_refused(here: Here, tiny: Path) -> None:
+    ended = here("run", tiny, stdin=b"caf\xe9")
+    assert ended.code == 2
+    assert "byte 3 of it, 0xe9, is not UTF-8" in ended.err
+
+
+def test_a_system_message_needs_a_template(here: Here, bare: Path) -> None:
+    ended = here("run", bare, "-q", "-p", "Hello", "--system", "Be brief")
+    assert ended.code == 2
+    assert "no chat template" in ended.err
+
+
+def broken(tiny: Path, folder: Path, name: str) -> Path:
+    """A model in which one thing is wrong; the path to pass."""
+    model = shutil.copytree(tiny, folder / "model")
+    weights, config = model / "model.safetensors", json.loads((model / "config.json").read_text())
+    if name == "no such path":
+        return folder / "modell"
+    if name == "hub name":
+        return Path("org/name")
+    if name == "no config":
+        (model / "config.json").unlink()
+    elif name == "empty folder":
+        return Path(shutil.copytree(folder, folder / "empty", ignore=lambda *_: ["model", "empty"]))
+    elif name == "unknown architecture":
+        (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    elif name == "config is no JSON":
+        (model / "config.json").write_text("{")
+    elif name == "wrong shape":
+        (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    elif name == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif name == "no weights":
+        weights.unlink()
+    elif name == "pickle":
+        weights.rename(model / "pytorch_model.bin")
+    elif name == "pickle file":
+        return Path(shutil.copy(weights, folder / "model.pt"))
+    elif name == "one file":
+        return weights
+    elif name == "broken tokenizer":
+        (model / "tokenizer.json").write_text("{}")
+    elif name == "no tokenizer":
+        (model / "tokenizer.json").unlink()
+    elif name == "index points outside":
+        weights.unlink()
+        index = {"weight_map": {"model.embed_tokens.weight": "../../elsewhere.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif name == "no GGUF":
+        (folder / "model.gguf").write_bytes(b"GGUFnonsense")
+        return folder / "model.gguf"
+    return model
+
+
+BROKEN_MODELS = [
+    ("no such path", "did you mean"),
+    ("hub name", "models are read from local paths only"),
+    ("no config", "has no config.json"),
+    ("empty folder", "it is empty"),
+    ("unknown architecture", "LlamaForCausalLM"),
+    ("config is no JSON", "config.json"),
+    ("wrong shape", "down_proj"),
+    ("truncated weights", "model.safetensors"),
+    ("no weights", "safetensors"),
+    ("pickle", "pytorch_model.bin; such files run code"),
+    ("pickle file", "pickle"),
+    ("one file", "the whole folder is needed"),
+    ("broken tokenizer", "tokenizer.json"),
+    ("no tokenizer", "tokenizer.json"),
+    ("index points outside", "elsewhere.safetensors"),
+    ("no GGUF", "model.gguf"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), BROKEN_MODELS, ids=[name for name, _ in BROKEN_MODELS])
+def test_broken_models_are_refused_in_one_line(here: Here, tiny: Path, tmp_path: Path, name: str, words: str) -> None:
+    ended = here("run", broken(tiny, tmp_path, name), "-q", "-p", "Hello")
+    assert ended.code == 1, ended
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1, ended
+    assert words in ended.err
+
+
+def test_what_does_not_fit_is_refused_with_the_table(here: Here, tiny: Path) -> None:
+    ended = here("run", tiny, "-q", "-p", "Hello", "--memory-limit", "64KiB")
+    assert ended.code == 1
+    assert "short" in ended.err
+    assert "weights" in ended.err
+
+
+def test_loading_is_told_where_nobody_watches(here: Here, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "A-Model")
+    ended = here("run", model, "-p", "Hello", "--max-tokens", "1")
+    assert ended.err.startswith("Loading A-Model\nModel loading took ")
+    assert "\x1b" not in ended.err + ended.out
+    assert CHAT_TEMPLATE not in ended.out

@@ -1,0 +1,81 @@
+from typing import get_args
+
+import pytest
+import torch
+
+from holdfast.kernels.activate import REFERENCES, activate, activate_reference
+from holdfast.models.spec import Activation
+from kernels.exactness import companies, num_threads, random, same_bits
+
+pytestmark = pytest.mark.usefixtures("native")
+
+KINDS = pytest.mark.parametrize("kind", REFERENCES)
+SIZES = (1, 3, 5, 63, 64, 100, 577)
+
+
+def test_every_activation_of_a_model_is_known():
+    assert set(REFERENCES) == set(get_args(Activation))
+
+
+@KINDS
+def test_as_exact_as_torch(kind):
+    x = torch.cat([random(3, 577), random(3, 577, scale=30), torch.linspace(-20, 20, 3 * 577).view(3, 577)])
+    exact = activate_reference(x.double(), kind)
+    unit = exact.abs() * 2**-23 + 2**-24 * x.abs().clamp(max=1) + 2**-149
+    error = ((activate(x, kind).double() - exact).abs() / unit).max()
+    torch_error = ((activate_reference(x, kind).double() - exact).abs() / unit).max()
+    assert float(error) <= 4 * float(torch_error) + 2
+
+
+@KINDS
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
+def test_an_element_is_the_same_to_the_bit_in_any_company(kind, size):
+    """Torch's own silu and gelu are not: what a vector does not fill, and what a thread ends with, is rounded otherwise."""
+    x = random(129, size, scale=3)
+    alone = torch.cat([activate(x[row : row + 1], kind) for row in range(129)])
+    for threads in (1, 2):
+        with num_threads(threads):
+            for rows in companies(129):
+                assert same_bits(activate(x[rows], kind), alone[rows]), f"{threads=} {rows=}"
+
+
+@KINDS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_element(kind, bad):
+    x = random(3, 7)
+    clean = activate(x, kind)
+    x[1, 6] = bad
+    y = activate(x, kind)
+    assert not y[1, 6].isfinite()
+    y[1, 6] = clean[1, 6]
+    assert same_bits(y, clean)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_is_written_outside(native, guarded_host, kind, size):
+    x = guarded_host(size)
+    x.copy_(random(size))
+    native.holdfast_activate(x.data_ptr(), size, kind)
+    assert x.isfinite().all()
+
+
+@KINDS
+def test_rows_may_lie_apart(kind):
+    x = random(9, 10, scale=3)
+    before = x.clone()
+    y = activate(x[:, 3:8], kind)
+    assert y.is_contiguous()
+    assert same_bits(y, activate(x[:, 3:8].contiguous(), kind))
+    assert same_bits(x, before)
+
+
+@KINDS
+def test_half_types_run_in_torch(kind):
+    x = random(4, 10).half()
+    assert same_bits(activate(x, kind), activate_reference(x, kind))
+
+
+@KINDS
+def test_no_rows_give_no_rows(kind):
+    assert activate(torch.empty(0, 5), kind).shape == (0, 5)

@@ -1,0 +1,120 @@
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.models.rope import rope_table
+from holdfast.models.rope_settings import read_rope
+from holdfast.models.settings import Settings
+
+CPU = torch.device("cpu")
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def longrope(head_dim: int) -> dict[str, Any]:
+    return {
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.05 * i for i in range(head_dim // 2)],
+        "long_factor": [1.5 + 0.5 * i for i in range(head_dim // 2)],
+    }
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("default", {}),
+    "linear": ("linear", {"factor": 4.0}),
+    "linear by less than one": ("linear", {"factor": 0.5}),
+    "llama3": ("llama3", LLAMA3),
+    "llama3 of a long text": ("llama3", LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}),
+    "llama3 of another band": ("llama3", LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 2.5}),
+    "yarn": ("yarn", YARN),
+    "yarn of a long text": ("yarn", YARN | {"factor": 4.0, "original_max_position_embeddings": 32768}),
+    "yarn with other turns": ("yarn", YARN | {"beta_fast": 16, "beta_slow": 2}),
+    "yarn not truncated": ("yarn", YARN | {"truncate": False}),
+    "yarn with a magnitude": ("yarn", YARN | {"attention_factor": 1.5}),
+    "yarn with two scales": ("yarn", YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}),
+    "yarn with one scale": ("yarn", YARN | {"mscale": 0.7}),
+    "yarn that does not stretch": ("yarn", YARN | {"factor": 1.0}),
+    "yarn of one turn": ("yarn", YARN | {"beta_fast": 3, "beta_slow": 3, "truncate": False}),
+}
+
+
+def tables(kind, settings, head_dim, theta, max_position, num_positions):
+    """cos and sin from transformers and from here, all [L, D], for a text of `num_positions`."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = settings | {"rope_type": kind, "rope_theta": theta}
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=max_position,
+        rope_parameters=dict(parameters),
+    )
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))
+    rope = read_rope(Settings({"rope_parameters": parameters}, "config.json"), head_dim, max_position)
+    ours = rope_table(rope, head_dim, max_position, num_positions, torch.float32, CPU)
+    return [table.squeeze(0) for table in theirs], ours
+
+
+def check(kind, settings, head_dim=16, theta=10_000.0, max_position=512, num_positions=512):
+    (cos, sin), ours = tables(kind, settings, head_dim, theta, max_position, num_positions)
+    half = head_dim // 2
+    phase = 2e-7 * num_positions  # a frequency that is off by a unit in the last place turns this far by the end
+    torch.testing.assert_close(ours.cos_LD, cos, rtol=0, atol=phase)
+    torch.testing.assert_close(ours.sin_LD[:, half:], sin[:, half:], rtol=0, atol=phase)
+    torch.testing.assert_close(ours.sin_LD[:, :half], -sin[:, :half], rtol=0, atol=phase)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128], ids=lambda size: f"D{size}")
+def test_the_tables_of_transformers(name, head_dim):
+    check(*KINDS[name], head_dim)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("theta", [100.0, 500_000.0, 1e6])
+def test_any_base(name, theta):
+    check(*KINDS[name], theta=theta)
+
+
+@pytest.mark.parametrize("num_positions", [10, 64, 65, 100, 512])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
+def test_dynamic_at_the_longest_text_that_is_allowed(num_positions, factor):
+    """Within the model's own length nothing is stretched; beyond it all positions are, for max_model_len."""
+    check("dynamic", {"factor": factor}, max_position=64, num_positions=num_positions)
+
+
+@pytest.mark.parametrize("num_positions", [10, 64, 65, 512], ids=["short", "just short", "just long", "long"])
+@pytest.mark.parametrize("head_dim", [16, 96])
+@pytest.mark.parametrize("extra", [{}, {"factor": 4.0}, {"attention_factor": 1.25}, {"factor": 0.5}], ids=str)
+def test_longrope_short_and_long(num_positions, head_dim, extra):
+    check("longrope", longrope(head_dim) | extra, head_dim, num_positions=num_positions)
+
+
+def test_kinds_differ():
+    """A table that ignored its settings would pass many of the tests above where the settings change little."""
+    seen = {name: tables(*KINDS[name], 16, 10_000.0, 512, 512)[1].cos_LD for name in KINDS}
+    alike = [
+        {one, other} for one in seen for other in seen if one < other and (seen[one] - seen[other]).abs().max() < 1e-3
+    ]
+    assert alike == [{"default", "yarn that does not stretch"}, {"yarn", "yarn with one scale"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_computed_in_float32_and_rounded_once(dtype):
+    rope = read_rope(Settings({}, "config.json"), 16, 4096)
+    fine, coarse = (rope_table(rope, 16, 4096, 4096, kind, CPU) for kind in (torch.float32, dtype))
+    assert coarse.cos_LD.dtype == dtype
+    assert torch.equal(coarse.cos_LD, fine.cos_LD.to(dtype))
+    assert torch.equal(coarse.sin_LD, fine.sin_LD.to(dtype))
+
+
+def test_a_shorter_context_has_the_same_rows():
+    """Where the kind does not look at the length, rows do not depend on how many there are."""
+    for kind, settings in KINDS.values():
+        short = tables(kind, settings, 16, 10_000.0, 512, 100)[1]
+        long = tables(kind, settings, 16, 10_000.0, 512, 512)[1]
+        assert torch.equal(short.cos_LD, long.cos_LD[:100])
+        assert torch.equal(short.sin_LD, long.sin_LD[:100])

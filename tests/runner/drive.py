@@ -1,0 +1,194 @@
+"""A whole runner around any attention backend, driven by the real scheduler, with every row of logits kept by position."""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from holdfast.attention.backend import AttentionSpec
+from holdfast.attention.select import BackendType
+from holdfast.cache.spec import uniform_cache
+from holdfast.cache.storage import PageStorage
+from holdfast.config import Limits
+from holdfast.engine.scheduler import Scheduler
+from holdfast.loading.execute import load_weights
+from holdfast.loading.model_files import open_model
+from holdfast.loading.plan import plan_load
+from holdfast.memory.ledger import Ledger
+from holdfast.models.decoder import Decoder
+from holdfast.models.rope import rope_table
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence, SequenceState, Step
+from holdfast.runner.batch_buffers import BatchBuffers
+from holdfast.runner.result import NO_TOKEN, StepResult, TokenLogprobs
+from holdfast.runner.runner import Runner
+from holdfast.runner.sampler import Sampler, SequenceSample
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What stays the same for every runner of a model."""
+
+    spec: ModelSpec
+    weights: Mapping[str, torch.Tensor]
+
+
+def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
+    """A model from disk, by the engine's own loader."""
+    model = open_model(str(folder), "auto")
+    weights = load_weights(plan_load(model.parameters, model.source, dtype), model.source, "cpu", Ledger(), _silent)
+    model.source.close()
+    return LoadedModel(model.spec, weights)
+
+
+def _silent(done: int, total: int) -> None: ...
+
+
+class RecordingSampler(Sampler):
+    """Chooses as the sampler does, and hands every row of logits on before."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__(vocab_size, device)
+        self.sampled: list[torch.Tensor] = []
+        self.prompt: list[torch.Tensor] = []
+
+    def sample(
+        self, logits_SV: torch.Tensor, sequences: SequenceABC[Sequence], eos_token_ids: frozenset[int]
+    ) -> list[SequenceSample]:
+        self.sampled += logits_SV.clone()
+        return super().sample(logits_SV, sequences, eos_token_ids)
+
+    def prompt_logprobs(
+        self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        self.prompt += logits_TV.clone()
+        return super().prompt_logprobs(logits_TV, target_ids, num_top)
+
+
+class Rig:
+    """A runner, and what it computed: `logits[sequence id][position]` are those behind the token at that position."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend_type: BackendType,
+        limits: Limits,
+        num_pages: int,
+        kv_dtype: str = "float32",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        spec = model.spec
+        cache = uniform_cache(
+            spec.num_layers, KV_FORMATS[kv_dtype], spec.num_kv_heads, spec.head_dim, limits.page_tokens
+        )
+        specs = tuple(
+            AttentionSpec(
+                layer, spec.num_heads, spec.head_dim**-0.5, spec.window(layer.layer), limits.max_model_len, dtype, CPU
+            )
+            for layer in cache.layers
+        )
+        storage = PageStorage(cache, num_pages, CPU, Ledger())
+        for layer in range(spec.num_layers):
+            for name in ("k", "v"):
+                storage.plane(layer, name).fill_(float("nan"))
+        rotary = None
+        if spec.rope is not None:
+            rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, CPU)
+        self.limits = limits
+        self.sampler = RecordingSampler(spec.vocab_size, CPU)
+        decoder = Decoder(spec, model.weights, backend_type(specs, storage), rotary)
+        buffers = BatchBuffers(limits, CPU, Ledger())
+        self.runner = Runner(decoder, buffers, self.sampler, limits, num_pages, spec.vocab_size, frozenset({2}))
+        self.logits: dict[int, dict[int, torch.Tensor]] = {}
+
+    def execute(self, step: Step) -> StepResult:
+        """Run a step and file its logits. A position that is computed again replaces what was there."""
+        self.sampler.sampled.clear()
+        self.sampler.prompt.clear()
+        result = self.runner.execute(step)
+        sampled, prompt = iter(self.sampler.sampled), iter(self.sampler.prompt)
+        for item, own in zip(step.scheduled, result.results, strict=True):
+            logits = self.logits.setdefault(item.sequence.sequence_id, {})
+            for offset in range(len(own.prompt_logprobs)):
+                logits[item.start + offset] = next(prompt)
+            if own.token_id is not None:
+                logits[item.start + item.num_new_tokens - 1] = next(sampled)
+        assert next(sampled, None) is None is next(prompt, None), "logits that belong to nobody"
+        return result
+
+
+@dataclass
+class Request:
+    """One request, and when it comes: after that many steps."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival: int = 0
+    params: SamplingParams = GREEDY
+    sequence: Sequence | None = field(default=None, repr=False)
+
+    @property
+    def output(self) -> list[int]:
+        assert self.sequence is not None, "it has not run"
+        return self.sequence.output_token_ids
+
+
+class Drive:
+    """A rig behind the real scheduler. Requests may come in several rounds; the prefix cache lives through all of them."""
+
+    def __init__(self, rig: Rig, num_pages: int, enable_prefix_caching: bool = True) -> None:
+        self.rig = rig
+        self.scheduler = Scheduler(rig.limits, num_pages, enable_prefix_caching, max_queue=1000)
+        self._ids = count()
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """All requests to their ends."""
+        waiting = sorted(requests, key=lambda request: request.arrival)
+        live: list[Sequence] = []
+        num_steps = 0
+        while waiting or self.scheduler.has_work:
+            while waiting and (waiting[0].arrival <= num_steps or not self.scheduler.has_work):
+                live.append(self._add(waiting.pop(0)))
+            step = self.scheduler.schedule()
+            assert step.scheduled, "nobody is scheduled, and somebody waits"
+            result = self.rig.execute(step)
+            self._book(step, result)
+            for sequence in [sequence for sequence in live if sequence.num_output_tokens >= sequence.max_tokens]:
+                self.scheduler.finish(sequence)
+            live = [sequence for sequence in live if sequence.state is not SequenceState.FINISHED]
+            num_steps += 1
+
+    def _book(self, step: Step, result: StepResult) -> None:
+        """As the engine does: a sequence whose numbers are not finite ends there."""
+        token_ids = [own.token_id for own in result.results]
+        for index, (item, token_id) in enumerate(zip(step.scheduled, token_ids, strict=True)):
+            if token_id == NO_TOKEN:
+                self.scheduler.finish(item.sequence)
+                token_ids[index] = None
+        self.scheduler.complete(step, token_ids)
+
+    def _add(self, request: Request) -> Sequence:
+        request.sequence = Sequence(
+            next(self._ids),
+            list(request.prompt),
+            len(request.prompt),
+            request.params,
+            seed=0,
+            max_tokens=request.max_tokens,
+            use_prefix_cache=request.params.prompt_logprobs is None,
+        )
+        self.scheduler.add(request.sequence)
+        return request.sequence
+
+    def logits(self, request: Request) -> dict[int, torch.Tensor]:
+        """By position, of a request that has run."""
+        assert request.sequence is not None, "it has not run"
+        return self.rig.logits[request.sequence.sequence_id]

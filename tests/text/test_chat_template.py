@@ -1,0 +1,274 @@
+import json
+import threading
+import time
+
+import pytest
+
+from holdfast.errors import ModelFormatError, PromptError, TemplateError
+from holdfast.text.chat_template import (
+    MAX_TEMPLATE_CHARS,
+    ChatTemplate,
+    chat_template_from_directory,
+    chat_template_from_gguf,
+)
+from text.both_renderers import MESSAGES, agree
+from text.chat_templates import CHAT_TEMPLATES
+from text.nasty_texts import NASTY_TEXTS
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": 'Says "é" & <b>',
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                    "mode": {"enum": ["fast", "slow"]},
+                    "inner": {"type": "object", "properties": {"n": {"type": "number"}}},
+                },
+            },
+        },
+    }
+]
+CHATS = {
+    "one question": [{"role": "user", "content": "Hi"}],
+    "system and turns": [
+        {"role": "system", "content": " Be brief.\n"},
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Two"},
+    ],
+    "tools and thoughts": MESSAGES,
+    "reasoning by another name": [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So.", "reasoning": "let me see"},
+    ],
+    "wrong order": [{"role": "assistant", "content": "I begin"}, {"role": "assistant", "content": "and go on"}],
+    "nasty": [
+        {"role": role, "content": text}
+        for pair in zip(NASTY_TEXTS.values(), reversed(NASTY_TEXTS.values()), strict=True)
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ],
+    "many": [{"role": ("user", "assistant")[index % 2], "content": f"turn {index}"} for index in range(300)],
+}
+
+
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize("source", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+def test_templates_of_models_render_as_in_transformers(source, messages):
+    for options in (
+        {"tools": None},
+        {"tools": TOOLS, "add_generation_prompt": False},
+        {"tools": TOOLS, "enable_thinking": False, "date_string": "1 Jan 2030"},
+    ):
+        agree(source, messages=messages, **options)
+
+
+@pytest.mark.parametrize("source", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+def test_templates_of_models_do_not_refuse_ordinary_chats(source):
+    assert agree(source, messages=CHATS["system and turns"], tools=TOOLS)
+
+
+def test_special_tokens_are_known_to_templates():
+    template = ChatTemplate(
+        "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}",
+        "x",
+        {"bos_token": "<s>", "eos_token": "</s>"},
+    )
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi</s>"
+    assert template.render([{"role": "user", "content": "hi"}], bos_token="<other>") == "<other>hi</s>"
+
+
+def test_the_generation_prompt_is_asked_for_by_default():
+    template = ChatTemplate("{{ add_generation_prompt }}", "x", {})
+    assert template.render([{"role": "user", "content": "hi"}]) == "True"
+    assert template.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "False"
+
+
+def test_text_parts_are_joined():
+    template = ChatTemplate("{{ messages[0].content }}", "x", {})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_messages_are_checked_before_the_template_runs():
+    template = ChatTemplate("{{ raise_exception('ran') }}", "x", {})
+    with pytest.raises(PromptError, match="role"):
+        template.render([{"content": "hi"}])
+    with pytest.raises(PromptError, match="strings, finite numbers"):
+        template.render([{"role": "user", "content": "hi"}], tools=[object()])
+
+
+def test_the_caller_s_messages_are_not_touched():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "reasoning": "r"}]
+    before = json.dumps(messages)
+    ChatTemplate("{{ messages }}", "x", {}).render(messages)
+    assert json.dumps(messages) == before
+
+
+ERRORS = {
+    "refusal": ("{{ raise_exception('no system role\\nhere') }}", "it refuses these messages: no system role here"),
+    "refusal with data": ("{{ raise_exception(messages) }}", "it refuses these messages"),
+    "syntax": ("a\n{% if %}", "line 2 is no Jinja"),
+    "unclosed": ("{% for x in y %}", "line 1 is no Jinja"),
+    "unknown filter": ("{{ 'a'|nope }}", "No filter named 'nope'"),
+    "undefined": ("{{ a.b.c }}", "'a' is undefined"),
+    "type error": ("{{ 'a' + 1 }}", "TypeError"),
+    "escape": ("{{ ''.__class__ }}", "it leaves its sandbox"),
+    "steps": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+    "memory": ("{{ 'a' * 10**9 }}", "builds more than"),
+    "output": ("{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}", "writes more than"),
+    "nesting": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+    "length": ("x" * (MAX_TEMPLATE_CHARS + 1), "characters"),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), ERRORS.values(), ids=ERRORS)
+def test_failures_are_one_line_that_names_the_file_and_says_what_to_do(source, words):
+    template = ChatTemplate(source, "model.gguf", {})
+    for _ in range(2):
+        with pytest.raises(TemplateError) as caught:
+            template.render([{"role": "user", "content": "hi"}])
+        assert words in str(caught.value)
+        assert "model.gguf" in caught.value.asked
+        assert caught.value.do
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 600
+
+
+def test_a_broken_template_is_found_at_its_first_use_or_on_request():
+    template = ChatTemplate("{% if %}", "x", {})
+    with pytest.raises(TemplateError, match="no Jinja"):
+        template.check()
+    ChatTemplate("{{ messages }}", "x", {}).check()
+
+
+def test_compiling_happens_once_even_when_it_fails(monkeypatch):
+    import holdfast.text.template_sandbox as sandbox
+
+    calls = []
+    compile_template = sandbox.compile_template
+    monkeypatch.setattr(sandbox, "compile_template", lambda *args: calls.append(1) or compile_template(*args))
+    for source in ("{{ messages[0].content }}", "{% if %}"):
+        template = ChatTemplate(source, "x", {})
+        for _ in range(3):
+            try:
+                template.render([{"role": "user", "content": "hi"}])
+            except TemplateError:
+                assert source == "{% if %}"
+    assert len(calls) == 2
+
+
+def test_many_threads_may_render_at_once():
+    template = ChatTemplate("{% for i in range(200) %}{{ messages[0].content }}{% endfor %}", "x", {})
+    results: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            results[number] = template.render([{"role": "user", "content": f"<{number}>"}])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: f"<{number}>" * 200 for number in range(8)}
+
+
+def test_hostile_templates_are_stopped_in_other_threads_too():
+    outcome: list[str] = []
+
+    def work() -> None:
+        try:
+            ChatTemplate(ERRORS["steps"][0], "x", {}).render([{"role": "user", "content": "hi"}])
+        except TemplateError as error:
+            outcome.append(error.has)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert outcome
+    assert "steps" in outcome[0]
+
+
+def test_time_grows_with_the_conversation_and_no_faster():
+    source = CHAT_TEMPLATES["thinking"]
+    template = ChatTemplate(source, "x", {})
+
+    def seconds(count: int) -> float:
+        messages = [{"role": ("user", "assistant")[index % 2], "content": "word " * 50} for index in range(count)]
+        best = float("inf")
+        for _ in range(3):
+            started = time.process_time()
+            template.render(messages)
+            best = min(best, time.process_time() - started)
+        return best
+
+    seconds(10)
+    assert seconds(1200) < 8 * seconds(400)
+
+
+def test_a_large_conversation_is_within_the_budget():
+    messages = [{"role": ("user", "assistant")[index % 2], "content": "é" * 4000} for index in range(1000)]
+    for name, source in CHAT_TEMPLATES.items():
+        assert len(ChatTemplate(source, name, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages)) > 100_000
+
+
+def test_a_file_of_its_own_comes_before_the_config(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config", "bos_token": "<s>"}))
+    template = chat_template_from_directory(tmp_path)
+    assert (template.source, template.origin) == ("config", "tokenizer_config.json")
+    (tmp_path / "chat_template.jinja").write_text("file {{ bos_token }}\n", encoding="utf-8")
+    template = chat_template_from_directory(tmp_path)
+    assert template.origin == "chat_template.jinja"
+    assert template.render([{"role": "user", "content": "hi"}]) == "file <s>"
+
+
+def test_the_default_of_several_templates_is_taken(tmp_path):
+    config = tmp_path / "tokenizer_config.json"
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    config.write_text(json.dumps({"chat_template": several}))
+    assert chat_template_from_directory(tmp_path).source == "plain"
+    config.write_text(json.dumps({"chat_template": several[:1]}))
+    assert chat_template_from_directory(tmp_path).source == "tools"
+    config.write_text(json.dumps({"chat_template": [several[0], {"name": "rag", "template": "rag"}]}))
+    assert chat_template_from_directory(tmp_path) is None
+
+
+def test_a_folder_without_a_template_has_none(tmp_path):
+    assert chat_template_from_directory(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert chat_template_from_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize("value", [5, [5], [{"name": "default"}], {"default": 3}], ids=str)
+def test_templates_of_a_wrong_type_are_refused(tmp_path, value):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(ModelFormatError, match=r"tokenizer_config\.json"):
+        chat_template_from_directory(tmp_path)
+
+
+def test_a_template_file_that_is_not_text_is_refused(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelFormatError, match=r"chat_template\.jinja is not UTF-8"):
+        chat_template_from_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"x" * 10**6)
+    with pytest.raises(ModelFormatError, match=r"chat_template\.jinja has 1000000 bytes"):
+        chat_template_from_directory(tmp_path)
+
+
+def test_gguf_metadata_gives_the_template_and_its_tokens():
+    metadata = {
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+        "tokenizer.ggml.tokens": ["<s>", "</s>"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 99,
+    }
+    template = chat_template_from_gguf(metadata, "a.gguf")
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi</s>"
+    assert chat_template_from_gguf({}, "a.gguf") is None
+    with pytest.raises(ModelFormatError, match=r"a\.gguf"):
+        chat_template_from_gguf({"tokenizer.chat_template": 5}, "a.gguf")

@@ -1,0 +1,142 @@
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.text.detokenizer import IncrementalDetokenizer
+from holdfast.text.token_pieces import TokenPieces
+from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
+from text.nasty_texts import NASTY_TEXTS
+from text.tokenizer_folders import FORMS, write_folder
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root: Path = tmp_path_factory.mktemp("tokenizers")
+    return {form: tokenizer_from_directory(write_folder(root / form, form)) for form in FORMS}
+
+
+def chunked(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
+    places = sorted({0, len(token_ids), *(cut % (len(token_ids) + 1) for cut in cuts)})
+    return [token_ids[start:end] for start, end in pairwise(places)]
+
+
+def token_ids(most: int = 400) -> st.SearchStrategy[list[int]]:
+    """Any ids, those without a token too, and many bytes of broken characters."""
+    bytes_ = st.sampled_from([0xC3, 0xA9, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0xC0, 0xED, 0xA0, 0xF5])
+    return st.lists(st.one_of(st.integers(0, most), bytes_, bytes_.map(lambda byte: byte + 3)), max_size=24)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(prompt=token_ids(), output=token_ids(), cuts=st.lists(st.integers(0, 99), max_size=6), skips=st.booleans())
+def test_the_deltas_are_what_decoding_all_at_once_adds(form, prompt, output, cuts, skips, tokenizers):
+    tokenizer = tokenizers[form]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skips)
+    deltas = [detokenizer.append(chunk) for chunk in chunked(output, cuts)] + [detokenizer.flush()]
+    whole = tokenizer.text_stream(skips)
+    before = whole.push(prompt)
+    assert before + "".join(deltas) == tokenizer.decode([*prompt, *output], skips)
+
+
+@pytest.mark.parametrize("form", ["byte_level", "byte_level_nfc"])
+@given(prompt=st.text(max_size=12), output=token_ids(), skips=st.booleans())
+def test_the_deltas_are_what_the_native_decoder_adds_for_any_bytes(form, prompt, output, skips, tokenizers):
+    tokenizer = tokenizers[form]
+    prompt_ids = tokenizer.encode(prompt)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
+    text = "".join(detokenizer.append([token_id]) for token_id in output) + detokenizer.flush()
+    native = tokenizer._backend.decode([*prompt_ids, *output], skip_special_tokens=skips)
+    assert tokenizer._backend.decode(prompt_ids, skip_special_tokens=skips) + text == native
+
+
+@pytest.mark.parametrize("form", ["byte_fallback", "byte_fallback_metaspace", "unigram", "word_level"])
+@given(prompt=st.text(max_size=12), output=token_ids(440), skips=st.booleans())
+def test_the_deltas_are_what_the_native_decoder_adds_where_it_finds_characters(form, prompt, output, skips, tokenizers):
+    """Native byte tokens are characters only if a whole run of them is; here those around a broken byte survive."""
+    tokenizer = tokenizers[form]
+    prompt_ids = tokenizer.encode(prompt)
+    native = tokenizer._backend.decode([*prompt_ids, *output], skip_special_tokens=skips)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
+    text = "".join(detokenizer.append([token_id]) for token_id in output) + detokenizer.flush()
+    if "\ufffd" not in native:
+        assert tokenizer._backend.decode(prompt_ids, skip_special_tokens=skips) + text == native
+    else:
+        assert "\ufffd" in tokenizer.decode(prompt_ids, skips) + text
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(output=token_ids())
+def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
+    tokenizer = tokenizers[form]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    given_out = ""
+    for count, token_id in enumerate(output, 1):
+        given_out += detokenizer.append([token_id])
+        so_far = tokenizer.decode(output[:count])
+        assert so_far.startswith(given_out)
+        assert so_far[len(given_out) :] in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
+
+
+@pytest.mark.parametrize("text", NASTY_TEXTS.values(), ids=NASTY_TEXTS)
+@pytest.mark.parametrize("form", ["byte_level", "byte_fallback", "byte_fallback_metaspace"])
+def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
+    tokenizer = tokenizers[form]
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    deltas = [detokenizer.append([token_id]) for token_id in token_ids]
+    assert detokenizer.flush() == ""
+    assert "".join(deltas) == tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert ("\ufffd" in "".join(deltas)) == ("\ufffd" in text)
+
+
+def test_a_character_comes_whole_with_its_last_byte(tokenizers):
+    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61])
+    assert [detokenizer.append([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
+
+
+def test_a_character_that_the_prompt_begins_belongs_to_the_completion(tokenizers):
+    start, end = "😀".encode()[:2], "😀".encode()[2:]
+    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61, *start])
+    assert detokenizer.append(list(end)) == "😀"
+
+
+def test_an_unfinished_character_shows_at_the_end(tokenizers):
+    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"])
+    assert detokenizer.append([0x61, *"😀".encode()[:3]]) == "a"
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+def test_the_space_before_a_word_is_kept_after_a_prompt_and_dropped_without(tokenizers):
+    tokenizer = tokenizers["byte_fallback"]
+    word = tokenizer.encode("hello", add_special_tokens=False)
+    assert IncrementalDetokenizer(tokenizer, tokenizer.encode("the")).append(word) == " hello"
+    assert IncrementalDetokenizer(tokenizer, []).append(word) == "hello"
+    assert IncrementalDetokenizer(tokenizer, [1]).append(word) == "hello"
+    assert IncrementalDetokenizer(tokenizer, [1], skip_special_tokens=False).append(word) == " hello"
+
+
+def test_special_tokens_are_left_out_or_written(tokenizers):
+    tokenizer = tokenizers["byte_level"]
+    output = tokenizer.encode("a<|im_end|>b<tool>")
+    assert IncrementalDetokenizer(tokenizer, []).append(output) == "ab<tool>"
+    assert IncrementalDetokenizer(tokenizer, [], skip_special_tokens=False).append(output) == "a<|im_end|>b<tool>"
+
+
+def test_each_token_is_looked_at_once(tokenizers, monkeypatch):
+    tokenizer, looked_up = tokenizers["byte_level"], []
+    piece = TokenPieces.piece
+
+    def counting(self, token_id):
+        looked_up.append(token_id)
+        return piece(self, token_id)
+
+    monkeypatch.setattr(TokenPieces, "piece", counting)
+    detokenizer = IncrementalDetokenizer(tokenizer, [0x61] * 1_000_000)
+    assert len(looked_up) <= 32
+    looked_up.clear()
+    for _ in range(5000):
+        detokenizer.append([0x62])
+    assert len(looked_up) == 5000

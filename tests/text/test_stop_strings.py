@@ -1,0 +1,136 @@
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from holdfast.text.stop_strings import StopStrings
+
+STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4, unique=True)
+
+
+def by_search(text: str, stops: list[str], first_end: int = 1) -> tuple[int, str] | None:
+    """Where the first stop string ends, at `first_end` or later, and the longest that ends there."""
+    for end in range(first_end, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return end, max(found, key=len)
+    return None
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:end] for start, end in pairwise(places)]
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=STOPS,
+    cuts=st.lists(st.integers(0, 99), max_size=30),
+    include=st.booleans(),
+)
+@example(text="abab", stops=["abc", "ba"], cuts=[1, 2, 3], include=False)
+@example(text="xabcd", stops=["abcd", "bc"], cuts=[3], include=True)
+def test_the_result_is_that_of_a_search_in_the_whole_text(text, stops, cuts, include):
+    stop_strings = StopStrings(stops, include)
+    shown, matched = "", None
+    longest = max(map(len, stops), default=1)
+    for piece in pieces_of(text, cuts):
+        delta, matched = stop_strings.feed(piece)
+        shown += delta
+        assert stop_strings.num_held < longest
+        if matched is not None:
+            break
+    else:
+        shown += stop_strings.flush()
+    expected = by_search(text, stops)
+    if expected is None:
+        assert (shown, matched) == (text, None)
+    else:
+        end, stop = expected
+        assert matched == stop == stop_strings.matched
+        assert shown == text[: end if include else end - len(stop)]
+
+
+@given(text=st.text(alphabet="abc", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 99), max_size=30))
+def test_what_is_shown_is_never_taken_back_and_never_holds_a_stop_string(text, stops, cuts):
+    stop_strings = StopStrings(stops, include=False)
+    end = by_search(text, stops)
+    final = text if end is None else text[: end[0] - len(end[1])]
+    shown = ""
+    for piece in pieces_of(text, cuts):
+        shown += stop_strings.feed(piece)[0]
+        assert final.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=STOPS,
+    cuts=st.lists(st.integers(0, 99), max_size=12),
+    number=st.integers(0, 12),
+)
+def test_strings_that_end_before_they_count_are_passed_over(text, stops, cuts, number):
+    """As while fewer than min_tokens are out: only the end of a stop string has to lie in text that counts."""
+    pieces = pieces_of(text, cuts)
+    early, late = pieces[:number], pieces[number:]
+    stop_strings = StopStrings(stops, include=False)
+    shown = "".join(stop_strings.feed_unstoppable(piece) for piece in early)
+    assert "".join(early).startswith(shown)
+    matched = None
+    for piece in late:
+        delta, matched = stop_strings.feed(piece)
+        shown += delta
+        if matched is not None:
+            break
+    else:
+        shown += stop_strings.flush()
+    expected = by_search(text, stops, len("".join(early)) + 1)
+    if expected is None:
+        assert (shown, matched) == (text, None)
+    else:
+        assert (shown, matched) == (text[: expected[0] - len(expected[1])], expected[1])
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_without_stop_strings_text_passes_through(include):
+    stop_strings = StopStrings((), include)
+    assert stop_strings.feed("abc") == ("abc", None)
+    assert stop_strings.feed_unstoppable("abc") == "abc"
+    assert stop_strings.flush() == ""
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back():
+    stop_strings = StopStrings(("</think>", "\n\nUser:"), include=False)
+    assert stop_strings.feed("2 < 3 and 3 <") == ("2 < 3 and 3 ", None)
+    assert stop_strings.num_held == 1
+    assert stop_strings.feed(" 4\n") == ("< 4", None)
+    assert stop_strings.feed("\nUse") == ("", None)
+    assert stop_strings.feed("ful") == ("\n\nUseful", None)
+    assert stop_strings.flush() == ""
+
+
+def test_nothing_comes_after_a_match():
+    stop_strings = StopStrings(("END",), include=True)
+    assert stop_strings.feed("a END b") == ("a END", "END")
+    assert stop_strings.feed("more") == ("", "END")
+    assert stop_strings.feed_unstoppable("more") == ""
+    assert stop_strings.flush() == ""
+
+
+def test_characters_outside_the_basic_plane_count_as_one():
+    stop_strings = StopStrings(("😀😀",), include=False)
+    assert stop_strings.feed("a😀") == ("a", None)
+    assert stop_strings.feed("b😀") == ("😀b", None)
+    assert stop_strings.feed("😀😀") == ("", "😀😀")
+
+
+def test_time_grows_with_the_text_and_not_with_what_is_held():
+    stop_strings = StopStrings(tuple("a" * length + "b" for length in range(1008, 1024)), include=False)
+    started = time.process_time()
+    for _ in range(100_000):
+        assert stop_strings.feed("a")[1] is None
+    assert stop_strings.num_held == 1023
+    assert stop_strings.feed("b")[1] == "a" * 1023 + "b"
+    assert time.process_time() - started < 5

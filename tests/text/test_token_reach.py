@@ -1,0 +1,52 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import normalizers
+
+from holdfast.text.token_reach import NO_BOUND, longest_token_chars
+from text.nasty_texts import NASTY_TEXTS
+from text.tokenizer_folders import FORMS
+
+BOUNDED = ["byte_level", "byte_level_nfc", "byte_fallback", "byte_fallback_metaspace"]
+TOKENIZERS = {form: FORMS[form]() for form in FORMS}
+
+
+@pytest.mark.parametrize("form", BOUNDED)
+def test_no_text_has_more_characters_than_its_tokens_can_stand_for(form):
+    tokenizer = TOKENIZERS[form]
+    longest = longest_token_chars(tokenizer)
+    assert longest < 100
+    for text in NASTY_TEXTS.values():
+        assert len(text) <= longest * len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("form", BOUNDED)
+@given(text=st.text(max_size=60))
+def test_no_random_text_has_either(form, text):
+    tokenizer = TOKENIZERS[form]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(text) <= longest_token_chars(tokenizer) * len(ids)
+
+
+@pytest.mark.parametrize("form", ["unigram", "word_level"])
+def test_unknown_words_of_any_length_have_no_bound(form):
+    assert longest_token_chars(TOKENIZERS[form]) == NO_BOUND
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "is_bounded"),
+    [
+        (normalizers.NFKC(), True),
+        (normalizers.Lowercase(), True),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")]), True),
+        (normalizers.Replace("  ", " "), False),
+        (normalizers.Strip(), False),
+        (normalizers.StripAccents(), False),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_normalizers_that_take_text_away_have_no_bound(normalizer, is_bounded):
+    tokenizer = FORMS["byte_level"]()
+    tokenizer.normalizer = normalizer
+    assert (longest_token_chars(tokenizer) < NO_BOUND) == is_bounded
