@@ -22,8 +22,6 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = rules.documents(ROOT)
 README = DOCUMENTS["README.md"]
 COMMANDS = rules.commands(README)
-HAS_CLI = (ROOT / "src/holdfast/cli/app.py").exists()
-needs_cli = pytest.mark.skipif(not HAS_CLI, reason="there is no command line yet")
 
 
 def help_text(*arguments: str) -> str:
@@ -55,7 +53,6 @@ def test_make_targets_in_documents_exist(name: str) -> None:
     assert used <= targets, f"no such targets: {used - targets}"
 
 
-@needs_cli
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "holdfast" in line])
 def test_commands_in_the_readme_exist(command: str) -> None:
     words = command.partition("holdfast")[2].split()
@@ -68,7 +65,6 @@ def test_commands_in_the_readme_exist(command: str) -> None:
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), f"holdfast {' '.join(path)} has no {option}"
 
 
-@needs_cli
 def test_every_command_is_in_the_readme() -> None:
     commands = listed_commands()
     assert commands, "no command was found in the help page"

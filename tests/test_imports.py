@@ -1,9 +1,9 @@
 """Importing costs little: no torch until it is needed, and none at all for the parts that promise to do without."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,8 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "rich", "typer")
 TORCH_FREE = [source.module for source in rules.read_sources(ROOT / "src" / rules.PACKAGE) if source.is_torch_free]
 GENEROUS_SECONDS = 0.6
-"""Twice what is promised on a quiet machine, since this one may be busy."""
+"""Twice what is promised on a quiet machine: cores differ, and share their caches with whatever else runs."""
 HELP = "import sys; sys.argv = ['holdfast', '--help']; from holdfast.cli.app import main; main()"
-has_cli = pytest.mark.skipif(not (ROOT / "src/holdfast/cli/app.py").exists(), reason="there is no command line yet")
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -31,12 +30,14 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def best_seconds(code: str, num_tries: int = 5) -> float:
+def best_cpu_seconds(code: str, num_tries: int = 5) -> float:
+    """Processor time and not the clock's, which counts what else the machine does."""
     seconds = []
     for _ in range(num_tries):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run(code).returncode == 0
-        seconds.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(seconds)
 
 
@@ -49,18 +50,16 @@ def test_values_import_nothing_heavy() -> None:
     assert modules_after(code).isdisjoint(HEAVY)
 
 
-@has_cli
 def test_help_needs_no_torch() -> None:
     assert modules_after(HELP).isdisjoint({"torch", "transformers", "tokenizers", "numpy"})
 
 
 def test_the_package_imports_in_a_moment() -> None:
-    assert best_seconds("import holdfast") < GENEROUS_SECONDS
+    assert best_cpu_seconds("import holdfast") < GENEROUS_SECONDS
 
 
-@has_cli
 def test_help_comes_in_a_moment() -> None:
-    assert best_seconds(HELP) < GENEROUS_SECONDS
+    assert best_cpu_seconds(HELP) < GENEROUS_SECONDS
 
 
 def test_torch_free_modules_import_where_there_is_no_torch() -> None:
@@ -91,12 +90,6 @@ def test_every_public_name_is_found_and_others_are_not() -> None:
 
     assert set(holdfast._HOMES) | {"__version__"} == set(holdfast.__all__) == set(dir(holdfast))
     for name in holdfast.__all__:
-        if name in holdfast._HOMES and not _home(holdfast._HOMES[name]).exists():
-            pytest.skip(f"{holdfast._HOMES[name]} is not there yet")
         assert getattr(holdfast, name) is not None
     with pytest.raises(AttributeError, match="LLMM"):
         _ = holdfast.LLMM
-
-
-def _home(module: str) -> Path:
-    return ROOT / "src" / Path(*module.split(".")).with_suffix(".py")

@@ -59,7 +59,9 @@ def pool(family: str) -> tuple[Alone, ...]:
     found: list[Alone] = []
     while len(found) < POOL_SIZE:
         number = len(found)
-        stem = stems[number // 8][: 30 if number == NEEDLE else 2 if number in TALKERS else dice.choice([5, 16, 24, 30])]
+        stem = stems[number // 8][
+            : 30 if number == NEEDLE else 2 if number in TALKERS else dice.choice([5, 16, 24, 30])
+        ]
         length = dice.randint(len(stem) + 1, 9 if number in TALKERS else LONGEST_PROMPT)
         prompt = stem + [dice.randrange(3, NAN_TOKEN) for _ in range(length - len(stem))]
         num_output = 30 if number in TALKERS else 12 if number == NEEDLE else dice.randint(1, 12)

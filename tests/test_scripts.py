@@ -10,6 +10,7 @@ import pytest
 
 import check_no_cuda
 import check_python
+import pip_install
 import readme_tables
 
 ROOT = Path(__file__).parent.parent
@@ -149,3 +150,16 @@ def test_the_readme_shows_the_records_that_are_committed() -> None:
         document, readme_tables.tables(readme_tables.RECORDS), readme_tables.BEGIN, readme_tables.END
     )
     assert document == shown, "run: make docs"
+
+
+def test_pip_keeps_its_words_and_its_exit_status_and_loses_the_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    noise = f"WARNING: Location 'somewhere' {pip_install.NOISE}."
+    python.write_text(f'#!/bin/sh\necho "$@" >&2\necho "{noise}" >&2\necho "ERROR: no such thing" >&2\nexit 3\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr("sys.argv", ["pip_install.py", "-e", "."])
+    assert pip_install.main() == 3
+    assert capsys.readouterr().err.splitlines() == ["-m pip install -e .", "ERROR: no such thing"]

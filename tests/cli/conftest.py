@@ -23,3 +23,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
     """here("run", model, "-p", "Hello", stdin=b"...") -> how it ended."""
     return Here(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can go on for a long time."""
+    return make_model(tmp_path_factory.mktemp("endless") / "A-Model", max_position_embeddings=100_000)

@@ -28,8 +28,9 @@ def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("rum",), "'run'"),
-        (("bench", "latence"), "'latency'"),
+        (("rum",), "did you mean run?"),
+        (("bench", "latence"), "did you mean latency?"),
+        (("xyzzy",), "no such command"),
         (("run", "--temprature", "1"), "did you mean --temperature"),
         (("chat", "--max-model-length", "1"), "did you mean --max-model-len"),
         (("run", "one", "two"), "unexpected extra argument"),
@@ -46,6 +47,15 @@ def test_a_wrong_command_line_is_told_in_one_line(here: Here, arguments: tuple[s
     assert words in ended.err
 
 
+def test_a_full_disk_is_told(tiny: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = finish(start("run", tiny, "-q", "-p", "Hello", stdout=full))
+    assert ended.code == 1
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    assert "No space left" in ended.err
+
+
 def wait_for(process: subprocess.Popen[bytes], is_there: "os.PathLike[str]", words: bytes) -> None:
     """Until the process has words in a file of /proc."""
     deadline = time.monotonic() + 60
@@ -55,9 +65,10 @@ def wait_for(process: subprocess.Popen[bytes], is_there: "os.PathLike[str]", wor
         time.sleep(0.002)
 
 
-def test_interrupted_while_torch_is_imported() -> None:
+@pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath"])
+def test_interrupted_while_torch_is_imported(library: str) -> None:
     process = start("run", "-p", "Hello")
-    wait_for(process, Path(f"/proc/{process.pid}/maps"), b"libtorch_cpu")
+    wait_for(process, Path(f"/proc/{process.pid}/maps"), library.encode())
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert ended.code == 130, ended
@@ -87,10 +98,10 @@ def test_interrupted_while_weights_are_loaded() -> None:
     assert "Traceback" not in ended.err
 
 
-def test_interrupted_while_it_answers() -> None:
-    process = start("run", "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "4000")
+def test_interrupted_while_it_answers(endless: Path) -> None:
+    process = start("run", endless, "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "90000")
     assert process.stdout is not None
-    read_until(process.stdout, b" ")
+    assert process.stdout.read(8)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     ended = finish(process)
@@ -100,10 +111,10 @@ def test_interrupted_while_it_answers() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_closed_pipe_ends_in_silence() -> None:
-    process = start("run", "-q", "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "4000")
+def test_a_closed_pipe_ends_in_silence(endless: Path) -> None:
+    process = start("run", endless, "-q", "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "90000")
     assert process.stdout is not None
-    read_until(process.stdout, b" ")
+    assert process.stdout.read(8)
     process.stdout.close()
     process.stdout = None
     ended = finish(process)

@@ -116,11 +116,8 @@ class Terminal:
         return self.process.wait(timeout=60)
 
 
-def test_a_chat_at_a_terminal(tmp_path: Path) -> None:
-    from cli.cli_models import make_model
-
-    model = make_model(tmp_path / "A-Model", max_position_embeddings=100_000)
-    terminal = Terminal("chat", model, "--max-tokens", "6", "--ignore-eos")
+def test_a_chat_at_a_terminal(endless: Path) -> None:
+    terminal = Terminal("chat", endless, "--max-tokens", "6", "--ignore-eos")
     try:
         terminal.expect(r"A-Model, context of 100,000 tokens; /help lists commands, Ctrl-D leaves")
         terminal.expect(">>> ")

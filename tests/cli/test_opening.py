@@ -1,6 +1,5 @@
 """Opening a model for a command."""
 
-import contextlib
 import io
 import logging
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.app import leave
 from holdfast.cli.opening import import_torch, model_name, open_quietly, open_visibly
 from holdfast.config import EngineConfig
 from holdfast.errors import ModelNotFoundError
@@ -66,19 +66,13 @@ def test_names_are_short_and_harmless(tmp_path: Path, monkeypatch: pytest.Monkey
     assert model_name(EngineConfig(model=".")) == tmp_path.name
 
 
-class Swallower:
-    """An import that is interrupted, and drops the interrupt, as torch does around numpy."""
-
-    def find_spec(self, name: str, *others: object) -> None:
-        if name == "holdfast.engine.build":
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-
-
-def test_an_interrupt_that_an_import_drops_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sys, "meta_path", [Swallower(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "holdfast.engine.build", raising=False)
-    with pytest.raises(KeyboardInterrupt):
+def test_interrupts_are_exceptions_once_torch_is_there() -> None:
+    before = signal.signal(signal.SIGINT, leave)
+    try:
         import_torch()
-    assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        import_torch()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a choice of somebody else is left alone"
+    finally:
+        signal.signal(signal.SIGINT, before)

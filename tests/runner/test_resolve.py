@@ -61,7 +61,7 @@ def test_everything_left_open_on_a_cpu():
         "dtype": ("float32", "the fastest exact type on a CPU"),
         "kv_cache_dtype": ("float32", "the same as dtype"),
         "max_model_len": ("512", "what the model was made for"),
-        "memory": ("9.0 GiB", "90% of 10.0 GiB available"),
+        "memory": ("9.00 GiB", "90% of 10.00 GiB available"),
     }
 
 
@@ -74,7 +74,7 @@ def test_everything_left_open_on_a_gpu():
     assert resolved.budget_bytes == 60 * GIB, "others hold 20 GiB, so 90 % of the device is not there"
     assert resolved.max_kv_bytes is None
     assert reasons(resolved)["dtype"] == ("bfloat16", "the checkpoint's own")
-    assert reasons(resolved)["memory"] == ("60.0 GiB", "what others leave free of the device's 80.0 GiB")
+    assert reasons(resolved)["memory"] == ("60.00 GiB", "what others leave free of the device's 80.00 GiB")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -102,7 +102,7 @@ def test_what_is_asked_is_taken_and_needs_no_reason():
     assert resolved.limits == Limits(3, 7, 100, 4)
     assert not resolved.may_shorten
     assert (resolved.budget_bytes, resolved.max_kv_bytes) == (2 * GIB, 1024**2)
-    assert reasons(resolved) == {"memory": ("2.0 GiB", "memory_limit")}
+    assert reasons(resolved) == {"memory": ("2.00 GiB", "memory_limit")}
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -124,14 +124,14 @@ def test_devices_that_are_not_there(asked, monkeypatch):
 def test_shares_of_a_gpu():
     resolved = settle(memory_utilization=0.5)
     assert resolved.budget_bytes == 40 * GIB
-    assert resolved.budget_reason == "50% of the device's 80.0 GiB"
+    assert resolved.budget_reason == "50% of the device's 80.00 GiB"
     assert settle(memory_limit="7GiB", memory_utilization=0.5).budget_bytes == 7 * GIB, "a size outranks a share"
 
 
 def test_a_share_of_the_host_is_for_all_of_it():
     resolved = settle(memory_utilization=0.5)
     assert resolved.budget_bytes == 5 * GIB
-    assert resolved.budget_reason == "50% of 10.0 GiB available"
+    assert resolved.budget_reason == "50% of 10.00 GiB available"
     assert resolved.max_kv_bytes is None, "who names a share gets all of it"
 
 

@@ -111,6 +111,14 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert stop_strings.flush() == ""
 
 
+def test_a_string_that_did_not_count_is_not_held_back():
+    stop_strings = StopStrings(("END", "ENDING", "DO"), include=False)
+    assert stop_strings.feed_unstoppable("a END") == "a "
+    assert stop_strings.feed_unstoppable("ING") == "ENDING"
+    assert stop_strings.feed_unstoppable(" D") == " "
+    assert stop_strings.feed("O") == ("", "DO")
+
+
 def test_nothing_comes_after_a_match():
     stop_strings = StopStrings(("END",), include=True)
     assert stop_strings.feed("a END b") == ("a END", "END")

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import Tokenizer, models, normalizers
 
 from holdfast.text.token_reach import NO_BOUND, longest_token_chars
 from text.nasty_texts import NASTY_TEXTS
@@ -28,9 +28,18 @@ def test_no_random_text_has_either(form, text):
     assert len(text) <= longest_token_chars(tokenizer) * len(ids)
 
 
+def test_composed_characters_count_for_all_that_they_are_composed_of():
+    assert longest_token_chars(TOKENIZERS["byte_level_nfc"]) == 4 * longest_token_chars(TOKENIZERS["byte_level"])
+
+
 @pytest.mark.parametrize("form", ["unigram", "word_level"])
 def test_unknown_words_of_any_length_have_no_bound(form):
     assert longest_token_chars(TOKENIZERS[form]) == NO_BOUND
+
+
+def test_unknown_characters_without_byte_tokens_have_no_bound():
+    model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    assert longest_token_chars(Tokenizer(model)) == NO_BOUND
 
 
 @pytest.mark.parametrize(

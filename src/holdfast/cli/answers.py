@@ -48,7 +48,7 @@ def for_terminal(text: str) -> str:
 
 def write_answer(text: str) -> None:
     """Text to stdout at once, made harmless where a terminal shows it."""
-    if text:
+    if text and sys.stdout is not None:
         sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from holdfast.cli.answers import write_answer
 from holdfast.cli.bench_cases import (
     UNIT,
     Case,
@@ -200,13 +201,13 @@ def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join([first, *rest]))
-    stream = sys.stderr if to_stderr else sys.stdout
-    stream.write("\n".join(lines) + "\n")
+    text = "\n".join(lines)
+    write_line(text) if to_stderr else write_answer(f"{text}\n")
 
 
 def _write_json(text: str, file: str) -> None:
     if file == STDOUT:
-        sys.stdout.write(f"{text}\n")
+        write_answer(f"{text}\n")
         return
     Path(file).write_text(f"{text}\n", encoding="utf-8")
     write_line(f"record written to {file}")

@@ -23,17 +23,21 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
-System = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="What the model is told first.")]
+System = Annotated[
+    str | None, typer.Option("--system", "-s", metavar="TEXT", help="What the model is told first.", show_default=False)
+]
 Against = Annotated[
     str | None,
     typer.Option(
         metavar="ENGINE",
         help="Run another engine in turn with ours, and print ratios: transformers.",
+        show_default=False,
         rich_help_panel=BENCHMARK,
     ),
 ]
 Threads = Annotated[
-    str | None, typer.Option(metavar="N", help="CPU threads of every engine.", rich_help_panel=BENCHMARK)
+    str | None,
+    typer.Option(metavar="N", help="CPU threads of every engine.", show_default=False, rich_help_panel=BENCHMARK),
 ]
 Repeats = Annotated[
     str,
@@ -42,7 +46,11 @@ Repeats = Annotated[
 JsonFile = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write a record of the run as JSON; - writes to stdout.", rich_help_panel=OUTPUT
+        "--json",
+        metavar="FILE",
+        help="Write a record of the run as JSON; - writes to stdout.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
     ),
 ]
 
@@ -90,7 +98,8 @@ def _run(
     several: Given,
     model: ModelArgument = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt; piped input follows it.")
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt; piped input follows it.", show_default=False),
     ] = None,
     system: System = None,
     raw: Annotated[

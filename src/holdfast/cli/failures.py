@@ -3,6 +3,7 @@
 import difflib
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -29,8 +30,9 @@ def report(error: BaseException) -> int:
         _discard_unwritten()
         write_line("interrupted")
         return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, OSError):
         _discard_unwritten()
+    if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
     if is_debugging():
         write_line("".join(traceback.format_exception(error)).rstrip())
@@ -120,4 +122,9 @@ def _usage_words(error: BaseException) -> str:
         meant = f"did you mean {near[0]}? " if near else ""
         return f"option {ascii(option)[1:-1]} was asked; {path} has no such option; {meant}run {path} --help"
     message = " ".join(str(error.format_message()).split()).rstrip(".")  # type: ignore[attr-defined]
-    return f"{message}{'' if message.endswith('?') else ';'} run {path} --help"
+    unknown = re.match(r"No such command '(.*?)'", message)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown[1], getattr(getattr(context, "command", None), "commands", ()), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        return f"command {unknown[1]} was asked; {path} has no such command; {meant}run {path} --help"
+    return f"{message}; run {path} --help"

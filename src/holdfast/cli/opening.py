@@ -1,12 +1,11 @@
 """Open a model for a command: a bar or plain lines on stderr while it loads, and the log with the usual words; no torch."""
 
-import signal
-import threading
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from holdfast.cli.app import raise_interrupts
 from holdfast.cli.failures import log_plainly, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
@@ -17,6 +16,7 @@ from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
 
 WEIGHTS_OWNER = "weights"
+STARTING = "Starting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +36,10 @@ class OpenedModel:
 
 
 def import_torch() -> None:
-    """Import what a model needs; Ctrl-C is heard, though torch drops whatever is raised while it imports numpy."""
-    handler, was_heard = signal.getsignal(signal.SIGINT), False
+    """Import all that a model needs; the end of the time in which Ctrl-C may simply leave."""
+    import holdfast.engine.build  # noqa: F401
 
-    def hear(signum: int, frame: FrameType | None) -> None:
-        nonlocal was_heard
-        was_heard = True
-        raise KeyboardInterrupt
-
-    is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if is_ours:
-        signal.signal(signal.SIGINT, hear)
-    try:
-        import holdfast.engine.build  # noqa: F401
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, handler)
-    if was_heard:
-        raise KeyboardInterrupt
+    raise_interrupts()
 
 
 def open_quietly(config: EngineConfig) -> OpenedModel:
@@ -87,11 +73,11 @@ def model_name(config: EngineConfig) -> str:
 
 
 def _import_torch_visibly() -> None:
-    """It takes its seconds before there is anything to count."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("Starting"):
-        import_torch()
+    """It takes its seconds before there is anything to count. No spinner, which would hide the cursor for ever."""
+    sys.stderr.write(STARTING)
+    sys.stderr.flush()
+    import_torch()
+    sys.stderr.write(f"\r{' ' * len(STARTING)}\r")
 
 
 def _opened(config: EngineConfig, engine: Engine, started: float) -> OpenedModel:

@@ -39,7 +39,8 @@ class MemoryReport:
 
     def as_dict(self) -> dict[str, object]:
         """The same for a program."""
-        return asdict(self) | {"planned_bytes": self.planned_bytes, "held_bytes": self.held_bytes}
+        totals: dict[str, object] = {"planned_bytes": self.planned_bytes, "held_bytes": self.held_bytes}
+        return asdict(self) | totals
 
 
 def memory_report(plan: MemoryPlan, ledger: Ledger, page_tokens: int, max_model_len: int) -> MemoryReport:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from string import Formatter
 
 from holdfast.text.template_meter import BudgetError, Meter
-from holdfast.text.template_values import Value, scan_shallow, settled, survey, written_bytes
+from holdfast.text.template_values import Value, escaping, scan_shallow, settled, survey, written_bytes
 
 MAX_FORMAT_WIDTH = 1000
 _LONG_NUMBER = re.compile(r"\d{4,}")
@@ -99,7 +99,7 @@ def check_replace(meter: Meter, text: str, old: str, new: str, most: object = No
     num_found = text.count(old)
     if isinstance(most, int) and most >= 0:
         num_found = min(num_found, most)
-    meter.expect(4 * (len(text) + num_found * max(0, len(new) - len(old))))
+    meter.expect(4 * (len(text) + num_found * max(0, escaping(text) * len(new) - len(old))))
 
 
 def _joined(meter: Meter, value: str, args: Arguments, kwargs: Mapping[str, Value]) -> Arguments:
@@ -116,7 +116,7 @@ def check_join(meter: Meter, separator: str, items: Value) -> None:
     num_items = len(items) if hasattr(items, "__len__") else 0
     meter.expect(4 * len(separator) * num_items)
     num_bytes = survey(meter, items) if isinstance(items, str) else sum(written_bytes(meter, item) for item in items)
-    meter.expect(num_bytes + 4 * len(separator) * num_items)
+    meter.expect(escaping(separator) * num_bytes + 4 * len(separator) * num_items)
 
 
 def check_percent(meter: Meter, template: str, values: object) -> None:
@@ -127,7 +127,8 @@ def check_percent(meter: Meter, template: str, values: object) -> None:
             if number == "*" or (number is not None and (len(number) > 4 or int(number) > MAX_FORMAT_WIDTH)):
                 raise BudgetError(f"it formats to a width of more than {MAX_FORMAT_WIDTH}")
     meter.make(LIST_ITEM_BYTES * len(places))
-    meter.expect(4 * len(template) + len(places) * (written_bytes(meter, values) + 4 * MAX_FORMAT_WIDTH))
+    most = escaping(template) * written_bytes(meter, values)
+    meter.expect(4 * len(template) + len(places) * (most + 4 * MAX_FORMAT_WIDTH))
 
 
 def check_format(meter: Meter, template: str, args: Arguments, kwargs: Mapping[str, Value]) -> None:
@@ -140,7 +141,7 @@ def check_format(meter: Meter, template: str, args: Arguments, kwargs: Mapping[s
         if spec and ("{" in spec or _LONG_NUMBER.search(spec)):
             raise BudgetError(f"it formats to a width of {MAX_FORMAT_WIDTH} or more, or one that it computes")
     most = max((written_bytes(meter, value) for value in (*args, *kwargs.values())), default=0)
-    meter.expect(4 * len(template) + num_places * (most + 4 * MAX_FORMAT_WIDTH))
+    meter.expect(4 * len(template) + num_places * (escaping(template) * most + 4 * MAX_FORMAT_WIDTH))
 
 
 def _compared(meter: Meter, value: Value, args: Arguments, kwargs: Mapping[str, Value]) -> Arguments:

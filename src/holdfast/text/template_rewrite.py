@@ -154,64 +154,73 @@ def _filtered(node: nodes.Node, name: str, args: Iterable[nodes.Expr] = ()) -> n
     return made
 
 
-def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., Value]]:
-    """The filters that the rewritten template goes through. They ask for the context so as not to run at compile time."""
+class _Hooks:
+    """What the rewritten template goes through. All ask for the context, so that none runs at compile time."""
+
+    def __init__(self, environment: "TemplateEnvironment") -> None:
+        self._environment = environment
 
     @pass_context
-    def loop(context: Context, value: Value, round_steps: int) -> MeteredLoop:
-        return MeteredLoop(environment.meter, value, round_steps)
+    def loop(self, context: Context, value: Value, round_steps: int) -> MeteredLoop:
+        return MeteredLoop(self._environment.meter, value, round_steps)
 
     @pass_context
-    def concat(context: Context, *values: Value) -> str:
-        environment.meter.expect(sum(written_bytes(environment.meter, value) for value in values))
-        return admit(environment.meter, "".join(map(str, values)))
+    def concat(self, context: Context, *values: Value) -> str:
+        meter = self._environment.meter
+        meter.expect(sum(written_bytes(meter, value) for value in values))
+        return admit(meter, "".join(map(str, values)))
 
     @pass_context
-    def slice_(context: Context, value: Value, start: Value, stop: Value, step: Value) -> Value:
+    def slice(self, context: Context, value: Value, start: Value, stop: Value, step: Value) -> Value:
         cut = slice(start, stop, step)
         if isinstance(value, str | list | tuple):
             num_items = len(range(*cut.indices(len(value))))
-            environment.meter.expect(num_items * (1 if isinstance(value, str) and value.isascii() else 8))
-        return admit(environment.meter, value[cut])
+            self._environment.meter.expect(num_items * (1 if isinstance(value, str) and value.isascii() else 8))
+        return admit(self._environment.meter, value[cut])
 
     @pass_context
-    def compared(context: Context, value: Value) -> Value:
+    def compared(self, context: Context, value: Value) -> Value:
         if isinstance(value, str):
-            environment.meter.step(1 + len(value) // COMPARED_CHARS_A_STEP)
+            self._environment.meter.step(1 + len(value) // COMPARED_CHARS_A_STEP)
         else:
-            survey(environment.meter, value)
+            survey(self._environment.meter, value)
         return value
 
     @pass_context
-    def searched(context: Context, value: Value) -> Value:
-        survey(environment.meter, value)
+    def searched(self, context: Context, value: Value) -> Value:
+        survey(self._environment.meter, value)
         return value
 
     @pass_context
-    def made(context: Context, value: Value) -> Value:
-        environment.meter.make(64 + 96 * len(value))
+    def made(self, context: Context, value: Value) -> Value:
+        self._environment.meter.make(64 + 96 * len(value))
         return value
 
     @pass_context
-    def written(context: Context, value: Value) -> str:
+    def written(self, context: Context, value: Value) -> str:
+        meter = self._environment.meter
         if not isinstance(value, str):
-            environment.meter.expect(written_bytes(environment.meter, value))
+            meter.expect(written_bytes(meter, value))
             value = str(value)
-        environment.meter.write(value)
-        environment.meter.make_text(len(value), value.isascii())
+        meter.write(value)
+        meter.make_text(len(value), value.isascii())
         return value
 
     @pass_context
-    def spent(context: Context, steps: int) -> None:
-        environment.meter.step(steps)
+    def spent(self, context: Context, steps: int) -> None:
+        self._environment.meter.step(steps)
 
+
+def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., Value]]:
+    """The hooks of one environment, by the names that the rewriting uses."""
+    hooks = _Hooks(environment)
     return {
-        _LOOP: loop,
-        _CONCAT: concat,
-        _SLICE: slice_,
-        _COMPARED: compared,
-        _SEARCHED: searched,
-        _MADE: made,
-        _WRITTEN: written,
-        _SPENT: spent,
+        _LOOP: hooks.loop,
+        _CONCAT: hooks.concat,
+        _SLICE: hooks.slice,
+        _COMPARED: hooks.compared,
+        _SEARCHED: hooks.searched,
+        _MADE: hooks.made,
+        _WRITTEN: hooks.written,
+        _SPENT: hooks.spent,
     }

@@ -23,7 +23,7 @@ from holdfast.text.template_filters import metered_filters, metered_tests
 from holdfast.text.template_meter import BudgetError, Meter, TemplateLimits
 from holdfast.text.template_methods import LIST_ITEM_BYTES, check_format, check_percent, method_charge
 from holdfast.text.template_rewrite import HOOK_MARK, GenerationTag, hook_filters, rewrite
-from holdfast.text.template_values import MeteredLoop, Value, admit, check_integer, settled, survey
+from holdfast.text.template_values import MeteredLoop, Value, admit, check_integer, escaping, settled, survey
 
 MAX_RANGE = 100_000
 MAX_TEMPLATE_WORDS = 16_000
@@ -236,7 +236,8 @@ def _strftime_now(format: object) -> str:
 
 def _check_sum(meter: Meter, left: Value, right: Value) -> None:
     if isinstance(left, str) and isinstance(right, str):
-        meter.expect((len(left) + len(right)) * (1 if left.isascii() and right.isascii() else 4))
+        num_chars = len(left) * escaping(right) + len(right) * escaping(left)
+        meter.expect(num_chars * (1 if left.isascii() and right.isascii() else 4))
     elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
         meter.expect(8 * (len(left) + len(right)))
 

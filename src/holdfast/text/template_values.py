@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from jinja2.runtime import Undefined
+from markupsafe import Markup
 
 from holdfast.text.template_meter import MAX_INTEGER_BITS, MAX_NESTING, BudgetError, Meter
 
@@ -16,6 +17,8 @@ MAX_ESCAPED_CHARS = 12
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 DATA = (str, int, float, list, tuple, dict, range, Undefined, NoneType, *_VIEWS)
 """What can be printed; functions and the like would only show where they are in memory."""
+MAX_HTML_CHARS = 5
+"""Characters that escaping for HTML may write for one."""
 _SURVEY_STEP = 64
 
 
@@ -86,6 +89,11 @@ def check_integer(num_bits: int) -> None:
     """Refuse numbers that cost more than an operation should."""
     if num_bits > MAX_INTEGER_BITS:
         raise BudgetError(f"it computes a number of more than {MAX_INTEGER_BITS} bits")
+
+
+def escaping(value: object) -> int:
+    """How much longer text may become that is joined to this one: what is safe for HTML escapes it."""
+    return MAX_HTML_CHARS if isinstance(value, Markup) else 1
 
 
 def scan_shallow(meter: Meter, value: object) -> None:

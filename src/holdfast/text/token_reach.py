@@ -19,7 +19,10 @@ def longest_token_chars(backend: "tokenizers.Tokenizer") -> int:
     from tokenizers import models
 
     model = backend.model
-    if not isinstance(model, models.BPE) or (model.unk_token is not None and not model.byte_fallback):
+    if not isinstance(model, models.BPE):
+        return NO_BOUND
+    has_bytes = model.byte_fallback and all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    if model.unk_token is not None and not has_bytes:
         return NO_BOUND
     state = backend.normalizer.__getstate__() if backend.normalizer is not None else None
     shrinking = 1 if state is None else _shrinking(json.loads(state))

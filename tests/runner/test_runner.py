@@ -1,0 +1,180 @@
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.config import Limits
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner.result import NO_TOKEN
+from holdfast.runner.runner import LOGIT_ROWS_AT_ONCE
+from kernels.exactness import require_native, same_bits
+from loading.tiny_models import VOCAB, save_tiny
+from runner.drive import LoadedModel, Rig, load_model
+
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=200, page_tokens=4)
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> LoadedModel:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder)
+    return load_model(folder)
+
+
+@pytest.fixture(params=[NativePagedAttention, TorchPagedAttention], ids=lambda backend: backend.name)
+def rig(request, model) -> Rig:
+    if request.param is NativePagedAttention:
+        require_native()
+    return Rig(model, request.param, LIMITS, num_pages=100)
+
+
+def make_sequence(number: int, num_tokens: int, first_page: int, num_prompt: int | None = None, **params) -> Sequence:
+    dice = random.Random(number)
+    token_ids = [dice.randrange(8, VOCAB) for _ in range(num_tokens)]
+    pages = list(range(first_page, first_page + -(-num_tokens // 4) + 2))
+    return Sequence(
+        number, token_ids, num_prompt or num_tokens, SamplingParams(**(GREEDY | params)), 0, max_tokens=9, pages=pages
+    )
+
+
+def run(rig: Rig, *parts: tuple[Sequence, int, int]):
+    """One step over tokens [start, end) of each sequence."""
+    return rig.execute(Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))).results
+
+
+def close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return float((left - right).abs().max()) < 1e-5
+
+
+def test_only_those_at_their_last_token_choose_one(rig):
+    whole, part, decode = make_sequence(1, 9, 0), make_sequence(2, 20, 20), make_sequence(3, 6, 40)
+    run(rig, (decode, 0, 5))
+    results = run(rig, (part, 0, 7), (whole, 0, 9), (decode, 5, 6))
+    assert results[0].token_id is None
+    assert results[1].token_id == int(rig.logits[1][8].argmax())
+    assert results[2].token_id == int(rig.logits[3][5].argmax())
+    assert all(result.logprobs is None and result.prompt_logprobs == () for result in results)
+    assert rig.logits[2] == {}
+
+
+def test_a_step_in_which_nobody_chooses(rig):
+    (result,) = run(rig, (make_sequence(1, 20, 0), 0, 7))
+    assert result.token_id is None
+
+
+def test_chunks_give_what_the_whole_gives(rig):
+    chunked, whole = make_sequence(1, 30, 0), make_sequence(1, 30, 20)
+    for start, end in ((0, 1), (1, 2), (2, 13), (13, 29), (29, 30)):
+        (last,) = run(rig, (chunked, start, end))
+    expected = rig.logits[1][29]
+    (result,) = run(rig, (whole, 0, 30))
+    assert close(rig.logits[1][29], expected)
+    assert result.token_id == last.token_id
+
+
+def test_logprobs_of_the_chosen_token_where_asked(rig):
+    asking, quiet = make_sequence(1, 9, 0, logprobs=3), make_sequence(2, 9, 20)
+    first, second = run(rig, (asking, 0, 9), (quiet, 0, 9))
+    expected = rig.logits[1][8].double().log_softmax(-1)
+    assert second.logprobs is None
+    assert first.logprobs is not None
+    assert first.logprobs.token_id == first.token_id
+    assert first.logprobs.rank == 1
+    assert math.isclose(first.logprobs.logprob, float(expected.max()), abs_tol=1e-5)
+    assert [token_id for token_id, _ in first.logprobs.top] == expected.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("cuts", [(12,), (1, 12), (5, 6, 12), (11, 12), (3, 7, 10, 12)], ids=str)
+def test_prompt_logprobs_of_every_position_behind_the_first(rig, cuts):
+    """Of position i + 1 in the step that computes position i; none of the first, and none behind the prompt."""
+    sequence = make_sequence(1, 12, 0, prompt_logprobs=2)
+    company = make_sequence(2, 40, 20)
+    rows, start = [], 0
+    for end in cuts:
+        result, _ = run(rig, (sequence, start, end), (company, start, end))
+        assert len(result.prompt_logprobs) == min(end, 11) - start
+        assert (result.token_id is not None) == (end == 12)
+        rows += result.prompt_logprobs
+        start = end
+    assert [row.token_id for row in rows] == sequence.token_ids[1:]
+    for position, row in enumerate(rows):
+        expected = rig.logits[1][position].double().log_softmax(-1)
+        assert math.isclose(row.logprob, float(expected[row.token_id]), abs_tol=1e-5)
+        assert [token_id for token_id, _ in row.top] == expected.topk(2).indices.tolist()
+
+
+def test_prompt_logprobs_end_with_the_prompt(rig):
+    """A sequence that was preempted computes its output again; that is no prompt."""
+    sequence = make_sequence(1, 12, 0, num_prompt=7, prompt_logprobs=0)
+    (result,) = run(rig, (sequence, 0, 12))
+    assert [row.token_id for row in result.prompt_logprobs] == sequence.token_ids[1:7]
+    assert result.token_id is not None
+
+
+def test_a_prompt_of_one_token_has_none(rig):
+    (result,) = run(rig, (make_sequence(1, 1, 0, prompt_logprobs=5), 0, 1))
+    assert result.prompt_logprobs == ()
+    assert result.token_id is not None
+
+
+def test_prompts_beyond_what_is_computed_at_once(rig):
+    length = 2 * LOGIT_ROWS_AT_ONCE + 9
+    sequence = make_sequence(1, length, 0, prompt_logprobs=0)
+    (result,) = run(rig, (sequence, 0, length))
+    assert [row.token_id for row in result.prompt_logprobs] == sequence.token_ids[1:]
+    again = make_sequence(1, length, 50, prompt_logprobs=0)
+    rows = [row for start in range(length) for row in run(rig, (again, start, start + 1))[0].prompt_logprobs]
+    for left, right in zip(rows, result.prompt_logprobs, strict=True):
+        assert math.isclose(left.logprob, right.logprob, abs_tol=1e-4)
+
+
+def test_several_who_ask_for_prompts_and_several_who_do_not(rig):
+    parts = [
+        (make_sequence(1, 9, 0, prompt_logprobs=1, logprobs=1), 0, 9),
+        (make_sequence(2, 9, 10), 0, 9),
+        (make_sequence(3, 20, 20, prompt_logprobs=0), 0, 13),
+        (make_sequence(4, 5, 30), 0, 5),
+    ]
+    together = run(rig, *parts)
+    assert [len(result.prompt_logprobs) for result in together] == [8, 0, 13, 0]
+    assert [result.token_id is None for result in together] == [False, False, True, False]
+    for index, part in enumerate(parts):
+        (alone,) = run(rig, part)
+        assert alone.token_id == together[index].token_id
+        for left, right in zip(alone.prompt_logprobs, together[index].prompt_logprobs, strict=True):
+            assert left.token_id == right.token_id
+            assert math.isclose(left.logprob, right.logprob, abs_tol=1e-4)
+
+
+def test_a_sequence_that_is_not_finite_fails_alone(model):
+    require_native()
+    embedding = model.weights["embed.weight"].clone()
+    embedding[7] = float("nan")
+    hurt = LoadedModel(model.spec, {**model.weights, "embed.weight": embedding})
+    rigs = [Rig(weights, NativePagedAttention, LIMITS, 100) for weights in (model, hurt)]
+    expected = run(rigs[0], (make_sequence(2, 9, 20), 0, 9))
+    poisoned = make_sequence(1, 9, 0, logprobs=1, prompt_logprobs=1)
+    poisoned.token_ids[4] = 7
+    failed, healthy = run(rigs[1], (poisoned, 0, 9), (make_sequence(2, 9, 20), 0, 9))
+    assert failed.token_id == NO_TOKEN
+    assert failed.logprobs is None
+    assert len(failed.prompt_logprobs) == 8
+    assert all(math.isfinite(row.logprob) for row in failed.prompt_logprobs[:4])
+    assert healthy == expected[0]
+    assert same_bits(rigs[1].logits[2][8], rigs[0].logits[2][8])
+
+
+def test_running_a_step_again_changes_nothing(rig):
+    """A step that Ctrl-C cut short comes again."""
+    sequence = make_sequence(1, 30, 0)
+    run(rig, (sequence, 0, 20))
+    first = run(rig, (sequence, 20, 30))
+    logits = rig.logits[1][29]
+    assert run(rig, (sequence, 20, 30)) == first
+    assert torch.equal(rig.logits[1][29], logits)
