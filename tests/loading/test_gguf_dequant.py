@@ -1,30 +1,15 @@
+import gguf
 import numpy as np
 import pytest
 import torch
 
 from holdfast.loading.gguf_dequant import CHUNK_ELEMENTS, dequantize
-from holdfast.loading.gguf_file import TYPES, GGMLType
-
-gguf = pytest.importorskip("gguf")
+from holdfast.loading.gguf_file import TYPES
+from loading.quantized_blocks import assert_same_bits, extreme_blocks
 
 SCALE_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 """Bytes at which a block keeps its float16 scales."""
 CASES = {known.name: known for known in TYPES.values() if known.name in SCALE_PLACES}
-SPECIAL_SCALES = np.array(
-    [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x3C00, 0xBC00, 0x3555, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00],
-    dtype=np.uint16,
-)
-"""Zeros, the smallest and largest subnormals and normals, ordinary ones, infinities and NaN."""
-
-
-def assert_same_bits(raw: np.ndarray, ggml_type: GGMLType) -> None:
-    with np.errstate(all="ignore"):
-        theirs = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, ggml_type.name))
-    ours = dequantize(torch.from_numpy(raw), ggml_type, torch.full(theirs.shape, 7.0)).numpy()
-    is_nan = np.isnan(theirs)
-    # Where scale and minimum are both NaN, which of the two survives is the processor's choice.
-    np.testing.assert_array_equal(np.isnan(ours), is_nan)
-    np.testing.assert_array_equal(ours.view(np.uint32)[~is_nan], theirs.view(np.uint32)[~is_nan])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -38,17 +23,7 @@ def test_random_bytes(name):
 @pytest.mark.parametrize("name", CASES)
 def test_extreme_scales(name, codes):
     ggml_type = CASES[name]
-    num_blocks = len(SPECIAL_SCALES) ** 2
-    rng = np.random.default_rng(2)
-    raw = {
-        "zeros": np.zeros((num_blocks, ggml_type.block_bytes), np.uint8),
-        "ones": np.full((num_blocks, ggml_type.block_bytes), 0xFF, np.uint8),
-        "random": rng.integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8),
-    }[codes]
-    pairs = np.stack(np.meshgrid(SPECIAL_SCALES, SPECIAL_SCALES), -1).reshape(num_blocks, 2)
-    for column, place in enumerate(SCALE_PLACES[name]):
-        raw[:, place : place + 2] = pairs[:, column : column + 1].view(np.uint8)
-    assert_same_bits(raw, ggml_type)
+    assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES[name], codes), ggml_type)
 
 
 @pytest.mark.parametrize("name", CASES)

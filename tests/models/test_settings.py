@@ -1,23 +1,11 @@
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.models.settings import MAX_SHOWN, Settings, shown
+from holdfast.models.settings import Settings
 
 
 def settings(**values):
     return Settings(values, "config.json")
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["a\nb", "\ud800", "x" * 10**6, [1] * 10**6, 10**5000, {"a": ["b"] * 1000}],
-    ids=lambda value: type(value).__name__,
-)
-def test_shown_is_one_short_printable_line(value):
-    text = shown(value)
-    assert len(text) <= MAX_SHOWN + 3
-    assert text.isprintable()
-    text.encode()
 
 
 def test_absent_keys_take_the_default_and_null_means_none_only_where_it_may():

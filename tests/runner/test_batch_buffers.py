@@ -75,7 +75,9 @@ def test_addresses_never_change_and_nothing_of_the_last_step_remains():
         count = dice.choice([1, 2, 17, 64])
         batch = buffers.fill(Step((scheduled(0, count, list(range(16)), num_tokens=70),)), [0] if count > 1 else [])
         tensors = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_R)
-        addresses.add(tuple(tensor.data_ptr() if tensor.numel() else None for tensor in tensors if tensor is not None)[:3])
+        addresses.add(
+            tuple(tensor.data_ptr() if tensor.numel() else None for tensor in tensors if tensor is not None)[:3]
+        )
         assert batch.positions_T.tolist() == list(range(count))
         assert batch.num_rows == count
     assert len(addresses) == 1
@@ -98,4 +100,6 @@ def test_what_is_held_is_what_was_planned(max_num_batched_tokens):
     assert {entry.owner: entry.num_bytes for entry in ledger} == planned
     held = [tensor.untyped_storage().nbytes() for tensor in buffers._device.values()]
     assert sum(held) == sum(planned.values()) == 4 * 8 * max_num_batched_tokens
-    assert all(torch.from_numpy(buffers._host[name]).data_ptr() == buffers._device[name].data_ptr() for name in buffers._host)
+    assert all(
+        torch.from_numpy(buffers._host[name]).data_ptr() == buffers._device[name].data_ptr() for name in buffers._host
+    )

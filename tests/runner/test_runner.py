@@ -45,7 +45,9 @@ def make_sequence(number: int, num_tokens: int, first_page: int, num_prompt: int
 
 def run(rig: Rig, *parts: tuple[Sequence, int, int]):
     """One step over tokens [start, end) of each sequence."""
-    return rig.execute(Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))).results
+    return rig.execute(
+        Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))
+    ).results
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -238,7 +238,9 @@ def test_a_bound_on_kv_pages_shortens_a_context_that_is_left_open(build):
 
 
 def test_a_bound_on_kv_pages_below_the_context_that_was_asked_is_refused(build):
-    with pytest.raises(MemoryPlanError, match="kv_cache_memory of 40.00 KiB was asked; one sequence of 81 tokens takes"):
+    with pytest.raises(
+        MemoryPlanError, match="kv_cache_memory of 40.00 KiB was asked; one sequence of 81 tokens takes"
+    ):
         build(readable=False, kv_cache_memory=20 * 4 * 512, max_model_len=81)
 
 

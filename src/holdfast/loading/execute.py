@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.errors import MemoryPlanError, ModelFormatError
+from holdfast.errors import MemoryPlanError, ModelFormatError, shown
 from holdfast.loading.plan import LoadPlan, Move
 from holdfast.loading.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.sizes import format_bytes
-from holdfast.models.settings import shown
 from holdfast.quant.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ import struct
 from array import array
 from collections.abc import Mapping
 
-from holdfast.errors import ModelFormatError, UnsupportedModelError
+from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.gguf_data import read_floats
 from holdfast.loading.gguf_file import GGUFFile
 from holdfast.models.families import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.rope_settings import MAX_POSITIONS
-from holdfast.models.settings import Settings, shown
+from holdfast.models.settings import Settings
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

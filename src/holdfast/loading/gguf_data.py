@@ -4,9 +4,8 @@ import os
 from array import array
 from typing import BinaryIO
 
-from holdfast.errors import ModelFormatError
+from holdfast.errors import ModelFormatError, shown
 from holdfast.loading.gguf_file import GGUFFile, GGUFTensor
-from holdfast.models.settings import shown
 
 
 class GGUFData:

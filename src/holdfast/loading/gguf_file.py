@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError, shown
 from holdfast.loading.gguf_values import HeaderBytes, read_value
-from holdfast.models.settings import shown
 
 MAGIC = b"GGUF"
 LFS_POINTER = b"vers"

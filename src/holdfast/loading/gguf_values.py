@@ -6,8 +6,8 @@ import sys
 from array import array
 from pathlib import Path
 
-from holdfast.errors import ModelFormatError
-from holdfast.models.settings import MAX_SHOWN, shown
+from holdfast.errors import ModelFormatError, shown
+from holdfast.models.settings import MAX_SHOWN
 
 MAX_HEADER_BYTES = 128 * 2**20
 """A vocabulary of half a million tokens with its merges takes about 40 MiB."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.errors import ModelFormatError
-from holdfast.models.settings import plain, shown
+from holdfast.errors import ModelFormatError, shown
+from holdfast.models.settings import plain
 
 MAX_JSON_BYTES = 32 * 2**20
 """Of one file; the largest indexes there are have about 15 MiB."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import ModelFormatError, UnsupportedModelError
+from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.source import TensorEntry, WeightSource
 from holdfast.models.parameters import Parameter, Part
-from holdfast.models.settings import listed, shown
+from holdfast.models.settings import listed
 from holdfast.quant.formats import bytes_for
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -17,9 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
-from holdfast.errors import ModelFormatError
+from holdfast.errors import ModelFormatError, shown
 from holdfast.loading.json_file import AGAIN, parse_json
-from holdfast.models.settings import shown
 
 MAX_HEADER_BYTES = 16 * 2**20
 """The safetensors package reads up to 100 MB; 16 MiB describe more than 100,000 tensors, far more than any file has."""

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ModelFormatError
+from holdfast.errors import ModelFormatError, shown
 from holdfast.loading.json_file import AGAIN
 from holdfast.loading.safetensors_file import SafetensorsFile
 from holdfast.loading.source import TensorEntry
-from holdfast.models.settings import shown
 from holdfast.quant.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError, shown
 from holdfast.loading.json_file import AGAIN, read_json_object
 from holdfast.loading.safetensors_file import SafetensorsFile
-from holdfast.models.settings import listed, shown
+from holdfast.models.settings import listed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -7,11 +7,11 @@ them; a setting that the decoder does not compute is declined in words.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from holdfast.errors import UnsupportedModelError
+from holdfast.errors import UnsupportedModelError, shown
 from holdfast.models.checkpoint_names import LLAMA_NAMES, OPT_NAMES, CheckpointNames, list_parameters
 from holdfast.models.parameters import Parameter
 from holdfast.models.rope_settings import MAX_POSITIONS, read_rope
-from holdfast.models.settings import Settings, plain, shown
+from holdfast.models.settings import Settings, plain
 from holdfast.models.spec import Activation, ModelSpec, RopeSpec
 
 MAX_LAYERS = 1024

@@ -2,8 +2,8 @@
 
 from typing import cast, get_args
 
-from holdfast.errors import UnsupportedModelError
-from holdfast.models.settings import Settings, plain, shown
+from holdfast.errors import UnsupportedModelError, shown
+from holdfast.models.settings import Settings, plain
 from holdfast.models.spec import RopeKind, RopeSpec
 
 DEFAULT_THETA = 10_000.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from holdfast.errors import ModelFormatError
+from holdfast.errors import ModelFormatError, shown
 
 MAX_SHOWN = 60
 """Characters of a wrong value that a message repeats."""
@@ -11,17 +11,6 @@ MAX_LISTED = 5
 SMALLEST, LARGEST = 1e-30, 1e30
 """Numbers are bounded so that arithmetic with them stays finite."""
 _ABSENT = object()
-
-
-def shown(value: object) -> str:
-    """A value from a file as a message may repeat it: on one line, escaped, and short."""
-    if isinstance(value, str | list) and len(value) > MAX_SHOWN:
-        value = value[: MAX_SHOWN + 1]
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer too long to print, or nesting too deep
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def plain(text: str) -> str:

@@ -1,0 +1,84 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from holdfast.kernels import triton_compat
+from holdfast.kernels.rms_norm import rms_norm_reference, rms_norm_triton
+from holdfast.kernels.silu_mul import silu_mul_reference, silu_mul_triton
+from holdfast.kernels.triton_compat import can_run, next_power_of_two
+
+HALF_STEP = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative tolerances: a few roundings of each type."""
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    # The interpreter truncates what it stores as bfloat16; compiled kernels round.
+    return list(HALF_STEP) if device == "cuda" else [torch.float32, torch.float16]
+
+
+@pytest.fixture
+def kernels_run(device) -> str:
+    if triton_compat.triton is None:
+        pytest.fail(
+            "Triton is not installed: the dev extra brings it, and without a GPU conftest.py asks for its interpreter"
+        )
+    return str(device)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 1000])
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_rms_norm_kernel_is_the_reference(kernels_run, size, num_rows):
+    for dtype in dtypes(kernels_run):
+        x = torch.randn(num_rows, size, dtype=torch.float32).to(kernels_run, dtype)
+        weight = torch.randn(size).to(kernels_run, dtype)
+        got, want = rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x.float(), weight.float(), 1e-5)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), want, rtol=HALF_STEP[dtype], atol=HALF_STEP[dtype])
+
+
+def test_rms_norm_kernel_takes_heads(kernels_run):
+    x = torch.randn(3, 5, 24, device=kernels_run)
+    weight = torch.randn(24, device=kernels_run)
+    torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("size", [1, 63, 1024, 1500])
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_silu_mul_kernel_is_the_reference(kernels_run, size, num_rows):
+    for dtype in dtypes(kernels_run):
+        gate_up = (4 * torch.randn(num_rows, 2 * size)).to(kernels_run, dtype)
+        got, want = silu_mul_triton(gate_up), silu_mul_reference(gate_up.float())
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), want, rtol=HALF_STEP[dtype], atol=HALF_STEP[dtype])
+
+
+def test_a_bad_row_stays_alone(kernels_run):
+    x = torch.randn(4, 100, device=kernels_run)
+    clean = rms_norm_triton(x, torch.ones(100, device=kernels_run), 1e-5)
+    x[2, 5] = float("nan")
+    soiled = rms_norm_triton(x, torch.ones(100, device=kernels_run), 1e-5)
+    others = [0, 1, 3]
+    assert soiled[2].isnan().all()
+    assert torch.equal(soiled[others], clean[others])
+
+
+def test_cpu_tensors_never_reach_a_kernel():
+    assert not can_run(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_next_power_of_two(number, power):
+    assert next_power_of_two(number) == power
+
+
+def test_a_plain_cpu_run_imports_no_triton():
+    code = (
+        "import sys, holdfast.kernels.rms_norm as k; print('triton' in sys.modules, k.rms_norm_reference is not None)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]

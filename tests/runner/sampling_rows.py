@@ -1,0 +1,54 @@
+"""Rows to sample from: every kind of setting, a sequence and logits for each, made from a seed."""
+
+import random
+
+import torch
+
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EOS = frozenset({1})
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 40},
+    "top_k of one": {"top_k": 1},
+    "top_k beyond the vocabulary": {"top_k": 10**6},
+    "top_p": {"top_p": 0.95},
+    "tiny top_p": {"top_p": 1e-12},
+    "min_p": {"min_p": 0.1},
+    "narrow filters": {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    "wide filters": {"temperature": 1.3, "top_k": 600, "top_p": 0.9, "min_p": 0.001},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "bias": {"logit_bias": {1: 3.0, 0: -5.0}},
+    "greedy bias": {"temperature": 0.0, "logit_bias": {0: 5.0}},
+    "min tokens": {"min_tokens": 50},
+    "greedy min tokens": {"temperature": 0.0, "min_tokens": 50},
+    "logprobs": {"logprobs": 3},
+    "greedy logprobs": {"temperature": 0.0, "logprobs": 20},
+    "chosen logprob": {"logprobs": 0, "top_p": 0.9, "presence_penalty": 0.7},
+    "everything": {
+        "temperature": 0.7,
+        "top_k": 25,
+        "top_p": 0.9,
+        "min_p": 0.001,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {1: 2.0},
+        "min_tokens": 50,
+        "logprobs": 5,
+    },
+}
+
+
+def make_sequence(seed: int = 0, vocab_size: int = 100, **params) -> Sequence:
+    tokens = random.Random(seed).choices(range(vocab_size), k=9)
+    return Sequence(seed, tokens, 5, SamplingParams(**params), seed * 7919, max_tokens=1000)
+
+
+def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
