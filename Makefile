@@ -32,7 +32,7 @@ help: ## Show this list
 
 demo: $(CORE) $(MODEL) ## Set up what the engine needs and let the default model answer PROMPT
 	@printf '\n==> holdfast run -p "%s"\n\n' "$$PROMPT"
-	@$(BIN)/holdfast run -p "$$PROMPT"
+	@$(BIN)/holdfast run -p "$$PROMPT" < /dev/null
 
 test: $(DEV) $(MODEL) ## The full check: format, lint, types, tests
 	$(call say,format)

@@ -10,6 +10,7 @@ from holdfast.quant.formats import KV_FORMATS
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+MAX_COUNT = 2**31 - 1
 PAGE_TOKENS = tuple(2**power for power in range(9))
 ALIASES = {
     "gpu_memory_utilization": "memory_utilization",
@@ -138,9 +139,11 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _count(name: str, value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
         raise ConfigError(
-            f"{name}={shown(value)} was asked", "a whole number from 1 up works", "change it or leave it out"
+            f"{name}={shown(value)} was asked",
+            f"a whole number from 1 to {MAX_COUNT} works",
+            "change it or leave it out",
         )
 
 

@@ -71,7 +71,9 @@ class Text:
         self.pages = pages
         self.geometry = geometry
 
-    def exact(self, window: int | None, head_norm: HeadNorm | None = None, rotary: Rotary | None = None) -> torch.Tensor:
+    def exact(
+        self, window: int | None, head_norm: HeadNorm | None = None, rotary: Rotary | None = None
+    ) -> torch.Tensor:
         """Attention of every token in float64, over keys and values as the pages hold them: [L, H * D]."""
         geometry, num_tokens = self.geometry, len(self.qkv)
         planes = [
@@ -139,7 +141,9 @@ def steps_of(made: list[Text], chunk: int, seed: int = 0) -> list[list[tuple[Tex
     return steps
 
 
-def run_steps(backend, geometry: Geometry, made: list[Text], steps, head_norm=None, rotary=None, layer=0) -> list[torch.Tensor]:
+def run_steps(
+    backend, geometry: Geometry, made: list[Text], steps, head_norm=None, rotary=None, layer=0
+) -> list[torch.Tensor]:
     """What the backend gives for every token of every text, put together from the steps."""
     outputs = [torch.full((len(text.qkv), geometry.num_heads * geometry.head_dim), float("nan")) for text in made]
     for step in steps:

@@ -83,4 +83,3 @@ def test_the_window_counts_the_current_token(usable):
 
 def test_somebody_takes_what_every_machine_has():
     assert any(candidate.unsupported(spec) is None for candidate in CANDIDATES for spec in GEOMETRY.specs)
-

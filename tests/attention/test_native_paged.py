@@ -21,7 +21,9 @@ def outputs(geometry, consecutive=False, chunk=40, seed=0, backend_type=NativePa
     backend = backend_type(geometry.specs, geometry.storage(num_pages))
     head_norm, rotary = (geometry.head_norm(), geometry.rotary()) if norm_and_rope else (None, None)
     steps = steps_of(made, chunk, seed)
-    return [run_steps(backend, geometry, made, steps, head_norm, rotary, layer) for layer in range(len(geometry.windows))]
+    return [
+        run_steps(backend, geometry, made, steps, head_norm, rotary, layer) for layer in range(len(geometry.windows))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_what_it_holds_is_what_it_said(monkeypatch):
         TorchPagedAttention, "_mask_template", lambda self, window: held.append(template(self, window)) or held[-1]
     )
     TorchPagedAttention(geometry.specs, geometry.storage(4))
-    assert sum(mask.nbytes for mask in held) == sum(term.num_bytes for term in TorchPagedAttention.terms(geometry.specs))
+    assert sum(mask.nbytes for mask in held) == sum(
+        term.num_bytes for term in TorchPagedAttention.terms(geometry.specs)
+    )
 
 
 def test_declines_in_words():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.app import leave
+from holdfast.cli.interrupt import leave
 from holdfast.cli.opening import import_torch, model_name, open_quietly, open_visibly
 from holdfast.config import EngineConfig
 from holdfast.errors import ModelNotFoundError

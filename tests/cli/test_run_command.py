@@ -109,6 +109,13 @@ def test_the_answer_fits_the_context_by_default(here: Here, tiny: Path) -> None:
     assert found["finish_reason"] == "length"
 
 
+def test_an_answer_that_was_cut_says_so(here: Here, tiny: Path) -> None:
+    told = "cut at 9 tokens; --max-tokens N allows more, within the context"
+    options = (tiny, "-p", "Hello", "--ignore-eos", "--max-model-len", "20")
+    assert here("run", *options).err.splitlines()[-1] == told
+    assert "cut at" not in here("run", *options, "--max-tokens", "9").err, "it was asked for"
+
+
 BAD_OPTIONS = [
     (("--temperature", "nan"), "temperature=nan was asked"),
     (("--temperature", "hot"), "temperature='hot' was asked"),

@@ -161,3 +161,33 @@ def test_threads_take_turns():
         thread.join()
     assert found == {prompt: solo(prompt, PARAMS) for prompt in prompts}
     assert_at_rest(engine)
+
+
+def test_prefixes_are_forgotten_between_two_steps():
+    engine = make_engine()
+    driver = Driver(engine)
+    in_step, may_go_on = threading.Event(), threading.Event()
+    execute, forgotten_at = engine.runner.execute, []
+
+    def slow(step):
+        in_step.set()
+        assert may_go_on.wait(10)
+        return execute(step)
+
+    def forget():
+        driver.reset_prefix_cache()
+        forgotten_at.append(len(engine.runner.steps))
+
+    engine.runner.execute = slow
+    with driver.call() as call:
+        call.try_submit(engine.prepare("one", PARAMS), Sink())
+        stepping, forgetting = threading.Thread(target=call.pump), threading.Thread(target=forget)
+        stepping.start()
+        assert in_step.wait(10)
+        forgetting.start()
+        forgetting.join(0.1)
+        assert forgotten_at == []
+        may_go_on.set()
+        stepping.join(10)
+        forgetting.join(10)
+    assert forgotten_at == [1]

@@ -44,9 +44,7 @@ class PagedCase:
 
     def run(self, function, order: list[int] | None = None) -> torch.Tensor:
         pages, sequences = self.tables(order)
-        return function(
-            self.q, self.k_plane, self.v_plane, pages, sequences, self.page_tokens, self.scale, self.window
-        )
+        return function(self.q, self.k_plane, self.v_plane, pages, sequences, self.page_tokens, self.scale, self.window)
 
     def exact(self) -> torch.Tensor:
         """In float64, from the tokens themselves: no page is looked at."""
@@ -90,6 +88,4 @@ def paged_case(
         pages.append(own)
         tokens.append((k, v))
     q = random(sum(count for _, count in rows), group * num_kv_heads, head_dim, seed=seed + 1, scale=q_scale)
-    return PagedCase(
-        rows, q, planes[0].clone(), planes[1].clone(), pages, tokens, page_tokens, head_dim**-0.5, window
-    )
+    return PagedCase(rows, q, planes[0].clone(), planes[1].clone(), pages, tokens, page_tokens, head_dim**-0.5, window)

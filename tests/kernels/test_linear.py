@@ -66,9 +66,7 @@ def test_a_column_is_the_same_to_the_bit_beside_any_others():
 def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, n_size, k_size):
     x, weight, bias = (island(values) for values in operands(num_rows, n_size, k_size))
     y = guarded_host(num_rows, n_size)
-    native.holdfast_linear(
-        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), num_rows, n_size, k_size
-    )
+    native.holdfast_linear(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), num_rows, n_size, k_size)
     assert same_bits(y, linear(x, weight, bias))
     assert y.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""Each case in a process of its own: the library is loaded once in a process."""
+"""In processes of their own: a library that is loaded stays, and a compiler that fails must not be this process's."""
 
 import json
 import os
@@ -14,36 +14,51 @@ import torch
 from holdfast.kernels import native_library
 from holdfast.kernels.native_library import SIGNATURES, native_for
 
-SCRIPT = """
-import json, logging, sys
+ONE = """
+import json, logging, os, sys
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 import torch
 from holdfast.kernels.linear import linear, linear_reference
 from holdfast.kernels.native_library import native_library
-x, weight = torch.arange(12.0).view(3, 4), torch.arange(20.0).view(5, 4)
-assert torch.equal(linear(x, weight, None), linear_reference(x, weight, None)), "wrong"
-library = native_library()
-print(json.dumps({"path": None if library is None else library._name}))
+def load():
+    library = native_library()
+    x, weight = torch.arange(12.0).view(3, 4), torch.arange(20.0).view(5, 4)
+    assert torch.equal(linear(x, weight, None), linear_reference(x, weight, None)), "wrong"
+    return None if library is None else library._name
 """
-NO_HOME = """
-import pwd
-def getpwuid(uid): raise KeyError(uid)
-pwd.getpwuid = getpwuid
+LOAD = ONE + "print(json.dumps(load()))"
+LOAD_IN_TURN = (
+    ONE
+    + """
+import io, pwd
+named = pwd.getpwuid
+def unnamed(uid): raise KeyError(uid)
+results = {}
+for name, changes in json.load(sys.stdin).items():
+    os.environ.update({key: value for key, value in changes.items() if value is not None})
+    for key in [key for key, value in changes.items() if value is None]: os.environ.pop(key, None)
+    pwd.getpwuid = named if "HOME" in os.environ else unnamed
+    log = io.StringIO()
+    logging.basicConfig(stream=log, format="%(message)s", force=True)
+    native_library.cache_clear()
+    results[name] = (load(), log.getvalue())
+print(json.dumps(results))
 """
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is there")
 
 
-def start(script: str = SCRIPT, **changes: str | None) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def start(script: str, **changes: str) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | changes
     environment.pop("HOLDFAST_NATIVE", None)
-    for name, value in changes.items():
-        if value is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = value
     return subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -51,22 +66,17 @@ def finish(process: subprocess.Popen) -> tuple[Path | None, str]:
     """The path of the library that was loaded, if any, and the log."""
     output, log = process.communicate(timeout=120)
     assert process.returncode == 0, log
-    path = json.loads(output)["path"]
+    path = json.loads(output)
     return None if path is None else Path(path), log
 
 
-@pytest.fixture
-def compiler(tmp_path: Path) -> Path:
-    """A folder with a cc that writes a line for each time it is run, and then is the real one."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    write_script(folder / "cc", f'echo run >> "{folder}/runs"\nexec {shutil.which("cc")} "$@"\n')
+def make_compiler(folder: Path, body: str) -> Path:
+    """A folder with a cc that writes a line for each time it is run, and then does what the body says."""
+    folder.mkdir(parents=True)
+    compiler = folder / "cc"
+    compiler.write_text(f'#!/bin/sh\necho run >> "{folder}/runs"\n{body}\n')
+    compiler.chmod(0o755)
     return folder
-
-
-def write_script(path: Path, body: str) -> None:
-    path.write_text(f"#!/bin/sh\n{body}")
-    path.chmod(0o755)
 
 
 def path_with(compiler: Path) -> str:
@@ -78,90 +88,91 @@ def num_runs(compiler: Path) -> int:
     return len(runs.read_text().splitlines()) if runs.exists() else 0
 
 
-def test_compiled_once_and_kept_by_processes_that_start_together_too(tmp_path, compiler):
-    environment = {"PATH": path_with(compiler), "HOLDFAST_CACHE": str(tmp_path / "cache")}
-    (path, first_log), (same_path, second_log) = map(finish, [start(**environment), start(**environment)])
+@pytest.fixture
+def real_compiler(tmp_path: Path) -> Path:
+    return make_compiler(tmp_path / "bin", f'exec {shutil.which("cc")} "$@"')
+
+
+def test_compiled_once_and_kept_by_processes_that_start_together_too(tmp_path, real_compiler):
+    environment = {"PATH": path_with(real_compiler), "HOLDFAST_CACHE": str(tmp_path / "cache")}
+    (path, first_log), (same_path, second_log) = map(finish, [start(LOAD, **environment), start(LOAD, **environment)])
     assert path is not None, first_log
     assert same_path == path, second_log
     assert path.parent == tmp_path / "cache"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "something was left behind"
-    compiled, written = num_runs(compiler), path.stat().st_mtime_ns
+    compiled, written = num_runs(real_compiler), path.stat().st_mtime_ns
     assert 1 <= compiled <= 2
-    assert finish(start(**environment)) == (path, "")
-    assert num_runs(compiler) == compiled, "the third process compiled again"
+    assert finish(start(LOAD, **environment)) == (path, "")
+    assert num_runs(real_compiler) == compiled, "the third process compiled again"
     assert path.stat().st_mtime_ns == written
 
 
-def test_a_damaged_library_is_compiled_again(tmp_path, compiler, monkeypatch):
+def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatch):
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
-    damaged = native_library._library_path(str(compiler / "cc"))
+    damaged = native_library._library_path(str(real_compiler / "cc"))
     damaged.write_bytes(b"no library at all")
-    path, log = finish(start(PATH=path_with(compiler)))
+    path, log = finish(start(LOAD, PATH=path_with(real_compiler)))
     assert path == damaged, log
     assert "is damaged and is compiled again" in log
-    assert num_runs(compiler) == 1
+    assert num_runs(real_compiler) == 1
 
 
-def test_without_a_compiler_torch_runs_and_the_log_says_so(tmp_path):
-    path, log = finish(start(PATH="", HOLDFAST_CACHE=str(tmp_path)))
-    assert path is None
-    assert "plain torch because no C compiler is found" in log
+FAILING_COMPILERS = {
+    "fails": ('echo "cannot do it: $@" >&2; exit 1', "compiling them failed: cannot do it"),
+    "writes nothing": ("exit 0", "compiling them failed: [Errno 2] No such file"),
+    "is killed": ("kill -9 $$", "compiling them failed: the compiler ended with -9"),
+}
+OPEN_MODES = {"anybody": 0o777, "the group": 0o720}
 
 
-def test_switched_off(tmp_path, compiler):
-    path, log = finish(start(HOLDFAST_NATIVE="0", PATH=path_with(compiler), HOLDFAST_CACHE=str(tmp_path / "cache")))
-    assert path is None
-    assert "HOLDFAST_NATIVE=0" in log
-    assert num_runs(compiler) == 0
-    assert not (tmp_path / "cache").exists()
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory) -> dict[str, tuple[str | None, str]]:
+    """What each case loaded, and what it logged; all cases one after the other in one process."""
+    root = tmp_path_factory.mktemp("native")
+    home = {"HOME": os.environ.get("HOME", "/"), "XDG_CACHE_HOME": None, "HOLDFAST_NATIVE": None}
+    fails = path_with(make_compiler(root / "compilers" / "plain", FAILING_COMPILERS["fails"][0]))
+    cases: dict[str, dict[str, str | None]] = {}
+    for name, (body, _) in FAILING_COMPILERS.items():
+        compiler = make_compiler(root / "compilers" / name, body)
+        cases[name] = {"PATH": path_with(compiler), "HOLDFAST_CACHE": str(root / "cache" / name)}
+    for name, mode in OPEN_MODES.items():
+        (root / "open" / name).mkdir(parents=True)
+        (root / "open" / name).chmod(mode)
+        cases[name] = {"PATH": os.environ["PATH"], "HOLDFAST_CACHE": str(root / "open" / name)}
+    (root / "file").write_text("")
+    cases["no compiler"] = {"PATH": "", "HOLDFAST_CACHE": str(root / "unused")}
+    cases["switched off"] = {"PATH": fails, "HOLDFAST_NATIVE": "0", "HOLDFAST_CACHE": str(root / "unused")}
+    cases["a file"] = {"PATH": os.environ["PATH"], "HOLDFAST_CACHE": str(root / "file")}
+    cases["a user's own"] = {"PATH": fails, "HOLDFAST_CACHE": None, "XDG_CACHE_HOME": str(root / "own")}
+    cases["no home"] = {"PATH": os.environ["PATH"], "HOLDFAST_CACHE": None, "HOME": None}
+    process = start(LOAD_IN_TURN)
+    output, log = process.communicate(json.dumps({name: home | case for name, case in cases.items()}), timeout=120)
+    assert process.returncode == 0, log
+    assert not (root / "unused").exists(), "a folder was made where nothing was to be kept"
+    for name in FAILING_COMPILERS:
+        assert list((root / "cache" / name).iterdir()) == [], "something was left behind"
+    return json.loads(output)
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [('echo "cannot do it" >&2; exit 1', "cannot do it"), ("exit 0", "No such file"), ("kill -9 $$", "ended with -9")],
-    ids=["fails", "writes nothing", "is killed"],
+    ("case", "reason"),
+    [
+        *((name, reason) for name, (_, reason) in FAILING_COMPILERS.items()),
+        *((name, "can be written by others; set HOLDFAST_CACHE to a folder of your own") for name in OPEN_MODES),
+        ("no compiler", "no C compiler is found"),
+        ("switched off", "HOLDFAST_NATIVE=0"),
+        ("a file", "File exists"),
+        ("a user's own", f"{os.sep}own{os.sep}holdfast{os.sep}"),
+        ("no home", "names no folder here; set HOLDFAST_CACHE to a folder of your own"),
+    ],
 )
-def test_a_broken_compiler_costs_speed_only(tmp_path, compiler, body, reason):
-    write_script(compiler / "cc", body + "\n")
-    path, log = finish(start(PATH=path_with(compiler), HOLDFAST_CACHE=str(tmp_path / "cache")))
+def test_what_goes_wrong_costs_speed_only_and_is_said_once(failures, case, reason):
+    """Results were right in each case. A folder that others may write to is refused, since what lies there is run."""
+    path, log = failures[case]
     assert path is None
-    assert "compiling them failed" in log
+    assert log.count("\n") == log.count("CPU kernels run in plain torch because ") == 1, log
     assert reason in log
-    assert list((tmp_path / "cache").iterdir()) == [], "something was left behind"
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o720], ids=oct)
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path, compiler, mode):
-    """What lies in the folder is executed: a stranger's file there would be run."""
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    cache.chmod(mode)
-    path, log = finish(start(PATH=path_with(compiler), HOLDFAST_CACHE=str(cache)))
-    assert path is None
-    assert "can be written by others" in log
-    assert "HOLDFAST_CACHE" in log
-    assert num_runs(compiler) == 0
-
-
-def test_a_cache_that_is_no_folder(tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    path, log = finish(start(HOLDFAST_CACHE=str(tmp_path / "cache")))
-    assert path is None
-    assert "File exists" in log
-
-
-def test_a_user_without_a_home(tmp_path):
-    """As in containers that run under a number nobody has a name for."""
-    path, log = finish(start(NO_HOME + SCRIPT, HOME=None, HOLDFAST_CACHE=None, XDG_CACHE_HOME=None))
-    assert path is None
-    assert "set HOLDFAST_CACHE to a folder of your own" in log
-
-
-def test_the_user_s_cache_folder_is_taken(tmp_path, compiler):
-    write_script(compiler / "cc", 'echo "$@" >&2; exit 1\n')
-    _, log = finish(start(PATH=path_with(compiler), HOLDFAST_CACHE=None, XDG_CACHE_HOME=str(tmp_path)))
-    assert f"-o {tmp_path / 'holdfast'}" in log
 
 
 @pytest.mark.usefixtures("native")

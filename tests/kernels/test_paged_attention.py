@@ -90,7 +90,10 @@ def test_any_chunking_gives_the_same_bits(group, head_dim, window):
         k_plane, v_plane = torch.full_like(whole.k_plane, float("nan")), torch.full_like(whole.v_plane, float("nan"))
         for start in range(0, num_tokens, chunk):
             end = min(start + chunk, num_tokens)
-            k_plane[slots[start:end]], v_plane[slots[start:end]] = whole.k_plane[slots[start:end]], whole.v_plane[slots[start:end]]
+            k_plane[slots[start:end]], v_plane[slots[start:end]] = (
+                whole.k_plane[slots[start:end]],
+                whole.v_plane[slots[start:end]],
+            )
             sequences = torch.tensor([[0, end - start, start, 0]])
             out = paged_attention(whole.q[start:end], k_plane, v_plane, pages, sequences, 4, whole.scale, window)
             assert same_bits(out, expected[start:end]), f"{chunk=} {start=}"

@@ -27,7 +27,7 @@ def test_the_whole_range_of_the_gate_to_a_few_units_in_the_last_place():
     y = silu_mul(torch.cat([gate, torch.ones_like(gate)]).unsqueeze(0)).squeeze(0).double()
     exact = gate.double() * torch.sigmoid(gate.double())
     error = (y - exact).abs() / (exact.abs() * 2**-23 + 2**-149)
-    assert float(error.max()) < 4, f"{float(error.max())} units in the last place at {float(gate[error.argmax()])}"
+    assert float(error.max()) < 3.5, f"{float(error.max())} units in the last place at {float(gate[error.argmax()])}"
 
 
 def test_a_gate_far_below_zero_closes():

@@ -40,9 +40,7 @@ class Case:
         if rotary is not None:
             rotary = Rotary(rotary.cos_LD.to(dtype), rotary.sin_LD.to(dtype))
         k_plane, v_plane = self.k_plane.to(dtype, copy=True), self.v_plane.to(dtype, copy=True)
-        q = function(
-            self.qkv[rows].to(dtype), self.positions[rows], self.slots[rows], k_plane, v_plane, norm, rotary
-        )
+        q = function(self.qkv[rows].to(dtype), self.positions[rows], self.slots[rows], k_plane, v_plane, norm, rotary)
         return q, k_plane, v_plane
 
 
@@ -57,7 +55,9 @@ def make_case(num_rows, head_dim, group=3, num_kv_heads=2, with_norm=True, with_
         slots=torch.randperm(num_slots, generator=generator)[:num_rows],
         k_plane=planes[0].clone(),
         v_plane=planes[1].clone(),
-        head_norm=HeadNorm(random(head_dim, seed=seed + 2), random(head_dim, seed=seed + 3), 1e-5) if with_norm else None,
+        head_norm=HeadNorm(random(head_dim, seed=seed + 2), random(head_dim, seed=seed + 3), 1e-5)
+        if with_norm
+        else None,
         rotary=Rotary(angles.cos(), angles.sin()) if with_rope else None,
     )
 

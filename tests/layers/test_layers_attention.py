@@ -25,7 +25,7 @@ def test_projection_backend_projection():
     backend, plan, x = RecordingBackend(), object(), random(5, 6, seed=3)
     layer = AttentionLayer(7, Linear(qkv_weight, qkv_bias), Linear(o_weight), head_norm, rotary, backend)
     y = layer(x, plan)
-    (qkv, *rest), = backend.calls
+    ((qkv, *rest),) = backend.calls
     torch.testing.assert_close(qkv, x @ qkv_weight.T + qkv_bias)
     assert rest == [head_norm, rotary, 7, plan]
     torch.testing.assert_close(y, 2 * qkv[:, :8] @ o_weight.T)

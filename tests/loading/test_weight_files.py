@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +81,22 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "model" / "a.safetensors").unlink()
     (tmp_path / "model" / "a.safetensors").symlink_to("a.safetensors")
     assert "a.safetensors" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("put", "words"),
+    [
+        (os.mkfifo, "no regular file"),
+        (Path.mkdir, "no regular file"),
+        (lambda path: path.symlink_to("blob that was never downloaded"), "a link to nowhere"),
+        (lambda path: path.symlink_to(path.name), "a link to nowhere"),
+    ],
+    ids=["pipe", "folder", "dangling link", "link to itself"],
+)
+def test_what_has_the_name_of_a_file_and_is_none_is_refused(tmp_path, name, put, words):
+    put(tmp_path / name)
+    assert f"has {name}; it is {words}" in refusal(tmp_path, ModelFormatError)
 
 
 def test_the_download_cache_of_hugging_face_is_read_through_its_links(tmp_path):

@@ -27,7 +27,10 @@ MAX_MODEL_LEN = max(PROMPT_LENGTHS) + NUM_STEPS
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in FAMILIES} | {
     "llama_longrope within its first length": (
         "llama_longrope",
-        {"rope_parameters": FAMILIES["llama_longrope"][1]["rope_parameters"] | {"original_max_position_embeddings": 256}},
+        {
+            "rope_parameters": FAMILIES["llama_longrope"][1]["rope_parameters"]
+            | {"original_max_position_embeddings": 256}
+        },
     ),
     "opt with gelu": ("opt", {"activation_function": "gelu"}),
     "llama with gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),

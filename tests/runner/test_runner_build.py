@@ -214,7 +214,7 @@ def test_a_context_whose_tables_alone_exceed_the_memory_shrinks_too(build):
 
 
 def test_nothing_fits_with_an_open_context_and_the_table_is_about_what_was_meant(build):
-    with pytest.raises(MemoryPlanError, match="the budget is 100.00 KiB"):
+    with pytest.raises(MemoryPlanError, match=r"the budget is 100\.00 KiB"):
         build(readable=False, memory_limit="100KiB")
 
 
@@ -239,7 +239,7 @@ def test_a_bound_on_kv_pages_shortens_a_context_that_is_left_open(build):
 
 def test_a_bound_on_kv_pages_below_the_context_that_was_asked_is_refused(build):
     with pytest.raises(
-        MemoryPlanError, match="kv_cache_memory of 40.00 KiB was asked; one sequence of 81 tokens takes"
+        MemoryPlanError, match=r"kv_cache_memory of 40\.00 KiB was asked; one sequence of 81 tokens takes"
     ):
         build(readable=False, kv_cache_memory=20 * 4 * 512, max_model_len=81)
 
@@ -250,7 +250,7 @@ def test_a_bound_on_kv_pages_below_the_context_that_was_asked_is_refused(build):
     ids=["float16", "bfloat16", "float16 pages"],
 )
 def test_batch_invariance_that_cannot_be_kept_is_refused(build, options):
-    with pytest.raises(ConfigError, match="batch_invariant=True was asked; torch_paged in .* rounds differently"):
+    with pytest.raises(ConfigError, match=r"batch_invariant=True was asked; torch_paged in .* rounds differently"):
         build(readable=False, batch_invariant=True, max_model_len=64, **options)
 
 

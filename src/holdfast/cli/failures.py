@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 
-from holdfast.cli.app import INTERRUPTED
+from holdfast.cli.interrupt import INTERRUPTED
 from holdfast.errors import ConfigError, HoldfastError, RequestError
 from holdfast.observability.log import log_to_stderr
 

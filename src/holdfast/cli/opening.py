@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.app import raise_interrupts
+from holdfast.cli.interrupt import raise_interrupts
 from holdfast.cli.failures import log_plainly, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine

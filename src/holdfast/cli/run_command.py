@@ -50,6 +50,8 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
         write_line("")
         write_memory(opened.memory)
         write_line(f"\n{speed_of(output).line}")
+        if params.max_tokens is None and output.outputs[0].finish_reason == "length":
+            write_line(f"cut at {prepared.max_tokens} tokens; --max-tokens N allows more, within the context")
 
 
 def _check_together(options: RunOptions, sampling: Given) -> None:

@@ -87,6 +87,11 @@ class Driver:
         with self._lock:
             self.abort(set(self._readings))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, between two steps."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
+
     def _deliver(self, deltas: list[CompletionDelta]) -> None:
         for delta in deltas:
             reading = self._readings.get(delta.request_id)

@@ -278,6 +278,8 @@ class Engine:
                 completion = self._by_sequence[item.sequence.sequence_id]
                 ending = Ending("error", error=_no_token_reason(token_id, item.sequence))
                 self._undelivered += self._end([completion], ending)
+                # Numbers that are not finite may lie in pages that others would share.
+                self._scheduler.reset_prefix_cache()
                 token_id = None
             token_ids.append(token_id)
         self._scheduler.complete(step, token_ids)

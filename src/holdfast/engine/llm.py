@@ -157,7 +157,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self._live().engine.reset_prefix_cache()
+        self._live().reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Abort what runs and let go of the model; may be called twice."""

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +22,7 @@ from holdfast.observability.log import get_logger
 NATIVE_VARIABLE = "HOLDFAST_NATIVE"
 CACHE_VARIABLE = "HOLDFAST_CACHE"
 SOURCES = Path(__file__).parent / "native"
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 COMPILE_SECONDS = 120
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -133,13 +134,27 @@ def _compile(compiler: str, path: Path) -> None:
         os.replace(output, path)
 
 
+class _SymbolPlace(ctypes.Structure):
+    """What dladdr tells of an address."""
+
+    _fields_: ClassVar = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
 def _openmp_library() -> Path | None:
-    """The OpenMP library that torch has loaded: sharing it shares its threads, where a second one would fight for the cores."""
+    """The OpenMP library that torch runs on: sharing it shares its threads, where a second one would fight for the cores."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
+        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        function = ctypes.cast(torch_library.omp_get_max_threads, ctypes.c_void_p)
+        place = _SymbolPlace()
+        found = ctypes.CDLL(None).dladdr(function, ctypes.byref(place))
+    except (OSError, AttributeError):  # another system's names, or a torch without OpenMP
         return None
-    return next((Path(line.split()[-1]) for line in lines if "libgomp" in line), None)
+    return Path(os.fsdecode(place.file)) if found and place.file else None
 
 
 def _cpu_model() -> str:

@@ -9,7 +9,7 @@ from holdfast.loading.dummy import DummySource
 from holdfast.loading.json_file import read_json_object
 from holdfast.loading.safetensors_source import SafetensorsSource
 from holdfast.loading.source import GenerationDefaults, OpenModel, TensorEntry
-from holdfast.loading.weight_files import file_inside, open_weight_files
+from holdfast.loading.weight_files import file_inside, has_file, open_weight_files
 from holdfast.models.families import FAMILIES, Family, parameters, read_spec
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
@@ -38,7 +38,7 @@ def open_directory_without_weights(folder: Path) -> OpenModel:
 
 
 def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
-    if not (folder / CONFIG_FILE).is_file():
+    if not has_file(folder, CONFIG_FILE):
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
         gguf = [name for name in names if name.endswith(".gguf")]
         raise ModelNotFoundError(
@@ -53,7 +53,7 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
 def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:
     """What generation_config.json says, and config.json where it is silent."""
     generation = Settings({}, GENERATION_FILE)
-    if (folder / GENERATION_FILE).exists():
+    if has_file(folder, GENERATION_FILE):
         generation = Settings(read_json_object(file_inside(folder, GENERATION_FILE)), GENERATION_FILE)
     bos_default = () if family.bos_token_id is None else (family.bos_token_id,)
     bos = generation.token_ids("bos_token_id", config.token_ids("bos_token_id", bos_default))

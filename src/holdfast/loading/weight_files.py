@@ -1,5 +1,6 @@
 """Which files of a folder hold its weights: the index read as hostile input, and no file outside the folder; no torch."""
 
+import os
 import re
 from pathlib import Path
 
@@ -38,11 +39,22 @@ def file_inside(folder: Path, name: str) -> Path:
     )
 
 
+def has_file(folder: Path, name: str) -> bool:
+    """Whether the folder has a file of this name; something else of this name is refused, not passed over."""
+    path = folder / name
+    if path.is_file():
+        return True
+    if not os.path.lexists(path):
+        return False
+    what = "a link to nowhere" if path.is_symlink() else "no regular file"
+    raise ModelFormatError(f"{folder.name} has {name}", f"it is {what}", AGAIN)
+
+
 def open_weight_files(folder: Path) -> list[SafetensorsFile]:
     """Every safetensors file of the model, its header checked, and against the index."""
-    if (folder / SINGLE_FILE).is_file():
+    if has_file(folder, SINGLE_FILE):
         return [SafetensorsFile(file_inside(folder, SINGLE_FILE))]
-    if not (folder / INDEX_FILE).is_file():
+    if not has_file(folder, INDEX_FILE):
         raise _no_weights(folder)
     file_names = _read_index(folder)
     paths = {file_name: file_inside(folder, file_name) for file_name in sorted(set(file_names.values()))}

@@ -20,6 +20,8 @@ UNITS: dict[str, int] = {
     "tb": 1000**4,
     "tib": 1024**4,
 }
+MAX_BYTES = 2**63 - 1
+"""What an address can reach; arithmetic with anything larger stops being exact, and then stops."""
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*")
 
 
@@ -37,6 +39,10 @@ def parse_bytes(text: str | int, option: str) -> int:
     if num_bytes <= 0:
         raise ConfigError(
             f"{option}={shown(text)} is no memory at all", "a size above zero is", 'write "20GiB" or "512MB"'
+        )
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(
+            f"{option}={shown(text)} was asked", "no machine has as much memory", 'write "20GiB" or "512MB"'
         )
     return num_bytes
 

@@ -11,18 +11,24 @@ import torch
 from holdfast.kernels.write_heads import Rotary
 from holdfast.models.spec import RopeSpec
 
+BLOCK_ROWS = 4096
+
 
 def rope_table(
     rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
     """cos and sin, each [max_model_len, head_dim]."""
     inverse_frequency_d, magnitude = _frequencies(rope, head_dim, max_position, max_model_len)
-    positions_L = torch.arange(max_model_len, dtype=torch.float32)
-    angle_Ld = torch.outer(positions_L, inverse_frequency_d)
-    cos_Ld, sin_Ld = angle_Ld.cos().mul_(magnitude), angle_Ld.sin().mul_(magnitude)
-    cos_LD = torch.cat((cos_Ld, cos_Ld), dim=-1)
-    sin_LD = torch.cat((-sin_Ld, sin_Ld), dim=-1)
-    return Rotary(cos_LD.to(device, dtype), sin_LD.to(device, dtype))
+    cos_LD = torch.empty(max_model_len, head_dim, dtype=dtype, device=device)
+    sin_LD = torch.empty_like(cos_LD)
+    # In blocks of rows: temporaries of a whole long table would take as much again as the plan has set aside for it.
+    for start in range(0, max_model_len, BLOCK_ROWS):
+        end = min(start + BLOCK_ROWS, max_model_len)
+        angle_ld = torch.outer(torch.arange(start, end, dtype=torch.float32), inverse_frequency_d)
+        cos_ld, sin_ld = angle_ld.cos().mul_(magnitude), angle_ld.sin().mul_(magnitude)
+        cos_LD[start:end] = torch.cat((cos_ld, cos_ld), dim=-1)
+        sin_LD[start:end] = torch.cat((-sin_ld, sin_ld), dim=-1)
+    return Rotary(cos_LD, sin_LD)
 
 
 def _frequencies(rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int) -> tuple[torch.Tensor, float]:

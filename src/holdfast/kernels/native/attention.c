@@ -39,7 +39,7 @@ static void score_tile(const float *q, const float *const *keys, float *scores, 
                 UNROLL for (int j = 0; j < NR; j++) loaded[j] = load(key[j] + d);
                 UNROLL for (int i = 0; i < MR; i++) {
                     vec input = load(query[i] + d);
-                    UNROLL for (int j = 0; j < NR; j++) sums[i][j] += input * loaded[j];
+                    UNROLL for (int j = 0; j < NR; j++) sums[i][j] = multiply_add(input, loaded[j], sums[i][j]);
                 }
             }
             UNROLL for (int i = 0; i < MR; i++) {
@@ -68,12 +68,14 @@ static void add_values(const float *weights, const float *const *values, float *
                 vec value[NR];
                 UNROLL for (int j = 0; j < NR; j++) value[j] = load(values[t] + d + j * LANES);
                 UNROLL for (int i = 0; i < MR; i++) {
-                    vec factor = splat(weight[i][t]);
-                    UNROLL for (int j = 0; j < NR; j++) total[i][j] += factor * value[j];
+                    float factor = weight[i][t];
+                    UNROLL for (int j = 0; j < NR; j++) total[i][j] = multiply_add_by(value[j], factor, total[i][j]);
                 }
             }
-            for (int i = 0; i < pairs; i++)
+            UNROLL for (int i = 0; i < MR; i++) {
+                if (i >= pairs) break;
                 UNROLL for (int j = 0; j < NR; j++) store(sums + (r + i) * head_dim + d + j * LANES, total[i][j]);
+            }
         }
         for (int i = 0; i < pairs && d < head_dim; i++)
             for (long e = d; e < head_dim; e++) {

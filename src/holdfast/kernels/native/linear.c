@@ -37,7 +37,7 @@ static inline void finish(const vec *sums, int cols, const float *x, const float
             UNROLL for (int j = 0; j < COLS; j++) weights[j] = load(w + j * k_size + k);                                \
             UNROLL for (int i = 0; i < ROWS; i++) {                                                                     \
                 vec input = load(x + i * k_size + k);                                                                   \
-                UNROLL for (int j = 0; j < COLS; j++) sums[i][j] += input * weights[j];                                 \
+                UNROLL for (int j = 0; j < COLS; j++) sums[i][j] = multiply_add(input, weights[j], sums[i][j]);         \
             }                                                                                                           \
         }                                                                                                               \
         UNROLL for (int i = 0; i < ROWS; i++) finish(sums[i], COLS, x + i * k_size, w, bias, y + i * ldy, k, k_size);   \
@@ -54,12 +54,12 @@ static void lone_row(const float *restrict x, const float *restrict w, const flo
         UNROLL for (int j = 0; j < NR; j++) __builtin_prefetch(w + FETCH_AHEAD + NR * k + LINE * j);
         UNROLL for (int part = 0; part < LINE; part += LANES) {
             vec input = load(x + k + part);
-            UNROLL for (int j = 0; j < NR; j++) sums[j] += input * load(w + j * k_size + k + part);
+            UNROLL for (int j = 0; j < NR; j++) sums[j] = multiply_add(input, load(w + j * k_size + k + part), sums[j]);
         }
     }
     for (; k + LANES <= k_size; k += LANES) {
         vec input = load(x + k);
-        UNROLL for (int j = 0; j < NR; j++) sums[j] += input * load(w + j * k_size + k);
+        UNROLL for (int j = 0; j < NR; j++) sums[j] = multiply_add(input, load(w + j * k_size + k), sums[j]);
     }
     finish(sums, NR, x, w, bias, y, k, k_size);
 }

@@ -9,7 +9,7 @@ static inline void rms_row(const float *x, const float *weight, float *y, long s
     long i = 0;
     for (; i + LANES <= size; i += LANES) {
         vec v = load(x + i);
-        sums += v * v;
+        sums = multiply_add(v, v, sums);
     }
     float total = sum_lanes(sums);
     for (; i < size; i++) total = fmaf(x[i], x[i], total);

@@ -10,6 +10,8 @@
 #include <string.h>
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
+#elif defined(__AVX__)
+#include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -29,6 +31,29 @@ typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4)));
 static inline vec load(const float *p) { return *(const loose_vec *)p; }
 static inline void store(float *p, vec v) { *(loose_vec *)p = v; }
 static inline vec splat(float x) { return x - (vec){0}; }
+
+// a * b + c, rounded once where the machine can. Written out, because a compiler that may fuse as it likes fuses
+// differently in tiles of different shapes, and then a row's last bit depends on the tile it fell into.
+static inline vec multiply_add(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && LANES == 4
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// The same with one factor for all lanes.
+static inline vec multiply_add_by(vec a, float b, vec c) {
+#if defined(__ARM_NEON) && LANES == 4
+    return (vec)vfmaq_n_f32((float32x4_t)c, (float32x4_t)a, b);
+#else
+    return multiply_add(a, splat(b), c);
+#endif
+}
 
 // The lanes of a vector, added neighbour to neighbour.
 static inline float sum_lanes(vec v) {
@@ -64,12 +89,13 @@ static inline vec max_vec(vec a, vec b) {
 static inline vec exp_vec(vec x) {
     ivec gone = x < splat(-87.0f);
     vec kept = (vec)((ivec)x & ~gone);
-    vec shifted = kept * splat(1.44269504f) + splat(12582912.0f);  // 1.5 * 2^23: the low bits are round(x / ln 2)
+    vec shifted = multiply_add(kept, splat(1.44269504f), splat(12582912.0f));  // 1.5 * 2^23: the low bits are round(x / ln 2)
     vec n = shifted - splat(12582912.0f);
-    vec r = kept - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+    vec r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), kept));
     vec r2 = r * r;  // pairs of terms side by side: half the waiting of one long chain
-    vec high = splat(1.0f / 24) + r * splat(1.0f / 120) + r2 * splat(1.0f / 720);
-    vec p = splat(1.0f) + r + r2 * (splat(0.5f) + r * splat(1.0f / 6) + r2 * high);
+    vec high = multiply_add(r2, splat(1.0f / 720), multiply_add(r, splat(1.0f / 120), splat(1.0f / 24)));
+    vec middle = multiply_add(r2, high, multiply_add(r, splat(1.0f / 6), splat(0.5f)));
+    vec p = multiply_add(r2, middle, r + splat(1.0f));
     ivec exponent = ((ivec)shifted << 23) + (127 << 23);  // the shift drops the bias of 1.5 * 2^23
     return (vec)((ivec)(p * (vec)exponent) & ~gone);
 }
