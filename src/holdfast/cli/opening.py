@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.interrupt import raise_interrupts
 from holdfast.cli.failures import log_plainly, write_line
+from holdfast.cli.interrupt import raise_interrupts
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.llm import LLM, open_engine
