@@ -34,14 +34,14 @@ class DecoderLayer:
     def attend(self, x_TH: torch.Tensor, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """x plus attention."""
         if self._norm_first:
-            return x_TH + self._attention(self._attn_norm(x_TH), plan)
-        return self._attn_norm(x_TH + self._attention(x_TH, plan))
+            return self._attention(self._attn_norm(x_TH), plan).add_(x_TH)
+        return self._attn_norm(self._attention(x_TH, plan).add_(x_TH))
 
     def feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """x plus MLP."""
         if self._norm_first:
-            return x_TH + self._mlp(self._mlp_norm(x_TH))
-        return self._mlp_norm(x_TH + self._mlp(x_TH))
+            return self._mlp(self._mlp_norm(x_TH)).add_(x_TH)
+        return self._mlp_norm(self._mlp(x_TH).add_(x_TH))
 
 
 class Decoder:

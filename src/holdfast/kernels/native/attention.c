@@ -6,7 +6,7 @@
 #include "vector.h"
 
 #define TILE 64
-#define TASK_PAIRS 48
+#define TASK_PAIRS 96
 #define MR 4
 #define NR 4
 
@@ -91,7 +91,7 @@ static void soften(float *scores, long low, long high, float *running_max, float
     for (long t = 0; t < low; t++) scores[t] = -INFINITY;
     for (long t = high; t < TILE; t++) scores[t] = -INFINITY;
     vec highest = load(scores);
-    for (long t = LANES; t < TILE; t += LANES) highest = max_vec(highest, load(scores + t));
+    UNROLL for (long t = LANES; t < TILE; t += LANES) highest = max_vec(highest, load(scores + t));
     float new_max = max_lanes(highest);
     if (new_max > *running_max) {
         float factor = exp_vec(splat(*running_max - new_max))[0];
@@ -102,10 +102,11 @@ static void soften(float *scores, long low, long high, float *running_max, float
         *running_max = new_max;
     }
     vec total = splat(0.0f), shift = splat(*running_max);
-    for (long t = 0; t < TILE; t += LANES) {
-        vec weight = exp_vec(load(scores + t) - shift);
-        store(scores + t, weight);
-        total += weight;
+    for (long t = 0; t < TILE; t += 2 * LANES) {  // two at a time: one waits while the other works
+        vec left = exp_vec(load(scores + t) - shift), right = exp_vec(load(scores + t + LANES) - shift);
+        store(scores + t, left);
+        store(scores + t + LANES, right);
+        total += left + right;
     }
     *running_sum += sum_lanes(total);
 }

@@ -11,8 +11,8 @@
 #else
 #define NR 4
 #endif
-#define BLOCK_N 48
-#define BLOCK_M 64
+#define BLOCK_N 96
+#define BLOCK_M 16
 #define LINE 16              // floats in a cache line
 #define FETCH_AHEAD (4 << 10)  // floats, 16 KiB: measured best of 8 to 56 KiB for a lone row
 

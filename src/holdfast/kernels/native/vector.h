@@ -80,8 +80,16 @@ static inline float max_lanes(vec v) {
 }
 
 static inline vec max_vec(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__ARM_NEON) && LANES == 4
+    return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
     ivec pick = a > b;
     return (vec)(((ivec)a & pick) | ((ivec)b & ~pick));
+#endif
 }
 
 // exp(x) for x <= 88; exactly 0 below -87, so that a masked score of -infinity adds nothing; NaN stays NaN.
