@@ -119,9 +119,14 @@ def make_batch(geometry: Geometry, parts: list[tuple[Text, int, int]]) -> tuple[
         sequences.append(SequenceRows(row, end - start, start, text.pages))
         row += end - start
     batch = Batch(
-        torch.zeros(row, dtype=torch.int64), torch.tensor(positions), torch.tensor(slots), None, tuple(sequences)
+        torch.zeros(row, dtype=torch.int64), torch.tensor(positions), torch.tensor(slots), tuple(sequences), None
     )
     return batch, torch.cat([text.qkv[start:end] for text, start, end in parts])
+
+
+def run_layer(backend, qkv, batch, head_norm=None, rotary=None, layer=0) -> torch.Tensor:
+    """One layer of one step, every row attending."""
+    return backend.attend(backend.write(qkv, batch, head_norm, rotary, layer), layer, backend.plan(batch.sequences))
 
 
 def steps_of(made: list[Text], chunk: int, seed: int = 0) -> list[list[tuple[Text, int, int]]]:
@@ -148,7 +153,7 @@ def run_steps(
     outputs = [torch.full((len(text.qkv), geometry.num_heads * geometry.head_dim), float("nan")) for text in made]
     for step in steps:
         batch, qkv = make_batch(geometry, step)
-        out = backend.run(qkv, head_norm, rotary, layer, backend.plan(batch))
+        out = run_layer(backend, qkv, batch, head_norm, rotary, layer)
         assert out.shape == (batch.num_rows, geometry.num_heads * geometry.head_dim)
         assert out.dtype == geometry.dtype
         row = 0

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from attention.steps import Geometry, make_batch, run_steps, steps_of, texts
+from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.select import CANDIDATES
 from holdfast.memory.planner import Term
@@ -28,7 +28,7 @@ def test_names_are_unique():
 
 @EVERY_BACKEND
 def test_the_verbs_of_the_contract_are_there_with_its_arguments(backend_type):
-    for verb in ("unsupported", "terms", "plan", "run"):
+    for verb in ("unsupported", "terms", "plan", "write", "attend"):
         wanted = list(inspect.signature(getattr(AttentionBackend, verb)).parameters)
         assert list(inspect.signature(getattr(backend_type, verb)).parameters) == wanted
 
@@ -56,7 +56,7 @@ def test_layers_keep_to_their_own_planes(usable):
     storage = GEOMETRY.storage(num_pages)
     backend = usable(GEOMETRY.specs, storage)
     batch, qkv = make_batch(GEOMETRY, [(made[0], 0, 9)])
-    backend.run(qkv, None, None, 1, backend.plan(batch))
+    run_layer(backend, qkv, batch, layer=1)
     assert storage.plane(0, "k").isnan().all()
     assert storage.plane(1, "k").isfinite().any()
 
@@ -67,7 +67,7 @@ def test_the_projection_stays_as_it_was(usable):
     backend = usable(GEOMETRY.specs, GEOMETRY.storage(num_pages))
     batch, qkv = make_batch(GEOMETRY, [(made[0], 0, 9), (made[1], 0, 1)])
     before = qkv.clone()
-    backend.run(qkv, GEOMETRY.head_norm(), GEOMETRY.rotary(), 0, backend.plan(batch))
+    run_layer(backend, qkv, batch, GEOMETRY.head_norm(), GEOMETRY.rotary())
     assert torch.equal(qkv, before)
 
 

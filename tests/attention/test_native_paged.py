@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.steps import Geometry, make_batch, run_steps, steps_of, texts
+from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from kernels.exactness import require_native, same_bits
@@ -81,7 +81,7 @@ def test_pages_that_are_not_needed_yet_may_be_listed():
     made, num_pages = texts(geometry, [30], consecutive=False)
     backend = NativePagedAttention(geometry.specs, geometry.storage(num_pages))
     batch, qkv = make_batch(geometry, [(made[0], 0, 9)])
-    out = backend.run(qkv, None, None, 0, backend.plan(batch))
+    out = run_layer(backend, qkv, batch)
     torch.testing.assert_close(out.double(), made[0].exact(None)[:9], rtol=2e-5, atol=2e-5)
 
 

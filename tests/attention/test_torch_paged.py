@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.steps import Geometry, make_batch, run_steps, steps_of, texts
+from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
 from holdfast.attention.torch_paged import MASK_ELEMENTS, MAX_BLOCK_ROWS, TorchPagedAttention, block_rows
 
 LENGTHS = [1, 7, 64, 65, 130]
@@ -136,8 +136,8 @@ def test_a_plan_serves_every_layer_and_step():
     made, num_pages = texts(geometry, [12, 30], consecutive=False)
     backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
     first, qkv = make_batch(geometry, [(made[0], 0, 12)])
-    plan = backend.plan(first)
-    expected = backend.run(qkv, None, None, 0, plan)
+    plan = backend.plan(first.sequences)
+    expected = backend.attend(backend.write(qkv, first, None, None, 0), 0, plan)
     other, other_qkv = make_batch(geometry, [(made[1], 0, 30)])
-    backend.run(other_qkv, None, None, 0, backend.plan(other))
-    assert torch.equal(backend.run(qkv, None, None, 0, plan), expected)
+    run_layer(backend, other_qkv, other)
+    assert torch.equal(backend.attend(backend.write(qkv, first, None, None, 0), 0, plan), expected)

@@ -108,3 +108,17 @@ def test_rows_that_do_not_lie_in_order_are_understood():
 def test_half_types_run_in_torch(dtype):
     x, weight, bias = (values.to(dtype) for values in operands(3, 4, 8))
     assert same_bits(linear(x, weight, bias), linear_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "n_size", "k_size"), [(1, 5, 3), (7, 100, 64), (3, 3000, 700)])
+def test_half_precision_is_rounded_once_at_the_end(dtype, num_rows, n_size, k_size):
+    x, weight, bias = (
+        random(*shape, seed=n_size).to(dtype) for shape in ((num_rows, k_size), (n_size, k_size), (n_size,))
+    )
+    exact = x.double() @ weight.double().T + bias.double()
+    got = linear(x, weight, bias)
+    assert got.dtype == dtype
+    step = torch.finfo(dtype).eps * exact.abs().clamp_min(1e-3)
+    assert ((got.double() - exact).abs() <= step).all()
+    assert torch.equal(linear(x[:1], weight, bias), got[:1])

@@ -1,4 +1,4 @@
-"""The attention contract: a backend declines in words, plans once a step, and runs once a layer.
+"""The attention contract: a backend declines in words, plans once a step, and writes and attends once a layer.
 
 A layer hands over its fused projection as it is. Norms, rotation, quantization and the write into pages belong to the
 backend, because the formats and devices that matter do all of them in one pass.
@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from holdfast.attention.batch import Batch
+from holdfast.attention.batch import Batch, SequenceRows
 from holdfast.cache.spec import LayerCache
 from holdfast.kernels.write_heads import HeadNorm, Rotary
 from holdfast.memory.planner import Term
@@ -47,12 +47,16 @@ class AttentionBackend(Protocol[PlanT]):
         """What it will hold for all layers together, from shapes."""
         ...
 
-    def plan(self, batch: Batch) -> PlanT:
-        """What all layers of this step share."""
+    def plan(self, sequences: Sequence[SequenceRows]) -> PlanT:
+        """What attending to these rows has in common in all layers."""
         ...
 
-    def run(
-        self, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int, plan: PlanT
+    def write(
+        self, qkv_TX: torch.Tensor, batch: Batch, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int
     ) -> torch.Tensor:
-        """Write this step's keys and values into their slots, attend to all that is stored, give [T, H * D] back."""
+        """Write the step's keys and values into their slots; the queries, in whatever form `attend` takes them: [T, H, D]."""
+        ...
+
+    def attend(self, q_RHD: torch.Tensor, layer: int, plan: PlanT) -> torch.Tensor:
+        """Attend with the planned rows to all that is stored: [R, H * D]."""
         ...

@@ -27,15 +27,24 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRows:
+    """The rows whose logits are wanted, where they are not all: behind the last layer's keys nothing else is computed."""
+
+    rows_R: torch.Tensor
+    sequences: tuple[SequenceRows, ...]
+    """The same rows, each a sequence of one, numbered from 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's inputs. Tensors are views of buffers that live as long as the runner."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    logit_rows_R: torch.Tensor | None
-    """Rows whose logits are wanted; None: of every row."""
     sequences: tuple[SequenceRows, ...]
+    logits: LogitRows | None
+    """None: the logits of every row are wanted."""
 
     @property
     def num_rows(self) -> int:

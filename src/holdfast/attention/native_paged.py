@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from holdfast.attention.backend import AttentionSpec
-from holdfast.attention.batch import Batch
+from holdfast.attention.batch import Batch, SequenceRows
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.paged_attention import paged_attention, supports
+from holdfast.kernels.paged_attention import SEQUENCE_FIELDS, paged_attention, supports
 from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
 from holdfast.memory.planner import Term
 
@@ -19,7 +19,6 @@ from holdfast.memory.planner import Term
 class NativePlan:
     """Where each sequence's rows and pages lie, as the kernel reads it."""
 
-    batch: Batch
     pages_P: torch.Tensor
     sequences_N4: torch.Tensor
 
@@ -46,19 +45,21 @@ class NativePagedAttention:
     def terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
         return ()
 
-    def plan(self, batch: Batch) -> NativePlan:
+    def plan(self, sequences: Sequence[SequenceRows]) -> NativePlan:
         rows, pages = [], []
-        for sequence in batch.sequences:
+        for sequence in sequences:
             rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))
             pages.extend(sequence.pages)
         pages_P = torch.from_numpy(np.array(pages, dtype=np.int32))
-        return NativePlan(batch, pages_P, torch.tensor(rows, dtype=torch.int64))
+        return NativePlan(pages_P, torch.tensor(rows, dtype=torch.int64).view(-1, len(SEQUENCE_FIELDS)))
 
-    def run(
-        self, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int, plan: NativePlan
+    def write(
+        self, qkv_TX: torch.Tensor, batch: Batch, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int
     ) -> torch.Tensor:
-        spec, (k_plane, v_plane), batch = self._specs[layer], self._planes[layer], plan.batch
-        q_THD = write_heads(qkv_TX, batch.positions_T, batch.slots_T, k_plane, v_plane, head_norm, rotary)
+        return write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self._planes[layer], head_norm, rotary)
+
+    def attend(self, q_RHD: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
+        spec, planes = self._specs[layer], self._planes[layer]
         return paged_attention(
-            q_THD, k_plane, v_plane, plan.pages_P, plan.sequences_N4, self._page_tokens, spec.scale, spec.window
+            q_RHD, *planes, plan.pages_P, plan.sequences_N4, self._page_tokens, spec.scale, spec.window
         )

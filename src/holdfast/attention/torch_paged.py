@@ -45,12 +45,8 @@ class SequencePlan:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TorchPlan:
-    """One step, for each distinct window among the layers."""
-
-    batch: Batch
-    by_window: dict[int | None, tuple[SequencePlan, ...]]
+TorchPlan = dict[int | None, tuple[SequencePlan, ...]]
+"""One step, for each distinct window among the layers."""
 
 
 class TorchPagedAttention:
@@ -84,22 +80,22 @@ class TorchPagedAttention:
         mask_bytes = num_windows * rows * (max_model_len + rows) * specs[0].dtype.itemsize
         return (Term("attention/masks", mask_bytes, f"{num_windows} templates of {rows} rows"),)
 
-    def plan(self, batch: Batch) -> TorchPlan:
-        plans = {
-            window: tuple(self._plan_sequence(rows, window) for rows in batch.sequences) for window in self._windows
-        }
-        return TorchPlan(batch, plans)
+    def plan(self, sequences: Sequence[SequenceRows]) -> TorchPlan:
+        return {window: tuple(self._plan_sequence(rows, window) for rows in sequences) for window in self._windows}
 
-    def run(
-        self, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int, plan: TorchPlan
+    def write(
+        self, qkv_TX: torch.Tensor, batch: Batch, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int
     ) -> torch.Tensor:
-        spec, k_plane, v_plane, batch = self._specs[layer], self._k_planes[layer], self._v_planes[layer], plan.batch
-        q_THD = write_heads(qkv_TX, batch.positions_T, batch.slots_T, k_plane, v_plane, head_norm, rotary)
-        num_rows, num_heads, head_dim = q_THD.shape
+        planes = self._k_planes[layer], self._v_planes[layer]
+        return write_heads(qkv_TX, batch.positions_T, batch.slots_T, *planes, head_norm, rotary)
+
+    def attend(self, q_RHD: torch.Tensor, layer: int, plan: TorchPlan) -> torch.Tensor:
+        spec, k_plane, v_plane = self._specs[layer], self._k_planes[layer], self._v_planes[layer]
+        num_rows, num_heads, head_dim = q_RHD.shape
         num_kv_heads = k_plane.shape[1]
-        q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        q_TKGD = q_RHD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_TKGD = torch.empty_like(q_TKGD)
-        for sequence in plan.by_window[spec.window]:
+        for sequence in plan[spec.window]:
             k_KLD = sequence.rows.read(k_plane, self._page_tokens, self._dtype)
             v_KLD = sequence.rows.read(v_plane, self._page_tokens, self._dtype)
             for block in sequence.blocks:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.batch import Batch
 from holdfast.kernels.write_heads import HeadNorm, Rotary
 from holdfast.layers.linear import Linear
 
@@ -28,5 +29,14 @@ class AttentionLayer:
         self._rotary = rotary
         self._backend = backend
 
-    def __call__(self, x_TH: torch.Tensor, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
-        return self._o(self._backend.run(self._qkv(x_TH), self._head_norm, self._rotary, self._layer, plan))
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        rows_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All rows leave their keys and values; those of `rows_R`, or all, attend as the plan says."""
+        q_THD = self._backend.write(self._qkv(x_TH), batch, self._head_norm, self._rotary, self._layer)
+        q_RHD = q_THD if rows_R is None else q_THD.index_select(0, rows_R)
+        return self._o(self._backend.attend(q_RHD, self._layer, plan))

@@ -31,11 +31,18 @@ class DecoderLayer:
         self._mlp = mlp
         self._norm_first = norm_first
 
-    def attend(self, x_TH: torch.Tensor, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
-        """x plus attention."""
-        if self._norm_first:
-            return self._attention(self._attn_norm(x_TH), plan).add_(x_TH)
-        return self._attn_norm(self._attention(x_TH, plan).add_(x_TH))
+    def attend(
+        self,
+        x_TH: torch.Tensor,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        rows_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x plus attention, for all rows or for those of `rows_R`."""
+        inputs_TH = self._attn_norm(x_TH) if self._norm_first else x_TH
+        x_RH = x_TH if rows_R is None else x_TH.index_select(0, rows_R)
+        sum_RH = self._attention(inputs_TH, batch, plan, rows_R).add_(x_RH)
+        return sum_RH if self._norm_first else self._attn_norm(sum_RH)
 
     def feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """x plus MLP."""
@@ -67,14 +74,15 @@ class Decoder:
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """Final hidden states of the rows whose logits are wanted: [R, H]."""
-        plan = self._backend.plan(batch)
+        plan = self._backend.plan(batch.sequences)
         x_TH = self._embed(batch)
         for layer in self._layers[:-1]:
-            x_TH = layer.feed_forward(layer.attend(x_TH, plan))
-        # Behind the last attention only the rows that are read matter.
+            x_TH = layer.feed_forward(layer.attend(x_TH, batch, plan))
         last = self._layers[-1]
-        x_TH = last.attend(x_TH, plan)
-        x_RH = x_TH if batch.logit_rows_R is None else x_TH.index_select(0, batch.logit_rows_R)
+        if batch.logits is None:
+            x_RH = last.attend(x_TH, batch, plan)
+        else:
+            x_RH = last.attend(x_TH, batch, self._backend.plan(batch.logits.sequences), batch.logits.rows_R)
         x_RH = last.feed_forward(x_RH)
         if self._final_norm is not None:
             x_RH = self._final_norm(x_RH)

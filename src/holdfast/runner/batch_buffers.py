@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.batch import Batch, LogitRows, SequenceRows
 from holdfast.config import Limits
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
@@ -36,7 +36,7 @@ class BatchBuffers:
             ledger.record(term.owner, term.num_bytes, term.reason)
 
     def fill(self, step: Step, logit_rows: list[int]) -> Batch:
-        """Lay a step out as rows; `logit_rows` are the rows whose logits are wanted, in order."""
+        """Lay a step out as rows; `logit_rows` are the rows whose logits are wanted, ascending."""
         ids, positions, slots = self._host["token_ids"], self._host["positions"], self._host["slots"]
         sequences = []
         row = 0
@@ -53,16 +53,23 @@ class BatchBuffers:
                 slots[row:end] = self._slots(sequence.pages, start, num_rows)
             sequences.append(SequenceRows(row, num_rows, start, sequence.pages))
             row = end
-        every_row = len(logit_rows) == row
-        if not every_row:
-            self._host["logit_rows"][: len(logit_rows)] = logit_rows
         return Batch(
             self._rows("token_ids", row),
             self._rows("positions", row),
             self._rows("slots", row),
-            None if every_row else self._rows("logit_rows", len(logit_rows)),
             tuple(sequences),
+            None if len(logit_rows) == row else self._logit_rows(logit_rows, sequences),
         )
+
+    def _logit_rows(self, logit_rows: list[int], sequences: list[SequenceRows]) -> LogitRows:
+        self._host["logit_rows"][: len(logit_rows)] = logit_rows
+        singles, owners = [], iter(sequences)
+        owner = next(owners)
+        for index, row in enumerate(logit_rows):
+            while row >= owner.row_start + owner.num_rows:
+                owner = next(owners)
+            singles.append(SequenceRows(index, 1, owner.start + row - owner.row_start, owner.pages))
+        return LogitRows(self._rows("logit_rows", len(logit_rows)), tuple(singles))
 
     def _slots(self, pages: list[int], start: int, num_rows: int) -> np.ndarray:
         positions = np.arange(start, start + num_rows)

@@ -3,6 +3,8 @@
 // Both operands lie with k in a row, so a tile of some rows of x and some rows of w is a square of running vectors of sums
 // and needs no packed copy of w: that copy is what makes a BLAS slow for the few rows of a decode step. Every output is
 // one running vector from k = 0 up, whatever tile it falls into.
+#include <omp.h>
+
 #include "vector.h"
 
 #define MR 4
@@ -80,13 +82,16 @@ static tile_function *const wide_tiles[] = {0, lone_row, WIDE(2), WIDE(3), WIDE(
 static tile_function *const narrow_tiles[] = {0, tile_1_1, tile_2_1, tile_3_1, tile_4_1};
 
 void holdfast_linear(const float *x, const float *w, const float *bias, float *y, long m_size, long n_size, long k_size) {
-    long num_blocks = (n_size + BLOCK_N - 1) / BLOCK_N;
+    // As many columns for every thread, in blocks of about BLOCK_N.
+    long share = (n_size + omp_get_max_threads() - 1) / omp_get_max_threads(), turns = (share + BLOCK_N - 1) / BLOCK_N;
+    long block_n = turns ? ((share + turns - 1) / turns + NR - 1) / NR * NR : NR;
+    long num_blocks = (n_size + block_n - 1) / block_n;
 #pragma omp parallel for schedule(static)
     for (long block = 0; block < num_blocks; block++) {
-        long n_end = (block + 1) * BLOCK_N < n_size ? (block + 1) * BLOCK_N : n_size;
+        long n_end = (block + 1) * block_n < n_size ? (block + 1) * block_n : n_size;
         for (long m_block = 0; m_block < m_size; m_block += BLOCK_M) {
             long m_end = m_block + BLOCK_M < m_size ? m_block + BLOCK_M : m_size;
-            for (long n = block * BLOCK_N; n < n_end;) {
+            for (long n = block * block_n; n < n_end;) {
                 long cols = n + NR <= n_end ? NR : 1;
                 tile_function *const *tiles = cols == NR ? wide_tiles : narrow_tiles;
                 for (long m = m_block; m < m_end; m += MR) {
