@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GatedMLP, PlainMLP
+from holdfast.layers.mlp import GateBuffers, GatedMLP, PlainMLP
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
 
 ACTIVATIONS = {
@@ -27,7 +27,9 @@ def weights(size):
 def make(kind, size, activation):
     (gate, gate_bias), (up, up_bias), down = weights(size)
     if kind == "gated":
-        return GatedMLP(Linear(torch.cat([gate, up]), torch.cat([gate_bias, up_bias])), Linear(*down), activation)
+        buffers = GateBuffers(torch.full((65, 2 * size), float("nan")), torch.full((65, size), float("nan")))
+        gate_up = Linear(torch.cat([gate, up]), torch.cat([gate_bias, up_bias]))
+        return GatedMLP(gate_up, Linear(*down), activation, buffers)
     return PlainMLP(Linear(up, up_bias), Linear(*down), activation)
 
 
@@ -69,7 +71,9 @@ def test_half_types(activation, kind, dtype):
     (gate, gate_bias), (up, up_bias), (down, down_bias) = weights(16)
     fused = [tensor.to(dtype) for tensor in (torch.cat([gate, up]), torch.cat([gate_bias, up_bias]))]
     first = Linear(*fused) if kind == "gated" else Linear(up.to(dtype), up_bias.to(dtype))
-    mlp = (GatedMLP if kind == "gated" else PlainMLP)(first, Linear(down.to(dtype), down_bias.to(dtype)), activation)
+    second = Linear(down.to(dtype), down_bias.to(dtype))
+    buffers = GateBuffers(torch.empty(3, 32, dtype=dtype), torch.empty(3, 16, dtype=dtype))
+    mlp = GatedMLP(first, second, activation, buffers) if kind == "gated" else PlainMLP(first, second, activation)
     x = random(3, HIDDEN, seed=20)
     y = mlp(x.to(dtype))
     assert y.dtype == dtype

@@ -14,6 +14,7 @@ from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
+from holdfast.layers.mlp import GateBuffers
 from holdfast.loading.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.plan import plan_load
@@ -104,7 +105,10 @@ class Rig:
             rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, CPU)
         self.limits = limits
         self.sampler = RecordingSampler(spec.vocab_size, CPU)
-        decoder = Decoder(spec, model.weights, backend_type(specs, storage), rotary)
+        rows, inner = limits.max_num_batched_tokens, spec.intermediate_size
+        wide, narrow = (torch.full((rows, n * inner), float("nan"), dtype=dtype) for n in (2, 1))
+        gate_buffers = GateBuffers(wide, narrow)
+        decoder = Decoder(spec, model.weights, backend_type(specs, storage), rotary, gate_buffers)
         buffers = BatchBuffers(limits, CPU, Ledger())
         self.runner = Runner(decoder, buffers, self.sampler, limits, num_pages, spec.vocab_size, frozenset({2}))
         self.logits: dict[int, dict[int, torch.Tensor]] = {}

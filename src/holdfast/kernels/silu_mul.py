@@ -9,29 +9,29 @@ from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
 COLUMNS_PER_PROGRAM = 1024
 
 
-def silu_mul(gate_up_TX: torch.Tensor) -> torch.Tensor:
-    """silu of the left half times the right half: [T, 2 I] -> [T, I]."""
-    if can_run(gate_up_TX):
-        return silu_mul_triton(gate_up_TX)
-    library = native_for(gate_up_TX)
-    if library is None:
-        return silu_mul_reference(gate_up_TX)
+def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI` where it is given."""
     num_rows, width = gate_up_TX.shape
-    y_TI = gate_up_TX.new_empty(num_rows, width // 2)
+    y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
+    if can_run(gate_up_TX):
+        return silu_mul_triton(gate_up_TX, y_TI)
+    library = native_for(gate_up_TX, y_TI)
+    if library is None:
+        return silu_mul_reference(gate_up_TX, y_TI)
     library.holdfast_silu_mul(gate_up_TX.data_ptr(), y_TI.data_ptr(), num_rows, width // 2)
     return y_TI
 
 
-def silu_mul_reference(gate_up_TX: torch.Tensor) -> torch.Tensor:
+def silu_mul_reference(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
     """The same in plain torch."""
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
-    return F.silu(gate_TI).mul_(up_TI)
+    return torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
 
 
-def silu_mul_triton(gate_up_TX: torch.Tensor) -> torch.Tensor:
+def silu_mul_triton(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
     """The same as a Triton kernel, a program for some columns of a row."""
     num_rows, width = gate_up_TX.shape
-    y_TI = gate_up_TX.new_empty(num_rows, width // 2)
+    y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
     if num_rows:
         grid = (num_rows, -(-width // 2 // COLUMNS_PER_PROGRAM))
         _silu_mul_kernel[grid](gate_up_TX.contiguous(), y_TI, width // 2, BLOCK=COLUMNS_PER_PROGRAM)

@@ -12,5 +12,5 @@ class Linear:
         self._weight_NK = weight_NK
         self._bias_N = bias_N
 
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return linear(x_TK, self._weight_NK, self._bias_N)
+    def __call__(self, x_TK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x_TK, self._weight_NK, self._bias_N, out_TN)

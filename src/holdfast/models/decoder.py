@@ -14,7 +14,7 @@ from holdfast.attention.batch import Batch
 from holdfast.kernels.write_heads import HeadNorm, Rotary
 from holdfast.layers.attention import AttentionLayer
 from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GatedMLP, PlainMLP
+from holdfast.layers.mlp import GateBuffers, GatedMLP, PlainMLP
 from holdfast.layers.norm import LayerNorm, RMSNorm
 from holdfast.models.spec import ModelSpec
 
@@ -60,6 +60,7 @@ class Decoder:
         weights: Weights,
         backend: AttentionBackend[Any],
         rotary: Rotary | None,
+        gate_buffers: GateBuffers | None,
     ) -> None:
         self._spec = spec
         self._backend = backend
@@ -67,7 +68,7 @@ class Decoder:
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = Linear(weights["embed_in.weight"]) if "embed_in.weight" in weights else None
         self._embed_out = Linear(weights["embed_out.weight"]) if "embed_out.weight" in weights else None
-        builder = _LayerBuilder(spec, weights, backend, rotary)
+        builder = _LayerBuilder(spec, weights, backend, rotary, gate_buffers)
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._lm_head = Linear(weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"])
@@ -106,12 +107,18 @@ class _LayerBuilder:
     """Puts layers together from the spec's values and the weights' names."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, backend: AttentionBackend[Any], rotary: Rotary | None
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        backend: AttentionBackend[Any],
+        rotary: Rotary | None,
+        gate_buffers: GateBuffers | None,
     ) -> None:
         self._spec = spec
         self._weights = weights
         self._backend = backend
         self._rotary = rotary
+        self._gate_buffers = gate_buffers
 
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"layers.{index}"
@@ -145,5 +152,6 @@ class _LayerBuilder:
     def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
         down = self._linear(f"{prefix}.down")
         if self._spec.gated_mlp:
-            return GatedMLP(self._linear(f"{prefix}.gate_up"), down, self._spec.activation)
+            assert self._gate_buffers is not None, f"{prefix}: a gated MLP needs its buffers"
+            return GatedMLP(self._linear(f"{prefix}.gate_up"), down, self._spec.activation, self._gate_buffers)
         return PlainMLP(self._linear(f"{prefix}.up"), down, self._spec.activation)

@@ -13,6 +13,7 @@ from holdfast.cache.spec import CacheSpec, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.layers.mlp import GateBuffers
 from holdfast.loading.execute import load_weights
 from holdfast.loading.plan import LoadPlan, plan_load
 from holdfast.loading.source import OpenModel
@@ -23,7 +24,7 @@ from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
-from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.formats import DTYPE_BYTES, bytes_for
 from holdfast.runner.batch_buffers import BatchBuffers, batch_terms
 from holdfast.runner.resolve import KV_IS_ASKED, Resolved, resolve
 from holdfast.runner.runner import LOGIT_ROWS_AT_ONCE, Runner
@@ -161,7 +162,7 @@ def _terms(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan, layout: Lay
     limits, width = resolved.limits, DTYPE_BYTES[resolved.dtype]
     num_rows = limits.max_num_batched_tokens
     attend_width = 2 * spec.qkv_size + 2 * spec.query_size
-    feed_width = (3 if spec.gated_mlp else 2) * spec.intermediate_size
+    feed_width = 0 if spec.gated_mlp else 2 * spec.intermediate_size
     terms = [
         Term("weights", load_plan.final_bytes, f"{len(load_plan.parameter_bytes)} tensors in {resolved.dtype}"),
         *batch_terms(limits),
@@ -170,6 +171,10 @@ def _terms(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan, layout: Lay
             "activations",
             width * num_rows * (3 * spec.hidden_size + max(attend_width, feed_width)),
             f"one layer's temporaries for {num_rows} rows",
+        ),
+        *(
+            Term(owner, bytes_for(resolved.dtype, shape), reason)
+            for owner, shape, reason in _gate_shapes(spec, num_rows)
         ),
         *layout.backend.terms(layout.specs),
     ]
@@ -198,7 +203,7 @@ def _assemble(
         if term.owner.startswith(("attention/", "rope/")):
             ledger.record(term.owner, term.num_bytes, term.reason)
     return Runner(
-        Decoder(spec, weights, backend, rotary),
+        Decoder(spec, weights, backend, rotary, _gate_buffers(resolved, spec, ledger)),
         BatchBuffers(limits, device, ledger),
         Sampler(spec.vocab_size, device),
         limits,
@@ -206,3 +211,22 @@ def _assemble(
         spec.vocab_size,
         frozenset(model.generation.eos_token_ids),
     )
+
+
+def _gate_shapes(spec: ModelSpec, num_rows: int) -> tuple[tuple[str, tuple[int, int], str], ...]:
+    if not spec.gated_mlp:
+        return ()
+    reason = f"{num_rows} rows, one set for all layers"
+    return (
+        ("mlp/gate_up", (num_rows, 2 * spec.intermediate_size), reason),
+        ("mlp/gated", (num_rows, spec.intermediate_size), reason),
+    )
+
+
+def _gate_buffers(resolved: Resolved, spec: ModelSpec, ledger: Ledger) -> GateBuffers | None:
+    buffers = []
+    for owner, shape, reason in _gate_shapes(spec, resolved.limits.max_num_batched_tokens):
+        buffer = torch.empty(shape, dtype=getattr(torch, resolved.dtype), device=resolved.device)
+        ledger.record(owner, buffer.nbytes, reason)
+        buffers.append(buffer)
+    return GateBuffers(*buffers) if buffers else None
