@@ -117,8 +117,9 @@ class ChatTemplate:
 
 
 def plain_reason(error: Exception) -> str:
-    """An error's own words on one line, bounded."""
-    return " ".join(str(error).split())[:MAX_REASON_CHARS]
+    """An error's own words on one line, bounded; what a terminal would obey is shown as a code instead."""
+    words = " ".join(str(error).split())[:MAX_REASON_CHARS]
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in words)
 
 
 def chat_template_from_directory(path: Path) -> ChatTemplate | None:
