@@ -57,7 +57,7 @@ WRONG = [
     ("stop", [""]),
     ("stop", [1]),
     ("stop", 7),
-    ("stop", {"a", "b"}),
+    ("stop", {"a"}),
     ("stop", ["x"] * (MAX_STOP_STRINGS + 1)),
     ("stop", "x" * (MAX_STOP_STRING_CHARS + 1)),
     ("stop_token_ids", [-1]),
