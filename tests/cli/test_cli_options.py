@@ -13,6 +13,7 @@ from holdfast.cli.options import (
     takes,
 )
 from holdfast.config import ALIASES, EngineConfig
+from holdfast.errors import ConfigError
 from holdfast.request.sampling_params import SamplingParams
 
 
@@ -47,11 +48,19 @@ def test_nothing_given_is_nothing_set() -> None:
     assert parsed() == ({}, {})
 
 
-@pytest.mark.parametrize("setting", ENGINE_SETTINGS, ids=lambda setting: setting.name)
-def test_every_engine_option_reaches_its_field(setting) -> None:
+def test_quantization_reaches_its_field_and_is_refused_there() -> None:
+    engine, _ = parsed("--quantization", "fp8")
+    with pytest.raises(ConfigError, match="quantization='fp8' was asked"):
+        EngineConfig.from_options(**engine)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [setting for setting in ENGINE_SETTINGS if setting.name != "quantization"],
+    ids=lambda setting: setting.name,
+)
+def test_every_other_engine_option_reaches_its_field(setting) -> None:
     values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
-    if setting.name == "quantization":
-        pytest.skip("there is none yet")
     flag = f"--{setting.name.replace('_', '-')}"
     arguments = [flag] if setting.is_switch else [flag, values[setting.metavar]]
     engine, sampling = parsed(*arguments)

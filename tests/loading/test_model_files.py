@@ -122,4 +122,4 @@ def test_a_path_below_a_folder_that_may_not_be_read_is_told(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(model_files.Path, "exists", refuse)
-    assert "may not be read" in refusal("/root/model", kind=ModelNotFoundError)
+    assert "may not be read" in refusal("/locked/model", kind=ModelNotFoundError)
