@@ -6,6 +6,7 @@ import re
 import select
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -104,6 +105,35 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_prompt(self, pattern: str) -> None:
+        """Ctrl-C at a prompt. One that falls between the prompt and the waiting for a line is noticed with the next."""
+        for _ in range(4):
+            time.sleep(0.5)
+            self.interrupt()
+            try:
+                self.expect(pattern, seconds=15)
+            except AssertionError:
+                continue
+            return
+        raise AssertionError(f"{pattern!r} never came: {self.shown!r}")
+
+    def interrupted_end(self) -> int:
+        """Ctrl-C at a prompt that ends the chat; the exit code."""
+        time.sleep(0.5)
+        self.interrupt()
+        again = threading.Timer(15, self.interrupt)
+        again.start()
+        try:
+            return self.ended()
+        finally:
+            again.cancel()
+
+    def kill(self) -> None:
+        """Leave nothing behind."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def ended(self) -> int:
         """Read to the end; the exit code."""
         while True:
@@ -134,14 +164,11 @@ def test_a_chat_at_a_terminal(endless: Path) -> None:
         terminal.type("/stats\n")
         terminal.expect(r"chat: 2 turns")
         terminal.expect(">>> ")
-        terminal.interrupt()
-        terminal.expect(r"Ctrl-C again, Ctrl-D or /exit leaves")
+        terminal.interrupt_prompt(r"Ctrl-C again, Ctrl-D or /exit leaves")
         terminal.expect(">>> ")
-        terminal.interrupt()
-        assert terminal.ended() == 0
+        assert terminal.interrupted_end() == 0
     finally:
-        if terminal.process.poll() is None:
-            terminal.process.kill()
+        terminal.kill()
 
 
 def test_ctrl_d_leaves(tiny: Path) -> None:
