@@ -1,4 +1,4 @@
-"""Writes the table of figures in README.md again, from the committed records under benchmarks/records/.
+"""Writes the tables of figures in README.md again, from the committed records under benchmarks/records/.
 
 A record is one run on one machine, as JSON:
 
@@ -6,10 +6,13 @@ A record is one run on one machine, as JSON:
      "results": [{"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 40.0, "transformers": 19.2}}]}
 
 The first engine of `values` is compared with the others; more is better. Other keys are kept in the record and not shown.
+
+A record with a `section` goes between the marks of that section instead, where the README has them, with columns of its own.
 """
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ DOCUMENT = ROOT / "README.md"
 RECORDS = ROOT / "benchmarks" / "records"
 BEGIN = "<!-- records: begin (make docs writes this table) -->"
 END = "<!-- records: end -->"
+Result = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Result], object]]
+"""The title of each column, and what stands in it."""
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -58,16 +64,129 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def section_table(record: dict[str, Any], columns: Columns) -> str:
+    """One record of a section: the same first line, and its own columns."""
+    lines = [
+        f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for result in record["results"]:
+        values = (value_of(result) for value_of in columns.values())
+        lines.append(f"| {' | '.join(_cell(value) for value in values)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return _number(value) if isinstance(value, float) else str(value)
+
+
+def _value(*path: str) -> Callable[[Result], object]:
+    """A number deep in a result, nothing where it is not there."""
+
+    def found(result: Result) -> object:
+        value: Any = result
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    return found
+
+
+def _percent(*path: str) -> Callable[[Result], object]:
+    """The same with its sign and two places."""
+
+    def found(result: Result) -> object:
+        value = _value(*path)(result)
+        return f"{value:+.2f} %" if isinstance(value, int | float) else None
+
+    return found
+
+
+def _violations(result: Result) -> object:
+    """Whatever a stretch of steps, or a comparison, should not have."""
+    names = ("num_allocations", "num_segments", "num_syncs", "num_moved", "num_errors", "num_different", "num_wild")
+    count = sum(result.get(name, 0) for name in names)
+    return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
+
+
+SECTIONS: Mapping[str, Columns] = {
+    "gpu-memory": {
+        "": _value("measure"),
+        "planned, GiB": _value("values", "planned"),
+        "measured, GiB": _value("values", "measured"),
+        "difference": _percent("total_percent"),
+        "largest difference of an owner": lambda result: (
+            result.get("error") or f"{_percent('worst_percent')(result)} ({result.get('worst_owner')})"
+        ),
+    },
+    "gpu-decode": {
+        "tokens/s": _value("measure"),
+        "holdfast": _value("values", "holdfast"),
+        "% of the roof": _value("percent_of_roof"),
+        "its graph alone": _value("graph_alone", "holdfast"),
+        "batch invariant": _value("values", "holdfast, batch invariant"),
+        "transformers": _value("values", "transformers"),
+    },
+    "gpu-steady": {
+        "": _value("measure"),
+        "steps": _value("num_steps"),
+        "compared": _value("num_compared"),
+        "allocations, waits, moves, differences": _violations,
+    },
+    "gpu-attention": {
+        "": _value("measure"),
+        "ms": _value("milliseconds", "holdfast"),
+        "rate": _value("values", "holdfast"),
+        "unit": _value("unit"),
+        "% of the roof": _value("percent_of_roof"),
+        "torch SDPA, ms": _value("milliseconds", "torch SDPA"),
+        "speed against it": _value("speed_against_sdpa"),
+    },
+}
+
+
+def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
+    """Of one section, or of none: newest first."""
+    found = [read_record(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(
+        (record for record in found if record.get("section") == section), key=lambda item: item["date"], reverse=True
+    )
+
+
 def tables(folder: Path) -> str:
-    """All records, newest first; a sentence when there is none."""
-    records = sorted((read_record(path) for path in folder.glob("*.json")), key=lambda item: item["date"], reverse=True)
-    return "\n\n".join(record_table(record) for record in records) or "No record is committed yet."
+    """All records without a section; a sentence when there is none."""
+    return "\n\n".join(map(record_table, records(folder, None))) or "No record is committed yet."
+
+
+def section_tables(folder: Path, section: str) -> str:
+    """All records of a section; a sentence when there is none."""
+    found = records(folder, section)
+    return "\n\n".join(section_table(record, SECTIONS[section]) for record in found) or "No record is committed yet."
+
+
+def section_marks(section: str) -> tuple[str, str]:
+    """Between which lines of the README its tables go."""
+    return f"<!-- {section}: begin (make docs writes this table) -->", f"<!-- {section}: end -->"
+
+
+def written(document: str, folder: Path) -> str:
+    """The README with all its tables."""
+    document = replaced(document, tables(folder), BEGIN, END)
+    for section in SECTIONS:
+        begin, end = section_marks(section)
+        if begin in document:
+            document = replaced(document, section_tables(folder, section), begin, end)
+    return document
 
 
 def main() -> None:
     """Rewrite the README in place."""
     document = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(replaced(document, tables(RECORDS), BEGIN, END), encoding="utf-8")
+    DOCUMENT.write_text(written(document, RECORDS), encoding="utf-8")
     print(f"{DOCUMENT.relative_to(ROOT)}: {len(list(RECORDS.glob('*.json')))} records")
 
 

@@ -12,7 +12,8 @@ OLDEST_PYTHON = (3, 11)
 LAYERS = (
     ("errors",),
     ("observability", "request"),
-    ("memory", "quant"),
+    ("quant",),
+    ("memory",),
     ("cache", "kernels"),
     ("attention",),
     ("layers",),
@@ -25,7 +26,7 @@ LAYERS = (
 """Lowest first. A package imports from rows before its own, and from itself."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = {"text", "runner", "engine", "cli", "__main__"}
-CONFIG_RANK = RANK["quant"] + 1
+CONFIG_RANK = RANK["memory"] + 1
 """config.py itself imports from the rows up to memory and quant."""
 
 TORCH_FREE = (
@@ -33,21 +34,38 @@ TORCH_FREE = (
     "config",
     "observability.*",
     "request.*",
+    "quant.formats",
     "memory.sizes",
     "memory.ledger",
     "memory.planner",
-    "quant.formats",
+    "memory.report",
+    "memory.host",
+    "memory.gpus",
+    "memory.tensor_spec",
+    "memory.workspace_plan",
     "cache.spec",
+    "cache.padding",
     "cache.pages",
     "cache.prefix",
+    "attention.spec",
     "models.spec",
     "models.parameters",
     "models.families",
+    "models.activations",
+    "models.blueprint*",
+    "models.catalogue",
+    "loading.blueprints",
     "loading.gguf_file",
     "loading.safetensors_file",
     "runner.result",
+    "runner.resolve",
+    "runner.target",
+    "runner.*_terms",
+    "runner.plan*",
+    "runner.alternatives",
     "engine.scheduler",
     "text.*",
+    "cli.plan_*",
 )
 """Modules, as patterns, that do without torch altogether. Others may say "no torch" in their first line: they import without it."""
 TORCH_BOUND = {"torch", "triton", "transformers", "accelerate"}

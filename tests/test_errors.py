@@ -7,7 +7,7 @@ import pytest
 
 from holdfast import errors
 
-CLASSES = [value for value in vars(errors).values() if inspect.isclass(value)]
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
 
 
 @pytest.mark.parametrize("error_class", CLASSES, ids=lambda cls: cls.__name__)
@@ -23,6 +23,15 @@ def test_errors_survive_the_way_between_processes(error_class: type[errors.Holdf
     error = pickle.loads(pickle.dumps(error_class("a", "b", "c")))
     assert type(error) is error_class
     assert (error.asked, error.has, error.do) == ("a", "b", "c")
+
+
+def test_a_refused_plan_takes_its_table_along() -> None:
+    table = errors.PlanTable("load", (errors.PlanRow("weights", 30, "bfloat16"),), 30, 20, "memory_limit")
+    error = pickle.loads(pickle.dumps(errors.MemoryPlanError("a", "b", "c", table)))
+    assert error.table == table
+    assert error.table.short_bytes == 10
+    assert str(error) == "a; b; c"
+    assert errors.MemoryPlanError("a", "b", "c").table is None
 
 
 def test_an_empty_clause_leaves_no_trace() -> None:

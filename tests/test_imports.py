@@ -15,6 +15,10 @@ HEAVY = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "rich", "type
 TORCH_FREE = [source.module for source in rules.read_sources(ROOT / "src" / rules.PACKAGE) if source.is_torch_free]
 GENEROUS_SECONDS = 0.6
 """Twice what is promised on a quiet machine: cores differ, and share their caches with whatever else runs."""
+PLAN = (
+    "import sys; sys.argv = ['holdfast', 'plan', 'Qwen3-32B', '--gpu', 'h200', '--json']; "
+    "from holdfast.cli.app import main; main()"
+)
 HELP = "import sys; sys.argv = ['holdfast', '--help']; from holdfast.cli.app import main; main()"
 
 
@@ -52,6 +56,14 @@ def test_values_import_nothing_heavy() -> None:
 
 def test_help_needs_no_torch() -> None:
     assert modules_after(HELP).isdisjoint({"torch", "transformers", "tokenizers", "numpy"})
+
+
+def test_a_plan_needs_no_torch() -> None:
+    assert modules_after(PLAN).isdisjoint({"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"})
+
+
+def test_a_plan_comes_in_a_moment() -> None:
+    assert best_cpu_seconds(PLAN) < GENEROUS_SECONDS
 
 
 def test_the_package_imports_in_a_moment() -> None:

@@ -7,12 +7,16 @@ HoldfastError
 │   ├── ModelFormatError             a file is broken, hostile, incomplete or does not match the others
 │   └── UnsupportedModelError        sound files that describe something we do not run
 ├── MemoryPlanError                  the plan does not fit; the message is the table
+├── WorkspaceError                   scratch was asked that nobody reserved, or more than is held
 ├── RequestError (ValueError)        one request is wrong; the engine and its neighbours go on
 │   ├── PromptError                  prompt text, token ids, messages
 │   ├── TemplateError                the chat template failed, escaped or ran too long
 │   └── QueueFullError               more requests wait than the queue holds; try again later
 └── EngineDeadError                  the engine stopped and cannot answer any more
 """
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class HoldfastError(Exception):
@@ -48,8 +52,39 @@ class UnsupportedModelError(ModelError):
     """Sound files that describe something that is not run here."""
 
 
+class PlanRow(NamedTuple):
+    """What one group of owners would take."""
+
+    owner: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """One phase of a plan, for whoever draws it: its rows, the largest first, and how much the budget is short."""
+
+    phase: str
+    rows: tuple[PlanRow, ...]
+    needed_bytes: int
+    budget_bytes: int
+    budget_reason: str
+
+    @property
+    def short_bytes(self) -> int:
+        return self.needed_bytes - self.budget_bytes
+
+
 class MemoryPlanError(HoldfastError):
-    """The plan does not fit its budget."""
+    """The plan does not fit its budget; the table is there where a whole plan was refused."""
+
+    def __init__(self, asked: str, has: str, do: str, table: PlanTable | None = None) -> None:
+        super().__init__(asked, has, do)
+        self.table = table
+
+
+class WorkspaceError(HoldfastError):
+    """Scratch was asked that nobody reserved, or more than is held."""
 
 
 class RequestError(HoldfastError, ValueError):

@@ -1,12 +1,14 @@
 """Steps for attention backends: fused projections of mixed sequences, their pages, and what comes out in float64."""
 
 import random as chance
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.attention.backend import AttentionSpec
-from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.batch import Batch, LogitRows, SequenceRows
+from holdfast.attention.declarations import TritonPagedDeclaration
+from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import CacheSpec, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads_reference
@@ -15,6 +17,10 @@ from holdfast.quant.formats import KV_FORMATS
 from kernels.exactness import random
 
 CPU = torch.device("cpu")
+BEYOND = 2**30
+"""What rows of the page table hold behind a sequence's pages: whoever reads there falls far outside of every plane."""
+
+STEP_BOUNDS = StepBounds(max_num_seqs=8, max_num_rows=2048, page_tokens=16)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Geometry:
     kv_dtype: str = "float32"
     dtype: torch.dtype = torch.float32
     max_model_len: int = 256
+    device: torch.device = CPU
 
     @property
     def cache(self) -> CacheSpec:
@@ -39,27 +46,30 @@ class Geometry:
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
+        dtype = str(self.dtype).removeprefix("torch.")
         return tuple(
-            AttentionSpec(layer, self.num_heads, self.head_dim**-0.5, window, self.max_model_len, self.dtype, CPU)
+            AttentionSpec(
+                layer, self.num_heads, self.head_dim**-0.5, window, self.max_model_len, dtype, self.device.type
+            )
             for layer, window in zip(self.cache.layers, self.windows, strict=True)
         )
 
     def storage(self, num_pages: int) -> PageStorage:
         """Pages full of NaN."""
-        storage = PageStorage(self.cache, num_pages, CPU, Ledger())
+        storage = PageStorage(self.cache, num_pages, self.device, Ledger())
         for layer in range(len(self.windows)):
             for name in ("k", "v"):
                 storage.plane(layer, name).fill_(float("nan"))
         return storage
 
     def head_norm(self) -> HeadNorm:
-        q, k = random(2, self.head_dim, seed=3).to(self.dtype)
+        q, k = random(2, self.head_dim, seed=3).to(self.device, self.dtype)
         return HeadNorm(q, k, 1e-5)
 
     def rotary(self) -> Rotary:
         angle = torch.outer(torch.arange(self.max_model_len), 0.7 ** torch.arange(self.head_dim // 2)).float()
-        cos, sin = angle.cos(), angle.sin()
-        return Rotary(torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype))
+        cos, sin = angle.cos().to(self.device, self.dtype), angle.sin().to(self.device, self.dtype)
+        return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 class Text:
@@ -81,9 +91,11 @@ class Text:
             for _ in range(2)
         ]
         if head_norm is not None:
-            head_norm = HeadNorm(head_norm.q_weight_D.double(), head_norm.k_weight_D.double(), head_norm.eps)
+            head_norm = HeadNorm(
+                head_norm.q_weight_D.cpu().double(), head_norm.k_weight_D.cpu().double(), head_norm.eps
+            )
         if rotary is not None:
-            rotary = Rotary(rotary.cos_LD.double(), rotary.sin_LD.double())
+            rotary = Rotary(rotary.cos_LD.cpu().double(), rotary.sin_LD.cpu().double())
         positions = torch.arange(num_tokens)
         q = write_heads_reference(self.qkv.double(), positions, positions, *planes, head_norm, rotary)
         group = geometry.num_heads // geometry.num_kv_heads
@@ -109,24 +121,80 @@ def texts(geometry: Geometry, lengths: list[int], consecutive: bool, seed: int =
     return made, num_pages
 
 
-def make_batch(geometry: Geometry, parts: list[tuple[Text, int, int]]) -> tuple[Batch, torch.Tensor]:
-    """A step over tokens [start, end) of each text, and its fused projections."""
+def make_batch(
+    geometry: Geometry, parts: list[tuple[Text, int, int]], num_rows: int | None = None, wanted: list[int] | None = None
+) -> tuple[Batch, torch.Tensor]:
+    """A step over tokens [start, end) of each text, padded to `num_rows`, and its fused projections; `wanted` rows or all."""
     positions, slots, sequences, row = [], [], [], 0
-    for text, start, end in parts:
+    page_table = torch.full((len(parts) + 1, max(len(text.pages) for text, _, _ in parts) + 1), BEYOND)
+    for index, (text, start, end) in enumerate(parts):
         positions += range(start, end)
         tokens = geometry.page_tokens
         slots += [text.pages[i // tokens] * tokens + i % tokens for i in range(start, end)]
-        sequences.append(SequenceRows(row, end - start, start, text.pages))
+        table_row = len(parts) - index  # not that of its place in the step
+        page_table[table_row, : len(text.pages)] = torch.tensor(text.pages)
+        sequences.append(SequenceRows(row, end - start, start, text.pages, table_row))
         row += end - start
+    num_padding = 0 if num_rows is None else num_rows - row
+    qkv = torch.cat([text.qkv[start:end] for text, start, end in parts])
+    padding = torch.full((num_padding, qkv.shape[1]), float("nan"), dtype=qkv.dtype)
     batch = Batch(
-        torch.zeros(row, dtype=torch.int64), torch.tensor(positions), torch.tensor(slots), tuple(sequences), None
+        torch.zeros(row + num_padding, dtype=torch.int64, device=geometry.device),
+        torch.tensor(positions + num_padding * [0], device=geometry.device),
+        torch.tensor(slots + num_padding * [-1], device=geometry.device),
+        tuple(sequences),
+        None if wanted is None else logit_rows(wanted, sequences, geometry.device),
+        page_table.to(geometry.device, torch.int32),
     )
-    return batch, torch.cat([text.qkv[start:end] for text, start, end in parts])
+    return batch, torch.cat((qkv, padding)).to(geometry.device)
 
 
-def run_layer(backend, qkv, batch, head_norm=None, rotary=None, layer=0) -> torch.Tensor:
-    """One layer of one step, every row attending."""
-    return backend.attend(backend.write(qkv, batch, head_norm, rotary, layer), layer, backend.plan(batch.sequences))
+def logit_rows(wanted: list[int], sequences: list[SequenceRows], device: torch.device = CPU) -> LogitRows:
+    """These rows, each a sequence of one."""
+    singles = []
+    for index, row in enumerate(wanted):
+        owner = next(one for one in sequences if one.row_start <= row < one.row_start + one.num_rows)
+        position = owner.start + row - owner.row_start
+        singles.append(SequenceRows(index, 1, position, owner.pages, owner.table_row))
+    return LogitRows(torch.tensor(wanted, dtype=torch.int64, device=device), tuple(singles))
+
+
+def build(backend_type, geometry: Geometry, storage: PageStorage, num_sms: int = 1, batch_invariant: bool = False):
+    """A backend over its storage; Triton's for a small machine, so that the interpreter is done soon."""
+    if backend_type is not TritonPagedAttention:
+        return backend_type(geometry.specs, storage)
+    return TritonPagedAttention(geometry.specs, storage, STEP_BOUNDS, num_sms, batch_invariant)
+
+
+def on_triton(geometry: Geometry, device: torch.device) -> Geometry:
+    """Where Triton runs: float32 in its interpreter, half precision on a GPU."""
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    return replace(geometry, device=device, dtype=dtype, kv_dtype=str(dtype).removeprefix("torch."))
+
+
+def run_layer(
+    geometry: Geometry,
+    backend,
+    qkv: torch.Tensor,
+    batch: Batch,
+    head_norm: HeadNorm | None = None,
+    rotary: Rotary | None = None,
+    layer: int = 0,
+    plan=None,
+    wanted_only: bool = False,
+) -> torch.Tensor:
+    """One layer of one step, in memory that is NaN before it."""
+    num_heads, head_dim = geometry.num_heads, geometry.head_dim
+    q = qkv.new_full((batch.num_rows, num_heads, head_dim), float("nan"))
+    out = qkv.new_full((batch.num_rows, num_heads * head_dim), float("nan"))
+    backend.write(qkv, batch, head_norm, rotary, layer, q)
+    return backend.attend(q, layer, plan or backend.plan(batch), scratch_for(geometry), out, wanted_only)
+
+
+def scratch_for(geometry: Geometry) -> tuple[torch.Tensor, ...]:
+    """What Triton's declaration asks for, full of NaN; others do not look at it."""
+    specs = TritonPagedDeclaration().scratch(geometry.specs, STEP_BOUNDS)
+    return tuple(torch.full(spec.shape, float("nan"), device=geometry.device) for spec in specs)
 
 
 def steps_of(made: list[Text], chunk: int, seed: int = 0) -> list[list[tuple[Text, int, int]]]:
@@ -153,11 +221,11 @@ def run_steps(
     outputs = [torch.full((len(text.qkv), geometry.num_heads * geometry.head_dim), float("nan")) for text in made]
     for step in steps:
         batch, qkv = make_batch(geometry, step)
-        out = run_layer(backend, qkv, batch, head_norm, rotary, layer)
+        out = run_layer(geometry, backend, qkv, batch, head_norm, rotary, layer)
         assert out.shape == (batch.num_rows, geometry.num_heads * geometry.head_dim)
         assert out.dtype == geometry.dtype
         row = 0
         for text, start, end in step:
-            outputs[made.index(text)][start:end] = out[row : row + end - start]
+            outputs[made.index(text)][start:end] = out[row : row + end - start].cpu()
             row += end - start
     return outputs

@@ -5,81 +5,195 @@ import inspect
 import pytest
 import torch
 
-from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
+from attention.steps import (
+    CPU,
+    Geometry,
+    build,
+    make_batch,
+    on_triton,
+    run_layer,
+    run_steps,
+    scratch_for,
+    steps_of,
+    texts,
+)
 from holdfast.attention.backend import AttentionBackend
-from holdfast.attention.select import CANDIDATES
-from holdfast.memory.planner import Term
+from holdfast.attention.declarations import DECLARATIONS
+from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.attention.triton_paged import TritonPagedAttention
+from kernels.exactness import require_native, same_bits
 
-EVERY_BACKEND = pytest.mark.parametrize("backend_type", CANDIDATES, ids=lambda candidate: candidate.name)
-GEOMETRY = Geometry(windows=(None, 5))
+BACKENDS = (NativePagedAttention, TritonPagedAttention, TorchPagedAttention)
+EVERY_BACKEND = pytest.mark.parametrize("backend_type", BACKENDS, ids=lambda backend: backend.name)
+WINDOWS = (None, 5)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3}
 
 
 @pytest.fixture
-def usable(backend_type):
-    reason = backend_type.unsupported(GEOMETRY.specs[0])
-    if reason is not None:
-        pytest.skip(f"{backend_type.name} declines: {reason}")
-    return backend_type
+def geometry(backend_type, device) -> Geometry:
+    if backend_type is NativePagedAttention:
+        require_native()
+    plain = Geometry(windows=WINDOWS)
+    return on_triton(plain, device) if backend_type is TritonPagedAttention else plain
 
 
-def test_names_are_unique():
-    assert len({candidate.name for candidate in CANDIDATES}) == len(CANDIDATES)
+def close(geometry: Geometry, out: torch.Tensor, exact: torch.Tensor) -> None:
+    tolerance = TOLERANCE[geometry.dtype]
+    torch.testing.assert_close(out.cpu().double(), exact.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_every_declaration_stands_for_a_backend():
+    assert [backend.name for backend in BACKENDS] == [declaration.name for declaration in DECLARATIONS]
 
 
 @EVERY_BACKEND
 def test_the_verbs_of_the_contract_are_there_with_its_arguments(backend_type):
-    for verb in ("unsupported", "terms", "plan", "write", "attend"):
+    for verb in ("plan", "write", "attend"):
         wanted = list(inspect.signature(getattr(AttentionBackend, verb)).parameters)
         assert list(inspect.signature(getattr(backend_type, verb)).parameters) == wanted
 
 
 @EVERY_BACKEND
-def test_bytes_are_known_before_anything_is_built(backend_type):
-    terms = backend_type.terms(GEOMETRY.specs)
-    assert all(isinstance(term, Term) and term.owner.startswith("attention/") for term in terms)
-    assert len({term.owner for term in terms}) == len(terms)
-
-
-@EVERY_BACKEND
-def test_keys_and_values_are_written_before_they_are_attended_to(usable):
+def test_keys_and_values_are_written_before_they_are_attended_to(backend_type, geometry):
     """A lone token sees itself, so what comes out is its own value."""
-    made, num_pages = texts(GEOMETRY, [1], consecutive=True)
-    backend = usable(GEOMETRY.specs, GEOMETRY.storage(num_pages))
-    (out,) = run_steps(backend, GEOMETRY, made, [[(made[0], 0, 1)]])
+    made, num_pages = texts(geometry, [1], consecutive=True)
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    (out,) = run_steps(backend, geometry, made, [[(made[0], 0, 1)]])
     value = made[0].qkv[:, -32:].view(1, 2, 1, 16).expand(1, 2, 3, 16).reshape(1, -1)
-    torch.testing.assert_close(out, value)
+    close(geometry, out, value)
 
 
 @EVERY_BACKEND
-def test_layers_keep_to_their_own_planes(usable):
-    made, num_pages = texts(GEOMETRY, [9], consecutive=False)
-    storage = GEOMETRY.storage(num_pages)
-    backend = usable(GEOMETRY.specs, storage)
-    batch, qkv = make_batch(GEOMETRY, [(made[0], 0, 9)])
-    run_layer(backend, qkv, batch, layer=1)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_mixed_steps_are_exact(backend_type, geometry, layer):
+    made, num_pages = texts(geometry, [1, 30, 70], consecutive=False)
+    head_norm, rotary = geometry.head_norm(), geometry.rotary()
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    for text, out in zip(
+        made, run_steps(backend, geometry, made, steps_of(made, 24), head_norm, rotary, layer), strict=True
+    ):
+        close(geometry, out, text.exact(WINDOWS[layer], head_norm, rotary))
+
+
+@EVERY_BACKEND
+def test_layers_keep_to_their_own_planes(backend_type, geometry):
+    made, num_pages = texts(geometry, [9], consecutive=False)
+    storage = geometry.storage(num_pages)
+    backend = build(backend_type, geometry, storage)
+    batch, qkv = make_batch(geometry, [(made[0], 0, 9)])
+    run_layer(geometry, backend, qkv, batch, layer=1)
     assert storage.plane(0, "k").isnan().all()
     assert storage.plane(1, "k").isfinite().any()
 
 
 @EVERY_BACKEND
-def test_the_projection_stays_as_it_was(usable):
-    made, num_pages = texts(GEOMETRY, [9, 1], consecutive=False)
-    backend = usable(GEOMETRY.specs, GEOMETRY.storage(num_pages))
-    batch, qkv = make_batch(GEOMETRY, [(made[0], 0, 9), (made[1], 0, 1)])
+def test_the_projection_stays_as_it_was(backend_type, geometry):
+    made, num_pages = texts(geometry, [9, 1], consecutive=False)
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    batch, qkv = make_batch(geometry, [(made[0], 0, 9), (made[1], 0, 1)])
     before = qkv.clone()
-    run_layer(backend, qkv, batch, GEOMETRY.head_norm(), GEOMETRY.rotary())
+    run_layer(geometry, backend, qkv, batch, geometry.head_norm(), geometry.rotary())
     assert torch.equal(qkv, before)
 
 
 @EVERY_BACKEND
-def test_the_window_counts_the_current_token(usable):
-    made, num_pages = texts(GEOMETRY, [40], consecutive=False)
-    backend = usable(GEOMETRY.specs, GEOMETRY.storage(num_pages))
-    (out,) = run_steps(backend, GEOMETRY, made, steps_of(made, 7), layer=1)
-    torch.testing.assert_close(out.double(), made[0].exact(5), rtol=2e-5, atol=2e-5)
+def test_the_window_counts_the_current_token(backend_type, geometry):
+    made, num_pages = texts(geometry, [40], consecutive=False)
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    (out,) = run_steps(backend, geometry, made, steps_of(made, 7), layer=1)
+    close(geometry, out, made[0].exact(5))
     assert (out.double() - made[0].exact(4)).abs().max() > 0.01
     assert (out.double() - made[0].exact(6)).abs().max() > 0.01
 
 
-def test_somebody_takes_what_every_machine_has():
-    assert any(candidate.unsupported(spec) is None for candidate in CANDIDATES for spec in GEOMETRY.specs)
+@EVERY_BACKEND
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("wanted", [[11], [3, 11, 12], []], ids=str)
+def test_only_the_rows_that_are_wanted(backend_type, geometry, layer, wanted):
+    """All rows leave their keys and values; the wanted ones come out as they would among all, side by side."""
+    made, num_pages = texts(geometry, [12, 20], consecutive=False)
+    parts = [(made[0], 0, 12), (made[1], 19, 20)]
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    run_steps(backend, geometry, made, [[(made[1], 0, 19)]], layer=layer)
+    batch, qkv = make_batch(geometry, parts)
+    every = run_layer(geometry, backend, qkv, batch, layer=layer).clone()
+    chosen, qkv = make_batch(geometry, parts, wanted=wanted)
+    assert same_bits(run_layer(geometry, backend, qkv, chosen, layer=layer), every), "who does not ask gets all"
+    some = run_layer(geometry, backend, qkv, chosen, layer=layer, wanted_only=True)
+    assert some.shape == (len(wanted), every.shape[1])
+    torch.testing.assert_close(some, every[wanted], rtol=2e-5, atol=2e-5)
+    unnamed = run_layer(geometry, backend, qkv, batch, layer=layer, wanted_only=True)
+    assert same_bits(unnamed, every), "no rows are named, so all are wanted"
+
+
+@EVERY_BACKEND
+def test_padding_leaves_nothing_and_changes_nothing(backend_type, geometry):
+    made, num_pages = texts(geometry, [9, 30], consecutive=False)
+    parts = [(made[0], 0, 9), (made[1], 0, 30)]
+    storage = geometry.storage(num_pages)
+    backend = build(backend_type, geometry, storage)
+    batch, qkv = make_batch(geometry, parts)
+    expected = run_layer(geometry, backend, qkv, batch).clone()
+    planes = [storage.plane(0, name).clone() for name in ("k", "v")]
+    padded, qkv = make_batch(geometry, parts, num_rows=48)
+    out = run_layer(geometry, backend, qkv, padded)
+    assert same_bits(out[:39], expected)
+    for name, before in zip(("k", "v"), planes, strict=True):
+        assert same_bits(storage.plane(0, name), before)
+
+
+@EVERY_BACKEND
+def test_what_comes_out_lies_where_it_was_asked(backend_type, geometry):
+    made, num_pages = texts(geometry, [5], consecutive=False)
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    batch, qkv = make_batch(geometry, [(made[0], 0, 5)])
+    q, out = qkv.new_zeros(5, 6, 16), qkv.new_zeros(5, 96)
+    plan = backend.plan(batch)
+    assert backend.write(qkv, batch, None, None, 0, q) is None
+    assert backend.attend(q, 0, plan, scratch_for(geometry), out, False).data_ptr() == out.data_ptr()
+    close(geometry, out, made[0].exact(None))
+
+
+@EVERY_BACKEND
+def test_a_plan_serves_every_layer_and_step(backend_type, geometry):
+    """Planned once, attended to twice."""
+    made, num_pages = texts(geometry, [12], consecutive=False)
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    batch, qkv = make_batch(geometry, [(made[0], 0, 12)])
+    plan = backend.plan(batch)
+    for layer, window in enumerate(WINDOWS):
+        first = run_layer(geometry, backend, qkv, batch, layer=layer, plan=plan)
+        close(geometry, first, made[0].exact(window))
+        assert same_bits(run_layer(geometry, backend, qkv, batch, layer=layer, plan=plan), first)
+
+
+@EVERY_BACKEND
+def test_one_sequence_cannot_hurt_another(backend_type, geometry):
+    made, num_pages = texts(geometry, [20, 20], consecutive=False)
+    made[1].qkv[3] = float("nan")
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    healthy, hurt = run_steps(backend, geometry, made, [[(made[0], 0, 20), (made[1], 0, 20)]])
+    close(geometry, healthy, made[0].exact(None))
+    assert hurt[3:].isnan().any()
+
+
+@EVERY_BACKEND
+def test_pages_that_are_not_needed_yet_may_be_listed(backend_type, geometry):
+    """A sequence holds pages for its next tokens before it writes them."""
+    made, num_pages = texts(geometry, [30], consecutive=False)
+    backend = build(backend_type, geometry, geometry.storage(num_pages))
+    batch, qkv = make_batch(geometry, [(made[0], 0, 9)])
+    close(geometry, run_layer(geometry, backend, qkv, batch), made[0].exact(None)[:9])
+
+
+@EVERY_BACKEND
+def test_unused_pages_are_neither_read_nor_written(backend_type, geometry):
+    made, num_pages = texts(geometry, [30, 9], consecutive=False)
+    storage = geometry.storage(num_pages)
+    run_steps(build(backend_type, geometry, storage), geometry, made, steps_of(made, 8))
+    used = {text.pages[i // 4] * 4 + i % 4 for text in made for i in range(len(text.qkv))}
+    for name in ("k", "v"):
+        plane = storage.plane(0, name).to(CPU)
+        assert plane[sorted(used)].isfinite().all()
+        assert plane[[slot for slot in range(len(plane)) if slot not in used]].isnan().all()

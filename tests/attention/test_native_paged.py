@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
+from attention.steps import Geometry, make_batch, run_steps, steps_of, texts
+from holdfast.attention.batch import Batch
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from kernels.exactness import require_native, same_bits
@@ -63,49 +64,29 @@ def test_chunks_company_and_pages_change_no_bit(windows):
             assert all(same_bits(mine, theirs) for mine, theirs in zip(expected, others, strict=True)), f"{chunk=}"
 
 
-def test_unused_pages_are_neither_read_nor_written():
+def test_the_plan_is_what_the_kernel_reads():
     geometry = Geometry()
     made, num_pages = texts(geometry, [30, 9], consecutive=False)
-    storage = geometry.storage(num_pages)
-    run_steps(NativePagedAttention(geometry.specs, storage), geometry, made, steps_of(made, 8))
-    used = {text.pages[i // 4] * 4 + i % 4 for text in made for i in range(len(text.qkv))}
-    for name in ("k", "v"):
-        plane = storage.plane(0, name)
-        assert plane[sorted(used)].isfinite().all()
-        assert plane[[slot for slot in range(len(plane)) if slot not in used]].isnan().all()
-
-
-def test_pages_that_are_not_needed_yet_may_be_listed():
-    """A sequence holds pages for its next tokens before it writes them."""
-    geometry = Geometry()
-    made, num_pages = texts(geometry, [30], consecutive=False)
     backend = NativePagedAttention(geometry.specs, geometry.storage(num_pages))
-    batch, qkv = make_batch(geometry, [(made[0], 0, 9)])
-    out = run_layer(backend, qkv, batch)
-    torch.testing.assert_close(out.double(), made[0].exact(None)[:9], rtol=2e-5, atol=2e-5)
+    parts = [(made[0], 20, 30), (made[1], 8, 9)]
+    batch, _ = make_batch(geometry, parts)
+    plan = backend.plan(batch)
+    assert plan.every.pages_P.dtype == torch.int32
+    assert plan.every.pages_P.tolist() == made[0].pages + made[1].pages
+    assert plan.every.sequences_N4.tolist() == [[0, 10, 20, 0], [10, 1, 8, 8]]
+    assert plan.wanted is plan.wanted_rows_R is None
+    batch, _ = make_batch(geometry, parts, wanted=[3, 10])
+    plan = backend.plan(batch, captured=True)
+    assert plan.wanted is not None
+    assert plan.wanted.sequences_N4.tolist() == [[0, 1, 23, 0], [1, 1, 8, 8]]
+    assert plan.wanted_rows_R is not None
+    assert plan.wanted_rows_R.tolist() == [3, 10]
 
 
-def test_it_holds_nothing():
-    assert NativePagedAttention.terms(Geometry().specs) == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"kv_dtype": "float16"}, "float32 over float32 pages only"),
-        ({"kv_dtype": "bfloat16"}, "float32 over float32 pages only"),
-        ({"dtype": torch.bfloat16, "kv_dtype": "bfloat16"}, "float32 over float32 pages only"),
-    ],
-)
-def test_declines_in_words(change, reason):
-    assert reason in str(NativePagedAttention.unsupported(replace(Geometry(), **change).specs[0]))
-
-
-def test_declines_another_device():
-    spec = replace(Geometry().specs[0], device=torch.device("cuda", 0))
-    assert NativePagedAttention.unsupported(spec) == "it runs on CPU only, not on cuda"
-
-
-def test_declines_without_a_compiler(monkeypatch):
-    monkeypatch.setattr("holdfast.kernels.paged_attention.native_library", lambda: None)
-    assert NativePagedAttention.unsupported(Geometry().specs[0]) == "it needs a C compiler"
+def test_a_step_of_nothing():
+    geometry = Geometry()
+    backend = NativePagedAttention(geometry.specs, geometry.storage(1))
+    batch = Batch(*(torch.zeros(0, dtype=torch.int64),) * 3, (), None)
+    plan = backend.plan(batch)
+    assert plan.every.sequences_N4.shape == (0, 4)
+    assert backend.attend(torch.empty(0, 6, 16), 0, plan, (), torch.empty(0, 96), False).shape == (0, 96)

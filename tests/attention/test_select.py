@@ -1,51 +1,38 @@
-from dataclasses import replace
-from typing import ClassVar
-
 import pytest
-import torch
 
 from attention.steps import Geometry
+from holdfast.attention.declarations import DECLARATIONS, choose_declaration
 from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.select import CANDIDATES, select_backend
+from holdfast.attention.select import build_backend
+from holdfast.attention.spec import StepBounds
 from holdfast.attention.torch_paged import TorchPagedAttention
-from holdfast.errors import UnsupportedModelError
+from holdfast.attention.triton_paged import TritonPagedAttention
 from kernels.exactness import require_native
 
-
-class Picky(TorchPagedAttention):
-    """Declines every layer, each window in its own words."""
-
-    name: ClassVar[str] = "picky"
-
-    @staticmethod
-    def unsupported(spec):
-        return f"window {spec.window} is not liked"
+BOUNDS = StepBounds(max_num_seqs=4, max_num_rows=64, page_tokens=4)
+BACKENDS = {backend.name: backend for backend in (NativePagedAttention, TritonPagedAttention, TorchPagedAttention)}
 
 
-def test_the_first_that_takes_every_layer():
+@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.name)
+def test_every_declaration_becomes_the_backend_of_its_name(declaration):
+    geometry = Geometry(windows=(None, 5))
+    backend = build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 2, False)
+    assert type(backend) is BACKENDS[declaration.name]
+    assert backend.name == declaration.name
+
+
+def test_what_was_chosen_is_what_is_built():
     require_native()
-    specs = Geometry(windows=(None, 5)).specs
-    assert select_backend(CANDIDATES, specs) is NativePagedAttention
-    assert select_backend((Picky, *reversed(CANDIDATES)), specs) is TorchPagedAttention
-
-
-def test_one_layer_is_enough_to_decline():
-    first, second = Geometry(windows=(None, None)).specs
-    half = replace(second, cache=Geometry(kv_dtype="float16").cache.layers[0])
-    assert select_backend(CANDIDATES, (first, half)) is TorchPagedAttention
-
-
-def test_every_reason_is_listed_once():
-    specs = Geometry(num_heads=7, num_kv_heads=2, windows=(None, 5, None), dtype=torch.float16).specs
-    with pytest.raises(UnsupportedModelError) as caught:
-        select_backend((Picky, *CANDIDATES), specs)
-    assert str(caught.value) == (
-        "attention for this model was asked; no backend fits (picky: window None is not liked, window 5 is not liked; "
-        "native_paged: it computes in float32 over float32 pages only; "
-        "torch_paged: 7 query heads do not divide into 2 key heads); choose another kv_cache_dtype"
+    geometry = Geometry()
+    declaration = choose_declaration(geometry.specs)
+    assert (
+        type(build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 1, True)) is NativePagedAttention
     )
 
 
-def test_a_gpu_falls_to_a_backend_that_runs_there():
-    spec = replace(Geometry().specs[0], device=torch.device("cuda", 0))
-    assert select_backend(CANDIDATES, [spec]).unsupported(spec) is None
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_the_machine_and_the_wish_reach_the_backend(batch_invariant):
+    geometry = Geometry()
+    backend = build_backend(DECLARATIONS[1], geometry.specs, geometry.storage(4), BOUNDS, 77, batch_invariant)
+    assert isinstance(backend, TritonPagedAttention)
+    assert (backend._num_sms, backend._batch_invariant) == (77, batch_invariant)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
-from holdfast.attention.torch_paged import MASK_ELEMENTS, MAX_BLOCK_ROWS, TorchPagedAttention, block_rows
+from holdfast.attention.declarations import TorchPagedDeclaration
+from holdfast.attention.spec import StepBounds
+from holdfast.attention.torch_paged import TorchPagedAttention
 
 LENGTHS = [1, 7, 64, 65, 130]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
@@ -75,59 +77,17 @@ def test_a_context_as_long_as_allowed():
         check(replace(Geometry(windows=(window,)), max_model_len=max(LENGTHS)), chunk=200)
 
 
-def test_unused_pages_are_neither_read_nor_written():
-    geometry = Geometry()
-    made, num_pages = texts(geometry, [30, 9], consecutive=False)
-    storage = geometry.storage(num_pages)
-    backend = TorchPagedAttention(geometry.specs, storage)
-    run_steps(backend, geometry, made, steps_of(made, 8))
-    used = {text.pages[i // 4] * 4 + i % 4 for text in made for i in range(len(text.qkv))}
-    for name in ("k", "v"):
-        plane = storage.plane(0, name)
-        assert plane[sorted(used)].isfinite().all()
-        assert plane[[slot for slot in range(len(plane)) if slot not in used]].isnan().all()
-
-
-def test_one_sequence_cannot_hurt_another():
-    geometry = Geometry()
-    made, num_pages = texts(geometry, [20, 20], consecutive=False)
-    made[1].qkv[3] = float("nan")
-    backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
-    healthy, hurt = run_steps(backend, geometry, made, [[(made[0], 0, 20), (made[1], 0, 20)]])
-    torch.testing.assert_close(healthy.double(), made[0].exact(None), rtol=2e-5, atol=2e-5)
-    assert hurt[3:].isnan().any()
-
-
-@pytest.mark.parametrize("max_model_len", [1, 64, 2048, 32768, 131072, 10**7])
-@pytest.mark.parametrize("windows", [(None,), (None, 4096), (5, 5, 5)])
-def test_masks_are_bounded(max_model_len, windows):
-    geometry = Geometry(windows=windows, max_model_len=max_model_len)
-    (term,) = TorchPagedAttention.terms(geometry.specs)
-    rows = block_rows(max_model_len)
-    assert 16 <= rows <= MAX_BLOCK_ROWS
-    num_windows = len(set(windows))
-    assert term.num_bytes == 4 * num_windows * rows * (max_model_len + rows)
-    if max_model_len <= MASK_ELEMENTS // 16:
-        assert term.num_bytes <= 4 * num_windows * (MASK_ELEMENTS + rows * rows)
-
-
-def test_what_it_holds_is_what_it_said(monkeypatch):
-    geometry = Geometry(windows=(None, 5, None), max_model_len=70)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_it_holds_is_what_it_said(monkeypatch, dtype):
+    geometry = Geometry(windows=(None, 5, None), max_model_len=70, dtype=dtype)
     held = []
     template = TorchPagedAttention._mask_template
     monkeypatch.setattr(
         TorchPagedAttention, "_mask_template", lambda self, window: held.append(template(self, window)) or held[-1]
     )
     TorchPagedAttention(geometry.specs, geometry.storage(4))
-    assert sum(mask.nbytes for mask in held) == sum(
-        term.num_bytes for term in TorchPagedAttention.terms(geometry.specs)
-    )
-
-
-def test_declines_in_words():
-    geometry = Geometry(num_heads=7, num_kv_heads=2)
-    assert TorchPagedAttention.unsupported(geometry.specs[0]) == "7 query heads do not divide into 2 key heads"
-    assert TorchPagedAttention.unsupported(Geometry().specs[0]) is None
+    terms = TorchPagedDeclaration().terms(geometry.specs, StepBounds(8, 64, 4))
+    assert sum(mask.nbytes for mask in held) == sum(term.num_bytes for term in terms)
 
 
 def test_a_plan_serves_every_layer_and_step():
@@ -136,8 +96,8 @@ def test_a_plan_serves_every_layer_and_step():
     made, num_pages = texts(geometry, [12, 30], consecutive=False)
     backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
     first, qkv = make_batch(geometry, [(made[0], 0, 12)])
-    plan = backend.plan(first.sequences)
-    expected = backend.attend(backend.write(qkv, first, None, None, 0), 0, plan)
+    plan = backend.plan(first)
+    expected = run_layer(geometry, backend, qkv, first, plan=plan)
     other, other_qkv = make_batch(geometry, [(made[1], 0, 30)])
-    run_layer(backend, other_qkv, other)
-    assert torch.equal(backend.attend(backend.write(qkv, first, None, None, 0), 0, plan), expected)
+    run_layer(geometry, backend, other_qkv, other)
+    assert torch.equal(run_layer(geometry, backend, qkv, first, plan=plan), expected)

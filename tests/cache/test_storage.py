@@ -4,6 +4,7 @@ import torch
 from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import ALIGNMENT_BYTES, aligned
 from holdfast.quant.formats import KV_FORMATS, KVFormat
 
 CPU = torch.device("cpu")
@@ -17,10 +18,12 @@ def test_bytes_are_those_of_the_spec_and_of_the_ledger(kv_dtype, page_tokens):
     storage = PageStorage(spec, 7, CPU, ledger)
     planes = [storage.plane(layer, name) for layer in range(3) for name in ("k", "v")]
     assert sum(plane.nbytes for plane in planes) == 7 * spec.bytes_per_page
-    assert ledger.group_bytes() == {"kv pages": 7 * spec.bytes_per_page}
+    assert {plane.untyped_storage().data_ptr() for plane in planes} == {planes[0].untyped_storage().data_ptr()}
+    assert ledger.group_bytes() == {"kv pages": planes[0].untyped_storage().nbytes()}
     assert [entry.owner for entry in ledger][:2] == ["kv pages/0.attention.k", "kv pages/0.attention.v"]
-    assert [entry.num_bytes for entry in ledger] == [plane.nbytes for plane in planes]
+    assert [entry.num_bytes for entry in ledger] == [aligned(plane.nbytes) for plane in planes]
     for plane in planes:
+        assert plane.data_ptr() % ALIGNMENT_BYTES == 0
         assert plane.shape == (7 * page_tokens, 2, 24)
         assert plane.dtype == getattr(torch, kv_dtype)
         assert plane.is_contiguous()
@@ -46,7 +49,7 @@ def test_layers_may_differ():
     assert storage.plane(0, "k").dtype == torch.float16
     assert storage.plane(0, "v").dtype == torch.float32
     assert storage.plane(1, "k").shape == (8, 1, 16)
-    assert ledger.total_bytes == 2 * spec.bytes_per_page
+    assert ledger.total_bytes == sum(aligned(2 * 4 * num_bytes) for num_bytes in (32, 64, 32, 32))
     assert [entry.owner for entry in ledger][-1] == "kv pages/5.index.v"
 
 
@@ -55,3 +58,26 @@ def test_a_plane_stays_where_it_is():
     assert storage.plane(0, "k").data_ptr() == storage.plane(0, "k").data_ptr()
     with pytest.raises(KeyError):
         storage.plane(0, "latent")
+
+
+def test_released_pages_leave_the_ledger():
+    ledger = Ledger()
+    storage = PageStorage(uniform_cache(2, KV_FORMATS["float32"], 1, 4, 2), 3, CPU, ledger)
+    storage.release()
+    assert list(ledger) == []
+    with pytest.raises(IndexError):
+        storage.plane(0, "k")
+
+
+def test_two_caches_of_one_layer_have_names_of_their_own():
+    """One page table over keys, values and an index: the same layer twice."""
+    spec = CacheSpec(2, tuple(LayerCache(0, name, KV_FORMATS["float16"], 1, 8) for name in ("attention", "index")))
+    ledger = Ledger()
+    storage = PageStorage(spec, 1, CPU, ledger)
+    assert [entry.owner.partition("/")[2] for entry in ledger] == [
+        "0.attention.k",
+        "0.attention.v",
+        "0.index.k",
+        "0.index.v",
+    ]
+    assert storage.plane(0, "k").data_ptr() != storage.plane(1, "k").data_ptr()

@@ -42,10 +42,11 @@ def test_latency_against_transformers(here: Here, tiny: Path, tmp_path: Path) ->
     assert "\x1b" not in ended.err
 
 
-def test_throughput_alone_as_json(here: Here, tiny: Path) -> None:
+def test_throughput_alone_as_json_and_its_memory_as_a_page(here: Here, tiny: Path, tmp_path: Path) -> None:
     options = ("--num-prompts", "5", "--input-len", "4-20", "--output-len", "2-9", "--repeats", "1")
-    ended = here("bench", "throughput", tiny, *options, "--json", "-")
+    ended = here("bench", "throughput", tiny, *options, "--json", "-", "--memory-report", tmp_path / "memory.html")
     assert ended.code == 0, ended
+    assert (tmp_path / "memory.html").read_text().startswith("<!DOCTYPE html>")
     made = json.loads(ended.out, parse_constant=refuse)
     assert made["results"][0]["measure"] == "throughput, 5 requests"
     assert made["results"][0]["values"]["holdfast"] > 0
@@ -87,7 +88,7 @@ def test_other_tokens_print_no_speed_up(here: Here, tiny: Path, tmp_path: Path, 
 
 def test_prompts_are_computed_every_time(here: Here, tiny: Path, monkeypatch) -> None:
     opened = []
-    monkeypatch.setattr(bench_command, "open_visibly", lambda config: opened.append(open_visibly(config)) or opened[-1])
+    monkeypatch.setattr(bench_command, "open_visibly", lambda *asked: opened.append(open_visibly(*asked)) or opened[-1])
     from holdfast.cli.opening import open_visibly
 
     assert here("bench", "latency", tiny, *SMALL).code == 0
@@ -107,6 +108,7 @@ REFUSED = [
     (("--against", "transformers", "--load-format", "dummy"), "made-up weights"),
     (("--enable-prefix-caching",), "not measured"),
     (("--json", "no/such/folder/record.json"), "its folder does not exist"),
+    (("--memory-report", "no/such/folder/memory.html"), "its folder does not exist"),
     (("--dtype", "int3"), "the choices are"),
 ]
 

@@ -35,6 +35,16 @@ def test_commands_work_when_piped(here: Here, tiny: Path, tmp_path: Path) -> Non
     assert "Hello\\nthere" in file.read_text()
 
 
+def test_the_memory_is_drawn_where_it_is_asked(here: Here, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "memory.html"
+    ended = here("chat", tiny, "--memory-report", file, stdin="")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert file.read_text().startswith("<!DOCTYPE html>")
+    wrong = here("chat", "no/such/model", "--memory-report", tmp_path, stdin="")
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+    assert "it is a folder" in wrong.err
+
+
 def test_what_failed_in_a_pipe_shows_in_the_exit_code(here: Here, tiny: Path) -> None:
     ended = here("chat", tiny, "--max-tokens", "2", stdin=f"{'x' * 300}\nHello\n")
     assert ended.code == 1
@@ -149,6 +159,9 @@ class Terminal:
 def test_a_chat_at_a_terminal(endless: Path) -> None:
     terminal = Terminal("chat", endless, "--max-tokens", "6", "--ignore-eos")
     try:
+        table = terminal.expect(r"Maximum concurrency for 100,000 tokens per request: 1.00x")
+        assert re.search(r"owner +planned +held *\r\n", table), "compact: who and how much, not why"
+        assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+", table)
         terminal.expect(r"A-Model, context of 100,000 tokens; /help lists commands, Ctrl-D leaves")
         terminal.expect(">>> ")
         terminal.type("Hello\n")

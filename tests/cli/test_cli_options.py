@@ -111,5 +111,17 @@ def test_defaults_are_those_of_the_fields() -> None:
     assert EngineConfig(**defaults) == EngineConfig()
 
 
+@pytest.mark.parametrize("text", ["110%", "0", "-0.5", "1.5", "half", "nan"])
+def test_a_share_that_is_none_is_refused_with_one_that_works(text: str) -> None:
+    engine, _ = parsed("--memory-utilization", text)
+    with pytest.raises(ConfigError, match=r"memory_utilization=.* was asked; a share above 0 .*; try 0.9"):
+        EngineConfig.from_options(**engine)
+
+
+def test_a_share_may_be_a_percentage() -> None:
+    assert parsed("--memory-utilization", "80%")[0] == {"memory_utilization": pytest.approx(0.8)}
+    assert parsed("--gpu-memory-utilization", "80%")[0] == {"gpu_memory_utilization": pytest.approx(0.8)}
+
+
 def test_an_empty_value_is_not_silently_dropped() -> None:
     assert parsed("--dtype", "", "--max-tokens", "") == ({"dtype": ""}, {"max_tokens": ""})

@@ -1,11 +1,21 @@
 """From exceptions to one line and an exit code."""
 
 import logging
+import re
+import sys
 
 import pytest
 
 from holdfast.cli import failures
-from holdfast.errors import ConfigError, EngineDeadError, MemoryPlanError, ModelNotFoundError, PromptError
+from holdfast.errors import (
+    ConfigError,
+    EngineDeadError,
+    MemoryPlanError,
+    ModelNotFoundError,
+    PlanRow,
+    PlanTable,
+    PromptError,
+)
 
 CLAUSES = ("it was asked", "it is not there", "do this")
 
@@ -85,3 +95,20 @@ def test_the_log_has_tracebacks_only_for_those_who_ask(
     shown = capsys.readouterr().err
     assert "it stopped" in shown
     assert ("Traceback" in shown) is is_debugging
+
+
+def test_a_refused_plan_is_drawn_for_whoever_watches_and_is_one_line_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = PlanTable("serve", (PlanRow("weights", 3 * 2**30, "12 tensors"),), 3 * 2**30, 2**30, "memory_limit")
+    error = MemoryPlanError(*CLAUSES, table)
+    assert failures.report(error) == 1
+    line = "error: it was asked; it is not there; do this\n"
+    assert capsys.readouterr().err == line
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert failures.report(error) == 1
+    told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
+    assert told.startswith(line)
+    assert re.search(r"short +2.00 GiB", told)
+    assert failures.report(MemoryPlanError(*CLAUSES)) == 1
+    assert capsys.readouterr().err == line, "not every refusal has a table"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from cli.page_reader import read_page
 from holdfast.cli.interrupt import leave
-from holdfast.cli.opening import import_torch, model_name, open_quietly, open_visibly
+from holdfast.cli.opening import import_torch, model_name, open_quietly, open_visibly, report_file
 from holdfast.config import EngineConfig
-from holdfast.errors import ModelNotFoundError
+from holdfast.errors import ConfigError, ModelNotFoundError
 from holdfast.loading.default_model import find_default_model
 
 
@@ -50,6 +51,33 @@ def test_a_bar_with_bytes_on_a_terminal(tiny: Path, monkeypatch: pytest.MonkeyPa
     assert "Loading weights" in shown
     assert "394.8" in shown
     assert "Model loading took" not in shown
+
+
+def test_the_memory_is_drawn_where_it_is_asked(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "memory.html"
+    opened = open_quietly(EngineConfig(model=str(tiny), max_num_seqs=1), file)
+    assert capsys.readouterr() == ("", "")
+    document = read_page(file.read_text(encoding="utf-8"))
+    owners = [row.all("td")[0].text for row in document.all("tbody")[0].all("tr")]
+    assert owners[: len(opened.memory.rows)] == [row.owner for row in opened.memory.rows]
+    drawn = [box for group in document.all("svg")[1].children for box in group.children]
+    only_planned = sum(
+        row.planned_bytes for row in opened.memory.rows if row.held_bytes is None and "serve" in row.phases
+    )
+    unaccounted = max(0, opened.memory.unaccounted_bytes or 0)
+    total = sum(int(box.attributes["data-bytes"]) for box in drawn)
+    assert total == opened.memory.held_bytes + only_planned + unaccounted
+    file.unlink()
+    open_visibly(EngineConfig(model=str(tiny)), file)
+    assert capsys.readouterr().err.splitlines()[-1] == f"memory report written to {file}"
+    assert file.exists()
+
+
+def test_where_the_memory_is_drawn_is_checked_first(tmp_path: Path) -> None:
+    assert report_file(None) is None
+    assert report_file(str(tmp_path / "memory.html")) == tmp_path / "memory.html"
+    with pytest.raises(ConfigError, match=r"--memory-report .* was asked; it is a folder"):
+        report_file(str(tmp_path))
 
 
 @pytest.mark.parametrize("open_model", [open_quietly, open_visibly])

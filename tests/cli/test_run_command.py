@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.cli_models import CHAT_TEMPLATE, Here, make_model
+from cli.page_reader import read_page
 
 
 def refuse(word: str) -> None:
@@ -32,6 +33,15 @@ def test_text_goes_to_stdout_and_the_account_to_stderr(here: Here, tiny: Path) -
     assert lines[-1].startswith("prompt 11 tokens, generated 8 tokens, first token ")
     assert "prefill" in lines[-1]
     assert "decode" in lines[-1]
+
+
+@pytest.mark.parametrize("more", [(), ("-q",), ("--json",)], ids=["loud", "quiet", "json"])
+def test_the_memory_is_drawn_too(here: Here, tiny: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    file = tmp_path / "memory.html"
+    ended = here("run", tiny, "-p", "Hello", "--max-tokens", "2", "--memory-report", file, *more)
+    assert ended.code == 0, ended
+    assert read_page(file.read_text(encoding="utf-8")).all("h1")[0].text == f"Memory of {tiny.name}"
+    assert ("memory report written to" in ended.err) is (not more)
 
 
 def test_quiet_is_the_text_alone(here: Here, tiny: Path) -> None:
@@ -135,6 +145,9 @@ BAD_OPTIONS = [
     (("--block-size", "16", "--page-tokens", "8"), "the same option"),
     (("--raw", "--system", "Be brief"), "--system was asked beside --raw"),
     (("--logit-bias", "no"), "--logit-bias 42=-100"),
+    (("--memory-report", "no/such/folder/memory.html"), "its folder does not exist"),
+    (("--memory-report", ""), "write --memory-report page.html"),
+    (("--memory-utilization", "110%"), "memory_utilization='110%' was asked"),
 ]
 
 

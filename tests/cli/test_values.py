@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.cli.values import read_biases, read_count, read_counts, read_integers, read_number, read_range
+from holdfast.cli.values import read_biases, read_count, read_counts, read_integers, read_number, read_range, read_share
 from holdfast.errors import ConfigError, RequestError
 
 
@@ -36,6 +36,19 @@ def test_numbers_may_be_strange_and_are_refused_elsewhere() -> None:
     assert read_number("0.7") == 0.7
     assert read_number("abc") == "abc"
     assert isinstance(read_number("nan"), float)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("0.8", 0.8), ("80%", 0.8), (" 80 % ", 0.8), ("100%", 1.0), ("1", 1.0), ("12.5%", 0.125), ("110", 110.0)],
+)
+def test_shares_are_numbers_or_percentages(text: str, share: float) -> None:
+    assert read_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["110%", "0%", "-5%", "%", "x%", "nan%", "inf%", "half", "", "0.5%%"])
+def test_what_is_no_share_is_left_to_whoever_asked(text: str) -> None:
+    assert read_share(text) == text
 
 
 def test_integers_come_alone_or_in_lists() -> None:

@@ -1,15 +1,17 @@
 """Everything between a config and an engine that answers, on a tiny model."""
 
+import gc
 from pathlib import Path
 
 import pytest
 
 from cli.cli_models import make_model
-from holdfast import SamplingParams
+from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine.build import build_engine
 from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, ModelNotFoundError
 from holdfast.memory.report import MemoryReport
+from runner.tiny_runners import watched_arenas
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -103,3 +105,48 @@ def test_refusals_come_before_any_weight_is_read(model, options, error, words):
     with pytest.raises(error, match=words) as caught:
         build_engine(EngineConfig(model=str(model), **options), lambda done, total: pytest.fail("a weight was read"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_closed_engine_has_given_all_its_memory_back(model, monkeypatch):
+    with watched_arenas(monkeypatch) as taken:
+        engine, _ = build(model)
+    engine.add_request("a", "hello", GREEDY)
+    run(engine)
+    assert len(taken) >= 4
+    assert all(storage() is not None for storage in taken)
+    engine.close()
+    assert all(storage() is None for storage in taken)
+    engine.close()
+    assert engine.memory.rows, "what it was is still known"
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_a_model_that_is_shut_down_has_given_all_its_memory_back(model, monkeypatch, kind):
+    with watched_arenas(monkeypatch) as taken:
+        llm = kind(str(model))
+    assert all(storage() is not None for storage in taken)
+    llm.shutdown()
+    assert len(taken) >= 4
+    assert all(storage() is None for storage in taken)
+    llm.shutdown()
+
+
+def test_a_stream_that_is_open_when_its_model_is_shut_down_ends(model):
+    llm = LLM(str(model))
+    stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    first = next(stream)
+    assert first.token_ids
+    llm.shutdown()
+    assert sum(len(delta.token_ids) for delta in stream) < 49
+
+
+def test_what_a_failed_start_has_taken_is_given_back(model, monkeypatch):
+    def refuse(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no scheduler today")
+
+    monkeypatch.setattr("holdfast.engine.build.Scheduler", refuse)
+    with watched_arenas(monkeypatch) as taken, pytest.raises(RuntimeError, match="no scheduler today"):
+        build(model)
+    gc.collect()
+    assert len(taken) >= 4
+    assert all(storage() is None for storage in taken)

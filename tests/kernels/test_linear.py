@@ -1,8 +1,10 @@
 import pytest
 import torch
 
-from holdfast.kernels.linear import linear, linear_reference
+from holdfast.kernels import linear as module
+from holdfast.kernels.linear import linear, linear_float32, linear_float32_reference, linear_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
+from kernels.triton_cases import assert_allocates_nothing
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -122,3 +124,70 @@ def test_half_precision_is_rounded_once_at_the_end(dtype, num_rows, n_size, k_si
     step = torch.finfo(dtype).eps * exact.abs().clamp_min(0.1)
     assert ((got.double() - exact).abs() <= step).all()
     assert torch.equal(linear(x[:1], weight, bias), got[:1])
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [linear, linear_reference], ids=lambda function: function.__name__)
+def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, function, dtype, with_bias):
+    x, weight, bias = (None if values is None else values.to(dtype) for values in operands(5, 70, 37, with_bias))
+    alone = function(x, weight, bias)
+    out = guarded_host(5, 70, dtype=dtype).fill_(float("nan"))
+    assert function(x, weight, bias, out) is out
+    torch.testing.assert_close(out, alone, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    if function is linear:
+        assert same_bits(out, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_out_may_lie_apart(dtype):
+    x, weight, bias = (values.to(dtype) for values in operands(5, 70, 37))
+    wide = torch.full((5, 90), float("nan"), dtype=dtype)
+    out = wide[:, 10:80]
+    assert linear(x, weight, bias, out) is out
+    torch.testing.assert_close(out, linear(x, weight, bias))
+    assert wide[:, :10].isnan().all()
+    assert wide[:, 80:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "n_size", "k_size"), [(1, 5, 3), (7, 100, 64), (3, 300, 700), (0, 4, 8)])
+def test_float32_results_of_any_type_lose_no_digit(guarded_host, dtype, num_rows, n_size, k_size):
+    x, weight = (values.to(dtype) for values in operands(num_rows, n_size, k_size, with_bias=False)[:2])
+    out = guarded_host(num_rows, n_size).fill_(float("nan"))
+    assert linear_float32(x, weight, out) is out
+    in_torch = linear_float32_reference(x, weight, torch.empty(num_rows, n_size))
+    exact = x.double() @ weight.double().T
+    magnitude = float((x.double().abs() @ weight.double().abs().T).max()) if num_rows else 1.0
+    assert_as_exact_as_torch(out, in_torch, exact, magnitude)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_float32_row_is_the_same_to_the_bit_in_any_company(dtype):
+    x, weight = (values.to(dtype) for values in operands(17, 50, 100, with_bias=False)[:2])
+    whole = linear_float32(x, weight, torch.empty(17, 50))
+    for rows in companies(17):
+        assert same_bits(linear_float32(x[rows], weight, torch.empty(len(rows), 50)), whole[rows]), f"{rows=}"
+
+
+def test_a_wide_weight_is_widened_in_parts(monkeypatch):
+    """Wherever the parts meet, every column is there once."""
+    x, weight, bias = (values.half() for values in operands(3, 50, 64))
+    expected = linear(x, weight, bias), linear_float32(x, weight, torch.empty(3, 50))
+    for elements in (1, 64, 65, 7 * 64, 49 * 64, 50 * 64):
+        monkeypatch.setattr(module, "WIDENED_ELEMENTS", elements)
+        assert same_bits(linear(x, weight, bias), expected[0]), f"{elements=}"
+        assert same_bits(linear_float32(x, weight, torch.empty(3, 50)), expected[1]), f"{elements=}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_a_gpu_gives_float32_and_allocates_nothing(device, dtype, num_rows):
+    x, weight = (values.to(device, dtype) for values in operands(num_rows, 1000, 512, with_bias=False)[:2])
+    out = torch.full((num_rows, 1000), float("nan"), device=device)
+    assert linear_float32(x, weight, out) is out
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
+    half = torch.empty(num_rows, 1000, dtype=dtype, device=device)
+    assert_allocates_nothing(lambda: (linear_float32(x, weight, out), linear(x, weight, None, half)))

@@ -217,3 +217,23 @@ def test_planes_that_are_not_float32_run_in_torch():
     case = paged_case([(0, 9), (30, 1)])
     case.k_plane, case.v_plane = case.k_plane.half(), case.v_plane.half()
     assert same_bits(case.run(paged_attention), case.run(paged_attention_reference))
+
+
+@pytest.mark.parametrize(
+    "function", [paged_attention, paged_attention_reference], ids=lambda function: function.__name__
+)
+def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, function):
+    case = paged_case([(0, 9), (30, 1)])
+    pages, sequences = case.tables()
+    arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, case.scale, None)
+    alone = function(*arguments)
+    out = guarded_host(10, 96).fill_(float("nan"))
+    result = function(*arguments, out)
+    assert result.data_ptr() == out.data_ptr()
+    assert same_bits(result, alone)
+    wide = torch.full((10, 120), float("nan"))
+    apart = wide[:, 12:108]
+    function(*arguments, apart)
+    torch.testing.assert_close(apart, alone, rtol=1e-5, atol=1e-5)
+    assert wide[:, :12].isnan().all()
+    assert wide[:, 108:].isnan().all()

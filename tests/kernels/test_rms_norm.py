@@ -80,3 +80,28 @@ def test_half_types_keep_float32_statistics(dtype):
     y = rms_norm(x, weight, EPS)
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), exact, rtol=3 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, num_rows):
+    x, weight = random(num_rows, 37), random(37, seed=1)
+    expected = rms_norm(x, weight, EPS)
+    out = guarded_host(num_rows, 37).fill_(float("nan"))
+    assert rms_norm(x, weight, EPS, out) is out
+    assert same_bits(out, expected)
+    wide = torch.full((2, num_rows, 41), float("nan"))
+    wide[0, :, 2:39] = x
+    rms_norm(wide[0, :, 2:39], weight, EPS, wide[1, :, 2:39])
+    assert same_bits(wide[1, :, 2:39], expected), "rows that lie apart are computed as those side by side"
+    assert wide[1, :, :2].isnan().all()
+    assert wide[1, :, 39:].isnan().all()
+    assert rms_norm(x, weight, EPS, x) is x
+    assert same_bits(x, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_take_out(dtype):
+    x, weight = random(5, 37).to(dtype), random(37, seed=1).to(dtype)
+    out = torch.full((5, 40), float("nan"), dtype=dtype)[:, :37]
+    assert rms_norm(x, weight, EPS, out) is out
+    assert same_bits(out, rms_norm_reference(x, weight, EPS))

@@ -1,65 +1,14 @@
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads, write_heads_reference
-from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
+from holdfast.kernels.write_heads import write_heads, write_heads_reference
+from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
+from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
 
 pytestmark = pytest.mark.usefixtures("native")
 
 HEAD_DIMS = (2, 16, 24, 64, 80, 96, 128, 256)
 GROUPS = (1, 3, 7, 71)
-MAX_POSITION = 50
-POISON = float("nan")
-FEATURES = pytest.mark.parametrize(
-    ("with_norm", "with_rope"),
-    [(False, False), (True, False), (False, True), (True, True)],
-    ids=["plain", "norm", "rope", "norm and rope"],
-)
-
-
-@dataclass
-class Case:
-    """Rows with positions and scattered slots, and planes in which every slot is poison."""
-
-    qkv: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    k_plane: torch.Tensor
-    v_plane: torch.Tensor
-    head_norm: HeadNorm | None
-    rotary: Rotary | None
-
-    def run(self, function=write_heads, rows=None, dtype=torch.float32):
-        """(queries, key plane, value plane) after the rows were written into fresh planes."""
-        rows = list(range(len(self.slots))) if rows is None else rows
-        norm, rotary = self.head_norm, self.rotary
-        if norm is not None:
-            norm = HeadNorm(norm.q_weight_D.to(dtype), norm.k_weight_D.to(dtype), norm.eps)
-        if rotary is not None:
-            rotary = Rotary(rotary.cos_LD.to(dtype), rotary.sin_LD.to(dtype))
-        k_plane, v_plane = self.k_plane.to(dtype, copy=True), self.v_plane.to(dtype, copy=True)
-        q = function(self.qkv[rows].to(dtype), self.positions[rows], self.slots[rows], k_plane, v_plane, norm, rotary)
-        return q, k_plane, v_plane
-
-
-def make_case(num_rows, head_dim, group=3, num_kv_heads=2, with_norm=True, with_rope=True, seed=0) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    num_slots = 2 * num_rows + 3
-    angles = torch.rand(MAX_POSITION, head_dim, generator=generator) * 6
-    planes = torch.full((2, num_slots, num_kv_heads, head_dim), POISON)
-    return Case(
-        qkv=random(num_rows, (group + 2) * num_kv_heads * head_dim, seed=seed + 1),
-        positions=torch.randint(MAX_POSITION, (num_rows,), generator=generator),
-        slots=torch.randperm(num_slots, generator=generator)[:num_rows],
-        k_plane=planes[0].clone(),
-        v_plane=planes[1].clone(),
-        head_norm=HeadNorm(random(head_dim, seed=seed + 2), random(head_dim, seed=seed + 3), 1e-5)
-        if with_norm
-        else None,
-        rotary=Rotary(angles.cos(), angles.sin()) if with_rope else None,
-    )
 
 
 def judge(case: Case) -> None:
@@ -180,3 +129,65 @@ def test_no_rows_change_nothing():
     assert q.shape == (0, 6, 16)
     assert k_plane.isnan().all()
     assert v_plane.isnan().all()
+
+
+PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids=["last", "first", "some", "all"])
+
+
+@PADDED
+@FEATURES
+@pytest.mark.parametrize("function", [write_heads, write_heads_reference], ids=["C", "reference"])
+def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_rope, padding):
+    case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
+    clean_q, clean_k, clean_v = case.run(function)
+    q, k_plane, v_plane = case.padded(padding).run(function)
+    others = [row for row in range(9) if row not in padding]
+    assert same_bits(q[list(padding)], torch.zeros(len(padding), 6, 24))
+    assert same_bits(q[others], clean_q[others])
+    clean_k[case.slots[list(padding)]] = POISON
+    clean_v[case.slots[list(padding)]] = POISON
+    assert same_bits(k_plane, clean_k)
+    assert same_bits(v_plane, clean_v)
+
+
+@FEATURES
+@pytest.mark.parametrize("function", [write_heads, write_heads_reference], ids=["C", "reference"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, with_norm, with_rope, num_rows):
+    case = make_case(num_rows, 24, with_norm=with_norm, with_rope=with_rope).padded([num_rows - 1])
+    expected = case.run(function)
+    how = (case.head_norm, case.rotary)
+    together = guarded_host(num_rows, 6, 24).fill_(POISON)
+    wide = torch.full((num_rows, 8, 24), POISON)
+    in_place = case.qkv.clone()
+    for qkv, out in (
+        (case.qkv, together),
+        (case.qkv, wide[:, 1:7]),
+        (in_place, in_place[:, : 6 * 24].unflatten(1, (6, 24))),
+    ):
+        planes = case.k_plane.clone(), case.v_plane.clone()
+        assert function(qkv, case.positions, case.slots, *planes, *how, out) is out
+        assert all(same_bits(mine, theirs) for mine, theirs in zip((out, *planes), expected, strict=True))
+    assert wide[:, 0].isnan().all()
+    assert wide[:, 7].isnan().all()
+
+
+def test_rows_that_lie_apart_are_computed_as_those_side_by_side():
+    case = make_case(5, 24)
+    expected = case.run()
+    wide = torch.full((5, case.qkv.shape[1] + 7), POISON)
+    wide[:, 3:-4] = case.qkv
+    case.qkv = wide[:, 3:-4]
+    k_plane, v_plane = case.k_plane.clone(), case.v_plane.clone()
+    q = write_heads(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
+    assert all(same_bits(mine, theirs) for mine, theirs in zip((q, k_plane, v_plane), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_run_in_torch_with_padding_and_out(dtype):
+    case = make_case(5, 24).rounded(dtype).padded([1, 4])
+    expected = case.run(write_heads_reference, dtype=dtype)
+    out = torch.empty(5, 6, 24, dtype=dtype)
+    write_heads(case.qkv, case.positions, case.slots, case.k_plane, case.v_plane, case.head_norm, case.rotary, out)
+    assert all(same_bits(*pair) for pair in zip((out, case.k_plane, case.v_plane), expected, strict=True))
+    assert not out[[1, 4]].any()

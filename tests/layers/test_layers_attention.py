@@ -1,40 +1,100 @@
 import pytest
 import torch
 
+from holdfast.attention.batch import Batch, LogitRows
 from holdfast.kernels.write_heads import HeadNorm, Rotary
-from holdfast.layers.attention import AttentionLayer
+from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.linear import Linear
-from kernels.exactness import random
+from kernels.exactness import random, same_bits
+
+NAN = float("nan")
+NUM_ROWS, HIDDEN, HEADS, HEAD_DIM = 5, 6, 2, 4
 
 
 class RecordingBackend:
-    """Gives the queries back and keeps what it was called with."""
+    """Its queries are the first third of the projection, its answer twice of them; it keeps what it was called with."""
 
     name = "recording"
 
     def __init__(self) -> None:
         self.calls = []
 
-    def write(self, qkv_TX, batch, head_norm, rotary, layer):
-        self.calls.append((qkv_TX, batch, head_norm, rotary, layer))
-        return qkv_TX[:, :8].view(-1, 2, 4)
+    def write(self, qkv_TX, batch, head_norm, rotary, layer, out_THD):
+        self.calls.append(("write", qkv_TX, batch, head_norm, rotary, layer, out_THD))
+        out_THD.copy_(qkv_TX[:, :8].view(-1, HEADS, HEAD_DIM))
 
-    def attend(self, q_RHD, layer, plan):
-        self.calls.append((q_RHD, layer, plan))
-        return 2 * q_RHD.reshape(-1, 8)
+    def attend(self, q_THD, layer, plan, scratch, out_TX, wanted_only):
+        self.calls.append(("attend", q_THD, layer, plan, scratch, out_TX, wanted_only))
+        out_TX.copy_(2 * q_THD.view(-1, 8))
+        return out_TX[plan] if wanted_only else out_TX
 
 
-@pytest.mark.parametrize("rows", [None, [4, 1], []], ids=str)
-def test_projection_backend_projection(rows):
-    qkv_weight, qkv_bias, o_weight = random(24, 6), random(24, seed=1), random(6, 8, seed=2)
-    head_norm, rotary = HeadNorm(torch.ones(4), torch.ones(4), 1e-5), Rotary(torch.ones(3, 4), torch.ones(3, 4))
-    backend, batch, plan, x = RecordingBackend(), object(), object(), random(5, 6, seed=3)
-    layer = AttentionLayer(7, Linear(qkv_weight, qkv_bias), Linear(o_weight), head_norm, rotary, backend)
-    rows_R = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-    y = layer(x, batch, plan, rows_R)
-    (qkv, *written), (_, *attended) = backend.calls
+@pytest.fixture
+def parts():
+    qkv_weight, qkv_bias, o_weight, o_bias = (
+        random(24, HIDDEN),
+        random(24, seed=1),
+        random(HIDDEN, 8, seed=2),
+        random(HIDDEN, seed=4),
+    )
+    head_norm = HeadNorm(torch.ones(HEAD_DIM), torch.ones(HEAD_DIM), 1e-5)
+    rotary = Rotary(torch.ones(3, HEAD_DIM), torch.ones(3, HEAD_DIM))
+    backend = RecordingBackend()
+    layer = AttentionLayer(7, Linear(qkv_weight, qkv_bias), Linear(o_weight, o_bias), head_norm, rotary, backend)
+    return layer, backend, head_norm, rotary, (qkv_weight, qkv_bias, o_weight, o_bias)
+
+
+def buffers() -> AttentionBuffers:
+    scratch = (torch.empty(3), torch.empty(1))
+    return AttentionBuffers(
+        torch.full((NUM_ROWS, 24), NAN),
+        torch.full((NUM_ROWS, HEADS, HEAD_DIM), NAN),
+        torch.full((NUM_ROWS, 8), NAN),
+        scratch,
+    )
+
+
+def make_batch(rows: list[int] | None) -> Batch:
+    nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    logits = None if rows is None else LogitRows(torch.tensor(rows), ())
+    return Batch(nothing, nothing, nothing, (), logits)
+
+
+@pytest.mark.parametrize("wanted", [None, [1, 4], [2]], ids=str)
+def test_projection_backend_projection(parts, wanted):
+    layer, backend, head_norm, rotary, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
+    batch, held, x = make_batch(wanted), buffers(), random(NUM_ROWS, HIDDEN, seed=3)
+    plan = torch.tensor(wanted or [0])
+    out = torch.full((NUM_ROWS, HIDDEN), NAN)
+    y = layer(x, batch, plan, held, out, wanted_only=wanted is not None)
+    (_, qkv, *written), (_, q, *attended) = backend.calls
     torch.testing.assert_close(qkv, x @ qkv_weight.T + qkv_bias)
-    assert written == [batch, head_norm, rotary, 7]
-    assert attended == [7, plan]
-    wanted = qkv if rows_R is None else qkv[rows_R]
-    torch.testing.assert_close(y, 2 * wanted[:, :8] @ o_weight.T)
+    assert [a is b for a, b in zip(written, [batch, head_norm, rotary, 7, held.q_THD], strict=True)] == [True] * 5
+    assert q is held.q_THD
+    assert [
+        a is b for a, b in zip(attended, [7, plan, held.scratch, held.attended_TX, wanted is not None], strict=True)
+    ] == [True] * 5
+    rows = list(range(NUM_ROWS)) if wanted is None else wanted
+    assert y.data_ptr() == out.data_ptr(), "the result lies where it was asked"
+    assert y.shape == (len(rows), HIDDEN)
+    torch.testing.assert_close(y, 2 * qkv[rows, :8] @ o_weight.T + o_bias)
+    assert out[len(rows) :].isnan().all(), "rows that nobody wants are not written"
+
+
+def test_the_middle_alone_takes_a_projection_that_is_there(parts):
+    """Steps of few rows compute the two products themselves."""
+    layer, backend, *_ = parts
+    batch, held = make_batch(None), buffers()
+    held.qkv_TX.copy_(random(NUM_ROWS, 24, seed=5))
+    attended = layer.attend(batch, "plan", held)
+    assert attended.data_ptr() == held.attended_TX.data_ptr()
+    assert same_bits(attended, 2 * held.qkv_TX[:, :8])
+    assert backend.calls[1][-1] is False, "all rows attend unless somebody says otherwise"
+
+
+def test_its_weights_are_within_reach(parts):
+    layer, _, _, _, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
+    assert layer.qkv.weight_NK is qkv_weight
+    assert layer.qkv.bias_N is qkv_bias
+    assert layer.o.weight_NK is o_weight
+    assert layer.o.bias_N is o_bias

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GateBuffers, GatedMLP, PlainMLP
+from holdfast.layers.mlp import GatedMLP, MLPBuffers, PlainMLP
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
 
 ACTIVATIONS = {
@@ -27,10 +27,19 @@ def weights(size):
 def make(kind, size, activation):
     (gate, gate_bias), (up, up_bias), down = weights(size)
     if kind == "gated":
-        buffers = GateBuffers(torch.full((65, 2 * size), float("nan")), torch.full((65, size), float("nan")))
         gate_up = Linear(torch.cat([gate, up]), torch.cat([gate_bias, up_bias]))
-        return GatedMLP(gate_up, Linear(*down), activation, buffers)
+        return GatedMLP(gate_up, Linear(*down), activation)
     return PlainMLP(Linear(up, up_bias), Linear(*down), activation)
+
+
+def run(mlp, x, size):
+    """In memory that is NaN before it, as wide as the kind needs it."""
+    num_rows, widths = len(x), (size * (2 if isinstance(mlp, GatedMLP) else 1), size, HIDDEN)
+    wide, active, out = (x.new_full((num_rows, width), float("nan")) for width in widths)
+    before = x.clone()
+    assert mlp(x, MLPBuffers(wide, active), out) is out
+    assert same_bits(x, before), "the input stays as it was"
+    return out
 
 
 @EACH
@@ -39,7 +48,7 @@ def test_gated(activation, size):
     gate, up, down = weights(size)
     x = random(7, HIDDEN, seed=20)
     expected = F.linear(ACTIVATIONS[activation](F.linear(x, *gate)) * F.linear(x, *up), *down)
-    torch.testing.assert_close(make("gated", size, activation)(x), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(run(make("gated", size, activation), x, size), expected, rtol=1e-5, atol=1e-4)
 
 
 @EACH
@@ -48,7 +57,7 @@ def test_plain(activation, size):
     _, up, down = weights(size)
     x = random(7, HIDDEN, seed=20)
     expected = F.linear(ACTIVATIONS[activation](F.linear(x, *up)), *down)
-    torch.testing.assert_close(make("plain", size, activation)(x), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(run(make("plain", size, activation), x, size), expected, rtol=1e-5, atol=1e-4)
 
 
 @EACH
@@ -57,11 +66,11 @@ def test_plain(activation, size):
 def test_a_row_is_the_same_to_the_bit_in_any_company(activation, kind, size):
     require_native()
     mlp, x = make(kind, size, activation), random(65, HIDDEN, seed=20, scale=2)
-    alone = torch.cat([mlp(x[row : row + 1]) for row in range(65)])
+    alone = torch.cat([run(mlp, x[row : row + 1], size) for row in range(65)])
     for threads in (1, 2):
         with num_threads(threads):
             for rows in companies(65):
-                assert same_bits(mlp(x[rows]), alone[rows]), f"{threads=} {rows=}"
+                assert same_bits(run(mlp, x[rows], size), alone[rows]), f"{threads=} {rows=}"
 
 
 @EACH
@@ -72,9 +81,25 @@ def test_half_types(activation, kind, dtype):
     fused = [tensor.to(dtype) for tensor in (torch.cat([gate, up]), torch.cat([gate_bias, up_bias]))]
     first = Linear(*fused) if kind == "gated" else Linear(up.to(dtype), up_bias.to(dtype))
     second = Linear(down.to(dtype), down_bias.to(dtype))
-    buffers = GateBuffers(torch.empty(3, 32, dtype=dtype), torch.empty(3, 16, dtype=dtype))
-    mlp = GatedMLP(first, second, activation, buffers) if kind == "gated" else PlainMLP(first, second, activation)
+    mlp = GatedMLP(first, second, activation) if kind == "gated" else PlainMLP(first, second, activation)
     x = random(3, HIDDEN, seed=20)
-    y = mlp(x.to(dtype))
+    y = run(mlp, x.to(dtype), 16)
     assert y.dtype == dtype
-    torch.testing.assert_close(y.float(), make(kind, 16, activation)(x), rtol=0.1, atol=0.3)
+    torch.testing.assert_close(y.float(), run(make(kind, 16, activation), x, 16), rtol=0.1, atol=0.3)
+
+
+def test_one_set_of_buffers_serves_layers_one_after_the_other():
+    """What a layer left in them does not reach the next."""
+    x = random(7, HIDDEN, seed=20)
+    buffers = MLPBuffers(torch.full((7, 10), float("nan")), torch.full((7, 5), float("nan")))
+    gated = make("gated", 5, "silu")
+    expected = run(gated, x, 5)
+    for _ in range(2):
+        assert same_bits(gated(x, buffers, torch.empty(7, HIDDEN)), expected)
+
+
+def test_the_gated_weights_are_within_reach():
+    """Steps of few rows compute these products themselves."""
+    mlp = make("gated", 5, "silu")
+    assert mlp.gate_up.weight_NK.shape == (10, HIDDEN)
+    assert mlp.down.weight_NK.shape == (HIDDEN, 5)

@@ -1,9 +1,16 @@
+import hashlib
+from math import prod
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from holdfast.loading import dummy
 from holdfast.loading.dummy import TABLE_VALUES, DummySource
 from holdfast.loading.execute import load_weights
 from holdfast.loading.plan import plan_load
+from holdfast.loading.source import WritingSource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
@@ -21,8 +28,52 @@ CONFIG = {
 }
 
 
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
 def matrix(name, *shape):
     return Parameter(name, shape, (Part(name, 0, shape),))
+
+
+def writer_of(source, device="cpu"):
+    return source.writer(
+        {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for spec in source.writer_specs
+        }
+    )
+
+
+def written(source, name, num_rows, final, chunk=None, device="cpu", write=None):
+    """The whole tensor, by a writer, into rows between others that must stay."""
+    write = write or writer_of(source, device)
+    shape = source.entries[name].shape
+    places = torch.full((num_rows + 2, *shape[1:]), float("nan"), dtype=getattr(torch, final), device=device)
+    chunk = chunk or num_rows
+    for start in reversed(range(0, num_rows, chunk)):
+        end = min(start + chunk, num_rows)
+        write(name, start, places[1 + start : 1 + end])
+    assert places[[0, -1]].isnan().all(), f"{name}: rows beside were written"
+    return places[1:-1].cpu()
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def by_definition(source, name):
+    """Element i is entry (start + i) mod TABLE_VALUES of the table, scaled for its kind, in the checkpoint's type."""
+    entry = source.entries[name]
+    start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    places = (start % TABLE_VALUES + torch.arange(prod(entry.shape))) % TABLE_VALUES
+    table = torch.empty(TABLE_VALUES)
+    dummy._draw(table)
+    values = table[places].view(entry.shape)
+    if len(entry.shape) > 1:
+        values = values * (1 / entry.shape[-1] ** 0.5)
+    else:
+        values = values * 0.1 + (1.0 if name.endswith(".weight") else 0.0)
+    return values.to(getattr(torch, entry.dtype))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 13])
@@ -68,7 +119,7 @@ def test_the_source_has_what_the_model_needs_in_its_type():
     listed = parameters(read_spec(CONFIG))
     source = DummySource(listed, "float16")
     plan = plan_load(listed, source, "float16")
-    assert plan.read_bytes == plan.final_bytes
+    assert plan.read_bytes == sum(plan.parameter_bytes.values())
     name, entry = next(iter(source.entries.items()))
     assert source.read_rows(name, 0, 2).dtype == torch.float16
     assert entry.dtype == "float16"
@@ -80,3 +131,73 @@ def test_the_table_is_the_same_everywhere():
     again = DummySource([matrix("a.weight", 1, 4)], "float32").read_rows("a.weight", 0, 1)
     assert torch.equal(row, again)
     assert row.tolist()[0] == pytest.approx([-0.503112, 0.439023, -0.585149, -0.788577], abs=1e-5)
+    table = torch.empty(TABLE_VALUES)
+    dummy._draw(table)
+    assert hashlib.sha256(table.numpy().tobytes()).hexdigest().startswith("be28aa758cd0faa8")
+
+
+@pytest.mark.parametrize("stored", ["float64", *DTYPES])
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (13, 11), (3, 2, 5), (3, TABLE_VALUES), (2, TABLE_VALUES + 1)])
+def test_rows_are_read_and_written_as_defined(stored, shape):
+    for name in ("a.weight", "b.bias"):
+        source = DummySource([matrix(name, *shape)], stored)
+        wanted = by_definition(source, name)
+        assert torch.equal(bits(source.read_rows(name, 0, shape[0])), bits(wanted))
+        assert torch.equal(bits(written(source, name, shape[0], "bfloat16")), bits(wanted.to(torch.bfloat16)))
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 9),
+    st.text("ab.", max_size=4),
+)
+def test_a_writer_gives_the_bits_of_reading_and_a_cast(shape, stored, final, chunk, prefix):
+    names = {f"{prefix}x.weight": tuple(shape), f"{prefix}x.bias": (shape[0],), "y.weight": (shape[0], 3)}
+    source = DummySource([matrix(name, *own) for name, own in names.items()], stored)
+    write = writer_of(source)
+    for name in (*names, *names):
+        whole = source.read_rows(name, 0, shape[0]).to(getattr(torch, final))
+        assert torch.equal(bits(written(source, name, shape[0], final, chunk, write=write)), bits(whole))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 700, 1049, 2500])
+def test_a_writer_goes_round_the_table_in_any_chunks(chunk):
+    name, width, num_rows = "a.weight", 1000, 2 * TABLE_VALUES // 1000 + 3
+    if chunk < 3:
+        width, num_rows = 700_001, 5
+    source = DummySource([matrix(name, num_rows, width)], "bfloat16")
+    whole = source.read_rows(name, 0, num_rows)
+    assert torch.equal(bits(written(source, name, num_rows, "bfloat16", chunk)), bits(whole))
+
+
+def test_a_tensor_of_many_rounds_takes_few_copies(monkeypatch):
+    source = DummySource([matrix("a.weight", 12, TABLE_VALUES)], "bfloat16")
+    write = writer_of(source)
+    out = torch.empty(11, TABLE_VALUES, dtype=torch.bfloat16)
+    write("a.weight", 0, out[:1])
+    copies = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copies.append(self.numel()) or copy(self, other))
+    write("a.weight", 1, out)
+    assert len(copies) == 3
+    assert sum(copies) == out.numel()
+    assert torch.equal(out[0], out[10])
+
+
+def test_a_dummy_source_writes_rows_itself():
+    assert isinstance(DummySource([], "float32"), WritingSource)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("final", DTYPES)
+@pytest.mark.parametrize("stored", ["float64", *DTYPES])
+@pytest.mark.parametrize("shape", [(1,), (7,), (13, 11), (3, TABLE_VALUES), (2, 2 * TABLE_VALUES + 1), (4999, 1021)])
+def test_a_gpu_writes_the_same_bits(stored, final, shape):
+    for name in ("a.weight", "b.bias"):
+        source = DummySource([matrix(name, *shape)], stored)
+        wanted = source.read_rows(name, 0, shape[0]).to(getattr(torch, final))
+        for chunk in (None, max(1, shape[0] // 3)):
+            assert torch.equal(bits(written(source, name, shape[0], final, chunk, "cuda")), bits(wanted))

@@ -3,7 +3,12 @@ import dataclasses
 import pytest
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
-from holdfast.loading.plan import plan_load
+from holdfast.loading.dummy import DummySource
+from holdfast.loading.plan import CHUNK_BYTES, plan_load
+from holdfast.memory.planner import PHASES
+from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.formats import DTYPE_BYTES
 from loading.made_up_source import TIED, UNTIED, MadeUpSource, entries_for, entry
 
 
@@ -32,9 +37,53 @@ def test_bytes_are_known_before_anything_is_read():
     source = MadeUpSource(entries_for(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     assert plan.parameter_bytes == {"embed.weight": 80, "layers.0.qkv.weight": 64, "lm_head.weight": 80}
-    assert plan.final_bytes == 224
+    assert plan.final_bytes == 3 * 256, "each begins at an aligned place"
     assert plan.read_bytes == 448
     assert source.reads == []
+
+
+def test_the_final_tensors_are_specs_in_the_order_of_the_parameters():
+    shuffled = [entries_for(UNTIED)[index] for index in (3, 0, 4, 2, 1)]
+    plan = plan_load(UNTIED, MadeUpSource(shuffled), "float16")
+    assert plan.specs == tuple(TensorSpec(parameter.name, parameter.shape, "float16") for parameter in UNTIED)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "chunk_bytes"),
+    [
+        ((10, 4), "bfloat16", 80),
+        ((1000, 2**14), "float32", CHUNK_BYTES),
+        ((2, 2**22), "float64", 2**25),
+        ((1, 2**20), "float16", 2**21),
+    ],
+    ids=["small", "many rows", "rows longer than a chunk", "one row"],
+)
+def test_staging_is_a_constant_and_no_more_than_the_model_needs(shape, dtype, chunk_bytes):
+    parameter = Parameter("a", shape, (Part("x", 0, shape),))
+    plan = plan_load([parameter], MadeUpSource([entry("x", shape, dtype)]), "bfloat16")
+    assert plan.chunk_bytes == chunk_bytes
+    assert plan.staging_bytes("cpu") == 3 * chunk_bytes
+    assert plan.staging_bytes("cuda") == 0
+    assert (plan.pinned_bytes("cpu"), plan.pinned_bytes("cuda")) == (0, 32 * 2**20)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_terms_are_the_weights_for_good_and_staging_while_they_arrive(device_kind):
+    plan = plan_load(UNTIED, MadeUpSource(entries_for(UNTIED)), "bfloat16")
+    weights, staging = plan.terms(device_kind)
+    assert (weights.owner, weights.num_bytes, weights.phases) == ("weights", plan.final_bytes, PHASES)
+    assert (staging.owner, staging.num_bytes) == ("staging", plan.staging_bytes(device_kind))
+    assert staging.phases == ("load",)
+    assert ("32.00 MiB of pinned host memory" in staging.reason) == (device_kind == "cuda")
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_source_that_writes_rows_itself_says_what_it_takes(device_kind, dtype):
+    plan = plan_load(UNTIED, DummySource(UNTIED, dtype), "bfloat16")
+    assert plan.staging_bytes(device_kind) == plan.writer_bytes == (8 + DTYPE_BYTES[dtype]) * 2**20
+    assert plan.staging_bytes(device_kind) <= 64 * 2**20
+    assert plan.pinned_bytes(device_kind) == 0
 
 
 def test_tensors_are_read_in_the_order_of_the_source():
@@ -79,7 +128,7 @@ def test_types_that_are_no_floats_are_refused(dtype):
 def test_a_tied_head_is_no_surprise_and_is_compared():
     plan = plan_load(TIED, MadeUpSource(entries_for(UNTIED)), "float32")
     assert [(twin.tensor, twin.parameter) for twin in plan.twins] == [("lm_head.weight", "embed.weight")]
-    assert plan.final_bytes == 288
+    assert plan.final_bytes == 2 * 256
     assert plan.read_bytes == 448
     assert plan_load(TIED, MadeUpSource(entries_for(TIED)), "float32").twins == ()
 

@@ -43,6 +43,43 @@ def test_an_owner_is_entered_once() -> None:
     assert ledger.total_bytes == 12
 
 
+@given(st.lists(st.tuples(paths, st.integers(0, 1000)), max_size=30))
+def test_peaks_are_the_most_that_was_ever_held(steps: list[tuple[str, int]]) -> None:
+    """An owner that is in goes out, one that is out comes in; a plain history says what the peaks are."""
+    ledger, history = Ledger(), [dict[str, int]()]
+    for owner, num_bytes in steps:
+        now = dict(history[-1])
+        if now.pop(owner, None) is None:
+            now[owner] = num_bytes
+            ledger.record(owner, num_bytes, "x")
+        else:
+            ledger.release(owner)
+        history.append(now)
+    owners = {owner for now in history for owner in now}
+    assert ledger.peaks() == {owner: max(now.get(owner, 0) for now in history) for owner in owners}
+    assert ledger.peak_bytes == max(sum(now.values()) for now in history)
+    assert ledger.total_bytes == sum(history[-1].values())
+    assert ledger.group_peaks() == {
+        group: max(sum(size for owner, size in now.items() if owner.split("/")[0] == group) for now in history)
+        for group in {owner.split("/")[0] for owner in owners}
+    }
+    assert {entry.owner: entry.peak_bytes for entry in ledger} == {
+        owner: peak for owner, peak in ledger.peaks().items() if owner in history[-1]
+    }
+
+
+def test_an_owner_that_is_gone_is_remembered_by_its_peak() -> None:
+    ledger = Ledger()
+    ledger.record("staging/rows", 64, "while loading")
+    ledger.release("staging/rows")
+    ledger.record("weights/embed", 10, "x")
+    assert ledger.group_bytes() == {"weights": 10}
+    assert ledger.group_peaks() == {"staging": 64, "weights": 10}
+    assert (ledger.total_bytes, ledger.peak_bytes) == (10, 64)
+    with pytest.raises(AssertionError, match="staging/rows"):
+        ledger.release("staging/rows")
+
+
 def test_nobody_holds_less_than_nothing() -> None:
     with pytest.raises(AssertionError, match="-1"):
         Ledger().record("weights", -1, "x")

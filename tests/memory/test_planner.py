@@ -5,13 +5,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.errors import MemoryPlanError
-from holdfast.memory.planner import MemoryPlan, Term, plan_memory
+from holdfast.memory.planner import PAGE_PHASES, PHASES, MemoryPlan, Term, plan_memory
 from holdfast.memory.sizes import format_bytes, parse_bytes
 
 MIB = 1024**2
 term_bytes = st.lists(st.integers(0, 2**40), max_size=5)
 page_bytes = st.integers(1, 2**24)
 page_counts = st.tuples(st.integers(1, 5000), st.integers(0, 5000))
+phase_sets = st.sets(st.sampled_from(PHASES), min_size=1).map(lambda phases: tuple(sorted(phases)))
+phased_terms = st.lists(
+    st.builds(Term, st.sampled_from(["a", "b/x", "b/y"]), st.integers(0, 2**40), st.just("why"), phase_sets), max_size=6
+)
 
 
 def make_plan(budget: int, sizes: list[int], page: int, low: int, high: int) -> MemoryPlan:
@@ -31,6 +35,107 @@ def test_the_plan_is_the_largest_that_fits(budget: int, sizes: list[int], page: 
     assert plan.total_bytes == sum(sizes) + plan.num_pages * page
     assert low <= plan.num_pages <= high
     assert plan.num_pages == high or plan.total_bytes + page > budget, "one more page would have fitted"
+
+
+def bytes_in(terms: list[Term], phase: str, num_pages: int, page: int) -> int:
+    """The rule in one line: the terms of a phase, and pages unless weights are still being loaded."""
+    return sum(term.num_bytes for term in terms if phase in term.phases) + (phase != "load") * num_pages * page
+
+
+@given(phased_terms, page_bytes, page_counts, st.sampled_from(PHASES), st.integers(0, 5000), st.integers(-2, 2))
+def test_the_plan_is_the_largest_that_fits_every_phase(
+    terms: list[Term], page: int, counts: tuple[int, int], edge: str, more_pages: int, offset: int
+) -> None:
+    """Budgets lie at the edge of some phase, where a byte decides."""
+    low, high = counts[0], counts[0] + counts[1]
+    budget = max(0, bytes_in(terms, edge, low + more_pages, page) + offset)
+
+    def fits(num_pages: int) -> bool:
+        return all(bytes_in(terms, phase, num_pages, page) <= budget for phase in PHASES)
+
+    if not fits(low):
+        with pytest.raises(MemoryPlanError) as caught:
+            plan_memory(budget, "memory_limit", tuple(terms), page, low, high)
+        table = caught.value.table
+        assert table is not None
+        needed = {phase: bytes_in(terms, phase, low, page) for phase in PHASES}
+        assert needed[table.phase] == table.needed_bytes == max(needed.values())
+        assert table.short_bytes == max(needed.values()) - budget
+        assert sum(row.num_bytes for row in table.rows) == table.needed_bytes
+        return
+    plan = plan_memory(budget, "memory_limit", tuple(terms), page, low, high)
+    assert low <= plan.num_pages <= high
+    assert fits(plan.num_pages)
+    assert plan.num_pages == high or not fits(plan.num_pages + 1), "one more page would have fitted"
+    assert plan.phase_bytes == {phase: bytes_in(terms, phase, plan.num_pages, page) for phase in PHASES}
+    assert plan.peak_bytes == max(plan.phase_bytes.values()) <= budget
+    assert plan.total_bytes == plan.phase_bytes["serve"]
+    for phase in PHASES:
+        table = plan.table(phase)
+        sizes = [row.num_bytes for row in table.rows]
+        assert sum(sizes) == table.needed_bytes == plan.phase_bytes[phase]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len({row.owner for row in table.rows}) == len(sizes)
+
+
+@given(st.integers(0, 2**42), phased_terms, st.integers(0, 2**42), page_bytes, page_counts)
+def test_phases_never_cost_each_other(
+    budget: int, terms: list[Term], staging: int, page: int, counts: tuple[int, int]
+) -> None:
+    """Whatever loading takes for itself, as long as it fits, changes neither pages nor what the later phases take."""
+    low, high = counts[0], counts[0] + counts[1]
+    try:
+        without = plan_memory(budget, "", tuple(terms), page, low, high)
+    except MemoryPlanError:
+        return
+    assume(without.phase_bytes["load"] + staging <= budget)
+    term = Term("staging", staging, "rows on their way", ("load",))
+    plan = plan_memory(budget, "", (*terms, term), page, low, high)
+    assert plan.num_pages == without.num_pages
+    assert [plan.phase_bytes[phase] for phase in PAGE_PHASES] == [without.phase_bytes[phase] for phase in PAGE_PHASES]
+    assert plan.phase_bytes["load"] == without.phase_bytes["load"] + staging
+
+
+def test_a_load_that_is_too_large_by_itself_is_called_that() -> None:
+    """Pages are few, so a smaller context would not help, and nobody says so."""
+    terms = (Term("weights", 90 * MIB, "bfloat16"), Term("staging", 64 * MIB, "rows on their way", ("load",)))
+    with pytest.raises(MemoryPlanError, match=r"needs 154\.00 MiB in its load phase") as caught:
+        plan_memory(100 * MIB, "memory_limit", terms, MIB, 5, 10)
+    table = caught.value.table
+    assert table is not None
+    assert (table.phase, table.short_bytes, table.budget_reason) == ("load", 54 * MIB, "memory_limit")
+    assert table.rows == (("weights", 90 * MIB, "bfloat16"), ("staging", 64 * MIB, "rows on their way"))
+    assert "kv pages" not in str(caught.value)
+    assert "max_model_len" not in caught.value.do
+    assert plan_memory(154 * MIB, "", terms, MIB, 5, 10).num_pages == 10
+
+
+def test_a_smaller_context_is_not_offered_where_loading_would_still_fail() -> None:
+    terms = (Term("weights", 50 * MIB, "bfloat16"), Term("staging", 60 * MIB, "rows", ("load",)))
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_memory(100 * MIB, "memory_limit", terms, MIB, 80, 80)
+    assert caught.value.table is not None
+    assert caught.value.table.phase == "serve"
+    assert caught.value.do.startswith("raise the memory limit to at least 130MiB")
+    assert plan_memory(130 * MIB, "", terms, MIB, 80, 80).num_pages == 80
+
+
+def test_what_capture_takes_for_itself_costs_pages() -> None:
+    """Pages are there while graphs are recorded."""
+    term = Term("capture", 4 * MIB, "what recording takes beside the graphs", ("capture",))
+    plan = plan_memory(10 * MIB, "", (term,), MIB, 1, 100)
+    assert plan.num_pages == 6
+    assert plan.phase_bytes == {"load": 0, "capture": 10 * MIB, "serve": 6 * MIB}
+    with pytest.raises(MemoryPlanError, match="in its capture phase"):
+        plan_memory(4 * MIB, "", (term,), MIB, 1, 100)
+
+
+@pytest.mark.parametrize("phases", [(), ("serving",), ("load", "rest")], ids=["none", "unknown", "one unknown"])
+def test_phases_that_do_not_exist_are_our_own_mistake(phases: tuple[str, ...]) -> None:
+    with pytest.raises(AssertionError, match="must be some of"):
+        Term("weights", 1, "", phases)
+    with pytest.raises(AssertionError, match="cannot take -1 bytes"):
+        Term("weights", -1, "")
 
 
 @given(term_bytes, page_bytes, page_counts, st.integers(-2, 2))
@@ -65,7 +170,11 @@ def test_a_refusal_is_the_table_with_the_shortfall() -> None:
     for owner, num_bytes in (("weights", 600 * MIB), ("logits", 10 * MIB), ("kv pages", 360 * MIB)):
         assert f"{owner} {format_bytes(num_bytes)}" in words
     assert f"{format_bytes((600 + 10 + 360 - 512) * MIB)} short" in words
+    assert "970.00 MiB in its serve phase" in words
     assert "at least 970MiB" in caught.value.do
+    assert caught.value.table is not None
+    assert [row.owner for row in caught.value.table.rows] == ["weights", "kv pages", "logits"]
+    assert caught.value.table.rows[1].reason == "360 pages: for one longest sequence"
     assert "\n" not in words
 
 

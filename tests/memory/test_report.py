@@ -57,3 +57,54 @@ def test_a_program_can_read_it():
     parsed = json.loads(json.dumps(report().as_dict()))
     assert parsed["held_bytes"] == 1192
     assert parsed["rows"][0]["owner"] == "weights"
+    assert parsed["rows"][0]["phases"] == ["load", "capture", "serve"]
+    assert parsed["phase_bytes"] == {"load": 1096, "capture": 1256, "serve": 1256}
+    assert parsed["measured_bytes"] is None
+    assert parsed["unaccounted_bytes"] is None
+
+
+PHASED = (
+    Term("weights", 1000, "two tensors"),
+    Term("inputs", 32, "buffers"),
+    Term("staging", 300, "rows on their way", ("load",)),
+    Term("kv pages/padding", 10, "alignment", ("capture", "serve")),
+    Term("graphs/pool", 40, "what graphs keep", ("capture", "serve")),
+    Term("graphs/recording", 50, "only while recording", ("capture",)),
+)
+
+
+def phased_report(measured_bytes=None):
+    plan = plan_memory(2000, "a test", PHASED, page_bytes=32, min_pages=1, max_pages=5)
+    ledger = Ledger()
+    ledger.record("staging/rows", 280, "rows")
+    ledger.release("staging/rows")
+    ledger.record("weights/a", 1000, "a")
+    ledger.record("kv pages/0.k", 168, "pages")
+    return memory_report(plan, ledger, 4, 20, measured_bytes)
+
+
+def test_an_owner_that_is_gone_has_a_row_and_costs_nothing_now():
+    made = phased_report()
+    rows = {row.owner: row for row in made.rows}
+    staging = rows["staging"]
+    assert (staging.planned_bytes, staging.held_bytes, staging.peak_bytes) == (300, None, 280)
+    assert staging.phases == ("load",)
+    assert made.planned_bytes == 1000 + 32 + 160 + 10 + 40 == made.phase_bytes["serve"]
+    assert made.phase_bytes == {"load": 1332, "capture": 1292, "serve": 1242}
+    assert [row.owner for row in made.rows] == ["weights", "staging", "kv pages", "graphs", "inputs"]
+
+
+def test_a_row_is_what_its_owner_takes_while_serving():
+    rows = {row.owner: row for row in phased_report().rows}
+    assert (rows["graphs"].planned_bytes, rows["graphs"].phases) == (40, ("capture", "serve"))
+    assert rows["kv pages"].planned_bytes == 5 * 32 + 10, "padding belongs to the pages"
+    assert rows["kv pages"].reason.startswith("5 pages of 4 tokens")
+
+
+def test_what_the_device_says_is_held_against_the_ledger():
+    made = phased_report(measured_bytes=1200)
+    assert made.held_bytes == 1168
+    assert made.unaccounted_bytes == 32
+    parsed = json.loads(json.dumps(made.as_dict()))
+    assert (parsed["measured_bytes"], parsed["unaccounted_bytes"]) == (1200, 32)
+    assert phased_report(measured_bytes=1000).unaccounted_bytes == -168

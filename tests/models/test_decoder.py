@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.config import Limits
 from holdfast.request.sampling_params import SamplingParams
 from kernels.exactness import require_native, same_bits
@@ -35,17 +33,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "opt with gelu": ("opt", {"activation_function": "gelu"}),
     "llama with gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
 }
-BACKENDS = {"native": NativePagedAttention, "torch": TorchPagedAttention}
+BACKENDS = ("native_paged", "torch_paged")
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     """Everything in C, or everything in torch."""
-    if request.param == "native":
+    if request.param == "native_paged":
         require_native()
     else:
         monkeypatch.setattr("holdfast.kernels.native_library.native_library", lambda: None)
-    return BACKENDS[request.param]
+    return request.param
 
 
 @cache
@@ -74,7 +72,7 @@ def make_requests(lengths=PROMPT_LENGTHS) -> list[Request]:
     ]
 
 
-def make_drive(model: LoadedModel, backend: Any, max_num_batched_tokens: int, page_tokens: int = 4) -> Drive:
+def make_drive(model: LoadedModel, backend: str, max_num_batched_tokens: int, page_tokens: int = 4) -> Drive:
     limits = Limits(4, max_num_batched_tokens, MAX_MODEL_LEN, page_tokens)
     num_pages = 4 * -(-MAX_MODEL_LEN // page_tokens)
     return Drive(Rig(model, backend, limits, num_pages), num_pages)
@@ -118,7 +116,7 @@ def test_in_company_of_other_lengths_and_in_chunks(case, backend):
 def test_half_pages_cost_what_half_pages_cost(kv_dtype):
     theirs, ours = tiny("qwen3")
     limits = Limits(4, 24, MAX_MODEL_LEN, 4)
-    drive = Drive(Rig(ours, TorchPagedAttention, limits, 160, kv_dtype), 160)
+    drive = Drive(Rig(ours, "torch_paged", limits, 160, kv_dtype), 160)
     requests = make_requests((33, 90))
     drive.run(requests)
     for request in requests:
@@ -135,7 +133,7 @@ def test_half_weights_stay_near(dtype):
         save_tiny("qwen3", folder)
         ours = load_model(Path(folder), dtype)
     limits = Limits(4, 24, MAX_MODEL_LEN, 4)
-    drive = Drive(Rig(ours, TorchPagedAttention, limits, 160, dtype, getattr(torch, dtype)), 160)
+    drive = Drive(Rig(ours, "torch_paged", limits, 160, dtype, dtype), 160)
     (request,) = make_requests((90,))
     drive.run([request])
     expected = theirs_logits(theirs, (*request.prompt, *request.output))
@@ -151,7 +149,7 @@ def test_only_the_rows_that_are_read_are_finished():
     runs = []
     for params in (EVERY_POSITION, SamplingParams(temperature=0.0)):
         request = Request(list(range(3, 40)), 5, params=params)
-        drive = make_drive(ours, NativePagedAttention, max_num_batched_tokens=16)
+        drive = make_drive(ours, "native_paged", max_num_batched_tokens=16)
         drive.run([request])
         runs.append(drive.logits(request))
     every, sampled = runs

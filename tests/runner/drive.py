@@ -8,17 +8,22 @@ from pathlib import Path
 
 import torch
 
-from holdfast.attention.backend import AttentionSpec
-from holdfast.attention.select import BackendType
+from holdfast.attention.declarations import DECLARATIONS
+from holdfast.attention.select import build_backend
+from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
-from holdfast.layers.mlp import GateBuffers
 from holdfast.loading.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.plan import plan_load
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.memory.workspace import Workspace
+from holdfast.memory.workspace_plan import WorkspacePlan
+from holdfast.models.blueprint import spec_blueprint
+from holdfast.models.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
@@ -26,9 +31,11 @@ from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState, Step
 from holdfast.runner.batch_buffers import BatchBuffers
+from holdfast.runner.plan_terms import MIN_LOGIT_ROWS
 from holdfast.runner.result import NO_TOKEN, StepResult, TokenLogprobs
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampler import Sampler, SequenceSample
+from holdfast.runner.sampler import Sampler
+from holdfast.runner.sampling_batch import SequenceSample
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -56,16 +63,20 @@ def _silent(done: int, total: int) -> None: ...
 class RecordingSampler(Sampler):
     """Chooses as the sampler does, and hands every row of logits on before."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        super().__init__(vocab_size, device)
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
+        super().__init__(vocab_size, device, max_rows, ledger)
         self.sampled: list[torch.Tensor] = []
         self.prompt: list[torch.Tensor] = []
 
     def sample(
-        self, logits_SV: torch.Tensor, sequences: SequenceABC[Sequence], eos_token_ids: frozenset[int]
+        self,
+        logits_SV: torch.Tensor,
+        sequences: SequenceABC[Sequence],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
     ) -> list[SequenceSample]:
         self.sampled += logits_SV.clone()
-        return super().sample(logits_SV, sequences, eos_token_ids)
+        return super().sample(logits_SV, sequences, eos_token_ids, chosen_by_graph)
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
@@ -75,48 +86,72 @@ class RecordingSampler(Sampler):
 
 
 class Rig:
-    """A runner, and what it computed: `logits[sequence id][position]` are those behind the token at that position."""
+    """A runner, and what it computed: `logits[sequence id][position]` are those behind the token at that position.
+
+    Pages hold NaN before the first step, and the workspace holds NaN before every one. A backend that reads a page table
+    gets it as on a GPU, in memory of its own.
+    """
 
     def __init__(
         self,
         model: LoadedModel,
-        backend_type: BackendType,
+        backend: str,
         limits: Limits,
         num_pages: int,
         kv_dtype: str = "float32",
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
+        min_rows: int = 1,
     ) -> None:
         spec = model.spec
-        cache = uniform_cache(
-            spec.num_layers, KV_FORMATS[kv_dtype], spec.num_kv_heads, spec.head_dim, limits.page_tokens
-        )
+        heads = spec.num_kv_heads, spec.head_dim
+        cache = uniform_cache(spec.num_layers, KV_FORMATS[kv_dtype], *heads, limits.page_tokens)
         specs = tuple(
             AttentionSpec(
-                layer, spec.num_heads, spec.head_dim**-0.5, spec.window(layer.layer), limits.max_model_len, dtype, CPU
+                layer, spec.num_heads, spec.head_dim**-0.5, spec.window(layer.layer), limits.max_model_len, dtype, "cpu"
             )
             for layer in cache.layers
         )
-        storage = PageStorage(cache, num_pages, CPU, Ledger())
+        bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+        declaration = next(one for one in DECLARATIONS if one.name == backend)
+        scratch = declaration.scratch(specs, bounds)
+        self.limits = limits
+        self.storage = PageStorage(cache, num_pages, CPU, Ledger())
         for layer in range(spec.num_layers):
             for name in ("k", "v"):
-                storage.plane(layer, name).fill_(float("nan"))
+                self.storage.plane(layer, name).fill_(float("nan"))
+        self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
+        self.backend = build_backend(declaration, specs, self.storage, bounds, num_sms=1, batch_invariant=False)
         rotary = None
         if spec.rope is not None:
-            rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, CPU)
-        self.limits = limits
-        self.sampler = RecordingSampler(spec.vocab_size, CPU)
-        rows, inner = limits.max_num_batched_tokens, spec.intermediate_size
-        wide, narrow = (torch.full((rows, n * inner), float("nan"), dtype=dtype) for n in (2, 1))
-        gate_buffers = GateBuffers(wide, narrow)
-        decoder = Decoder(spec, model.weights, backend_type(specs, storage), rotary, gate_buffers)
-        buffers = BatchBuffers(limits, CPU, Ledger())
-        self.runner = Runner(decoder, buffers, self.sampler, limits, num_pages, spec.vocab_size, frozenset({2}))
+            torch_dtype, longest = getattr(torch, dtype), limits.max_model_len
+            rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, longest, torch_dtype, CPU)
+        self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
+        self.decoder = Decoder(spec, model.weights, self.backend, rotary, self.workspace, scratch)
+        self.buffers = BatchBuffers(limits, CPU, Ledger(), mirrored=backend == "triton_paged")
+        self.runner = Runner(
+            self.decoder,
+            self.backend,
+            self.buffers,
+            self.sampler,
+            limits,
+            num_pages,
+            spec.vocab_size,
+            frozenset({2}),
+            CPU,
+            min_rows,
+        )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
+
+    def poison(self) -> None:
+        """Every byte of the workspace is NaN in every float, and -1 in every integer."""
+        for arena in lanes(self.workspace).values():
+            arena.fill_(0xFF)
 
     def execute(self, step: Step) -> StepResult:
         """Run a step and file its logits. A position that is computed again replaces what was there."""
         self.sampler.sampled.clear()
         self.sampler.prompt.clear()
+        self.poison()
         result = self.runner.execute(step)
         sampled, prompt = iter(self.sampler.sampled), iter(self.sampler.prompt)
         for item, own in zip(step.scheduled, result.results, strict=True):
@@ -127,6 +162,21 @@ class Rig:
                 logits[item.start + item.num_new_tokens - 1] = next(sampled)
         assert next(sampled, None) is None is next(prompt, None), "logits that belong to nobody"
         return result
+
+
+def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[TensorSpec, ...]) -> WorkspacePlan:
+    """What the largest step of a model asks for, and nothing more."""
+    logit_rows = max(limits.max_num_seqs, MIN_LOGIT_ROWS)
+    step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, dtype)
+    plan = WorkspacePlan()
+    for request in spec_blueprint(spec, "tiny").anatomy.requests(step, 1, scratch):
+        plan.reserve(request.owner, request.specs, request.lane)
+    return plan
+
+
+def lanes(workspace: Workspace) -> dict[str, torch.Tensor]:
+    """Every byte of a workspace, by lane."""
+    return {lane: arena.tensors[lane] for lane, arena in workspace._arenas.items()}
 
 
 @dataclass

@@ -4,8 +4,10 @@ import random
 
 import torch
 
+from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
+from holdfast.runner.sampler import Sampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = frozenset({1})
@@ -52,3 +54,7 @@ def make_sequence(seed: int = 0, vocab_size: int = 100, **params) -> Sequence:
 
 def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
+
+
+def make_sampler(vocab_size: int, max_rows: int = 64, device: torch.device = DEVICE) -> Sampler:
+    return Sampler(vocab_size, device, max_rows, Ledger())

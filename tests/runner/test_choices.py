@@ -10,7 +10,6 @@ from holdfast.runner.choices import choose_narrow, choose_unfiltered, choose_wid
 from holdfast.runner.sampling_batch import RowParameters
 from holdfast.runner.token_weights import WEIGHT_BITS, distances_, nucleus_weight
 
-CPU = torch.device("cpu")
 NUM_ROWS = 48
 
 
@@ -20,7 +19,7 @@ def rows_of(vocab_size: int, scale: float, **params) -> tuple[torch.Tensor, RowP
     logits = (torch.randn(NUM_ROWS, vocab_size, generator=generator) * scale).bfloat16().float()
     sequences = [Sequence(0, [1] * row, 0, SamplingParams(**params), row, 9) for row in range(NUM_ROWS)]
     distance, _ = distances_(logits)
-    return distance, RowParameters.of(tuple(range(NUM_ROWS)), sequences, vocab_size, CPU)
+    return distance, RowParameters.of(tuple(range(NUM_ROWS)), sequences, vocab_size)
 
 
 def vocabulary(size: int) -> torch.Tensor:
@@ -78,7 +77,7 @@ def test_every_way_is_the_sorted_way(vocab_size, filters):
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0, 20.0])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
 def test_a_large_vocabulary_with_and_without_looking(scale, filters, monkeypatch):
-    """The way for devices, which never looks at a number, and the one for CPUs, which does."""
+    """The way that never looks at a number is the same as the one that does."""
     distance, params = rows_of(8193, scale, **filters)
     looking = choose_wide(distance, params, vocabulary(8193))
     monkeypatch.setattr(
@@ -111,7 +110,7 @@ def test_rows_have_their_own_top_k(first_top_k):
     """Among equals the token is the share of its top_k that the random number says."""
     top_ks = range(first_top_k, first_top_k + NUM_ROWS)
     sequences = [Sequence(0, [1], 1, SamplingParams(top_k=top_k), top_k, 9) for top_k in top_ks]
-    params = RowParameters.of(tuple(range(NUM_ROWS)), sequences, 5000, CPU)
+    params = RowParameters.of(tuple(range(NUM_ROWS)), sequences, 5000)
     expected = [int(number * top_k) for top_k, (number,) in zip(top_ks, params.uniform.tolist(), strict=True)]
     for choose in (choose_narrow, choose_wide):
         assert choose(torch.zeros(NUM_ROWS, 5000), params, vocabulary(5000))[:, 0].tolist() == expected

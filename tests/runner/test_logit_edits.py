@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from holdfast.kernels.edit_logits import EditKind
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner import logit_edits
-from holdfast.runner.logit_edits import edit_logits
+from holdfast.runner.logit_edits import EDITS_OF, EditContext, edit_rows
+from holdfast.runner.seen_tokens import SeenTokens
 
 VOCAB_SIZE = 60
 EOS = frozenset({7, 11})
@@ -19,6 +21,11 @@ EOS = frozenset({7, 11})
 
 def make_sequence(prompt: list[int], output: list[int], **params) -> Sequence:
     return Sequence(0, prompt + output, len(prompt), SamplingParams(**params), seed=0, max_tokens=1000)
+
+
+def edit_logits(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> None:
+    vocab_size = logits.shape[1]
+    edit_rows(logits, sequences, EditContext(eos_token_ids, SeenTokens(vocab_size, 8), vocab_size))
 
 
 def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -151,3 +158,15 @@ def test_bans_end_with_min_tokens(num_output, banned):
     logits = make_logits(1)
     edit_logits(logits, [make_sequence([1], [2] * num_output, min_tokens=5)], EOS)
     assert [token_id for token_id in range(VOCAB_SIZE) if logits[0, token_id] == -math.inf] == [7, 11] * banned
+
+
+def test_kinds_come_in_their_order():
+    assert list(EDITS_OF) == list(EditKind)
+
+
+def test_a_sequence_of_a_hundred_thousand_tokens():
+    sequence = make_sequence(some_tokens(1, 100_000), some_tokens(2, 1000), **CASES["all penalties"])
+    logits = make_logits(1)
+    expected = reference(logits[0].tolist(), sequence)
+    edit_logits(logits, [sequence], EOS)
+    assert logits[0].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -8,13 +8,13 @@ import torch
 
 from holdfast.runner.logprobs import logprob_columns, read_logprobs
 from holdfast.runner.result import TokenLogprobs
-from holdfast.runner.sampler import Sampler
+from runner.sampling_rows import make_sampler
 
 CPU = torch.device("cpu")
 
 
 def found(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    return Sampler(logits.shape[1], CPU).prompt_logprobs(logits, token_ids, num_top)
+    return make_sampler(logits.shape[1], device=CPU).prompt_logprobs(logits, token_ids, num_top)
 
 
 def reference(row: np.ndarray) -> np.ndarray:
@@ -81,7 +81,7 @@ def test_a_row_without_probabilities_says_so_and_leaves_its_neighbours_alone(poi
 def test_results_do_not_depend_on_the_block_and_the_logits_stay():
     logits = torch.randn(23, 501, generator=torch.Generator().manual_seed(2)) * 4
     raw = logits.clone()
-    sampler = Sampler(501, CPU)
+    sampler = make_sampler(501, device=CPU)
     together = sampler.prompt_logprobs(logits, list(range(23)), 7)
     alone = [sampler.prompt_logprobs(logits[i : i + 1], [i], 7)[0] for i in range(23)]
     assert together == alone

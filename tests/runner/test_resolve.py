@@ -1,12 +1,16 @@
+"""Every open setting is settled, with a reason."""
+
 from dataclasses import replace
 
 import pytest
-import torch
 
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import ConfigError
+from holdfast.models.blueprint import read_blueprint, spec_blueprint
+from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.runner.resolve import CPU_KV_BYTES, Resolved, resolve
+from holdfast.runner.target import Target
 
 GIB = 1024**3
 SPEC = ModelSpec(
@@ -24,30 +28,23 @@ SPEC = ModelSpec(
     norm_eps=1e-5,
     rope=RopeSpec(10_000.0),
 )
+HOST = Target("cpu", "cpu", 10 * GIB, 10 * GIB, 0, "")
+SHARED = Target("cuda", "cuda:0", 80 * GIB, 60 * GIB, GIB // 2, "20.00 GiB of 80.00 GiB are held by others")
+FREE = Target("cuda", "cuda:1", 80 * GIB, 80 * GIB, GIB // 2, "")
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("holdfast.runner.resolve.available_host_bytes", lambda: 10 * GIB)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
-
-
-def settle(spec: ModelSpec = SPEC, **options: object) -> Resolved:
-    return resolve(EngineConfig.from_options(**options), spec)
+def settle(spec: ModelSpec = SPEC, target: Target = HOST, **options: object) -> Resolved:
+    resolved = resolve(EngineConfig.from_options(**options), spec, target)
+    blueprint = spec_blueprint(spec, "the same")
+    assert resolve(EngineConfig.from_options(**options), blueprint, target) == resolved
+    return resolved
 
 
 def reasons(resolved: Resolved) -> dict[str, tuple[str, str]]:
     return {choice.name: (choice.value, choice.reason) for choice in resolved.choices}
 
 
-def test_everything_left_open_on_a_cpu():
+def test_everything_left_open_on_a_cpu() -> None:
     resolved = settle()
     assert resolved.device == "cpu"
     assert resolved.dtype == "float32"
@@ -57,7 +54,6 @@ def test_everything_left_open_on_a_cpu():
     assert resolved.budget_bytes == 9 * GIB
     assert resolved.max_kv_bytes == CPU_KV_BYTES
     assert reasons(resolved) == {
-        "device": ("cpu", "no GPU is there"),
         "dtype": ("float32", "the fastest exact type on a CPU"),
         "kv_cache_dtype": ("float32", "the same as dtype"),
         "max_model_len": ("512", "what the model was made for"),
@@ -65,29 +61,27 @@ def test_everything_left_open_on_a_cpu():
     }
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_everything_left_open_on_a_gpu():
-    resolved = settle()
+def test_everything_left_open_on_a_gpu() -> None:
+    resolved = settle(target=SHARED)
     assert resolved.device == "cuda:0"
     assert resolved.dtype == resolved.kv_format.name == "bfloat16"
     assert resolved.limits == Limits(256, 8192, 512, 16)
     assert resolved.budget_bytes == 60 * GIB, "others hold 20 GiB, so 90 % of the device is not there"
     assert resolved.max_kv_bytes is None
     assert reasons(resolved)["dtype"] == ("bfloat16", "the checkpoint's own")
-    assert reasons(resolved)["memory"] == ("60.00 GiB", "what others leave free of the device's 80.00 GiB")
+    held = "what others leave: they hold 20.00 GiB of the device's 80.00 GiB"
+    assert reasons(resolved)["memory"] == ("60.00 GiB", held)
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("checkpoint_dtype", "dtype"), [("float16", "float16"), ("float32", "bfloat16"), ("float64", "bfloat16")]
 )
-def test_the_dtype_on_a_gpu_follows_the_checkpoint(checkpoint_dtype, dtype):
-    assert settle(replace(SPEC, checkpoint_dtype=checkpoint_dtype)).dtype == dtype
+def test_the_dtype_on_a_gpu_follows_the_checkpoint(checkpoint_dtype: str, dtype: str) -> None:
+    assert settle(replace(SPEC, checkpoint_dtype=checkpoint_dtype), FREE).dtype == dtype
 
 
-def test_what_is_asked_is_taken_and_needs_no_reason():
+def test_what_is_asked_is_taken_and_needs_no_reason() -> None:
     resolved = settle(
-        device="cpu",
         dtype="bfloat16",
         kv_cache_dtype="float16",
         max_model_len=100,
@@ -105,49 +99,61 @@ def test_what_is_asked_is_taken_and_needs_no_reason():
     assert reasons(resolved) == {"memory": ("2.00 GiB", "memory_limit")}
 
 
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(("asked", "device"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
-def test_devices_that_are_there(asked, device):
-    assert settle(device=asked).device == device
-
-
-@pytest.mark.parametrize("asked", ["cuda", "cuda:2"])
-def test_devices_that_are_not_there(asked, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked != "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    seen = 0 if asked == "cuda" else 2
-    with pytest.raises(ConfigError, match=f"device='{asked}' was asked; torch sees {seen} CUDA devices here"):
-        settle(device=asked)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_shares_of_a_gpu():
-    resolved = settle(memory_utilization=0.5)
+def test_shares_of_a_gpu() -> None:
+    resolved = settle(target=SHARED, memory_utilization=0.5)
     assert resolved.budget_bytes == 40 * GIB
     assert resolved.budget_reason == "50% of the device's 80.00 GiB"
-    assert settle(memory_limit="7GiB", memory_utilization=0.5).budget_bytes == 7 * GIB, "a size outranks a share"
+    assert settle(target=SHARED, memory_limit="7GiB", memory_utilization=0.5).budget_bytes == 7 * GIB, (
+        "a size outranks a share"
+    )
 
 
-def test_a_share_of_the_host_is_for_all_of_it():
+@pytest.mark.parametrize(
+    ("target", "limit", "budget", "reason"),
+    [
+        (SHARED, "70GiB", 60 * GIB, "what others leave: they hold 20.00 GiB"),
+        (FREE, "200GiB", 80 * GIB, "all of the device's 80.00 GiB, less than memory_limit"),
+        (FREE, "70GiB", 70 * GIB, "memory_limit"),
+    ],
+)
+def test_a_limit_does_not_make_memory(target: Target, limit: str, budget: int, reason: str) -> None:
+    resolved = settle(target=target, memory_limit=limit)
+    assert resolved.budget_bytes == budget
+    assert resolved.budget_reason.startswith(reason)
+
+
+def test_a_share_of_the_host_is_for_all_of_it() -> None:
     resolved = settle(memory_utilization=0.5)
     assert resolved.budget_bytes == 5 * GIB
     assert resolved.budget_reason == "50% of 10.00 GiB available"
     assert resolved.max_kv_bytes is None, "who names a share gets all of it"
 
 
-def test_a_context_beyond_the_model_s():
+def test_a_bound_on_pages_that_was_asked_replaces_our_own() -> None:
+    assert settle(kv_cache_memory="3GiB").max_kv_bytes == 3 * GIB
+
+
+def test_a_context_beyond_the_model_s() -> None:
     resolved = settle(max_model_len=4096)
     assert resolved.limits.max_model_len == 4096
     assert reasons(resolved)["max_model_len"] == ("4096", "asked, beyond the model's 512")
 
 
-def test_learned_positions_cannot_be_exceeded():
-    with pytest.raises(ConfigError, match="the model has learned 512 positions; ask for at most 512"):
-        settle(replace(SPEC, rope=None), max_model_len=513)
-    assert settle(replace(SPEC, rope=None), max_model_len=512).limits.max_model_len == 512
+def test_learned_positions_cannot_be_exceeded() -> None:
+    learned = read_blueprint(CATALOGUE["OPT-125m"], "opt")
+    for model, longest in ((replace(SPEC, rope=None), 512), (learned, 2048)):
+        with pytest.raises(ConfigError, match=f"the model has learned {longest} positions; ask for at most {longest}"):
+            resolve(EngineConfig(max_model_len=longest + 1), model, HOST)
+        assert resolve(EngineConfig(max_model_len=longest), model, HOST).limits.max_model_len == longest
 
 
-def test_a_shorter_context_replaces_the_choice():
+def test_a_model_that_does_not_run_is_settled_too() -> None:
+    resolved = resolve(EngineConfig(), read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), FREE)
+    assert resolved.dtype == "bfloat16"
+    assert resolved.limits.max_model_len == 2**20
+
+
+def test_a_shorter_context_replaces_the_choice() -> None:
     shorter = settle().with_max_model_len(100, "no room")
     assert shorter.limits.max_model_len == 100
     assert reasons(shorter)["max_model_len"] == ("100", "no room")

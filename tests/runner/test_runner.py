@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.config import Limits
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
@@ -27,9 +25,9 @@ def model(tmp_path_factory) -> LoadedModel:
     return load_model(folder)
 
 
-@pytest.fixture(params=[NativePagedAttention, TorchPagedAttention], ids=lambda backend: backend.name)
+@pytest.fixture(params=["native_paged", "torch_paged"])
 def rig(request, model) -> Rig:
-    if request.param is NativePagedAttention:
+    if request.param == "native_paged":
         require_native()
     return Rig(model, request.param, LIMITS, num_pages=100)
 
@@ -159,7 +157,7 @@ def test_a_sequence_that_is_not_finite_fails_alone(model):
     embedding = model.weights["embed.weight"].clone()
     embedding[7] = float("nan")
     hurt = LoadedModel(model.spec, {**model.weights, "embed.weight": embedding})
-    rigs = [Rig(weights, NativePagedAttention, LIMITS, 100) for weights in (model, hurt)]
+    rigs = [Rig(weights, "native_paged", LIMITS, 100) for weights in (model, hurt)]
     expected = run(rigs[0], (make_sequence(2, 9, 20), 0, 9))
     poisoned = make_sequence(1, 9, 0, logprobs=1, prompt_logprobs=1)
     poisoned.token_ids[4] = 7
@@ -180,3 +178,38 @@ def test_running_a_step_again_changes_nothing(rig):
     logits = rig.logits[1][29]
     assert run(rig, (sequence, 20, 30)) == first
     assert torch.equal(rig.logits[1][29], logits)
+
+
+@pytest.mark.parametrize("min_rows", [2, 16, 64])
+def test_steps_that_are_padded_to_a_least_number_of_rows_give_the_same(model, min_rows):
+    require_native()
+    rigs = [Rig(model, "native_paged", LIMITS, 100, min_rows=number) for number in (1, min_rows)]
+    steps = [
+        [(make_sequence(1, 9, 0), 0, 1)],
+        [(make_sequence(1, 9, 0), 1, 9), (make_sequence(2, 1, 20), 0, 1)],
+        [(make_sequence(3, 12, 40, prompt_logprobs=1), 0, 12), (make_sequence(4, 3, 60), 0, 3)],
+        [(make_sequence(5, 70, 70), 0, 70)],
+    ]
+    for parts in steps:
+        plain, padded = (run(rig, *parts) for rig in rigs)
+        assert plain == padded
+    for sequence_id, rows in rigs[0].logits.items():
+        assert all(same_bits(row, rigs[1].logits[sequence_id][position]) for position, row in rows.items())
+
+
+@pytest.mark.parametrize("backend", ["native_paged", "torch_paged", "triton_paged"])
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(1, 1, 1, 1), Limits(1, 1, 40, 4), Limits(3, 2, 5, 16), Limits(2, 30, 7, 4), Limits(8, 6, 3, 2)],
+    ids=lambda limits: "-".join(map(str, (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len))),
+)
+def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
+    """The largest step there can be, and the smallest; nothing that a step computes afterwards depends on it."""
+    if backend == "native_paged":
+        require_native()
+    num_pages = -(-limits.max_model_len // limits.page_tokens)
+    rigs = [Rig(model, backend, limits, num_pages) for _ in range(2)]
+    rigs[1].runner.warm(None, lambda done, total: pytest.fail("there are no graphs"))
+    sequence = Sequence(0, [9], 1, SamplingParams(temperature=0.0), 0, max_tokens=9, pages=[0])
+    assert run(rigs[0], (sequence, 0, 1)) == run(rigs[1], (sequence, 0, 1))
+    assert same_bits(rigs[0].logits[0][0], rigs[1].logits[0][0])

@@ -22,10 +22,9 @@ from holdfast.request.sequence import Sequence
 from holdfast.runner import sampling_batch
 from holdfast.runner.random_numbers import uniform
 from holdfast.runner.result import NO_TOKEN
-from holdfast.runner.sampler import Sampler, SequenceSample
+from holdfast.runner.sampler import SequenceSample
+from runner.sampling_rows import DEVICE, EOS, make_sampler
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EOS = frozenset({1})
 AMBIGUOUS = 2e-6
 """Closer than this to an edge, float32 and float64 may fall on different sides."""
 
@@ -40,7 +39,7 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
 
 
 def sample_one(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
-    (sample,) = Sampler(logits.shape[-1], DEVICE).sample(logits.to(DEVICE).reshape(1, -1), [sequence], EOS)
+    (sample,) = make_sampler(logits.shape[-1]).sample(logits.to(DEVICE).reshape(1, -1), [sequence], EOS)
     return sample
 
 
@@ -132,7 +131,7 @@ def test_as_the_reference_chooses(params, vocab_size):
     num_rows = 40 if vocab_size <= 8193 else 2
     sequences = [make_sequence(seed, vocab_size=vocab_size, **params) for seed in range(num_rows)]
     logits = make_logits(num_rows, vocab_size)
-    samples = Sampler(vocab_size, DEVICE).sample(logits.clone(), sequences, EOS)
+    samples = make_sampler(vocab_size).sample(logits.clone(), sequences, EOS)
     for row, sequence, sample in zip(logits.cpu().numpy(), sequences, samples, strict=True):
         edited = edited_reference(row, sequence)
         if sequence.params.is_greedy:
@@ -170,7 +169,7 @@ def test_as_transformers_filters(params):
     logits = make_logits(200, 1000, seed=3)
     scores = processors(torch.tensor([sequence.token_ids for sequence in sequences]), logits.cpu().clone())
     probabilities = scores.double().softmax(-1).numpy()
-    samples = Sampler(1000, DEVICE).sample(logits, sequences, EOS)
+    samples = make_sampler(1000, 200).sample(logits, sequences, EOS)
     for sequence, sample, row in zip(sequences, samples, probabilities, strict=True):
         assert_drawn(sample.token_id, row, uniform(sequence.seed, sequence.num_tokens))
 
@@ -186,7 +185,7 @@ def test_frequencies_are_the_probabilities(params):
     sequences = [
         Sequence(0, [0] * (draw % 50), 0, SamplingParams(**params), draw // 50, 99) for draw in range(num_draws)
     ]
-    samples = Sampler(8, DEVICE).sample(logits.repeat(num_draws, 1).to(DEVICE), sequences, EOS)
+    samples = make_sampler(8, num_draws).sample(logits.repeat(num_draws, 1).to(DEVICE), sequences, EOS)
     counts = np.bincount([sample.token_id for sample in samples], minlength=8)
     probabilities = filtered_reference(logits.numpy().astype(np.float64), SamplingParams(**params))
     assert (counts[probabilities == 0] == 0).all()
@@ -287,7 +286,7 @@ def test_logprobs_are_of_raw_logits_and_only_where_asked():
         make_sequence(1),
         make_sequence(2, temperature=0.0, logprobs=5),
     ]
-    biased, silent, greedy = Sampler(100, DEVICE).sample(logits.clone(), sequences, EOS)
+    biased, silent, greedy = make_sampler(100).sample(logits.clone(), sequences, EOS)
     expected = logits.double().log_softmax(-1)
     assert biased.token_id == 9
     assert biased.logprobs is not None
@@ -303,18 +302,33 @@ def test_logprobs_are_of_raw_logits_and_only_where_asked():
 
 
 def test_no_rows():
-    assert Sampler(100, DEVICE).sample(torch.empty(0, 100, device=DEVICE), [], EOS) == []
+    assert make_sampler(100).sample(torch.empty(0, 100, device=DEVICE), [], EOS) == []
 
 
 def test_a_wrong_shape_is_named():
     with pytest.raises(AssertionError, match=r"\(2, 99\) for 1 sequences"):
-        Sampler(100, DEVICE).sample(torch.zeros(2, 99), [make_sequence()], EOS)
+        make_sampler(100).sample(torch.zeros(2, 99), [make_sequence()], EOS)
 
 
 def test_rows_of_a_larger_buffer_will_do():
     buffer = make_logits(4, 128)
     sequences = [make_sequence(seed, **params) for seed, params in enumerate(({}, {"temperature": 0.0}, {"top_k": 4}))]
     view = buffer[1:, :100]
-    assert Sampler(100, DEVICE).sample(view, sequences, EOS) == Sampler(100, DEVICE).sample(
-        view.contiguous(), sequences, EOS
-    )
+    assert make_sampler(100).sample(view, sequences, EOS) == make_sampler(100).sample(view.contiguous(), sequences, EOS)
+
+
+def test_greedy_tokens_that_a_graph_has_found():
+    logits = make_logits(5, 300)
+    logits[2, 7] = math.nan
+    sampler = make_sampler(300, 8)
+    place = sampler.likeliest_S.data_ptr()
+    sampler.warm(logits)
+    sampler.find_likeliest(logits)
+    greedy = [make_sequence(seed, temperature=0.0) for seed in range(5)]
+    expected = sampler.sample(logits, greedy, EOS)
+    assert expected[2].token_id == NO_TOKEN
+    assert sampler.read_greedy(5) == expected
+    assert sampler.sample(logits, greedy, EOS, sampler.likeliest_S) == expected
+    assert sampler.likeliest_S.data_ptr() == place
+    mixed = [make_sequence(seed, **params) for seed, params in enumerate(list(SETTINGS.values())[-5:])]
+    assert sampler.sample(logits, mixed, EOS, sampler.likeliest_S) == make_sampler(300).sample(logits, mixed, EOS)

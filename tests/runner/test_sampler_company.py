@@ -7,19 +7,31 @@ import pytest
 import torch
 
 from holdfast.request.sequence import Sequence
+from holdfast.runner.host_sampler import HostSampler
 from holdfast.runner.result import NO_TOKEN
 from holdfast.runner.sampler import Sampler, SequenceSample
-from runner.sampling_rows import DEVICE, EOS, SETTINGS, make_logits, make_sequence
+from runner.sampling_rows import EOS, SETTINGS, make_logits, make_sampler, make_sequence
 
 
 def sample_one(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
-    (sample,) = Sampler(logits.shape[-1], DEVICE).sample(logits.reshape(1, -1), [sequence], EOS)
+    (sample,) = make_sampler(logits.shape[-1]).sample(logits.reshape(1, -1), [sequence], EOS)
     return sample
+
+
+def make_divided_sampler(vocab_size: int, max_rows: int, rows_at_once: int) -> Sampler:
+    """One that divides its rows into blocks of so many."""
+    chooser = make_sampler(vocab_size, max_rows)
+    if isinstance(chooser._chooser, HostSampler):
+        chooser._chooser._rows_per_block = rows_at_once
+    else:
+        chooser._chooser._rows_at_once = min(rows_at_once, chooser._chooser._rows_at_once)
+        chooser._chooser._edited_at_once = min(rows_at_once, chooser._chooser._edited_at_once)
+    return chooser
 
 
 def test_inference_mode_is_the_same():
     sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
-    chooser = Sampler(100, DEVICE)
+    chooser = make_sampler(100)
     expected = chooser.sample(make_logits(len(sequences), 100), sequences, EOS)
     expected_prompt = chooser.prompt_logprobs(make_logits(4, 100), [1, 2, 3, 4], 5)
     with torch.inference_mode():
@@ -31,7 +43,7 @@ def test_the_logits_stay_as_they_are():
     sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
     logits = make_logits(len(sequences), 100)
     raw = logits.clone()
-    Sampler(100, DEVICE).sample(logits, sequences, EOS)
+    make_sampler(100).sample(logits, sequences, EOS)
     assert torch.equal(logits, raw)
 
 
@@ -55,9 +67,9 @@ def test_every_row_is_the_same_to_the_bit_alone_and_in_32_companies(vocab_size):
     rng = random.Random(vocab_size)
     for company in range(32):
         rows = rng.choices(range(num_rows), k=rng.randint(2, 2 * num_rows))
-        chooser = Sampler(vocab_size, DEVICE)
-        chooser._rows_per_block = rng.choice([1, 3, 7, 1000])
-        samples = chooser.sample(logits[rows], [sequences[row] for row in rows], EOS)
+        samples = make_divided_sampler(vocab_size, len(rows), rng.choice([1, 3, 7, 1000])).sample(
+            logits[rows], [sequences[row] for row in rows], EOS
+        )
         assert samples == [alone[row] for row in rows], f"{company=}"
 
 
@@ -68,7 +80,7 @@ def test_large_vocabularies_in_company(vocab_size):
     logits = make_logits(len(params), vocab_size)
     alone = [sample_one(logits[row], sequence) for row, sequence in enumerate(sequences)]
     order = [3, 0, 4, 2, 1, 0]
-    together = Sampler(vocab_size, DEVICE).sample(logits[order], [sequences[row] for row in order], EOS)
+    together = make_sampler(vocab_size).sample(logits[order], [sequences[row] for row in order], EOS)
     assert together == [alone[row] for row in order]
 
 
@@ -86,11 +98,11 @@ def test_poisoned_rows_fail_alone(poison):
     params = list(SETTINGS.values())
     sequences = [make_sequence(seed, **settings) for seed, settings in enumerate(params)]
     logits = make_logits(len(params), 100, seed=5)
-    clean = Sampler(100, DEVICE).sample(logits.clone(), sequences, EOS)
+    clean = make_sampler(100).sample(logits.clone(), sequences, EOS)
     for poisoned_rows in (range(0, len(params), 2), range(1, len(params), 2)):
         poisoned = logits.clone()
         for row in poisoned_rows:
             poison(poisoned[row])
-        samples = Sampler(100, DEVICE).sample(poisoned, sequences, EOS)
+        samples = make_sampler(100).sample(poisoned, sequences, EOS)
         for row, sample in enumerate(samples):
             assert sample == (SequenceSample(NO_TOKEN, None) if row in poisoned_rows else clean[row])

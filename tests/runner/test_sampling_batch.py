@@ -1,15 +1,14 @@
 """Rows by the work that they need, whatever stands beside them."""
 
 import pytest
-import torch
 
+from holdfast.kernels.logit_chunks import LogitRow
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.random_numbers import uniform
-from holdfast.runner.sampling_batch import RowParameters, SamplingBatch, is_edited, to_device
+from holdfast.runner.sampling_batch import RowParameters, SamplingBatch, is_edited, is_plain, logit_row
 from holdfast.runner.sampling_terms import MAX_NARROW_TOP_K
 
-CPU = torch.device("cpu")
 VOCAB_SIZE = 1000
 
 
@@ -65,7 +64,7 @@ def test_parameters_of_a_block():
         make_sequence(temperature=0.0),
         make_sequence(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7),
     ]
-    params = RowParameters.of((0, 2), sequences, VOCAB_SIZE, CPU)
+    params = RowParameters.of((0, 2), sequences, VOCAB_SIZE)
     assert params.rows.tolist() == [0, 2]
     assert params.negative_temperature.tolist() == [[-0.5], [pytest.approx(-1e-30)]]
     assert params.min_p.tolist() == [[0.0], [0.25]]
@@ -76,7 +75,7 @@ def test_parameters_of_a_block():
 
 
 def test_a_block_without_filters_says_so():
-    params = RowParameters.of((0,), [make_sequence()], VOCAB_SIZE, CPU)
+    params = RowParameters.of((0,), [make_sequence()], VOCAB_SIZE)
     assert (params.any_min_p, params.any_top_p, params.max_top_k) == (False, False, 0)
 
 
@@ -85,7 +84,16 @@ def test_penalties_at_their_neutral_values_are_no_edits():
     assert is_edited(make_sequence(frequency_penalty=-0.5))
 
 
-def test_a_copy_to_the_cpu_keeps_values_and_type():
-    table = to_device(torch.arange(3).numpy(), CPU)
-    assert table.tolist() == [0, 1, 2]
-    assert table.dtype == torch.int64
+@pytest.mark.parametrize(("params", "kind"), KINDS.values(), ids=KINDS.keys())
+def test_who_is_plain(params, kind):
+    assert is_plain(make_sequence(**params)) == (kind is None)
+    assert not is_plain(make_sequence(**params, logprobs=0))
+
+
+def test_a_row_for_kernels_says_the_same():
+    sequence = make_sequence(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7)
+    row = LogitRow(*logit_row(sequence, 3, 8, VOCAB_SIZE))
+    assert row == LogitRow(3, 8, -1e-30, 0.25, 0.9, 7, uniform(5, 13))
+    for top_k in (0, VOCAB_SIZE, 2**31 - 1):
+        assert LogitRow(*logit_row(make_sequence(top_k=top_k), 0, 0, VOCAB_SIZE)).top_k == 0
+    assert logit_row(make_sequence(temperature=0.0, top_k=3), 1, 2, VOCAB_SIZE) == LogitRow(1, 2)

@@ -1,35 +1,18 @@
-"""The attention contract: a backend declines in words, plans once a step, and writes and attends once a layer.
+"""The attention contract: a backend plans once a step, and writes and attends once a layer.
 
 A layer hands over its fused projection as it is. Norms, rotation, quantization and the write into pages belong to the
-backend, because the formats and devices that matter do all of them in one pass.
+backend, because the formats and devices that matter do all of them in one pass. What a backend takes, and what it will
+hold, is declared without building it (attention/declarations.py).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.cache.spec import LayerCache
+from holdfast.attention.batch import Batch
 from holdfast.kernels.write_heads import HeadNorm, Rotary
-from holdfast.memory.planner import Term
 
 PlanT = TypeVar("PlanT")
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What one layer's attention computes, where, and what its cache keeps."""
-
-    cache: LayerCache
-    num_heads: int
-    scale: float
-    window: int | None
-    """How many of the newest tokens, the current one included, a token sees; None for all."""
-    max_model_len: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class AttentionBackend(Protocol[PlanT]):
@@ -37,26 +20,33 @@ class AttentionBackend(Protocol[PlanT]):
 
     name: ClassVar[str]
 
-    @staticmethod
-    def unsupported(spec: AttentionSpec) -> str | None:
-        """None, or why this layer cannot run here, in words; asked before anything is built."""
-        ...
+    def plan(self, batch: Batch, captured: bool = False) -> PlanT:
+        """What attending to this step has in common in all layers, in memory that stays where it is.
 
-    @staticmethod
-    def terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
-        """What it will hold for all layers together, from shapes."""
-        ...
-
-    def plan(self, sequences: Sequence[SequenceRows]) -> PlanT:
-        """What attending to these rows has in common in all layers."""
+        `captured`: the launches must not depend on the step's lengths, because a graph repeats them for other steps.
+        """
         ...
 
     def write(
-        self, qkv_TX: torch.Tensor, batch: Batch, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int
-    ) -> torch.Tensor:
-        """Write the step's keys and values into their slots; the queries, in whatever form `attend` takes them: [T, H, D]."""
+        self,
+        qkv_TX: torch.Tensor,
+        batch: Batch,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        layer: int,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values into their slots, and the queries, in the form that `attend` takes."""
         ...
 
-    def attend(self, q_RHD: torch.Tensor, layer: int, plan: PlanT) -> torch.Tensor:
-        """Attend with the planned rows to all that is stored: [R, H * D]."""
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        plan: PlanT,
+        scratch: tuple[torch.Tensor, ...],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        """Attend to all that is stored: [T, H * D]; or only with the rows whose logits are wanted: [R, H * D]."""
         ...

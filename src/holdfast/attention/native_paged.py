@@ -7,20 +7,28 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from holdfast.attention.backend import AttentionSpec
 from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.paged_attention import SEQUENCE_FIELDS, paged_attention, supports
+from holdfast.kernels.paged_attention import SEQUENCE_FIELDS, paged_attention
 from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
-from holdfast.memory.planner import Term
 
 
 @dataclass(frozen=True, slots=True)
-class NativePlan:
+class NativeRows:
     """Where each sequence's rows and pages lie, as the kernel reads it."""
 
     pages_P: torch.Tensor
     sequences_N4: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """All rows; and those whose logits are wanted, where they are not all."""
+
+    every: NativeRows
+    wanted: NativeRows | None
+    wanted_rows_R: torch.Tensor | None
 
 
 class NativePagedAttention:
@@ -33,33 +41,50 @@ class NativePagedAttention:
         self._planes = [(storage.plane(layer, "k"), storage.plane(layer, "v")) for layer in range(len(specs))]
         self._page_tokens = storage.spec.page_tokens
 
-    @staticmethod
-    def unsupported(spec: AttentionSpec) -> str | None:
-        planes = {plane.name: plane.dtype for plane in spec.cache.planes}
-        if planes.keys() != {"k", "v"}:
-            return f"the format {spec.cache.format.name} is not plain keys and values"
-        reasons = (supports(spec.dtype, getattr(torch, dtype), spec.device) for dtype in planes.values())
-        return next((reason for reason in reasons if reason is not None), None)
-
-    @staticmethod
-    def terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
-        return ()
-
-    def plan(self, sequences: Sequence[SequenceRows]) -> NativePlan:
-        rows, pages = [], []
-        for sequence in sequences:
-            rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))
-            pages.extend(sequence.pages)
-        pages_P = torch.from_numpy(np.array(pages, dtype=np.int32))
-        return NativePlan(pages_P, torch.tensor(rows, dtype=torch.int64).view(-1, len(SEQUENCE_FIELDS)))
+    def plan(self, batch: Batch, captured: bool = False) -> NativePlan:
+        if batch.logits is None:
+            return NativePlan(_rows(batch.sequences), None, None)
+        return NativePlan(_rows(batch.sequences), _rows(batch.logits.sequences), batch.logits.rows_R)
 
     def write(
-        self, qkv_TX: torch.Tensor, batch: Batch, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int
-    ) -> torch.Tensor:
-        return write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self._planes[layer], head_norm, rotary)
+        self,
+        qkv_TX: torch.Tensor,
+        batch: Batch,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        layer: int,
+        out_THD: torch.Tensor,
+    ) -> None:
+        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self._planes[layer], head_norm, rotary, out_THD)
 
-    def attend(self, q_RHD: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
-        spec, planes = self._specs[layer], self._planes[layer]
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        plan: NativePlan,
+        scratch: tuple[torch.Tensor, ...],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        spec, rows = self._specs[layer], plan.every
+        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
+            rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
         return paged_attention(
-            q_RHD, *planes, plan.pages_P, plan.sequences_N4, self._page_tokens, spec.scale, spec.window
+            q_THD,
+            *self._planes[layer],
+            rows.pages_P,
+            rows.sequences_N4,
+            self._page_tokens,
+            spec.scale,
+            spec.window,
+            out_TX[: q_THD.shape[0]],
         )
+
+
+def _rows(sequences: Sequence[SequenceRows]) -> NativeRows:
+    rows, pages = [], []
+    for sequence in sequences:
+        rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))
+        pages.extend(sequence.pages)
+    pages_P = torch.from_numpy(np.array(pages, dtype=np.int32))
+    return NativeRows(pages_P, torch.tensor(rows, dtype=torch.int64).view(-1, len(SEQUENCE_FIELDS)))

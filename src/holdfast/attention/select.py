@@ -1,28 +1,26 @@
-"""Pick the first backend that takes every layer, or say why each of them declined."""
+"""From what is declared to what runs: the backend that a declaration stands for."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from holdfast.attention.backend import AttentionSpec
+from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.torch_paged import TorchPagedAttention
-from holdfast.errors import UnsupportedModelError
-
-BackendType = type[NativePagedAttention] | type[TorchPagedAttention]
-
-CANDIDATES: tuple[BackendType, ...] = (NativePagedAttention, TorchPagedAttention)
-"""The fastest first."""
+from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.cache.storage import PageStorage
 
 
-def select_backend(candidates: Sequence[BackendType], specs: Sequence[AttentionSpec]) -> BackendType:
-    """The first candidate that declines no layer."""
-    declined = []
-    for candidate in candidates:
-        reasons = {reason: None for spec in specs if (reason := candidate.unsupported(spec)) is not None}
-        if not reasons:
-            return candidate
-        declined.append(f"{candidate.name}: {', '.join(reasons)}")
-    raise UnsupportedModelError(
-        "attention for this model was asked",
-        f"no backend fits ({'; '.join(declined)})",
-        "choose another kv_cache_dtype",
-    )
+def build_backend(
+    declaration: BackendDeclaration,
+    specs: Sequence[AttentionSpec],
+    storage: PageStorage,
+    bounds: StepBounds,
+    num_sms: int,
+    batch_invariant: bool,
+) -> AttentionBackend[Any]:
+    """The backend over its storage."""
+    if declaration.name == TritonPagedAttention.name:
+        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant)
+    plain = {kind.name: kind for kind in (NativePagedAttention, TorchPagedAttention)}
+    return plain[declaration.name](specs, storage)

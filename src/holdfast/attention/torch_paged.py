@@ -14,16 +14,12 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from holdfast.attention.backend import AttentionSpec
 from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.declarations import mask_rows
 from holdfast.attention.paged_rows import PagedRows
+from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
-from holdfast.memory.planner import Term
-
-MAX_BLOCK_ROWS = 128
-MASK_ELEMENTS = 2**22
-"""The mask template holds block rows x context; longer contexts take lower blocks rather than more memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +41,17 @@ class SequencePlan:
     blocks: tuple[Block, ...]
 
 
-TorchPlan = dict[int | None, tuple[SequencePlan, ...]]
-"""One step, for each distinct window among the layers."""
+WindowPlans = dict[int | None, tuple[SequencePlan, ...]]
+"""Some rows of a step, for each distinct window among the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """All rows; and those whose logits are wanted, where they are not all."""
+
+    every: WindowPlans
+    wanted: WindowPlans | None
+    wanted_rows_R: torch.Tensor | None
 
 
 class TorchPagedAttention:
@@ -59,48 +64,57 @@ class TorchPagedAttention:
         self._k_planes = [storage.plane(layer, "k") for layer in range(len(specs))]
         self._v_planes = [storage.plane(layer, "v") for layer in range(len(specs))]
         self._page_tokens = storage.spec.page_tokens
-        self._dtype = specs[0].dtype
-        self._device = specs[0].device
+        self._dtype = getattr(torch, specs[0].dtype)
+        self._device = self._k_planes[0].device
         self._max_model_len = specs[0].max_model_len
-        self._block_rows = block_rows(self._max_model_len)
+        self._block_rows = mask_rows(self._max_model_len)
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
         self._masks = {window: self._mask_template(window) for window in self._windows}
 
-    @staticmethod
-    def unsupported(spec: AttentionSpec) -> str | None:
-        if spec.num_heads % spec.cache.num_kv_heads:
-            return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
-        missing = {"k", "v"} - {plane.name for plane in spec.cache.planes}
-        return f"the format {spec.cache.format.name} keeps no plain {' or '.join(sorted(missing))}" if missing else None
-
-    @staticmethod
-    def terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
-        rows, max_model_len = block_rows(specs[0].max_model_len), specs[0].max_model_len
-        num_windows = len({spec.window for spec in specs})
-        mask_bytes = num_windows * rows * (max_model_len + rows) * specs[0].dtype.itemsize
-        return (Term("attention/masks", mask_bytes, f"{num_windows} templates of {rows} rows"),)
-
-    def plan(self, sequences: Sequence[SequenceRows]) -> TorchPlan:
-        return {window: tuple(self._plan_sequence(rows, window) for rows in sequences) for window in self._windows}
+    def plan(self, batch: Batch, captured: bool = False) -> TorchPlan:
+        if batch.logits is None:
+            return TorchPlan(self._plan_rows(batch.sequences), None, None)
+        wanted = self._plan_rows(batch.logits.sequences)
+        return TorchPlan(self._plan_rows(batch.sequences), wanted, batch.logits.rows_R)
 
     def write(
-        self, qkv_TX: torch.Tensor, batch: Batch, head_norm: HeadNorm | None, rotary: Rotary | None, layer: int
-    ) -> torch.Tensor:
+        self,
+        qkv_TX: torch.Tensor,
+        batch: Batch,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        layer: int,
+        out_THD: torch.Tensor,
+    ) -> None:
         planes = self._k_planes[layer], self._v_planes[layer]
-        return write_heads(qkv_TX, batch.positions_T, batch.slots_T, *planes, head_norm, rotary)
+        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *planes, head_norm, rotary, out_THD)
 
-    def attend(self, q_RHD: torch.Tensor, layer: int, plan: TorchPlan) -> torch.Tensor:
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        plan: TorchPlan,
+        scratch: tuple[torch.Tensor, ...],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
         spec, k_plane, v_plane = self._specs[layer], self._k_planes[layer], self._v_planes[layer]
-        num_rows, num_heads, head_dim = q_RHD.shape
+        rows = plan.every
+        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
+            rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
+        num_rows, num_heads, head_dim = q_THD.shape
         num_kv_heads = k_plane.shape[1]
-        q_TKGD = q_RHD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out_TKGD = torch.empty_like(q_TKGD)
-        for sequence in plan[spec.window]:
+        q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
+        for sequence in rows[spec.window]:
             k_KLD = sequence.rows.read(k_plane, self._page_tokens, self._dtype)
             v_KLD = sequence.rows.read(v_plane, self._page_tokens, self._dtype)
             for block in sequence.blocks:
                 self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
-        return out_TKGD.view(num_rows, num_heads * head_dim)
+        return out_TX[:num_rows]
+
+    def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
+        return {window: tuple(self._plan_sequence(rows, window) for rows in sequences) for window in self._windows}
 
     def _attend(
         self,
@@ -159,8 +173,3 @@ class TorchPagedAttention:
         """The slice for rows at positions [position, end) and tokens [low, end)."""
         shift = self._max_model_len - position
         return self._masks[window][: end - position, shift + low : shift + end]
-
-
-def block_rows(max_model_len: int) -> int:
-    """Rows of a block, so that the mask template keeps to its size."""
-    return max(16, min(MAX_BLOCK_ROWS, MASK_ELEMENTS // max_model_len))

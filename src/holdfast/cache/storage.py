@@ -1,9 +1,12 @@
-"""The tensors behind page ids: one per plane and layer, allocated once, entered in the ledger."""
+"""The tensors behind page ids: a plane for each layer and kind, all in one arena that is allocated once."""
 
 import torch
 
 from holdfast.cache.spec import CacheSpec
+from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.planner import KV_OWNER
+from holdfast.memory.tensor_spec import TensorSpec
 
 
 class PageStorage:
@@ -12,16 +15,23 @@ class PageStorage:
     def __init__(self, spec: CacheSpec, num_pages: int, device: torch.device, ledger: Ledger) -> None:
         self.spec = spec
         self.num_pages = num_pages
-        self._planes: list[dict[str, torch.Tensor]] = []
         num_slots = num_pages * spec.page_tokens
-        for layer in spec.layers:
-            planes: dict[str, torch.Tensor] = {}
-            for plane in layer.planes:
-                tensor = torch.empty((num_slots, *plane.token_shape), dtype=getattr(torch, plane.dtype), device=device)
-                ledger.record(f"kv pages/{layer.layer}.{layer.name}.{plane.name}", tensor.nbytes, f"{num_slots} tokens")
-                planes[plane.name] = tensor
-            self._planes.append(planes)
+        names = [
+            {plane.name: f"{layer.layer}.{layer.name}.{plane.name}" for plane in layer.planes} for layer in spec.layers
+        ]
+        specs = tuple(
+            TensorSpec(planes[plane.name], (num_slots, *plane.token_shape), plane.dtype)
+            for layer, planes in zip(spec.layers, names, strict=True)
+            for plane in layer.planes
+        )
+        self._arena = Arena(KV_OWNER, specs, device, ledger, f"{num_slots} tokens")
+        self._planes = [{name: self._arena.tensors[path] for name, path in planes.items()} for planes in names]
 
     def plane(self, index: int, name: str) -> torch.Tensor:
         """A plane of the index-th entry of the spec: [num_slots, *token_shape]."""
         return self._planes[index][name]
+
+    def release(self) -> None:
+        """Give the pages back; nothing can be read afterwards."""
+        self._planes.clear()
+        self._arena.release()

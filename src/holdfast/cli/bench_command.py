@@ -20,9 +20,9 @@ from holdfast.cli.bench_cases import (
 )
 from holdfast.cli.bench_holdfast import HoldfastContestant
 from holdfast.cli.bench_record import num_cores, ratios, record
-from holdfast.cli.failures import write_line
-from holdfast.cli.opening import import_torch, model_name, open_visibly
+from holdfast.cli.opening import import_torch, model_name, open_visibly, report_file
 from holdfast.cli.options import Given
+from holdfast.cli.side_lines import write_line
 from holdfast.cli.strict_json import dumps
 from holdfast.cli.values import read_counts, read_range
 from holdfast.config import EngineConfig
@@ -46,6 +46,7 @@ class BenchOptions:
     repeats: str
     threads: str | None
     json_file: str | None
+    memory_report: str | None = None
 
 
 def bench_latency(
@@ -114,6 +115,7 @@ def _check(options: BenchOptions, given: Given) -> None:
         )
     if options.json_file not in (None, STDOUT) and not Path(str(options.json_file)).absolute().parent.is_dir():
         raise ConfigError(f"--json {shown(options.json_file)} was asked", "its folder does not exist", "make it first")
+    report_file(options.memory_report)
     if options.against is None:
         return
     if options.against not in PEERS:
@@ -127,6 +129,7 @@ def _check(options: BenchOptions, given: Given) -> None:
 
 def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
     """Settle type and device for all engines; take as much context and as many sequences as the cases need."""
+    from holdfast.runner.device_target import choose_device, device_target
     from holdfast.runner.resolve import resolve
 
     longest, most = max(case.longest for case in cases), max(len(case.prompts) for case in cases)
@@ -137,7 +140,7 @@ def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -
         max_num_seqs=config.max_num_seqs or min(most, 64),
         max_queue=max(config.max_queue, most),
     )
-    resolved = resolve(config, opened.spec)
+    resolved = resolve(config, opened.spec, device_target(choose_device(config)[0]))
     return replace(config, dtype=resolved.dtype, device=resolved.device)
 
 
@@ -152,7 +155,9 @@ def _set_threads(threads: int | None) -> int:
 
 
 def _contestants(options: BenchOptions, config: EngineConfig, opened: OpenModel, peer_batch: int) -> list[Contestant]:
-    contestants: list[Contestant] = [HoldfastContestant(open_visibly(config).engine)]
+    contestants: list[Contestant] = [
+        HoldfastContestant(open_visibly(config, report_file(options.memory_report)).engine)
+    ]
     if options.against is not None:
         from holdfast.cli.bench_transformers import TransformersContestant, open_transformers
 

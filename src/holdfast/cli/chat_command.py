@@ -7,10 +7,11 @@ from holdfast.cli.answers import prepare, sampling_params, stream
 from holdfast.cli.chat_history import ChatHistory
 from holdfast.cli.chat_input import Piped, Typed
 from holdfast.cli.chat_session import ChatSession
-from holdfast.cli.failures import FAILED, write_line
+from holdfast.cli.failures import FAILED
 from holdfast.cli.memory_table import write_memory
-from holdfast.cli.opening import OpenedModel, open_quietly, open_visibly
+from holdfast.cli.opening import OpenedModel, open_quietly, open_visibly, report_file
 from holdfast.cli.options import Given
+from holdfast.cli.side_lines import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.errors import ConfigError
@@ -46,13 +47,16 @@ class ModelAnswers:
         write_memory(self._opened.memory)
 
 
-def chat(model: str | None, system: str | None, engine: Given, sampling: Given) -> int:
+def chat(
+    model: str | None, system: str | None, engine: Given, sampling: Given, memory_report: str | None = None
+) -> int:
     """Talk until the input ends; the exit code."""
     sampling_params(sampling, GenerationDefaults())
     # One conversation is all that will come, so memory is planned for one.
     config = EngineConfig.from_options(model=model, **({"max_num_seqs": 1} | engine))
     is_watched = sys.stdin is not None and sys.stdin.isatty()
-    opened = open_visibly(config) if is_watched else open_quietly(config)
+    report = report_file(memory_report)
+    opened = open_visibly(config, report) if is_watched else open_quietly(config, report)
     if not opened.engine.has_chat_template:
         raise ConfigError(
             f"a chat with {opened.name} was asked",
@@ -61,6 +65,7 @@ def chat(model: str | None, system: str | None, engine: Given, sampling: Given) 
         )
     session = ChatSession(ModelAnswers(opened), ChatHistory(system), sampling, is_watched)
     if is_watched:
+        write_memory(opened.memory, is_compact=True)
         write_line(f"{opened.name}, context of {opened.context_tokens:,} tokens; /help lists commands, Ctrl-D leaves")
     for text in Typed() if is_watched else Piped():
         if not session.take(text):

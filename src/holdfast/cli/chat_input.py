@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Callable, Iterator
 
-from holdfast.cli.failures import write_line
 from holdfast.cli.prompt_input import decode
+from holdfast.cli.side_lines import write_line
 
 QUOTES = '"""'
 PROMPT, MORE = ">>> ", "... "

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from holdfast.cli.answers import Speed, speed_of, write_answer
 from holdfast.cli.chat_history import ChatHistory
-from holdfast.cli.failures import write_line
 from holdfast.cli.options import SAMPLING_SETTINGS, Given
+from holdfast.cli.side_lines import write_line
 from holdfast.cli.values import read_count
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.output_assembly import OutputAssembler

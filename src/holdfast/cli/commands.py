@@ -1,25 +1,39 @@
 """The commands and their help pages; whatever a command needs is imported when it runs; no torch."""
 
+import copy
 from typing import Annotated
 
 import typer
 
 from holdfast import __version__
+from holdfast.cli.as_typed import take_as_typed
 from holdfast.cli.options import (
     BENCHMARK,
     ENGINE_SETTINGS,
+    MEMORY,
+    MODEL,
     OUTPUT,
+    PLAN_SETTINGS,
     SAMPLING_SETTINGS,
     SEVERAL_SETTINGS,
     Given,
     takes,
 )
+from holdfast.quant.formats import KV_FORMATS, PLANNED_KV_FORMATS
 
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
         help="A folder in Hugging Face layout, or a GGUF file. Left out: the default model.",
+        show_default=False,
+    ),
+]
+PlannedModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder with a config.json, a GGUF file, or a well-known name such as Qwen3-32B. Left out: the default model.",
         show_default=False,
     ),
 ]
@@ -53,6 +67,16 @@ JsonFile = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+MemoryReport = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-report",
+        metavar="FILE",
+        help="Write a page (HTML) that draws who holds which memory.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
 
 app = typer.Typer(
     name="holdfast",
@@ -70,13 +94,24 @@ def invoke(arguments: list[str]) -> int:
     """Run a command line; its exit code. Complaints about the command line itself are raised."""
     if arguments in ([], ["bench"]):
         arguments = [*arguments, "--help"]
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(_asked(arguments[0]))
+    take_as_typed(command)
     try:
         with command.make_context("holdfast", list(arguments)) as context:
             command.invoke(context)
     except typer.Exit as ending:
         return ending.exit_code
     return 0
+
+
+def _asked(name: str) -> typer.Typer:
+    """The app with the command that is asked for and no other: building them all takes as long as some need to run."""
+    named = [command for command in app.registered_commands if command.name == name]
+    if not named:
+        return app
+    narrow = copy.copy(app)
+    narrow.registered_commands, narrow.registered_groups = named, []
+    return narrow
 
 
 @app.callback(invoke_without_command=True)
@@ -113,6 +148,7 @@ def _run(
         bool,
         typer.Option("--json", metavar="", help="Print one JSON object in place of the text.", rich_help_panel=OUTPUT),
     ] = False,
+    memory_report: MemoryReport = None,
 ) -> None:
     """Answer a prompt: the text streams to stdout; who holds which memory, and the speed, go to stderr.
 
@@ -126,12 +162,18 @@ def _run(
     """
     from holdfast.cli.run_command import RunOptions, run
 
-    run(RunOptions(model, prompt, system, raw, quiet, as_json), engine, sampling | several)
+    run(RunOptions(model, prompt, system, raw, quiet, as_json, memory_report), engine, sampling | several)
 
 
 @app.command("chat")
 @takes(sampling=SAMPLING_SETTINGS, engine=ENGINE_SETTINGS)
-def _chat(engine: Given, sampling: Given, model: ModelArgument = None, system: System = None) -> None:
+def _chat(
+    engine: Given,
+    sampling: Given,
+    model: ModelArgument = None,
+    system: System = None,
+    memory_report: MemoryReport = None,
+) -> None:
     """Talk with a model, turn by turn; /help lists what can be typed beside questions.
 
     Ctrl-C stops an answer and keeps the chat; Ctrl-D leaves. Piped input is taken line by line.
@@ -144,7 +186,67 @@ def _chat(engine: Given, sampling: Given, model: ModelArgument = None, system: S
     """
     from holdfast.cli.chat_command import chat
 
-    raise typer.Exit(chat(model, system, engine, sampling))
+    raise typer.Exit(chat(model, system, engine, sampling, memory_report))
+
+
+@app.command("plan")
+@takes(engine=PLAN_SETTINGS)
+def _plan(
+    engine: Given,
+    model: PlannedModel = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A GPU such as h200, a100-80g or rtx4090.", rich_help_panel=MEMORY),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="A GPU of that size, such as 24GiB.", rich_help_panel=MEMORY),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Format of KV pages: auto, {', '.join((*KV_FORMATS, *PLANNED_KV_FORMATS))}.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Weights in none, fp8, int8, mxfp4 and others.", rich_help_panel=MODEL),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor-parallel-size", "-tp", metavar="N", help="GPUs that share the model.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", metavar="", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT),
+    ] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", metavar="", help="Chart tokens by KV format and weights.", rich_help_panel=OUTPUT),
+    ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a page with the plan and the sweep.", rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Tell what a model would take of a device, before anything is read or taken; needs no GPU, no weights, no network.
+
+    Exits with 0 where it fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), kv_bytes_per_token, kv_tokens, max_model_len, max_concurrency, terms (owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives, not_in_this_version, command; with --sweep also sweep.
+
+    \b
+    Examples:
+      holdfast plan Qwen3-32B --gpu h200
+      holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json
+      holdfast plan Llama-3.1-70B --gpu h100 -tp 2 --kv-cache-dtype fp8 --sweep --html plan.html
+    """
+    from holdfast.cli.plan_command import PlanOptions, plan
+
+    options = PlanOptions(model, gpu, memory, kv_cache_dtype, quantization, tensor_parallel_size, as_json, sweep, html)
+    raise typer.Exit(plan(options, engine))
 
 
 @bench.command("latency")
@@ -169,6 +271,7 @@ def _latency(
     against: Against = None,
     threads: Threads = None,
     json_file: JsonFile = None,
+    memory_report: MemoryReport = None,
 ) -> None:
     """Time the reading of prompts and the decoding of batches.
 
@@ -180,7 +283,7 @@ def _latency(
     """
     from holdfast.cli.bench_command import BenchOptions, bench_latency
 
-    options = BenchOptions(model, against, repeats, threads, json_file)
+    options = BenchOptions(model, against, repeats, threads, json_file, memory_report)
     bench_latency(options, engine, prefill, batch, input_len, output_len)
 
 
@@ -204,6 +307,7 @@ def _throughput(
     against: Against = None,
     threads: Threads = None,
     json_file: JsonFile = None,
+    memory_report: MemoryReport = None,
 ) -> None:
     """Time many requests of random lengths at once, through continuous batching.
 
@@ -215,5 +319,5 @@ def _throughput(
     """
     from holdfast.cli.bench_command import BenchOptions, bench_throughput
 
-    options = BenchOptions(model, against, repeats, threads, json_file)
+    options = BenchOptions(model, against, repeats, threads, json_file, memory_report)
     bench_throughput(options, engine, num_prompts, input_len, output_len, peer_batch)

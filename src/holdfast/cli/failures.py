@@ -1,4 +1,7 @@
-"""From an exception to one line on stderr and an exit code; a traceback only where HOLDFAST_DEBUG asks for it; no torch."""
+"""From an exception to one line on stderr and an exit code; a plan that was refused is drawn for whoever watches; no torch.
+
+A traceback comes only where HOLDFAST_DEBUG asks for it.
+"""
 
 import difflib
 import logging
@@ -9,7 +12,8 @@ import sys
 import traceback
 
 from holdfast.cli.interrupt import INTERRUPTED
-from holdfast.errors import ConfigError, HoldfastError, RequestError
+from holdfast.cli.side_lines import write_line
+from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, RequestError
 from holdfast.observability.log import log_to_stderr
 
 DEBUG_VARIABLE = "HOLDFAST_DEBUG"
@@ -37,6 +41,8 @@ def report(error: BaseException) -> int:
     if is_debugging():
         write_line("".join(traceback.format_exception(error)).rstrip())
     write_line(f"error: {in_words(error)}")
+    if isinstance(error, MemoryPlanError):
+        _draw_refusal(error)
     return WRONG_USE if isinstance(error, ConfigError | RequestError) or _is_usage_error(error) else FAILED
 
 
@@ -73,11 +79,13 @@ def is_debugging() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
-def write_line(text: str) -> None:
-    """A line on stderr, if there is one."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+def _draw_refusal(error: MemoryPlanError) -> None:
+    """The table, for eyes: the line before it says the same to a log, which keeps to one line."""
+    if error.table is None or sys.stderr is None or not sys.stderr.isatty():
+        return
+    from holdfast.cli.memory_table import refusal_lines, write_table
+
+    write_table(refusal_lines(error.table))
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

@@ -1,16 +1,20 @@
-"""Open a model for a command: a bar or plain lines on stderr while it loads, and the log with the usual words; no torch."""
+"""Open a model for a command: a bar or plain lines on stderr while it loads, and a page of its memory if asked; no torch."""
 
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.failures import log_plainly, write_line
+from holdfast.cli.failures import log_plainly
 from holdfast.cli.interrupt import raise_interrupts
+from holdfast.cli.memory_html import write_memory_page
+from holdfast.cli.side_lines import write_line
+from holdfast.cli.web_page import page_file
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.llm import LLM, open_engine
 from holdfast.engine.progress import is_watched
+from holdfast.errors import shown
 from holdfast.loading.default_model import find_default_model
 from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
@@ -42,27 +46,37 @@ def import_torch() -> None:
     raise_interrupts()
 
 
-def open_quietly(config: EngineConfig) -> OpenedModel:
+def report_file(option: str | None) -> Path | None:
+    """Where --memory-report is to be written, refused before a model is touched; None where nobody asked."""
+    return None if option is None else page_file(option, "--memory-report")
+
+
+def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
     """Load a model and say nothing."""
     log_plainly()
     started = time.monotonic()
     import_torch()
     engine = open_engine(config, lambda num_done, num_total: None)
-    return _opened(config, engine, started)
+    opened = _opened(config, engine, started)
+    _write_report(opened, report)
+    return opened
 
 
-def open_visibly(config: EngineConfig) -> OpenedModel:
+def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
     """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
     log_plainly()
     started = time.monotonic()
     if is_watched():
         _import_torch_visibly()
-        return _opened(config, open_engine(config, None), started)
-    write_line(f"Loading {model_name(config)}")
-    import_torch()
-    opened = _opened(config, open_engine(config, lambda num_done, num_total: None), started)
-    weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
-    write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds")
+        opened = _opened(config, open_engine(config, None), started)
+    else:
+        write_line(f"Loading {model_name(config)}")
+        import_torch()
+        opened = _opened(config, open_engine(config, lambda num_done, num_total: None), started)
+        weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
+        write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds")
+    if _write_report(opened, report):
+        write_line(f"memory report written to {shown(str(report))[1:-1]}")
     return opened
 
 
@@ -70,6 +84,13 @@ def model_name(config: EngineConfig) -> str:
     """The last part of the model's path."""
     path = find_default_model() if config.model is None else Path(config.model)
     return ascii(path.resolve().name)[1:-1]
+
+
+def _write_report(opened: OpenedModel, file: Path | None) -> bool:
+    if file is None:
+        return False
+    write_memory_page(file, opened.name, opened.memory, opened.memory.entries)
+    return True
 
 
 def _import_torch_visibly() -> None:

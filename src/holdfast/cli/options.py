@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.values import read_biases, read_count, read_integers, read_number
+from holdfast.cli.values import read_biases, read_count, read_integers, read_number, read_share
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
@@ -75,7 +75,13 @@ ENGINE_SETTINGS = (
         read_count,
     ),
     _engine("memory_limit", MEMORY, "All that the engine may take, such as 20GiB.", "SIZE"),
-    _engine("memory_utilization", MEMORY, "The same as a share of the device's memory.", "SHARE", read_number),
+    _engine(
+        "memory_utilization",
+        MEMORY,
+        "Share of the device's memory that the engine may take: 0.9 or 90%.",
+        "SHARE",
+        read_share,
+    ),
     _engine("kv_cache_memory", MEMORY, "Bytes for KV pages alone, such as 4GiB.", "SIZE"),
     _engine("kv_cache_dtype", MEMORY, f"Format of KV pages: auto, {', '.join(KV_FORMATS)}.", "NAME"),
     _engine("page_tokens", MEMORY, "Tokens in a KV page: a power of two from 1 to 256.", "TOKENS", read_count),
@@ -88,6 +94,22 @@ ENGINE_SETTINGS = (
     _engine("seed", SAMPLING, "Where random choices start; the same command gives the same answer.", "N", read_count),
 )
 """Every field of EngineConfig but the model, which is an argument."""
+
+PLAN_SETTINGS = tuple(
+    setting
+    for setting in ENGINE_SETTINGS
+    if setting.name
+    in (
+        "dtype",
+        "enforce_eager",
+        "max_model_len",
+        "memory_utilization",
+        "page_tokens",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
+)
+"""Those that change how much memory is needed; a plan has its own words for formats that no engine takes yet."""
 
 SAMPLING_SETTINGS = (
     Setting(

@@ -4,7 +4,7 @@ import select
 import sys
 from typing import BinaryIO
 
-from holdfast.cli.failures import write_line
+from holdfast.cli.side_lines import write_line
 from holdfast.errors import PromptError
 
 MAX_STDIN_BYTES = 64 * 2**20

@@ -5,11 +5,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 
 from holdfast.cli.answers import Speed, prepare, sampling_params, speed_of, stream, write_answer
-from holdfast.cli.failures import write_line
 from holdfast.cli.memory_table import write_memory
-from holdfast.cli.opening import OpenedModel, open_quietly, open_visibly
+from holdfast.cli.opening import OpenedModel, open_quietly, open_visibly, report_file
 from holdfast.cli.options import Given
 from holdfast.cli.prompt_input import read_prompt
+from holdfast.cli.side_lines import write_line
 from holdfast.cli.strict_json import dumps
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
@@ -31,6 +31,7 @@ class RunOptions:
     raw: bool
     quiet: bool
     as_json: bool
+    memory_report: str | None = None
 
 
 def run(options: RunOptions, engine: Given, sampling: Given) -> None:
@@ -39,8 +40,9 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
     _check_together(options, sampling)
     # One request is all that will come, so memory is planned for one.
     config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": checked.n} | engine))
+    report = report_file(options.memory_report)
     text = read_prompt(options.prompt)
-    opened = open_quietly(config) if options.quiet or options.as_json else open_visibly(config)
+    opened = open_quietly(config, report) if options.quiet or options.as_json else open_visibly(config, report)
     params = sampling_params(sampling, opened.engine.generation)
     prepared = prepare(opened.engine, _prompt(options, text, opened), params, DEFAULT_MAX_TOKENS)
     output = _answer(opened, prepared, streams=not options.as_json)

@@ -35,6 +35,15 @@ def read_number(text: str) -> float | str:
         return text
 
 
+def read_share(text: str) -> float | str:
+    """A share of a whole, as 0.8 or 80%."""
+    number = read_number(text.strip().removesuffix("%"))
+    if isinstance(number, str) or not text.strip().endswith("%"):
+        return read_number(text)
+    # One that is too large is refused as it was typed.
+    return number / 100 if 0 < number <= 100 else text
+
+
 def read_integers(texts: Sequence[str]) -> list[int | str]:
     """Whole numbers, each in a text of its own or several with commas between them."""
     parts = [part.strip() for text in texts for part in text.split(",")]

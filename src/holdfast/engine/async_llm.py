@@ -250,3 +250,4 @@ def _shut_down(thread: EngineThread, prompt_thread: ThreadPoolExecutor) -> None:
     prompt_thread.shutdown(wait=False, cancel_futures=True)
     thread.stop()
     thread.join()
+    thread.engine.close()

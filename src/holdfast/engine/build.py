@@ -34,9 +34,19 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None]) 
     scheduler = Scheduler(
         limits, built.runner.num_pages, config.enable_prefix_caching, config.max_queue, prefix_root=os.urandom(16)
     )
-    report = memory_report(built.plan, built.ledger, limits.page_tokens, limits.max_model_len)
+    measured_bytes = None
+    if built.plan.target.kind == "cuda" and built.profile.taken_bytes is not None:
+        measured_bytes = built.profile.taken_bytes + built.plan.target.present_bytes
+    report = memory_report(built.plan.memory, built.ledger, limits.page_tokens, limits.max_model_len, measured_bytes)
     return Engine(
-        built.runner, tokenizer, chat_template, scheduler, config.seed, generation=model.generation, memory=report
+        built.runner,
+        tokenizer,
+        chat_template,
+        scheduler,
+        config.seed,
+        generation=model.generation,
+        memory=report,
+        release=built.release,
     )
 
 

@@ -87,6 +87,14 @@ class Driver:
         with self._lock:
             self.abort(set(self._readings))
 
+    def close(self) -> None:
+        """End every request and give all memory back, after the step that runs."""
+        with self._lock:
+            try:
+                self.abort(set(self._readings))
+            finally:
+                self.engine.close()
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, between two steps."""
         with self._lock:

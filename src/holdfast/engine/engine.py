@@ -63,6 +63,7 @@ class Engine:
         *,
         generation: GenerationDefaults | None = None,
         memory: MemoryReport | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.has_chat_template = chat_template is not None
@@ -72,6 +73,7 @@ class Engine:
         self.memory = memory
         """Who holds how many bytes, planned and taken."""
         self._runner = runner
+        self._release = release
         self._scheduler = scheduler
         self._admission = Admission(
             runner.limits, runner.num_pages, runner.vocab_size, scheduler.max_queue, tokenizer, chat_template
@@ -201,6 +203,13 @@ class Engine:
         """Forget every cached prefix."""
         self.raise_if_dead()
         self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give all memory back, when every request has ended; nothing can run afterwards. May be called twice."""
+        release, self._release = self._release, None
+        if release is not None:
+            del self._runner  # its views keep the memory alive
+            release()
 
     def raise_if_dead(self) -> None:
         """EngineDeadError with the first cause, if there was one."""

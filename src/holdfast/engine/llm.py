@@ -162,8 +162,8 @@ class LLM:
     def shutdown(self) -> None:
         """Abort what runs and let go of the model; may be called twice."""
         if self._driver is not None:
-            self._driver.abort_all()
-            self._driver = None
+            driver, self._driver = self._driver, None
+            driver.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -38,6 +38,20 @@ def linear_reference(
     return torch.addmm(bias_N, x_TK, weight_NK.t(), out=out_TN)
 
 
+def linear_float32(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor) -> torch.Tensor:
+    """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
+    if x_TK.dtype == torch.float32:
+        return linear(x_TK, weight_NK, None, out_TN)
+    if x_TK.is_cpu:
+        return _widened(x_TK, weight_NK, None, out_TN)
+    return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32, out=out_TN)
+
+
+def linear_float32_reference(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    return torch.mm(x_TK.float(), weight_NK.float().t(), out=out_TN)
+
+
 def _widened(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, y_TN: torch.Tensor
 ) -> torch.Tensor:

@@ -29,15 +29,17 @@ def paged_attention(
     page_tokens: int,
     scale: float,
     window: int | None,
+    out_TX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
-    library = native_for(q_THD, k_plane_SKD, v_plane_SKD)
+    library = native_for(q_THD, k_plane_SKD, v_plane_SKD, out_TX)
     if library is None:
         return paged_attention_reference(
-            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scale, window
+            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scale, window, out_TX
         )
     num_rows, num_heads, head_dim = q_THD.shape
-    out_TX = q_THD.new_empty(num_rows, num_heads * head_dim)
+    if out_TX is None:
+        out_TX = q_THD.new_empty(num_rows, num_heads * head_dim)
     library.holdfast_paged_attention(
         q_THD.data_ptr(),
         k_plane_SKD.data_ptr(),
@@ -65,11 +67,12 @@ def paged_attention_reference(
     page_tokens: int,
     scale: float,
     window: int | None,
+    out_TX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, a sequence at a time, with the whole score matrix."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_groups = num_heads // k_plane_SKD.shape[1]
-    out_THD = torch.zeros_like(q_THD)
+    out_THD = (torch.empty_like(q_THD) if out_TX is None else out_TX.view_as(q_THD)).zero_()
     for row, count, start, first_page in sequences_N4.tolist():
         position_L = torch.arange(start + count, device=q_THD.device)
         slot_L = pages_P[first_page + position_L // page_tokens] * page_tokens + position_L % page_tokens

@@ -43,6 +43,19 @@ def can_run(tensor: torch.Tensor) -> bool:
     return triton is not None and tensor.is_cuda
 
 
+def can_launch_early(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may be brought up while the one before it ends: GPUs from Hopper on.
+
+    Such a kernel waits for its inputs by itself (gdc_wait); without that it would read what is not written yet.
+    """
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+
+
+def launched_early(early: bool) -> dict[str, bool]:
+    """The option of a launch that asks for it; nothing where it is not asked, which the interpreter does not know."""
+    return {"launch_pdl": True} if early else {}
+
+
 def next_power_of_two(number: int) -> int:
     """The smallest power of two that is not below the number."""
     return 1 << (number - 1).bit_length()

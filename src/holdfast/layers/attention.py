@@ -1,6 +1,6 @@
 """Attention layer: fused projection, backend, output projection."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,6 +8,16 @@ from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.batch import Batch
 from holdfast.kernels.write_heads import HeadNorm, Rotary
 from holdfast.layers.linear import Linear
+
+
+class AttentionBuffers(NamedTuple):
+    """One layer's tensors, one set for all layers."""
+
+    qkv_TX: torch.Tensor
+    q_THD: torch.Tensor
+    attended_TX: torch.Tensor
+    scratch: tuple[torch.Tensor, ...]
+    """The backend's own."""
 
 
 class AttentionLayer:
@@ -22,9 +32,9 @@ class AttentionLayer:
         rotary: Rotary | None,
         backend: AttentionBackend[Any],
     ) -> None:
+        self.qkv = qkv
+        self.o = o
         self._layer = layer
-        self._qkv = qkv
-        self._o = o
         self._head_norm = head_norm
         self._rotary = rotary
         self._backend = backend
@@ -34,9 +44,22 @@ class AttentionLayer:
         x_TH: torch.Tensor,
         batch: Batch,
         plan: Any,  # noqa: ANN401 the backend's own type
-        rows_R: torch.Tensor | None = None,
+        buffers: AttentionBuffers,
+        out_TH: torch.Tensor,
+        wanted_only: bool = False,
     ) -> torch.Tensor:
-        """All rows leave their keys and values; those of `rows_R`, or all, attend as the plan says."""
-        q_THD = self._backend.write(self._qkv(x_TH), batch, self._head_norm, self._rotary, self._layer)
-        q_RHD = q_THD if rows_R is None else q_THD.index_select(0, rows_R)
-        return self._o(self._backend.attend(q_RHD, self._layer, plan))
+        """All rows leave their keys and values; all, or those whose logits are wanted, attend: [T, H] or [R, H]."""
+        self.qkv(x_TH, buffers.qkv_TX)
+        attended_RX = self.attend(batch, plan, buffers, wanted_only)
+        return self.o(attended_RX, out_TH[: attended_RX.shape[0]])
+
+    def attend(
+        self,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: AttentionBuffers,
+        wanted_only: bool = False,
+    ) -> torch.Tensor:
+        """What lies between the two products: `qkv_TX` to `attended_TX`."""
+        self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
+        return self._backend.attend(buffers.q_THD, self._layer, plan, buffers.scratch, buffers.attended_TX, wanted_only)

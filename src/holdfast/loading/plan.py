@@ -4,13 +4,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
-from holdfast.loading.source import TensorEntry, WeightSource
+from holdfast.loading.source import TensorEntry, WeightSource, WritingSource
+from holdfast.memory.planner import Term
+from holdfast.memory.sizes import format_bytes
+from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.settings import listed
 from holdfast.quant.formats import bytes_for
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Types of checkpoint tensors that are converted on the way in."""
+CHUNK_BYTES = 16 * 2**20
+"""Most bytes of a source's rows that are read at once; a single row may have more."""
+READ_CHUNKS = 3
+"""Chunks that reading holds in host memory: as stored, in another order (GGUF heads), and as values or as compared."""
+PINNED_CHUNKS = 2
+"""Chunks of pinned host memory before a GPU: one is filled while the other is on its way."""
 EMBEDDING = "embed.weight"
 HEAD = "lm_head.weight"
 
@@ -37,16 +46,54 @@ class LoadPlan:
     """In the order in which the source lists its tensors, so that files are read from front to back."""
     twins: tuple[Move, ...]
     """Tensors that must equal what has been loaded into their rows: the head of a model with tied embeddings."""
-    parameter_bytes: Mapping[str, int]
-    """Final bytes of every parameter."""
+    chunk_bytes: int
+    """Most bytes of rows that are read at once: less than CHUNK_BYTES where no tensor has as many."""
+    writer_bytes: int | None
+    """Device memory that a source needs to write rows itself; None for one that reads them."""
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The final tensors, in the order in which they lie in their arena."""
+        return tuple(TensorSpec(parameter.name, parameter.shape, self.dtype) for parameter in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> dict[str, int]:
+        """Final bytes of every parameter."""
+        return {spec.name: spec.num_bytes for spec in self.specs}
 
     @property
     def final_bytes(self) -> int:
-        return sum(self.parameter_bytes.values())
+        """Bytes of the one arena that holds every parameter."""
+        return arena_bytes(self.specs)
 
     @property
     def read_bytes(self) -> int:
         return sum(move.num_bytes for move in (*self.moves, *self.twins))
+
+    def staging_bytes(self, device_kind: str) -> int:
+        """Most memory of the device ("cpu" or "cuda") that a load holds beside the final tensors.
+
+        A GPU holds none of what is read: rows get their final type on the way into pinned memory, where the CPU has to
+        touch them anyway, and then go straight to their place. So the bus carries no more than the final bytes, and the
+        bits are those of a load on a CPU.
+        """
+        if self.writer_bytes is not None:
+            return self.writer_bytes
+        return READ_CHUNKS * self.chunk_bytes if device_kind == "cpu" else 0
+
+    def pinned_bytes(self, device_kind: str) -> int:
+        """Pinned host memory that a load holds."""
+        return PINNED_CHUNKS * CHUNK_BYTES if device_kind == "cuda" and self.writer_bytes is None else 0
+
+    def terms(self, device_kind: str) -> tuple[Term, ...]:
+        """What the load takes of the device's memory: for good, and only while it lasts."""
+        reason = "made-up rows" if self.writer_bytes is not None else "rows on their way to their place"
+        if pinned_bytes := self.pinned_bytes(device_kind):
+            reason += f", through {format_bytes(pinned_bytes)} of pinned host memory"
+        return (
+            Term("weights", self.final_bytes, f"{len(self.parameters)} tensors in {self.dtype}"),
+            Term("staging", self.staging_bytes(device_kind), reason, phases=("load",)),
+        )
 
 
 def plan_load(parameters: Iterable[Parameter], source: WeightSource, dtype: str) -> LoadPlan:
@@ -67,12 +114,14 @@ def plan_load(parameters: Iterable[Parameter], source: WeightSource, dtype: str)
         twin_of[HEAD] = (embedding, embedding.parts[0])
     _refuse_missing(wanted, entries)
     _refuse_unexpected(set(wanted) | set(twin_of) | source.ignorable, entries)
+    moves, twins = _moves(wanted, entries), _moves(twin_of, entries)
     return LoadPlan(
         dtype=dtype,
         parameters=parameters,
-        moves=_moves(wanted, entries),
-        twins=_moves(twin_of, entries),
-        parameter_bytes={parameter.name: bytes_for(dtype, parameter.shape) for parameter in parameters},
+        moves=moves,
+        twins=twins,
+        chunk_bytes=max((_chunk_bytes(move, entries[move.tensor].dtype) for move in (*moves, *twins)), default=0),
+        writer_bytes=arena_bytes(source.writer_specs) if isinstance(source, WritingSource) else None,
     )
 
 
@@ -104,6 +153,11 @@ def _moves(wanted: Mapping[str, tuple[Parameter, Part]], entries: Mapping[str, T
             )
         moves.append(Move(name, parameter.name, part.row_start, part.shape, entry.num_bytes))
     return tuple(moves)
+
+
+def _chunk_bytes(move: Move, dtype: str) -> int:
+    tensor_bytes = bytes_for(dtype, move.shape)
+    return min(tensor_bytes, max(CHUNK_BYTES, tensor_bytes // move.shape[0]))
 
 
 def _refuse_missing(wanted: Mapping[str, tuple[Parameter, Part]], entries: Mapping[str, TensorEntry]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.models.parameters import Parameter
 from holdfast.models.spec import ModelSpec
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.loading.gguf_file import GGUFFile
+
+RowWriter: TypeAlias = "Callable[[str, int, torch.Tensor], None]"
+"""write(name, row_start, out_rows): rows of a checkpoint tensor from row_start on, into their final place and type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,20 @@ class WeightSource(Protocol):
 
     def close(self) -> None:
         """Let go of files and buffers; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class WritingSource(Protocol):
+    """What a source has besides, if it can make rows where they are wanted and so needs no way through the host."""
+
+    @property
+    def writer_specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that a writer works with."""
+        ...
+
+    def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
+        """Writes, on the device of these tensors, the bits that `read_rows` and a cast would give; allocates nothing there."""
         ...
 
 

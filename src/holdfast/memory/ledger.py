@@ -1,4 +1,4 @@
-"""Who holds how many bytes, and why: one ledger per engine, owners as paths such as weights/layers.3.qkv.weight; no torch."""
+"""Who holds how many bytes, how many at most, and why: one ledger per engine, owners as paths such as weights/layers.3.qkv.weight; no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ class Entry:
     owner: str
     num_bytes: int
     reason: str
+    peak_bytes: int
+    """The most that this owner ever held: more than now, where it was released and entered again."""
 
 
 class Ledger:
@@ -18,35 +20,55 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._peaks: dict[str, int] = {}
+        self._group_now: dict[str, int] = {}
+        self._group_peaks: dict[str, int] = {}
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        """The most that was held at one time."""
 
     def record(self, owner: str, num_bytes: int, reason: str) -> None:
         """Enter an owner's bytes; an owner is entered once."""
         assert owner not in self._entries, f"{owner=} is in the ledger already"
         assert num_bytes >= 0, f"{owner=} cannot hold {num_bytes=}"
-        self._entries[owner] = Entry(owner, num_bytes, reason)
+        self._peaks[owner] = max(num_bytes, self._peaks.get(owner, 0))
+        self._entries[owner] = Entry(owner, num_bytes, reason, self._peaks[owner])
+        self._add(owner, num_bytes)
 
     def release(self, owner: str) -> None:
-        """Take an owner out."""
-        del self._entries[owner]
+        """Take an owner out; its peak stays."""
+        assert owner in self._entries, f"{owner=} is not in the ledger"
+        self._add(owner, -self._entries.pop(owner).num_bytes)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self._entries.values())
+    def peaks(self) -> dict[str, int]:
+        """The most that each owner ever held, those included that are gone."""
+        return dict(self._peaks)
 
     def group_bytes(self) -> dict[str, int]:
         """Bytes by the first part of the owner's path, in the order of entry."""
-        groups: dict[str, int] = {}
-        for entry in self._entries.values():
-            group = entry.owner.partition("/")[0]
-            groups[group] = groups.get(group, 0) + entry.num_bytes
-        return groups
+        return {group: self._group_now[group] for group in self.group_reasons()}
+
+    def group_peaks(self) -> dict[str, int]:
+        """The most that each group held at one time, those included that are gone."""
+        return dict(self._group_peaks)
 
     def group_reasons(self) -> dict[str, str]:
         """The first reason given in each group, for the table."""
         reasons: dict[str, str] = {}
         for entry in self._entries.values():
-            reasons.setdefault(entry.owner.partition("/")[0], entry.reason)
+            reasons.setdefault(_group(entry.owner), entry.reason)
         return reasons
+
+    def _add(self, owner: str, num_bytes: int) -> None:
+        group = _group(owner)
+        self._group_now[group] = self._group_now.get(group, 0) + num_bytes
+        self._group_peaks[group] = max(self._group_now[group], self._group_peaks.get(group, 0))
+        self.total_bytes += num_bytes
+        self.peak_bytes = max(self.total_bytes, self.peak_bytes)
+
+
+def _group(owner: str) -> str:
+    return owner.partition("/")[0]

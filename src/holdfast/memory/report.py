@@ -1,21 +1,23 @@
-"""The memory table: what each owner was planned to take and what it holds; no torch."""
+"""The memory table: what each owner was planned to take, what it holds, and what the device says of it all; no torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
-from holdfast.memory.ledger import Ledger
-from holdfast.memory.planner import MemoryPlan
-
-KV_OWNER = "kv pages"
+from holdfast.memory.ledger import Entry, Ledger
+from holdfast.memory.planner import KV_OWNER, PHASES, MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One owner. What it holds is None where it takes memory only while a step runs: the plan then is a bound."""
+    """One owner. What it holds is None where it has nothing of its own: the plan then is a bound, or the phase is over."""
 
     owner: str
     planned_bytes: int
+    """While serving; for an owner that is gone by then, the most of any phase."""
     held_bytes: int | None
     reason: str
+    phases: tuple[str, ...] = PHASES
+    peak_bytes: int | None = None
+    """The most that it ever held at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,46 +25,77 @@ class MemoryReport:
     """The table, and what it means in tokens."""
 
     rows: tuple[MemoryRow, ...]
+    """The largest first."""
     budget_bytes: int
     budget_reason: str
     kv_bytes_per_token: int
     kv_tokens: int
     max_model_len: int
+    phase_bytes: dict[str, int] = field(default_factory=dict)
+    """Planned bytes of each phase."""
+    measured_bytes: int | None = None
+    """What this engine took of its device, as the device says; None where nobody measured."""
+    entries: tuple[Entry, ...] = ()
+    """Every owner by its full path, in the order in which they were taken."""
 
     @property
     def planned_bytes(self) -> int:
-        return sum(row.planned_bytes for row in self.rows)
+        """While serving."""
+        return sum(row.planned_bytes for row in self.rows if "serve" in row.phases)
 
     @property
     def held_bytes(self) -> int:
         return sum(row.held_bytes or 0 for row in self.rows)
 
+    @property
+    def unaccounted_bytes(self) -> int | None:
+        """What the device says was taken and no owner holds; None where nobody measured."""
+        return None if self.measured_bytes is None else self.measured_bytes - self.held_bytes
+
     def as_dict(self) -> dict[str, object]:
         """The same for a program."""
-        totals: dict[str, object] = {"planned_bytes": self.planned_bytes, "held_bytes": self.held_bytes}
-        return asdict(self) | totals
+        fields = asdict(self)
+        del fields["entries"]
+        return fields | {
+            "planned_bytes": self.planned_bytes,
+            "held_bytes": self.held_bytes,
+            "unaccounted_bytes": self.unaccounted_bytes,
+        }
 
 
-def memory_report(plan: MemoryPlan, ledger: Ledger, page_tokens: int, max_model_len: int) -> MemoryReport:
-    """Hold the plan against the ledger, owner by owner (the first part of each path)."""
-    planned: dict[str, int] = {}
+def memory_report(
+    plan: MemoryPlan, ledger: Ledger, page_tokens: int, max_model_len: int, measured_bytes: int | None = None
+) -> MemoryReport:
+    """Hold the plan against the ledger, owner by owner (the first part of each path), and both against the device."""
+    planned: dict[str, dict[str, int]] = {}
     reasons: dict[str, str] = {}
-    for term in plan.terms:
-        owner = term.owner.partition("/")[0]
-        planned[owner] = planned.get(owner, 0) + term.num_bytes
-        reasons.setdefault(owner, term.reason)
-    planned[KV_OWNER] = plan.kv_bytes
+    for phase in reversed(PHASES):
+        for row in plan.table(phase).rows:
+            planned.setdefault(row.owner, {})[phase] = row.num_bytes
+            reasons.setdefault(row.owner, row.reason)
     reasons[KV_OWNER] = f"{plan.num_pages} pages of {page_tokens} tokens: {plan.pages_reason}"
-    held = ledger.group_bytes()
+    held, peaks = ledger.group_bytes(), ledger.group_peaks()
     unplanned = held.keys() - planned.keys()
     assert not unplanned, f"the ledger holds owners that no plan knows: {sorted(unplanned)}"
-    rows = [MemoryRow(owner, num_bytes, held.get(owner), reasons[owner]) for owner, num_bytes in planned.items()]
-    rows.sort(key=lambda row: -row.planned_bytes)
+    rows = [
+        MemoryRow(
+            owner,
+            by_phase.get("serve", max(by_phase.values())),
+            held.get(owner),
+            reasons[owner],
+            tuple(phase for phase in PHASES if phase in by_phase),
+            peaks.get(owner),
+        )
+        for owner, by_phase in planned.items()
+    ]
     return MemoryReport(
-        tuple(rows),
+        tuple(sorted(rows, key=lambda row: -row.planned_bytes)),
         plan.budget_bytes,
         plan.budget_reason,
         plan.page_bytes // page_tokens,
         plan.num_pages * page_tokens,
         max_model_len,
+        plan.phase_bytes,
+        measured_bytes,
+        tuple(ledger),
     )

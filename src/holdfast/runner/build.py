@@ -1,46 +1,53 @@
-"""Build a runner: settle, plan, load, allocate; the plan is made before the first weight is read."""
+"""Build a runner: settle, plan, load, allocate, lock, warm; the plan is made before the first weight is read."""
 
+import gc
+import os
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.attention.backend import AttentionSpec
-from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.select import CANDIDATES, BackendType, select_backend
-from holdfast.cache.spec import CacheSpec, uniform_cache
+from holdfast.attention.select import build_backend
+from holdfast.attention.spec import StepBounds
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.layers.mlp import GateBuffers
 from holdfast.loading.execute import load_weights
 from holdfast.loading.plan import LoadPlan, plan_load
 from holdfast.loading.source import OpenModel
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.planner import MemoryPlan, Term, plan_memory
+from holdfast.memory.planner import Term
+from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
+from holdfast.memory.workspace import Workspace
+from holdfast.models.activations import takes_few
+from holdfast.models.blueprint import spec_blueprint
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
-from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
-from holdfast.quant.formats import DTYPE_BYTES, bytes_for
-from holdfast.runner.batch_buffers import BatchBuffers, batch_terms
-from holdfast.runner.resolve import KV_IS_ASKED, Resolved, resolve
-from holdfast.runner.runner import LOGIT_ROWS_AT_ONCE, Runner
+from holdfast.runner.batch_buffers import BatchBuffers
+from holdfast.runner.device_target import choose_device, device_target
+from holdfast.runner.graph_terms import graph_sizes, mixed_sizes
+from holdfast.runner.graphs import StepGraphs
+from holdfast.runner.invariance import refuse_variant_products
+from holdfast.runner.plan import RunnerPlan, plan_runner
+from holdfast.runner.resolve import resolve
+from holdfast.runner.runner import Runner
 from holdfast.runner.sampler import Sampler
-from holdfast.runner.sampling_terms import sampling_terms
 
 log = get_logger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How keys and values are kept, and who attends to them."""
-
-    cache: CacheSpec
-    specs: tuple[AttentionSpec, ...]
-    backend: BackendType
+INVARIANT_ROWS = 16
+"""From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
+SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+"""How torch, the driver, cuBLAS and a CPU's allocator say it; not all of them have an exception of their own."""
+HELD_BY_PLAN = ("attention/", "rope/", "cuda context", "libraries", "allocator", "cuda graphs")
+"""Owners whose tensors are made by others than an arena, or by CUDA itself: they hold what the plan says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,185 +55,179 @@ class BuiltRunner:
     """A runner that is ready, and the account of how it came to be."""
 
     runner: Runner
-    resolved: Resolved
-    layout: Layout
-    plan: MemoryPlan
+    plan: RunnerPlan
     ledger: Ledger
+    profile: PhaseProfile
     load_seconds: float
+    release: Callable[[], None]
+    """Gives everything back; the runner cannot be used afterwards."""
 
 
 def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[int, int], None]) -> BuiltRunner:
     """Everything from a model's headers to a runner; `on_progress(done, total)` counts bytes read."""
-    resolved = resolve(config, model.spec)
-    load_plan = plan_load(model.parameters, model.source, resolved.dtype)
-    resolved, layout, plan = _plan(resolved, model.spec, load_plan)
-    if config.batch_invariant and layout.backend is not NativePagedAttention:
-        raise ConfigError(
-            "batch_invariant=True was asked",
-            f"{layout.backend.name} in {resolved.dtype} on {resolved.device} rounds differently in other company",
-            "run in float32 on a CPU with a C compiler, or leave it out",
-        )
-    for choice in resolved.choices:
+    device, device_reason = choose_device(config)
+    if config.batch_invariant and device != "cpu":
+        os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
+    target = device_target(device)
+    profile = PhaseProfile(torch.device(device))
+    blueprint = spec_blueprint(model.spec, model.path.name)
+    load_plan = plan_load(model.parameters, model.source, resolve(config, model.spec, target).dtype)
+    plan = plan_runner(config, blueprint, target, staging=_staging(load_plan, target.kind))
+    _refuse_variance(config, plan)
+    for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
-    log.info("attention=%s because it is the first that takes every layer", layout.backend.name)
+    log.info("device=%s because %s", device, device_reason)
+    assert plan.declaration is not None, f"{blueprint.name} has no attention to run"
+    log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
     ledger = Ledger()
-    start = time.monotonic()
-    weights = load_weights(load_plan, model.source, resolved.device, ledger, on_progress)
-    load_seconds = time.monotonic() - start
-    log.info("Model loading took %s memory and %.2f seconds", format_bytes(ledger.total_bytes), load_seconds)
-    runner = _assemble(model, resolved, layout, plan, ledger, weights)
-    num_tokens, max_len = plan.num_pages * layout.cache.page_tokens, resolved.limits.max_model_len
-    log.info("Available KV cache memory: %s", format_bytes(plan.kv_bytes))
+    build = _Build(config, model, plan, ledger, torch.device(device))
+    try:
+        start = time.monotonic()
+        build.load(load_plan, on_progress)
+        load_seconds = time.monotonic() - start
+        log.info("Model loading took %s memory and %.2f seconds", format_bytes(ledger.total_bytes), load_seconds)
+        profile.end("load")
+        runner = build.assemble()
+        build.capture(runner, config.enforce_eager)
+        profile.end("capture")
+    except BaseException as error:
+        # Frames that the error has left behind still name tensors, and somebody may keep the error.
+        traceback.clear_frames(error.__traceback__)
+        build.release()
+        _refuse_out_of_memory(error, plan)
+        raise
+    num_tokens, max_len = plan.kv_tokens, plan.resolved.limits.max_model_len
+    log.info("Available KV cache memory: %s", format_bytes(plan.memory.kv_bytes))
     log.info(
-        "KV cache size: %d tokens, Maximum concurrency for %d tokens per request: %.2fx",
+        "%s KV cache size: %d tokens, Maximum concurrency for %d tokens per request: %.2fx",
+        "CPU" if device == "cpu" else "GPU",
         num_tokens,
         max_len,
         num_tokens / max_len,
     )
-    return BuiltRunner(runner, resolved, layout, plan, ledger, load_seconds)
+    return BuiltRunner(runner, plan, ledger, profile, load_seconds, build.release)
 
 
-def _plan(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan) -> tuple[Resolved, Layout, MemoryPlan]:
-    """Pages for the longest context that fits; a context that was asked for fits or is refused."""
-    try:
-        return _plan_as_is(resolved, spec, load_plan)
-    except MemoryPlanError:
-        fitting = _longest_that_fits(resolved, spec, load_plan) if resolved.may_shorten else None
-        if fitting is None:
-            raise
-        return fitting
+class _Build:
+    """What has been taken so far, so that all of it can be given back wherever a start stops."""
+
+    def __init__(
+        self, config: EngineConfig, model: OpenModel, plan: RunnerPlan, ledger: Ledger, device: torch.device
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._plan = plan
+        self._ledger = ledger
+        self._device = device
+        self._weights: dict[str, torch.Tensor] = {}
+        self._releases: list[Callable[[], None]] = []
+
+    @property
+    def _least_rows(self) -> int:
+        """Rows that a step is padded to; where no step can have so many, all have as many as the largest."""
+        if not self._config.batch_invariant or self._device.type != "cuda":
+            return 1
+        return min(INVARIANT_ROWS, self._plan.resolved.limits.max_num_batched_tokens)
+
+    def load(self, load_plan: LoadPlan, on_progress: Callable[[int, int], None]) -> None:
+        self._weights = load_weights(load_plan, self._model.source, str(self._device), self._ledger, on_progress)
+        self._releases.append(self._weights.clear)
+        self._model.source.close()
+        if self._config.batch_invariant and self._device.type == "cuda":
+            most_rows = self._plan.resolved.limits.max_num_batched_tokens
+            refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
+            torch.cuda.empty_cache()
+
+    def assemble(self) -> Runner:
+        plan, spec, device, ledger = self._plan, self._model.spec, self._device, self._ledger
+        limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
+        assert cache is not None and declaration is not None, f"{plan.blueprint.name} cannot run"  # noqa: PT018
+        bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+        storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
+        self._releases.append(storage.release)
+        workspace = Workspace(plan.workspace, device, ledger)
+        self._releases.append(workspace.release)
+        invariant = self._config.batch_invariant
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        backend = build_backend(declaration, plan.attention_specs, storage, bounds, num_sms, invariant)
+        rotary, dtype = None, getattr(torch, plan.resolved.dtype)
+        if spec.rope is not None:
+            rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, device)
+        for term in plan.memory.terms:
+            if term.owner.startswith(HELD_BY_PLAN):
+                ledger.record(term.owner, term.num_bytes, term.reason)
+        is_few = takes_few(spec, plan.resolved.dtype, device.type) and not invariant
+        scratch = declaration.scratch(plan.attention_specs, bounds)
+        runner = Runner(
+            Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_few),
+            backend,
+            BatchBuffers(limits, device, ledger),
+            Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
+            limits,
+            plan.memory.num_pages,
+            spec.vocab_size,
+            frozenset(self._model.generation.eos_token_ids),
+            device,
+            self._least_rows,
+        )
+        self._releases.append(runner.close)
+        return runner
+
+    def capture(self, runner: Runner, enforce_eager: bool) -> None:
+        """Run every kernel once, and capture graphs unless nobody wants them; a CPU has nothing to warm."""
+        if self._device.type != "cuda":
+            return
+        limits, start = runner.limits, time.monotonic()
+        graphs = None
+        if not enforce_eager:
+            least = self._least_rows
+            decode = tuple(
+                max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+            )
+            mixed = mixed_sizes(limits.max_num_batched_tokens)
+            graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.max_num_seqs, least))
+        runner.warm(graphs, lambda done, total: None)
+        log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)
+
+    def release(self) -> None:
+        for give_back in reversed(self._releases):
+            give_back()
+        self._releases.clear()
+        for entry in tuple(self._ledger):
+            self._ledger.release(entry.owner)
+        gc.collect()
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):  # a device that has failed cannot even do this
+                torch.cuda.empty_cache()
 
 
-def _longest_that_fits(
-    resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan
-) -> tuple[Resolved, Layout, MemoryPlan] | None:
-    """By bisection: the pages of a sequence grow with the context, and so do tables by position."""
-    fitting = None
-    low, high = 1, resolved.limits.max_model_len - 1
-    while low <= high:
-        middle = (low + high) // 2
-        shorter = resolved.with_max_model_len(middle, "the longest context that fits the memory")
-        try:
-            fitting = _plan_as_is(shorter, spec, load_plan)
-        except MemoryPlanError:
-            high = middle - 1
-        else:
-            low = middle + 1
-    return fitting
+def _staging(load_plan: LoadPlan, device_kind: str) -> Term | None:
+    return next((term for term in load_plan.terms(device_kind) if term.owner == "staging"), None)
 
 
-def _plan_as_is(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan) -> tuple[Resolved, Layout, MemoryPlan]:
-    limits = resolved.limits
-    layout = _layout(resolved, spec)
-    cache = layout.cache
-    pages_per_seq = cache.pages_for(limits.max_model_len)
-    max_pages = limits.max_num_seqs * pages_per_seq
-    reasons = []
-    if resolved.max_kv_bytes is not None and resolved.max_kv_bytes // cache.bytes_per_page < max_pages:
-        max_pages = resolved.max_kv_bytes // cache.bytes_per_page
-        reasons = [resolved.max_kv_reason]
-        if max_pages < pages_per_seq:
-            if resolved.max_kv_reason == KV_IS_ASKED:
-                raise MemoryPlanError(
-                    f"kv_cache_memory of {format_bytes(resolved.max_kv_bytes)} was asked",
-                    f"one sequence of {limits.max_model_len} tokens takes "
-                    f"{format_bytes(pages_per_seq * cache.bytes_per_page)}",
-                    "raise kv_cache_memory or lower max_model_len",
-                )
-            max_pages = pages_per_seq
-    terms = _terms(resolved, spec, load_plan, layout)
-    plan = plan_memory(
-        resolved.budget_bytes,
-        resolved.budget_reason,
-        terms,
-        cache.bytes_per_page,
-        pages_per_seq,
-        max_pages,
-        *reasons,
+def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
+    name = plan.declaration.name if plan.declaration else ""
+    if config.batch_invariant and name not in ("native_paged", "triton_paged"):
+        raise ConfigError(
+            "batch_invariant=True was asked",
+            f"{name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
+            "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
+        )
+
+
+def _refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:
+    """Somebody else took the memory that the plan had found free: say so, with the plan."""
+    if isinstance(error, MemoryPlanError):
+        error.table = error.table or plan.memory.table("load")  # loading has said it in its own words
+    if not isinstance(error, RuntimeError) or not any(words in str(error) for words in OUT_OF_MEMORY):
+        return
+    terms = ", ".join(
+        f"{term.owner} {format_bytes(term.num_bytes)}" for term in plan.memory.terms if term.num_bytes >= 2**20
     )
-    return resolved, layout, plan
-
-
-def _layout(resolved: Resolved, spec: ModelSpec) -> Layout:
-    limits, dtype, device = resolved.limits, getattr(torch, resolved.dtype), torch.device(resolved.device)
-    cache = uniform_cache(spec.num_layers, resolved.kv_format, spec.num_kv_heads, spec.head_dim, limits.page_tokens)
-    scale = spec.head_dim**-0.5
-    specs = tuple(
-        AttentionSpec(layer, spec.num_heads, scale, spec.window(layer.layer), limits.max_model_len, dtype, device)
-        for layer in cache.layers
-    )
-    return Layout(cache, specs, select_backend(CANDIDATES, specs))
-
-
-def _terms(resolved: Resolved, spec: ModelSpec, load_plan: LoadPlan, layout: Layout) -> tuple[Term, ...]:
-    limits, width = resolved.limits, DTYPE_BYTES[resolved.dtype]
-    num_rows = limits.max_num_batched_tokens
-    attend_width = 2 * spec.qkv_size + 2 * spec.query_size
-    feed_width = 0 if spec.gated_mlp else 2 * spec.intermediate_size
-    terms = [
-        Term("weights", load_plan.final_bytes, f"{len(load_plan.parameter_bytes)} tensors in {resolved.dtype}"),
-        *batch_terms(limits),
-        *sampling_terms(max(limits.max_num_seqs, LOGIT_ROWS_AT_ONCE), spec.vocab_size),
-        Term(
-            "activations",
-            width * num_rows * (3 * spec.hidden_size + max(attend_width, feed_width)),
-            f"one layer's temporaries for {num_rows} rows",
-        ),
-        *(
-            Term(owner, bytes_for(resolved.dtype, shape), reason)
-            for owner, shape, reason in _gate_shapes(spec, num_rows)
-        ),
-        *layout.backend.terms(layout.specs),
-    ]
-    if spec.rope is not None:
-        rope_bytes = 2 * width * limits.max_model_len * spec.head_dim
-        terms.append(Term("rope/table", rope_bytes, "cos and sin by position"))
-    return tuple(terms)
-
-
-def _assemble(
-    model: OpenModel,
-    resolved: Resolved,
-    layout: Layout,
-    plan: MemoryPlan,
-    ledger: Ledger,
-    weights: dict[str, torch.Tensor],
-) -> Runner:
-    spec, limits = model.spec, resolved.limits
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-    storage = PageStorage(layout.cache, plan.num_pages, device, ledger)
-    backend = layout.backend(layout.specs, storage)
-    rotary = None
-    if spec.rope is not None:
-        rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, device)
-    for term in plan.terms:
-        if term.owner.startswith(("attention/", "rope/")):
-            ledger.record(term.owner, term.num_bytes, term.reason)
-    return Runner(
-        Decoder(spec, weights, backend, rotary, _gate_buffers(resolved, spec, ledger)),
-        BatchBuffers(limits, device, ledger),
-        Sampler(spec.vocab_size, device),
-        limits,
-        plan.num_pages,
-        spec.vocab_size,
-        frozenset(model.generation.eos_token_ids),
-    )
-
-
-def _gate_shapes(spec: ModelSpec, num_rows: int) -> tuple[tuple[str, tuple[int, int], str], ...]:
-    if not spec.gated_mlp:
-        return ()
-    reason = f"{num_rows} rows, one set for all layers"
-    return (
-        ("mlp/gate_up", (num_rows, 2 * spec.intermediate_size), reason),
-        ("mlp/gated", (num_rows, spec.intermediate_size), reason),
-    )
-
-
-def _gate_buffers(resolved: Resolved, spec: ModelSpec, ledger: Ledger) -> GateBuffers | None:
-    buffers = []
-    for owner, shape, reason in _gate_shapes(spec, resolved.limits.max_num_batched_tokens):
-        buffer = torch.empty(shape, dtype=getattr(torch, resolved.dtype), device=resolved.device)
-        ledger.record(owner, buffer.nbytes, reason)
-        buffers.append(buffer)
-    return GateBuffers(*buffers) if buffers else None
+    raise MemoryPlanError(
+        f"the plan takes {format_bytes(plan.memory.peak_bytes)} of {plan.target.name} "
+        f"({terms}, kv pages {format_bytes(plan.memory.kv_bytes)})",
+        f"{format_bytes(plan.target.available_bytes)} were free when it was made, and the device ran out on the way",
+        "see who else uses the device, and start again or lower memory_utilization",
+        plan.memory.table("serve"),
+    ) from error

@@ -43,9 +43,7 @@ def choose_wide(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: 
     if not params.any_top_p:
         return draw_(weight_RV, params.uniform)
     needed_R1 = nucleus_weight(weight_RV.sum(dim=1, keepdim=True), params.top_p)
-    if distance_RV.device.type == "cpu":
-        return _choose_looking(distance_RV, weight_RV, needed_R1, params.uniform, vocabulary_V)
-    return _choose_nucleus(key_RV, weight_RV, needed_R1, params.uniform)
+    return _choose_looking(distance_RV, weight_RV, needed_R1, params.uniform, vocabulary_V)
 
 
 def _choose_nucleus(
@@ -62,7 +60,7 @@ def _choose_looking(
     uniform_R1: torch.Tensor,
     vocabulary_V: torch.Tensor,
 ) -> torch.Tensor:
-    """The same choice where the host may look at numbers at no cost: most nuclei are small, and then candidates do."""
+    """The same choice by a look at the numbers: most nuclei are small, and then candidates do."""
     _, ids_RK = nearest(distance_RV, vocabulary_V, min(MAX_NARROW_TOP_K, len(vocabulary_V)))
     weight_RK = weight_RV.gather(1, ids_RK)
     running_RK = weight_RK.cumsum(dim=1)

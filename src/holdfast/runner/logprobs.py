@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from holdfast.kernels.logprob_rows import FIXED_COLUMNS
 from holdfast.runner.candidates import nearest
 from holdfast.runner.result import TokenLogprobs
 from holdfast.runner.token_weights import WEIGHT_BITS, distances_, weights
@@ -11,8 +12,6 @@ from holdfast.runner.token_weights import WEIGHT_BITS, distances_, weights
 # R rows of a block, V vocabulary, K likeliest tokens
 
 _UNIT = 2.0**-WEIGHT_BITS
-FIXED_COLUMNS = 4
-"""Before the K token ids and K distances: can be chosen from, total weight, the token's distance, its rank."""
 
 
 def logprob_columns(

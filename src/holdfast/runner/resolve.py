@@ -1,16 +1,16 @@
-"""From what was asked to what will be done: device, types, limits and budget, each with its reason."""
+"""From what was asked to what will be done: types, limits and budget, each with its reason; no torch."""
 
 import dataclasses
 from dataclasses import dataclass
-
-import torch
+from typing import NamedTuple
 
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import ConfigError
-from holdfast.memory.host import available_host_bytes
 from holdfast.memory.sizes import format_bytes, parse_bytes
+from holdfast.models.blueprint import Blueprint
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KV_FORMATS, KVFormat
+from holdfast.runner.target import Target
 
 CPU_KV_BYTES = 1024**3
 KV_IS_ASKED = "kv_cache_memory"
@@ -20,8 +20,7 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """One setting that was left open, what it became, and why."""
 
     name: str
@@ -53,20 +52,18 @@ class Resolved:
         return dataclasses.replace(self, limits=limits, choices=(*kept, choice))
 
 
-def resolve(config: EngineConfig, spec: ModelSpec) -> Resolved:
-    """Settle every open setting."""
+def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) -> Resolved:
+    """Settle every open setting for a device that is settled already."""
     choices: list[Choice] = []
-    device = _device(config, choices)
-    kind = device.partition(":")[0]
-    dtype = _dtype(config, spec, kind, choices)
+    dtype = _dtype(config, model, target.kind, choices)
     kv_name = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
     if config.kv_cache_dtype == "auto":
         choices.append(Choice("kv_cache_dtype", kv_name, "the same as dtype"))
-    limits = _limits(config, spec, kind, choices)
-    budget_bytes, budget_reason, max_kv_bytes = _budget(config, device, kind)
+    limits = _limits(config, model, target.kind, choices)
+    budget_bytes, budget_reason, max_kv_bytes = _budget(config, target)
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
     return Resolved(
-        device,
+        target.name,
         dtype,
         KV_FORMATS[kv_name],
         limits,
@@ -79,48 +76,33 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Resolved:
     )
 
 
-def _device(config: EngineConfig, choices: list[Choice]) -> str:
-    if config.device == "auto":
-        device, reason = ("cuda:0", "a GPU is there") if torch.cuda.is_available() else ("cpu", "no GPU is there")
-        choices.append(Choice("device", device, reason))
-        return device
-    if config.device == "cpu":
-        return "cpu"
-    index = int(config.device.partition(":")[2] or 0)
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index >= num_devices:
-        raise ConfigError(
-            f"device={config.device!r} was asked", f"torch sees {num_devices} CUDA devices here", "try device='auto'"
-        )
-    return f"cuda:{index}"
-
-
-def _dtype(config: EngineConfig, spec: ModelSpec, kind: str, choices: list[Choice]) -> str:
+def _dtype(config: EngineConfig, model: Blueprint | ModelSpec, kind: str, choices: list[Choice]) -> str:
     if config.dtype != "auto":
         return config.dtype
     if kind == "cpu":
         dtype, reason = "float32", "the fastest exact type on a CPU"
-    elif spec.checkpoint_dtype in ("float16", "bfloat16"):
-        dtype, reason = spec.checkpoint_dtype, "the checkpoint's own"
+    elif model.checkpoint_dtype in ("float16", "bfloat16"):
+        dtype, reason = model.checkpoint_dtype, "the checkpoint's own"
     else:
-        dtype, reason = "bfloat16", f"the checkpoint is {spec.checkpoint_dtype}, and half of that serves on a GPU"
+        dtype, reason = "bfloat16", f"the checkpoint is {model.checkpoint_dtype}, and half of that serves on a GPU"
     choices.append(Choice("dtype", dtype, reason))
     return dtype
 
 
-def _limits(config: EngineConfig, spec: ModelSpec, kind: str, choices: list[Choice]) -> Limits:
-    max_model_len = config.max_model_len
+def _limits(config: EngineConfig, model: Blueprint | ModelSpec, kind: str, choices: list[Choice]) -> Limits:
+    max_model_len, longest = config.max_model_len, model.max_position
+    has_learned = model.rope is None if isinstance(model, ModelSpec) else model.has_learned_positions
     if max_model_len is None:
-        max_model_len = spec.max_position
+        max_model_len = longest
         choices.append(Choice("max_model_len", str(max_model_len), "what the model was made for"))
-    elif spec.rope is None and max_model_len > spec.max_position:
+    elif has_learned and max_model_len > longest:
         raise ConfigError(
             f"max_model_len={max_model_len} was asked",
-            f"the model has learned {spec.max_position} positions",
-            f"ask for at most {spec.max_position}",
+            f"the model has learned {longest} positions",
+            f"ask for at most {longest}",
         )
-    elif max_model_len > spec.max_position:
-        choices.append(Choice("max_model_len", str(max_model_len), f"asked, beyond the model's {spec.max_position}"))
+    elif max_model_len > longest:
+        choices.append(Choice("max_model_len", str(max_model_len), f"asked, beyond the model's {longest}"))
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
     max_num_batched_tokens = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[kind]
     return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, config.page_tokens)
@@ -134,23 +116,35 @@ def _max_kv_reason(config: EngineConfig, max_kv_bytes: int | None) -> str:
     return f"{format_bytes(max_kv_bytes)} on a CPU, unless an option asks for more"
 
 
-def _budget(config: EngineConfig, device: str, kind: str) -> tuple[int, str, int | None]:
+def _budget(config: EngineConfig, target: Target) -> tuple[int, str, int | None]:
     """Bytes for everything, why, and a bound on KV pages alone."""
     max_kv_bytes = (
         parse_bytes(config.kv_cache_memory, "kv_cache_memory") if config.kv_cache_memory is not None else None
     )
+    share = config.memory_utilization or DEFAULT_UTILIZATION
+    if target.kind == "cuda":
+        wanted, reason = (
+            int(target.total_bytes * share),
+            f"{share:.0%} of the device's {format_bytes(target.total_bytes)}",
+        )
+        if config.memory_limit is not None:
+            wanted, reason = parse_bytes(config.memory_limit, "memory_limit"), "memory_limit"
+        if wanted <= target.available_bytes:
+            return wanted, reason, max_kv_bytes
+        return target.available_bytes, _bounded_reason(target, reason), max_kv_bytes
     if config.memory_limit is not None:
         return parse_bytes(config.memory_limit, "memory_limit"), "memory_limit", max_kv_bytes
-    if kind == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(torch.device(device))
-        share = config.memory_utilization or DEFAULT_UTILIZATION
-        wanted = int(total_bytes * share)
-        if wanted <= free_bytes:
-            return wanted, f"{share:.0%} of the device's {format_bytes(total_bytes)}", max_kv_bytes
-        return free_bytes, f"what others leave free of the device's {format_bytes(total_bytes)}", max_kv_bytes
-    available = available_host_bytes()
-    if config.memory_utilization is not None:
-        reason = f"{config.memory_utilization:.0%} of {format_bytes(available)} available"
-        return int(available * config.memory_utilization), reason, max_kv_bytes
-    reason = f"{DEFAULT_UTILIZATION:.0%} of {format_bytes(available)} available"
-    return int(available * DEFAULT_UTILIZATION), reason, max_kv_bytes if max_kv_bytes is not None else CPU_KV_BYTES
+    budget_bytes, reason = (
+        int(target.available_bytes * share),
+        f"{share:.0%} of {format_bytes(target.available_bytes)} available",
+    )
+    if config.memory_utilization is None and max_kv_bytes is None:
+        max_kv_bytes = CPU_KV_BYTES
+    return budget_bytes, reason, max_kv_bytes
+
+
+def _bounded_reason(target: Target, wanted: str) -> str:
+    if target.held_by_others_bytes == 0:
+        return f"all of the device's {format_bytes(target.total_bytes)}, less than {wanted}"
+    held, total = format_bytes(target.held_by_others_bytes), format_bytes(target.total_bytes)
+    return f"what others leave: they hold {held} of the device's {total}"

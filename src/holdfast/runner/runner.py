@@ -1,18 +1,25 @@
-"""Runner: one step on one device: rows, model, logits, chosen tokens."""
+"""Runner: one step on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
-import numpy as np
 import torch
 
+from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.batch import Batch
 from holdfast.config import Limits
 from holdfast.models.decoder import Decoder
-from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.batch_buffers import BatchBuffers
+from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.result import SequenceResult, StepResult, TokenLogprobs
 from holdfast.runner.sampler import Sampler
-from holdfast.runner.sampling_batch import to_device
+from holdfast.runner.sampling_batch import SequenceSample
 
 LOGIT_ROWS_AT_ONCE = 64
 """Prompt log-probabilities take logits of every prompt row; they are computed this many rows at a time."""
@@ -33,47 +40,128 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
+        backend: AttentionBackend[Any],
         buffers: BatchBuffers,
         sampler: Sampler,
         limits: Limits,
         num_pages: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        device: torch.device,
+        min_rows: int = 1,
     ) -> None:
+        """`min_rows`: smaller steps are padded to it, where products of fewer rows round differently."""
         self.limits = limits
         self.num_pages = num_pages
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._decoder = decoder
+        self._backend = backend
         self._buffers = buffers
         self._sampler = sampler
+        self._device = device
+        self._min_rows = min_rows
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._graphs: StepGraphs | None = None
+        self._made_up_ids = count(-1, -1)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run one step."""
-        logit_rows, wanted = _wanted_rows(step)
-        hidden_RH = self._decoder.hidden(self._buffers.fill(step, logit_rows))
-        prompt_logprobs = [
+        with self._on_stream():
+            logit_rows, wanted = _wanted_rows(step)
+            if any(rows.num_prompt for rows in wanted):
+                return self._with_prompt_logprobs(step, logit_rows, wanted)
+            samples = iter(self._samples(step, logit_rows))
+        results = []
+        for rows in wanted:
+            token_id, logprobs = next(samples) if rows.sample is not None else (None, None)
+            results.append(SequenceResult(token_id, logprobs, ()))
+        return StepResult(tuple(results))
+
+    @torch.inference_mode()
+    def warm(self, graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
+        """Run every kernel once, so that nothing is compiled afterwards; and capture the graphs."""
+        with self._on_stream():
+            most = self.limits.max_num_batched_tokens
+            for num_rows in sorted({min(2, most), most}, reverse=True):
+                step, logit_rows = self._made_up_step(num_rows)
+                batch = self._fill(step, logit_rows)
+                logits_RV = self._decoder.step_logits(batch, self._backend.plan(batch))
+            for num_rows in (1, min(2, most), self._min_rows):
+                batch = self._buffers.fill(Step(()), [], num_rows)
+                logits_RV = self._decoder.step_logits(batch, self._backend.plan(batch, captured=True))
+            self._sampler.warm(logits_RV)
+        if graphs is not None and self._stream is not None:
+            with self._on_stream():
+                batches = {}
+
+                def run(size: int, is_decode: bool) -> torch.Tensor:
+                    if (size, is_decode) not in batches:
+                        batches.clear()
+                        batch = self._capture_batch(size, is_decode, graphs)
+                        batches[size, is_decode] = batch, self._backend.plan(batch, captured=True)
+                    logits_RV = self._decoder.step_logits(*batches[size, is_decode])
+                    self._sampler.find_likeliest(logits_RV)
+                    return logits_RV
+
+                graphs.capture(run, self._stream, on_progress)
+                self._stream.synchronize()
+            self._graphs = graphs
+
+    def close(self) -> None:
+        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None
+        for name in ("_decoder", "_backend", "_buffers", "_sampler"):
+            vars(self).pop(name, None)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _fill(self, step: Step, logit_rows: list[int]) -> Batch:
+        """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
+        num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
+        return self._buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0)
+
+    def _samples(self, step: Step, logit_rows: list[int]) -> SequenceABC[SequenceSample]:
+        """Run the model for a step that wants one row of each sequence that samples, and choose."""
+        num_rows, num_logits = step.num_tokens, len(logit_rows)
+        is_decode = num_logits == num_rows == len(step.scheduled)
+        size = self._graphs.size_for(num_rows, num_logits, is_decode) if self._graphs is not None else None
+        sequences = [item.sequence for item in step.sampling()]
+        if self._graphs is None or size is None:
+            batch = self._fill(step, logit_rows)
+            plan = self._backend.plan(batch)
+            if not logit_rows:
+                self._decoder.hidden(batch, plan)
+                return []
+            logits_SV = self._decoder.step_logits(batch, plan)[:num_logits]
+            return self._sampler.sample(logits_SV, sequences, self.eos_token_ids)
+        batch = self._buffers.fill(step, logit_rows, size, self._graphs.logit_rows(size, is_decode))
+        self._backend.plan(batch, captured=True)
+        logits_RV = self._graphs.replay(size, is_decode)
+        if not logit_rows:
+            return []
+        likeliest_S = self._sampler.likeliest_S[:num_logits]
+        return self._sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, likeliest_S)
+
+    def _with_prompt_logprobs(self, step: Step, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
+        batch = self._fill(step, logit_rows)
+        hidden_RH = self._decoder.hidden(batch, self._backend.plan(batch))
+        prompts = [
             self._prompt_logprobs(item, rows, hidden_RH) if rows.num_prompt else ()
             for item, rows in zip(step.scheduled, wanted, strict=True)
         ]
-        samples = iter(self._samples(step, wanted, hidden_RH))
         results = []
-        for rows, prompt in zip(wanted, prompt_logprobs, strict=True):
-            token_id, logprobs = next(samples) if rows.sample is not None else (None, None)
+        for item, rows, prompt in zip(step.scheduled, wanted, prompts, strict=True):
+            token_id, logprobs = None, None
+            if rows.sample is not None:
+                logits_1V = self._decoder.logits(hidden_RH[rows.sample : rows.sample + 1])
+                ((token_id, logprobs),) = self._sampler.sample(logits_1V, [item.sequence], self.eos_token_ids)
             results.append(SequenceResult(token_id, logprobs, prompt))
         return StepResult(tuple(results))
-
-    def _samples(
-        self, step: Step, wanted: list[_WantedRows], hidden_RH: torch.Tensor
-    ) -> SequenceABC[tuple[int, TokenLogprobs | None]]:
-        sample_rows = [rows.sample for rows in wanted if rows.sample is not None]
-        if not sample_rows:
-            return []
-        if len(sample_rows) != hidden_RH.shape[0]:
-            hidden_RH = hidden_RH.index_select(0, to_device(np.array(sample_rows), hidden_RH.device))
-        sequences = [item.sequence for item in step.sampling()]
-        return self._sampler.sample(self._decoder.logits(hidden_RH), sequences, self.eos_token_ids)
 
     def _prompt_logprobs(
         self, item: ScheduledSequence, rows: _WantedRows, hidden_RH: torch.Tensor
@@ -89,6 +177,27 @@ class Runner:
             targets = item.sequence.token_ids[target_start : target_start + count]
             logprobs.extend(self._sampler.prompt_logprobs(logits_TV, targets, num_top))
         return tuple(logprobs)
+
+    def _capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
+        """A step of this shape: padding alone, or a made-up prompt whose last rows are wanted."""
+        if is_decode:
+            return self._buffers.fill(Step(()), [], size)
+        step, logit_rows = self._made_up_step(size)
+        return self._buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode))
+
+    def _made_up_step(self, num_rows: int) -> tuple[Step, list[int]]:
+        """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
+        longest = self.limits.max_model_len
+        items, logit_rows, row = [], [], 0
+        while row < num_rows and len(items) < self.limits.max_num_seqs:
+            length = min(longest, num_rows - row)
+            sequence = Sequence(next(self._made_up_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
+            sequence.pages = list(range(-(-length // self.limits.page_tokens)))
+            items.append(ScheduledSequence(sequence, 0, length))
+            row += length
+            if len(logit_rows) < num_rows - 1:
+                logit_rows.append(row - 1)
+        return Step(tuple(items)), logit_rows
 
 
 def _wanted_rows(step: Step) -> tuple[list[int], list[_WantedRows]]:

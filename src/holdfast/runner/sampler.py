@@ -1,4 +1,4 @@
-"""Sampler: from logits to chosen tokens and log-probabilities, on the device, with one copy to the host at the end.
+"""Sampler: from logits to chosen tokens and log-probabilities, on the device, with one wait for the results at the end.
 
 The order of operations is the one that vLLM's users know:
 
@@ -11,165 +11,82 @@ then looked up among the weights that are left, in the order of the vocabulary. 
 gives the same token and the same log-probabilities to the bit alone, in any company and in any place.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from holdfast.memory.ledger import Ledger
+from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.choices import choose_narrow, choose_unfiltered, choose_wide
-from holdfast.runner.logit_edits import edit_logits
-from holdfast.runner.logprobs import FIXED_COLUMNS, logprob_columns, read_logprobs
-from holdfast.runner.result import NO_TOKEN, TokenLogprobs
-from holdfast.runner.sampling_batch import RowParameters, SamplingBatch, is_edited, to_device
-from holdfast.runner.sampling_terms import rows_per_block
-from holdfast.runner.token_weights import distances_
+from holdfast.runner.device_sampler import DeviceSampler
+from holdfast.runner.host_sampler import HostSampler
+from holdfast.runner.result import TokenLogprobs
+from holdfast.runner.sampling_batch import SequenceSample
 
-# S sequences, T prompt positions, V vocabulary, R rows of a block, K candidates
+# S sequences, T prompt positions, V vocabulary
 
-
-class SequenceSample(NamedTuple):
-    """What was chosen for one sequence."""
-
-    token_id: int
-    """Or NO_TOKEN, where the logits hold NaN or rule every token out."""
-    logprobs: TokenLogprobs | None
-    """Where the request asked and a token was chosen."""
+_EVERY_EDIT = SamplingParams(
+    repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}, min_tokens=9, stop_token_ids=(0,), logprobs=1
+)
 
 
 class Sampler:
-    """Chooses tokens. It keeps nothing from one step to the next."""
+    """Chooses tokens for up to `max_rows` sequences at once.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    Logits are float32 and may be a view of a larger buffer whose rows lie side by side. On a GPU nothing is allocated after
+    construction, and nothing compiled after `warm` as long as the logits begin at a multiple of 16 bytes.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._rows_per_block = rows_per_block(vocab_size)
-        self._vocabulary_V = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._has_kernels = device.type != "cpu"
+        self._chooser = (
+            DeviceSampler(vocab_size, device, max_rows, ledger)
+            if self._has_kernels
+            else HostSampler(vocab_size, max_rows)
+        )
+        self.likeliest_S = self._chooser.likeliest_S
+        """int64, at least `max_rows` long, and always in the same place."""
+
+    def warm(self, logits_SV: torch.Tensor) -> None:
+        """Compile every kernel for logits that lie like these; their values do not matter."""
+        if not self._has_kernels:
+            return
+        for params in (SamplingParams(top_k=1), _EVERY_EDIT):
+            self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
+        self.prompt_logprobs(logits_SV[:1], [0], 1)
+
+    def find_likeliest(self, logits_SV: torch.Tensor) -> None:
+        """The likeliest token of each row into the first places of `likeliest_S`; a CUDA graph may capture this."""
+        self._chooser.find_likeliest(logits_SV)
+
+    def read_greedy(self, num_rows: int) -> list[SequenceSample]:
+        """What `find_likeliest` has left for the first rows, where every sequence takes the likeliest token."""
+        return self._chooser.read_greedy(num_rows)
 
     def sample(
-        self, logits_SV: torch.Tensor, sequences: SequenceABC[Sequence], eos_token_ids: frozenset[int]
+        self,
+        logits_SV: torch.Tensor,
+        sequences: SequenceABC[Sequence],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
     ) -> list[SequenceSample]:
-        """One token for each sequence; row i of the float32 logits follows everything in sequences[i].token_ids."""
-        assert logits_SV.shape == (len(sequences), self._vocab_size), (
-            f"logits are {tuple(logits_SV.shape)} for {len(sequences)} sequences and {self._vocab_size=}"
-        )
-        assert logits_SV.dtype == torch.float32, f"{logits_SV.dtype=} must be float32"
-        if not sequences:
-            return []
-        batch = SamplingBatch.of(sequences, self._vocab_size)
-        chosen_S = self.choose(logits_SV, sequences, eos_token_ids, batch)
-        if not batch.logprobs:
-            return [SequenceSample(token_id, None) for token_id in chosen_S.tolist()]
-        return _read(self.measure(logits_SV, chosen_S, batch), sequences)
+        """One token for each sequence; row i of the float32 logits follows everything in sequences[i].token_ids.
+
+        `chosen_by_graph` holds what `find_likeliest` would find, where a graph has found it already.
+        """
+        self._check(logits_SV, len(sequences), "sequences")
+        return self._chooser.sample(logits_SV, sequences, eos_token_ids, chosen_by_graph) if sequences else []
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
         """Of target_ids[i] where row i of the float32 logits predicts it."""
-        assert logits_TV.shape == (len(target_ids), self._vocab_size), (
-            f"logits are {tuple(logits_TV.shape)} for {len(target_ids)} targets and {self._vocab_size=}"
+        self._check(logits_TV, len(target_ids), "targets")
+        return self._chooser.prompt_logprobs(logits_TV, target_ids, num_top) if target_ids else []
+
+    def _check(self, logits_XV: torch.Tensor, num_rows: int, name: str) -> None:
+        assert logits_XV.shape == (num_rows, self._vocab_size), (
+            f"logits are {tuple(logits_XV.shape)} for {num_rows} {name} and {self._vocab_size=}"
         )
-        assert logits_TV.dtype == torch.float32, f"{logits_TV.dtype=} must be float32"
-        if not target_ids:
-            return []
-        targets_T1 = to_device(np.array(target_ids, dtype=np.int64), self._device).unsqueeze(1)
-        num_top = min(num_top, self._vocab_size)
-        blocks = [
-            logprob_columns(logits_RV.clone(), targets_R1, self._vocabulary_V, num_top)
-            for logits_RV, targets_R1 in zip(
-                logits_TV.split(self._rows_per_block), targets_T1.split(self._rows_per_block), strict=True
-            )
-        ]
-        rows = torch.cat(blocks).tolist()
-        return [read_logprobs(token_id, row, num_top) for token_id, row in zip(target_ids, rows, strict=True)]
-
-    def choose(
-        self,
-        logits_SV: torch.Tensor,
-        sequences: SequenceABC[Sequence],
-        eos_token_ids: frozenset[int],
-        batch: SamplingBatch,
-    ) -> torch.Tensor:
-        """int64 [S]: token ids or NO_TOKEN, without waiting for the device; the logits stay as they are."""
-        likeliest_S = _likeliest(logits_SV)
-        if batch.is_plain:
-            return likeliest_S
-        chosen_S = likeliest_S.clone()
-        for rows in self._blocks(batch.edited_greedy):
-            rows_R = to_device(np.array(rows, dtype=np.int64), self._device)
-            logits_RV = self._edited(logits_SV, rows, rows_R, sequences, eos_token_ids)
-            chosen_S.index_copy_(0, rows_R, _likeliest(logits_RV))
-            del logits_RV
-        for kind, choose_tokens in (
-            (batch.unfiltered, choose_unfiltered),
-            (batch.narrow, choose_narrow),
-            (batch.wide, choose_wide),
-        ):
-            for rows in self._blocks(kind):
-                params = RowParameters.of(rows, sequences, self._vocab_size, self._device)
-                logits_RV = self._edited(logits_SV, rows, params.rows, sequences, eos_token_ids)
-                distance_RV, choosable_R1 = distances_(logits_RV)
-                chosen_R1 = torch.where(choosable_R1, choose_tokens(distance_RV, params, self._vocabulary_V), NO_TOKEN)
-                chosen_S.index_copy_(0, params.rows, chosen_R1.squeeze(1))
-                del logits_RV, distance_RV  # the next block takes its memory before these names are bound again
-        # A ban may hide the only NaN of a row, so the raw logits have the last word.
-        return torch.where(likeliest_S == NO_TOKEN, NO_TOKEN, chosen_S)
-
-    def measure(self, logits_SV: torch.Tensor, chosen_S: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """float64 [S, 1 + columns of logprob_columns]: token ids, and numbers from raw logits where somebody asked."""
-        columns_SC = logits_SV.new_zeros((batch.num_rows, 1 + FIXED_COLUMNS + 2 * batch.num_top), dtype=torch.float64)
-        columns_SC[:, 0] = chosen_S
-        for rows in self._blocks(batch.logprobs):
-            rows_R = to_device(np.array(rows, dtype=np.int64), self._device)
-            chosen_R1 = chosen_S.index_select(0, rows_R).clamp_(min=0).unsqueeze(1)
-            columns_SC[:, 1:].index_copy_(
-                0,
-                rows_R,
-                logprob_columns(logits_SV.index_select(0, rows_R), chosen_R1, self._vocabulary_V, batch.num_top),
-            )
-        return columns_SC
-
-    def _blocks(self, rows: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        for start in range(0, len(rows), self._rows_per_block):
-            yield rows[start : start + self._rows_per_block]
-
-    def _edited(
-        self,
-        logits_SV: torch.Tensor,
-        rows: tuple[int, ...],
-        rows_R: torch.Tensor,
-        sequences: SequenceABC[Sequence],
-        eos_token_ids: frozenset[int],
-    ) -> torch.Tensor:
-        """A block's own copy of its logits, with every change that its sequences ask for."""
-        logits_RV = logits_SV.index_select(0, rows_R)
-        block = [sequences[row] for row in rows]
-        if any(is_edited(sequence) for sequence in block):
-            edit_logits(logits_RV, block, eos_token_ids)
-        return logits_RV
-
-
-def _likeliest(logits_SV: torch.Tensor) -> torch.Tensor:
-    """int64 [S]: the id of a row's largest logit, the smallest among equals; NO_TOKEN where there is none."""
-    if logits_SV.device.type != "cpu":
-        logit_S, ids_S = logits_SV.max(dim=1)  # NaN counts as the largest
-        return torch.where(logit_S > -torch.inf, ids_S, NO_TOKEN)
-    # On CPU torch takes three to ten times longer to find an index, and this is all that greedy sampling does.
-    logits = logits_SV.numpy()
-    ids = logits.argmax(axis=1)
-    ids[~(logits[np.arange(len(ids)), ids] > -np.inf)] = NO_TOKEN
-    return torch.from_numpy(ids)
-
-
-def _read(columns_SC: torch.Tensor, sequences: SequenceABC[Sequence]) -> list[SequenceSample]:
-    """Rows of (token id, columns of logprob_columns), in one copy to the host."""
-    samples = []
-    for sequence, (number, *row) in zip(sequences, columns_SC.tolist(), strict=True):
-        token_id, num_top = int(number), sequence.params.logprobs
-        if num_top is None or token_id == NO_TOKEN:
-            samples.append(SequenceSample(token_id, None))
-        else:
-            samples.append(SequenceSample(token_id, read_logprobs(token_id, row, num_top)))
-    return samples
+        assert logits_XV.dtype == torch.float32, f"{logits_XV.dtype=} must be float32"

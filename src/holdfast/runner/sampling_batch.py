@@ -1,13 +1,16 @@
-"""The rows of one step, sorted by the work that each needs, and their parameters as tensors."""
+"""The rows of one step: sorted by the work that each needs on a CPU, and their parameters as tensors or as a table."""
 
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from holdfast.kernels.logit_chunks import LogitRow
 from holdfast.request.sequence import Sequence
 from holdfast.runner.random_numbers import uniform
+from holdfast.runner.result import TokenLogprobs
 from holdfast.runner.sampling_terms import MAX_NARROW_TOP_K
 
 # R rows of a block
@@ -16,9 +19,18 @@ LEAST_TEMPERATURE = 1e-30
 """Taken for anything smaller above 0: float32 would round that to 0, and 0 / 0 is not a number."""
 
 
+class SequenceSample(NamedTuple):
+    """What was chosen for one sequence."""
+
+    token_id: int
+    """Or NO_TOKEN, where the logits hold NaN or rule every token out."""
+    logprobs: TokenLogprobs | None
+    """Where the request asked and a token was chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Rows by kind. A row is of one kind whatever its neighbours are, and every kind chooses by the same rule."""
+    """Rows by kind, as a CPU takes them. A row is of one kind whatever its neighbours are, and every kind chooses by the same rule."""
 
     num_rows: int
     edited_greedy: tuple[int, ...]
@@ -67,7 +79,7 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """Of a block of random rows, on the device: rows is [R], the others [R, 1]. Who filters at all is known on the host."""
+    """Of a block of random rows on a CPU: rows is [R], the others [R, 1]."""
 
     rows: torch.Tensor
     negative_temperature: torch.Tensor
@@ -81,12 +93,9 @@ class RowParameters:
     """0 where nobody has one."""
 
     @classmethod
-    def of(
-        cls, rows: tuple[int, ...], sequences: SequenceABC[Sequence], vocab_size: int, device: torch.device
-    ) -> "RowParameters":
-        """One copy to the device: whole numbers of this size are exact in float64."""
+    def of(cls, rows: tuple[int, ...], sequences: SequenceABC[Sequence], vocab_size: int) -> "RowParameters":
         table = np.array([_row(row, sequences[row], vocab_size) for row in rows], dtype=np.float64)
-        table_PR1 = to_device(np.ascontiguousarray(table.T), device).unsqueeze(-1)
+        table_PR1 = torch.from_numpy(np.ascontiguousarray(table.T)).unsqueeze(-1)
         top_k = table[:, 4]
         return cls(
             rows=table_PR1[0, :, 0].to(torch.int64),
@@ -107,12 +116,27 @@ def is_edited(sequence: Sequence) -> bool:
     return params.has_penalties or bool(params.logit_bias) or params.min_tokens > sequence.num_output_tokens
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for: a pageable one would stop the host until the device has caught up."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+def is_plain(sequence: Sequence) -> bool:
+    """Does the sequence just take the likeliest token of its raw logits, and ask nothing more?"""
+    params = sequence.params
+    return params.temperature == 0.0 and params.logprobs is None and not is_edited(sequence)
+
+
+def logit_row(sequence: Sequence, source: int, target: int, vocab_size: int) -> tuple[float, ...]:
+    """The fields of a LogitRow: what kernels need to know of a sequence to choose a token for it."""
+    params = sequence.params
+    if params.temperature == 0.0:
+        return LogitRow(source, target)
+    return (
+        source,
+        target,
+        -max(params.temperature, LEAST_TEMPERATURE),
+        params.min_p,
+        params.top_p,
+        params.top_k if params.top_k < vocab_size else 0,
+        uniform(sequence.seed, len(sequence.token_ids)),
+        0.0,
+    )
 
 
 def _row(row: int, sequence: Sequence, vocab_size: int) -> tuple[float, ...]:

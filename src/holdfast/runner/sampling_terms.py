@@ -1,19 +1,31 @@
-"""Bytes of logits and of everything that sampling holds, from shapes; no torch.
+"""Bytes of everything that sampling holds, from shapes; no torch.
 
-Sampling works on blocks of rows, so that what it needs beside the logits does not grow with the number of sequences.
+On a CPU these are temporaries of a step, in blocks of rows, so that they do not grow with the number of sequences. On a GPU
+they are buffers that are taken once: kernels leave no temporaries, and only rows whose logits are edited are copied, a
+block at a time.
 """
 
-from holdfast.memory.planner import Term
+from holdfast.kernels.logit_chunks import EDITS_PER_PROGRAM, MAX_ROWS, NUM_FIELDS, scratch_specs
+from holdfast.memory.planner import PAGE_PHASES, Term
+from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.request.sampling_params import MAX_LOGPROBS
 
 BLOCK_ELEMENTS = 2**22
-"""Most logits in a block of rows; a row that is longer is a block of its own."""
+"""Most logits in a block of rows on a CPU; a row that is longer is a block of its own."""
 EDIT_ENTRIES = 2**16
-"""Most single logits that are penalised, biased or banned at once."""
+"""Most single logits that are penalised, biased or banned at once on a CPU."""
 NUM_BUCKETS = 2048
-"""Histogram buckets of one round of the search for a cutoff."""
+"""Histogram buckets of one round of the search for a cutoff on a CPU."""
 MAX_NARROW_TOP_K = 256
-"""Up to this top_k a row is sampled from its sorted candidates, beyond it from the whole vocabulary."""
+"""Up to this top_k a row is sampled from its sorted candidates on a CPU, beyond it from the whole vocabulary."""
+EDITED_ELEMENTS = 2**23
+"""Most logits in a block of edited rows on a GPU: every block costs a dozen launches."""
+LISTED_EDITS = 2**20
+"""Most edits that are on their way to a GPU at once. More go in rounds, between which the host waits."""
+PROMPT_ROWS = 64
+"""Rows of a prompt whose log-probabilities a GPU computes at once, however few sequences there are."""
+NUM_COLUMNS = 4 + 2 * MAX_LOGPROBS
+"""Of one row's log-probabilities."""
 
 _FLOAT32 = 4
 _INT32 = 4
@@ -21,17 +33,44 @@ _INT64 = 8
 _FLOAT64 = 8
 _BOOL = 1
 
+_REASONS = {
+    "likeliest": "the likeliest token of each row",
+    "chosen": "the chosen token of each row",
+    "block_likeliest": "the same for a block of rows",
+    "rows": "parameters of each row",
+    "columns": "log-probabilities of each row",
+    "block": "edited rows, a block at a time",
+    "edits": "penalised, biased and banned logits",
+    "chunk_largest": "likeliest tokens by chunk of the vocabulary",
+    "chunk_likeliest": "likeliest tokens by chunk of the vocabulary",
+    "chunk_weights": "sums by chunk of the vocabulary",
+    "chunk_nearer": "sums by chunk of the vocabulary",
+    "chunk_counts": "tokens by chunk and distance",
+    "num_listed": "candidates of each row",
+    "listed_logits": "candidates of each row",
+    "listed_ids": "candidates of each row",
+}
 
-def rows_per_block(vocab_size: int) -> int:
-    """Rows that are worked on together."""
-    return max(1, BLOCK_ELEMENTS // vocab_size)
+
+def rows_per_block(vocab_size: int, max_rows: int) -> int:
+    """Rows that are worked on together on a CPU."""
+    return min(max_rows, max(1, BLOCK_ELEMENTS // vocab_size))
 
 
-def sampling_terms(max_num_seqs: int, vocab_size: int) -> tuple[Term, ...]:
-    """What a step of `max_num_seqs` sequences needs at its largest."""
-    rows = min(max_num_seqs, rows_per_block(vocab_size))
+def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
+    """Rows whose edited logits are held at once on a GPU."""
+    return min(max_rows, MAX_ROWS, max(1, EDITED_ELEMENTS // vocab_size))
+
+
+def sampling_terms(max_num_seqs: int, vocab_size: int, device_kind: str) -> tuple[Term, ...]:
+    """What a step of `max_num_seqs` sequences needs at its largest; `device_kind` is cpu or cuda."""
+    if device_kind != "cpu":
+        return tuple(
+            Term(f"sampling/{spec.name}", spec.aligned_bytes, _REASONS[spec.name], PAGE_PHASES)
+            for spec in device_specs(max_num_seqs, vocab_size)
+        )
+    rows = rows_per_block(vocab_size, max_num_seqs)
     return (
-        Term("logits", max_num_seqs * vocab_size * _FLOAT32, f"float32 [{max_num_seqs}, {vocab_size}]"),
         Term("sampling/block", rows * _row_bytes(vocab_size), f"temporaries of {rows} rows at a time"),
         Term(
             "sampling/edits",
@@ -43,6 +82,31 @@ def sampling_terms(max_num_seqs: int, vocab_size: int) -> tuple[Term, ...]:
             vocab_size * _INT32 + max_num_seqs * _result_bytes(),
             "token ids, parameters and log-probabilities",
         ),
+    )
+
+
+def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
+    """The buffers on a GPU."""
+    rows = max(max_rows, PROMPT_ROWS)
+    return (
+        TensorSpec("likeliest", (rows,), "int64"),
+        TensorSpec("block_likeliest", (min(rows, MAX_ROWS),), "int64"),
+        *host_specs(max_rows, vocab_size),
+        TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),
+        *scratch_specs(rows, vocab_size),
+    )
+
+
+def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
+    """Buffers that have a double in pinned memory of the host, through which their numbers come and go."""
+    rows = max(max_rows, PROMPT_ROWS)
+    most_edits = 4 * edited_rows_per_block(vocab_size, max_rows) * vocab_size
+    num_edits = (4 + min(most_edits, LISTED_EDITS) // EDITS_PER_PROGRAM) * EDITS_PER_PROGRAM  # kinds begin apart
+    return (
+        TensorSpec("chosen", (rows,), "int64"),
+        TensorSpec("rows", (2 * rows, NUM_FIELDS), "float64"),
+        TensorSpec("columns", (rows, NUM_COLUMNS), "float64"),
+        TensorSpec("edits", (num_edits, 2), "int32"),
     )
 
 
@@ -67,5 +131,5 @@ def _edit_entry_bytes() -> int:
 def _result_bytes() -> int:
     """Of one row: seven parameters in two forms, and ids with log-probabilities while they are put together."""
     parameters = 2 * 7 * _FLOAT64
-    logprobs = 3 * (4 + 2 * MAX_LOGPROBS) * _FLOAT64
+    logprobs = 3 * NUM_COLUMNS * _FLOAT64
     return parameters + logprobs + 8 * _INT64

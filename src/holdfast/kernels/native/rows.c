@@ -81,12 +81,17 @@ static inline void rotate_row(const float *x, const float *cosine, const float *
 }
 
 // Rows of q | k | v: norm and rotate query and key heads where asked, queries to q, keys and values to their slots.
+// A row with a negative slot is padding: its position is not looked at, it stores nothing, and its queries are zeros.
 void holdfast_write_heads(const float *qkv, const int64_t *positions, const int64_t *slots, const float *cosine,
                           const float *sine, const float *q_norm, const float *k_norm, float eps, float *q, float *k_plane,
                           float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim) {
     long width = (num_heads + 2 * num_kv_heads) * head_dim;
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
     for (long row = 0; row < num_rows; row++) {
+        if (slots[row] < 0) {
+            memset(q + row * num_heads * head_dim, 0, num_heads * head_dim * sizeof(float));
+            continue;
+        }
         const float *source = qkv + row * width;
         const float *row_cosine = cosine ? cosine + positions[row] * head_dim : 0;
         const float *row_sine = sine ? sine + positions[row] * head_dim : 0;

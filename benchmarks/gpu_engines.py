@@ -1,0 +1,140 @@
+"""Engines with made-up weights for the GPU benchmarks, and a look at what they hold."""
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from dummy_models import write_dummy_model
+
+import holdfast.engine.build as engine_build
+from holdfast.engine.engine import Engine
+from holdfast.engine.llm import LLM
+from holdfast.engine.prompt import TokensPrompt
+from holdfast.runner.build import BuiltRunner
+from holdfast.runner.runner import Runner
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+"""In place of a model's own shapes, where a script only shows that it runs."""
+OWNERS = (
+    (r"\._workspace\b", "workspace"),
+    (r"\b_(k_|v_)?planes\b", "kv pages"),
+    (r"\b_?backend\b", "attention"),
+    (r"^_buffers\b", "inputs"),
+    (r"^_sampler\b", "sampling"),
+    (r"rotary", "rope"),
+    (r"^_decoder\b", "weights"),
+)
+"""Which part of a runner belongs to which owner of the plan, the more particular first."""
+
+
+class OpenEngine(NamedTuple):
+    """An engine and the account of how it was built."""
+
+    llm: LLM
+    built: BuiltRunner
+
+    @property
+    def runner(self) -> Runner:
+        return self.built.runner
+
+    @property
+    def engine(self) -> Engine:
+        assert self.llm._driver is not None, "the engine was shut down"
+        return self.llm._driver.engine
+
+
+def open_engine(name: str, folder: Path, tiny: bool, device: str, **settings: Any) -> OpenEngine:  # noqa: ANN401
+    """An engine of a catalogue model's shapes; `settings` are those of LLM."""
+    path = write_dummy_model(folder, name, **(TINY if tiny else {}))
+    kept: list[BuiltRunner] = []
+    build_runner = engine_build.build_runner
+
+    def keep(*arguments: Any, **named: Any) -> BuiltRunner:  # noqa: ANN401
+        kept.append(build_runner(*arguments, **named))
+        return kept[0]
+
+    engine_build.build_runner = keep
+    try:
+        llm = LLM(str(path), load_format="dummy", device=device, on_progress=lambda done, total: None, **settings)
+    finally:
+        engine_build.build_runner = build_runner
+    return OpenEngine(llm, kept[0])
+
+
+def prompts(dice: Random, lengths: list[int], vocab_size: int) -> list[TokensPrompt]:
+    """Prompts of these lengths, each of other tokens."""
+    return [{"prompt_token_ids": [dice.randrange(vocab_size) for _ in range(length)]} for length in lengths]
+
+
+def tensors_of(root: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that can be reached from an object of ours, by the shortest path."""
+    waiting: deque[tuple[str, object]] = deque([("", root)])
+    seen: set[int] = set()
+    while waiting:
+        path, thing = waiting.popleft()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            yield path, thing
+            continue
+        waiting.extend((f"{path}{step}".lstrip("."), part) for step, part in _parts(thing))
+
+
+def _parts(thing: object) -> Iterator[tuple[str, object]]:
+    if isinstance(thing, Mapping):
+        yield from ((f"[{key}]", value) for key, value in thing.items())
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", value) for index, value in enumerate(thing))
+    elif type(thing).__module__.startswith("holdfast."):
+        names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        names += getattr(thing, "__dict__", {})
+        yield from ((f".{name}", getattr(thing, name)) for name in names if hasattr(thing, name))
+
+
+def owner_of(path: str) -> str:
+    """Whose a tensor is, by where a runner keeps it."""
+    return next((owner for pattern, owner in OWNERS if re.search(pattern, path)), "other")
+
+
+def storages_by_owner(runner: Runner, device_type: str) -> dict[str, dict[int, int]]:
+    """Address and bytes of every piece of device memory under a runner; what has several names goes by the first rule."""
+    order = [owner for _, owner in OWNERS] + ["other"]
+    owners: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    for path, tensor in tensors_of(runner):
+        if tensor.device.type != device_type or tensor.numel() == 0:
+            continue
+        storage = tensor.untyped_storage()
+        address, owner = storage.data_ptr(), owner_of(path)
+        sizes[address] = storage.nbytes()
+        owners[address] = min(owner, owners.get(address, owner), key=order.index)
+    found: dict[str, dict[int, int]] = {}
+    for address, owner in owners.items():
+        found.setdefault(owner, {})[address] = sizes[address]
+    return found
+
+
+def pointers(runner: Runner) -> dict[str, tuple[int, int]]:
+    """Of every tensor under a runner: where it is, and where the memory that it is a view of begins."""
+    return {path: (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for path, tensor in tensors_of(runner)}
+
+
+def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Tensors that are elsewhere than before, and new ones in memory that was not there; new views of old memory are fine."""
+    known = {storage for _, storage in before.values()}
+    return [
+        path for path, place in after.items() if (before[path] != place if path in before else place[1] not in known)
+    ]

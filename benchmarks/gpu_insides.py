@@ -1,0 +1,305 @@
+"""Ears inside a runner for benchmarks/gpu_steady.py: what steps take, which bits their logits have, and poison for what nobody owns.
+
+R rows, V vocabulary, N sequences, P pages
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_engines import OpenEngine, moved, pointers
+
+from holdfast.attention.batch import Batch
+from holdfast.request.sequence import Step
+from holdfast.runner.result import StepResult
+
+POISON_BYTE = 0xFF
+"""Every float of such bytes is NaN."""
+FINGERPRINT_WEIGHTS = 4093
+"""A prime: weights repeat after so many columns. 32 bits x 12 bits x a vocabulary below 2**19 stay exact in 63 bits."""
+POISONED_LANES = ("stream", "layers")
+"""Lanes whose owners write before they read; what products of few rows share is zeros between launches, by contract."""
+
+
+def replace(thing: object, name: str, function: Callable[..., Any]) -> None:
+    """Put a function in the place of a method of this one object."""
+    setattr(thing, name, function)
+
+
+def fingerprints(logits_RV: torch.Tensor) -> list[int]:
+    """A number for each row that is another one as soon as a bit of one logit is another one."""
+    bits_RV = logits_RV.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    weights_V = torch.arange(logits_RV.shape[1], device=logits_RV.device) % FINGERPRINT_WEIGHTS + 1
+    return (bits_RV * weights_V).sum(dim=1).tolist()
+
+
+def num_real_rows(batch: Batch) -> int:
+    """Rows of the logits that are somebody's; behind them comes padding."""
+    if batch.logits is not None:
+        return len(batch.logits.sequences)
+    return sum(sequence.num_rows for sequence in batch.sequences)
+
+
+class RerunGraphs:
+    """Stands in for captured graphs where there is no GPU: pads as they do, and runs the step again."""
+
+    def __init__(self, ears: "Ears", sizes: tuple[int, ...], num_logit_rows: int) -> None:
+        self._ears, self._sizes, self._num_logit_rows = ears, sizes, num_logit_rows
+
+    def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
+        """The smallest size that takes so many rows."""
+        size = next((size for size in self._sizes if size >= num_rows), None)
+        return None if size is None or num_logit_rows > self.logit_rows(size, is_decode) else size
+
+    def logit_rows(self, size: int, is_decode: bool) -> int:
+        """Rows whose logits come out."""
+        return size if is_decode else min(size, self._num_logit_rows)
+
+    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
+        """The step that was planned last."""
+        logits_RV = self._ears.run_eager()
+        self._ears.runner._sampler.find_likeliest(logits_RV)
+        return logits_RV
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass
+class Heard:
+    """What the logits of a stretch of steps were."""
+
+    rows: list[list[int]] = field(default_factory=list)
+    """Fingerprints of the real rows, step by step."""
+    num_compared: int = 0
+    num_mismatched: int = 0
+    num_wild: int = 0
+    """Steps whose padding had numbers that are not finite."""
+
+
+class Ears:
+    """Remembers the last batch and plan of a runner, and takes fingerprints of its logits while it is asked to."""
+
+    def __init__(self, opened: OpenEngine) -> None:
+        self.runner: Any = opened.runner
+        self.batch: Batch | None = None
+        self.plan: object = None
+        self.num_replays = 0
+        self._heard: Heard | None = None
+        self._is_compared = False
+        runner = self.runner
+        fill, plan, self._step_logits = runner._buffers.fill, runner._backend.plan, runner._decoder.step_logits
+
+        def heard_fill(*arguments: Any, **named: Any) -> Batch:  # noqa: ANN401
+            self.batch = batch = fill(*arguments, **named)
+            return batch
+
+        def heard_plan(*arguments: Any, **named: Any) -> object:  # noqa: ANN401
+            self.plan = plan(*arguments, **named)
+            return self.plan
+
+        replace(runner._buffers, "fill", heard_fill)
+        replace(runner._backend, "plan", heard_plan)
+        replace(runner._decoder, "step_logits", self._heard_step_logits)
+        if runner._graphs is None:
+            limits = runner.limits
+            sizes = tuple(2**power for power in range(limits.max_num_batched_tokens.bit_length()))
+            runner._graphs = RerunGraphs(self, sizes, limits.max_num_seqs)
+        self.graphs = runner._graphs
+        self._pads = not isinstance(self.graphs, RerunGraphs)
+        self._replay = self.graphs.replay
+        replace(self.graphs, "replay", self._heard_replay)
+
+    @contextmanager
+    def listening(self, compare: bool = False) -> Iterator[Heard]:
+        """Fingerprints of every step inside; `compare` runs each replayed step a second time, eagerly, in its place."""
+        self._heard, self._is_compared = Heard(), compare
+        try:
+            yield self._heard
+        finally:
+            self._heard = None
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """No graphs inside."""
+        self.runner._graphs = None
+        try:
+            yield
+        finally:
+            self.runner._graphs = self.graphs
+
+    def run_eager(self) -> torch.Tensor:
+        """The last planned step once more: it writes the same keys to the same slots."""
+        assert self.batch is not None, "no step was planned"
+        return self._step_logits(self.batch, self.plan)
+
+    def _heard_step_logits(self, batch: Batch, plan: object) -> torch.Tensor:
+        logits_RV = self._step_logits(batch, plan)
+        self._listen(logits_RV, batch)
+        return logits_RV
+
+    def _heard_replay(self, size: int, is_decode: bool) -> torch.Tensor:
+        self.num_replays += 1
+        logits_RV = self._replay(size, is_decode)
+        if self._heard is None or self.batch is None:
+            return logits_RV
+        rows = self._listen(logits_RV, self.batch)
+        if self._is_compared:
+            logits_RV = self.run_eager()
+            again = fingerprints(logits_RV[: len(rows)])
+            self._heard.num_compared += len(rows)
+            self._heard.num_mismatched += sum(one != other for one, other in zip(rows, again, strict=True))
+        return logits_RV
+
+    def _listen(self, logits_RV: torch.Tensor, batch: Batch) -> list[int]:
+        if self._heard is None:
+            return []
+        num_real = num_real_rows(batch)
+        rows = fingerprints(logits_RV[:num_real])
+        self._heard.rows.append(rows)
+        if self._pads:  # the kernels of a CPU never see padding, and leave it as it is
+            self._heard.num_wild += not bool(torch.isfinite(logits_RV[num_real:]).all())
+        return rows
+
+
+@dataclass
+class Stillness:
+    """What steps took that they should not, and what they were."""
+
+    num_steps: int = 0
+    num_decode_steps: int = 0
+    num_batch_changes: int = 0
+    most_sequences: int = 0
+    longest_context: int = 0
+    num_allocations: int = 0
+    num_segments: int = 0
+    reserved_growth_bytes: int = 0
+    num_syncs: int = 0
+    num_moved: int = 0
+    first_moved: str = ""
+
+
+CHECK_POINTERS_EVERY = 50
+SYNC_WORDS = "called a synchronizing"
+"""What torch says when the host waits for the device."""
+COUNTERS = {
+    "num_allocations": "allocation.all.allocated",
+    "num_segments": "segment.all.allocated",
+    "reserved_growth_bytes": "reserved_bytes.all.current",
+}
+"""Of torch's allocator; the first two only ever grow."""
+
+
+class Watch:
+    """Counts what happens inside Runner.execute while it is on."""
+
+    def __init__(self, opened: OpenEngine, device: torch.device) -> None:
+        self._runner, self._device = opened.runner, device
+        self._execute = opened.runner.execute
+        self._last_size = 0
+
+    @contextmanager
+    def watching(self, sync_mode: str = "warn") -> Iterator[Stillness]:
+        """`sync_mode` is torch's: warn counts waits for the device, error raises at the first."""
+        found, places = Stillness(), pointers(self._runner)
+        self._last_size = 0
+
+        def execute(step: Step) -> StepResult:
+            before = self._counters()
+            with warnings.catch_warnings(record=True) as caught, self._sync_mode(sync_mode):
+                warnings.simplefilter("always")
+                result = self._execute(step)
+            found.num_syncs += sum(SYNC_WORDS in str(warning.message) for warning in caught)
+            for name, value in self._counters().items():
+                setattr(found, name, getattr(found, name) + value - before[name])
+            self._note(step, found)
+            if found.num_steps % CHECK_POINTERS_EVERY == 0:
+                _note_moved(found, moved(places, pointers(self._runner)))
+            return result
+
+        replace(self._runner, "execute", execute)
+        try:
+            yield found
+        finally:
+            replace(self._runner, "execute", self._execute)
+        _note_moved(found, moved(places, pointers(self._runner)))
+
+    def _note(self, step: Step, found: Stillness) -> None:
+        size = len(step.scheduled)
+        found.num_steps += 1
+        found.num_decode_steps += step.num_tokens == size
+        found.num_batch_changes += size != self._last_size
+        found.most_sequences = max(found.most_sequences, size)
+        found.longest_context = max(
+            [found.longest_context, *(item.start + item.num_new_tokens for item in step.scheduled)]
+        )
+        self._last_size = size
+
+    def _counters(self) -> dict[str, int]:
+        if self._device.type != "cuda":
+            return dict.fromkeys(COUNTERS, 0)
+        stats = torch.cuda.memory_stats(self._device)
+        return {name: int(stats.get(key, 0)) for name, key in COUNTERS.items()}
+
+    @contextmanager
+    def _sync_mode(self, mode: str) -> Iterator[None]:
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _note_moved(found: Stillness, paths: list[str]) -> None:
+    found.num_moved = max(found.num_moved, len(paths))
+    found.first_moved = found.first_moved or next(iter(paths), "")
+
+
+class Poison:
+    """NaN into every page that nobody owns, into the workspace, and a poisoned page's number into unused places of the page table."""
+
+    def __init__(self, opened: OpenEngine, device: torch.device) -> None:
+        runner: Any = opened.runner
+        scheduler: Any = opened.engine._scheduler
+        page_tokens = runner.limits.page_tokens
+        self._pool, self._device = scheduler.pool, device
+        self._pages = [
+            plane.view(-1, page_tokens, *plane.shape[1:]) for planes in runner._backend._planes for plane in planes
+        ]
+        arenas = runner._decoder._workspace._arenas
+        self._lanes = [arenas[lane].tensors[lane] for lane in POISONED_LANES if lane in arenas]
+        self._table = runner._buffers._page_table
+        self.num_poisoned_pages = 0
+
+    def spread(self) -> None:
+        """Between two steps."""
+        self._synchronize()
+        free = list(self._pool._free)
+        self.fill(free)
+        for lane in self._lanes:
+            lane.fill_(POISON_BYTE)
+        if self._table is not None and free:
+            is_unused_NP = np.ones(self._table.table_NP.shape, dtype=bool)
+            for own in self._table._rows.values():
+                is_unused_NP[own.row, : own.num_pages] = False
+            self._table.table_NP.masked_fill_(torch.from_numpy(is_unused_NP).to(self._device), free[0])
+        self._synchronize()
+
+    def fill(self, pages: list[int]) -> None:
+        """NaN into all layers of these pages."""
+        self.num_poisoned_pages += len(pages)
+        ids = torch.tensor(pages, dtype=torch.int64, device=self._device)
+        for pages_of_plane in self._pages:
+            pages_of_plane.index_fill_(0, ids, float("nan"))
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

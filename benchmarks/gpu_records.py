@@ -1,0 +1,234 @@
+"""What the GPU benchmarks share: their options, fresh processes, the table that a run ends with, and the record it leaves; no torch.
+
+A record is what `scripts/readme_tables.py` reads, with a `section` that says which table of the README it belongs to.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from holdfast import __version__
+from holdfast.cli import bench_record
+
+ROOT = Path(__file__).parent.parent
+RECORDS = Path("benchmarks") / "records"
+COMMIT_VARIABLE = "HOLDFAST_COMMIT"
+PRIVATE_OPTIONS = ("--out", "--commit")
+"""Where a record goes and what it is of: no part of the command that measures."""
+POLL_SECONDS = 0.05
+NUM_TOLD_LINES = 25
+"""Of what a failed process has said."""
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes: shows that the script runs, measures nothing"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / RECORDS, help="folder of the record")
+    parser.add_argument("--commit", default=None, help=f"else ${COMMIT_VARIABLE}, else what git says")
+    parser.add_argument("--budget-seconds", type=float, default=540.0, help="no part begins that could end later")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+class Budget:
+    """Seconds that are left of what a run may take."""
+
+    def __init__(self, num_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._num_seconds = num_seconds
+
+    @property
+    def spent_seconds(self) -> float:
+        return self._clock() - self._start
+
+    @property
+    def left_seconds(self) -> float:
+        return self._num_seconds - self.spent_seconds
+
+
+def run_child(
+    arguments: Sequence[str],
+    timeout_seconds: float,
+    while_it_waits: Callable[[], Mapping[str, object]] = dict,
+) -> dict[str, Any]:
+    """Run a script in a process of its own: what it found, or {"error": ...} with its last words on stderr.
+
+    The script leaves its findings with `leave` and waits there, still holding what it holds, for `while_it_waits`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result, told = Path(folder) / "result.json", Path(folder) / "told.txt"
+        command = [sys.executable, *arguments, "--result", str(result)]
+        with told.open("w") as out:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT)
+        end = time.monotonic() + timeout_seconds
+        try:
+            while not result.exists() and child.poll() is None and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+            if result.exists():
+                found = json.loads(result.read_text())
+                return {**found, **while_it_waits()}
+            words = told.read_text(errors="replace").splitlines()
+            print("\n".join(words[-NUM_TOLD_LINES:]), file=sys.stderr)
+            if child.poll() is None:
+                kept = result.with_suffix(".kept")
+                found = json.loads(kept.read_text()) if kept.exists() else {}
+                return {**found, "error": f"it took more than {timeout_seconds:.0f} s"}
+            return {"error": next((line for line in reversed(words) if line.strip()), f"exit {child.returncode}")}
+        finally:
+            _end(child)
+
+
+def keep(findings: Mapping[str, object], result: Path | None) -> None:
+    """Set aside what was found so far, for the case that the time runs out."""
+    if result is not None:
+        partial = result.with_suffix(".partial")
+        partial.write_text(json.dumps(findings))
+        partial.rename(result.with_suffix(".kept"))
+
+
+def leave(findings: Mapping[str, object], result: Path) -> None:
+    """Hand findings to the process that started this one, and wait until it has looked around."""
+    partial = result.with_suffix(".partial")
+    partial.write_text(json.dumps(findings))
+    partial.rename(result)
+    sys.stdin.read()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None, "the child was started without a pipe"
+    with contextlib.suppress(OSError):  # it may be gone already
+        child.stdin.close()
+    try:
+        child.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def smi(field: str) -> str | None:
+    """What nvidia-smi says of the first GPU, asked without a context of our own; None where there is none."""
+    command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
+
+
+def used_bytes() -> int | None:
+    """Bytes of the first GPU that anybody uses, to the MiB."""
+    mebibytes = smi("memory.used")
+    return int(mebibytes) * 2**20 if mebibytes is not None and mebibytes.isdecimal() else None
+
+
+def device_name(device: str) -> str:
+    """The GPU, or the processor where there is none to measure."""
+    return smi("name") or "unknown GPU" if device.startswith("cuda") else bench_record.cpu_name()
+
+
+def make_record(
+    section: str,
+    results: Sequence[Mapping[str, object]],
+    model: str,
+    settings: str,
+    arguments: argparse.Namespace,
+    facts: Mapping[str, object],
+) -> dict[str, object]:
+    """One run on this machine, now. Each result has `measure`, `unit` and `values`; more is kept beside them."""
+    name = device_name(arguments.device)
+    return {
+        "section": section,
+        "date": today(),
+        "machine": f"one {name}" if arguments.device.startswith("cuda") else bench_record.machine(),
+        "model": model,
+        "settings": settings,
+        "results": list(results),
+        "command": command(sys.argv),
+        "commit": arguments.commit or os.environ.get(COMMIT_VARIABLE) or bench_record.commit(),
+        "versions": versions(),
+        "gpu": name if arguments.device.startswith("cuda") else None,
+        "driver": smi("driver_version"),
+        "cpu": bench_record.cpu_name(),
+        "num_cores": bench_record.num_cores(),
+        **facts,
+    }
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def versions() -> dict[str, str]:
+    """Those of `holdfast bench`, Triton's, and our own where the package is run without being installed."""
+    found = {**bench_record.versions(), "holdfast": __version__}
+    with contextlib.suppress(PackageNotFoundError):
+        found["triton"] = version("triton")
+    return found
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command as anybody would type it: from the root of the repository, without places of this machine."""
+    script, *rest = argv
+    kept: list[str] = []
+    words = iter(rest)
+    for word in words:
+        if word in PRIVATE_OPTIONS:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in PRIVATE_OPTIONS)):
+            kept.append(word)
+    return shlex.join(["python", (Path("benchmarks") / Path(script).name).as_posix(), *kept])
+
+
+def record_name(device: str, name: str, date: str) -> str:
+    """<gpu>-<date>-<name>.json, the maker's name left out."""
+    plain = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-").removeprefix("nvidia-")
+    return f"{plain}-{date}-{name}.json"
+
+
+def write_record(record: Mapping[str, object], name: str, arguments: argparse.Namespace) -> Path:
+    """Into the folder that was asked for."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / record_name(device_name(arguments.device), name, str(record["date"]))
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"record: {path.name}")
+    return path
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Columns side by side, numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    is_number = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(columns))]
+    print(f"\n{title}")
+    for line in (list(columns), *cells):
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)

@@ -1,0 +1,355 @@
+"""Nothing is taken after ready, and a graph computes what eager steps compute: python benchmarks/gpu_steady.py [--model NAME]
+
+Requests come and go so that the number of sequences is another one at every step. Prompts of the decode stretches lie in the
+prefix cache up to their last token, so that whoever arrives takes part with one row, at any context, and every step is a
+decode step. Counted inside Runner.execute: allocations, segments, waits of the host, tensors that moved. Compared to the
+bit: logits of a replayed graph and of the same step run eagerly in its place, at every context from 1 to the longest and
+back; logits with and without NaN in free pages, in the workspace and in unused places of the page table.
+
+One process for the engine as it is, one for batch_invariant=True, where steps that are not padded to a graph's size must
+give the same bits too.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
+
+if TYPE_CHECKING:
+    from gpu_engines import OpenEngine
+
+MODES = {"default": "as it is", "invariant": "batch invariant"}
+MIN_SECONDS = 20.0
+"""A process is not begun with less than this left."""
+
+
+class Shape(NamedTuple):
+    """How much is run."""
+
+    max_model_len: int = 8192
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_memory: str = "2GiB"
+    cached_pages: tuple[int, ...] = (0, 0, 1, 2, 3, 7, 15, 16, 31, 60, 125, 250)
+    """Whole pages of the prompts of decode stretches, which have one token more."""
+    fresh_tokens: tuple[int, ...] = (1, 2, 15, 16, 17, 40, 100, 250, 400, 700, 3000)
+    """Lengths of prompts in mixed stretches."""
+    num_decode_steps: int = 1000
+    num_mixed_steps: int = 150
+    num_compared_steps: int = 60
+    num_poisoned_steps: int = 40
+    num_strict_steps: int = 30
+
+
+FULL = Shape()
+TINY = Shape(256, 4, 64, "1MiB", (0, 1, 2, 5), (1, 15, 17, 70), 40, 20, 15, 12, 5)
+
+
+class Trace(NamedTuple):
+    """What requests got, step by step."""
+
+    tokens: list[dict[str, tuple[int, ...]]]
+    num_errors: int
+
+
+class Traffic(NamedTuple):
+    """Requests that come and go: the same ones for the same seed, whatever they are answered."""
+
+    prompts: Sequence[list[int]]
+    seed: int
+    most: int
+    """Sequences at once."""
+    most_change: int
+    """More or fewer than at the last step."""
+
+    def drive(self, opened: "OpenEngine", num_steps: int, before_step: Callable[[], object] = lambda: None) -> Trace:
+        """Run steps, each with another number of sequences than the last; the first sequence stays until the end."""
+        engine, dice = opened.engine, Random(self.seed)
+        live, number, last_size, num_errors = ["first"], 0, 0, 0
+        engine.add_request("first", {"prompt_token_ids": [1]}, sampling(0, num_steps + 1, self.seed))
+        tokens: list[dict[str, tuple[int, ...]]] = []
+        for _ in range(num_steps):
+            sizes = range(max(1, last_size - self.most_change), min(self.most, last_size + self.most_change) + 1)
+            size = dice.choice([size for size in sizes if size != last_size])
+            while len(live) > size:
+                engine.abort(live.pop(dice.randrange(1, len(live))))
+            while len(live) < size:
+                number += 1
+                prompt = dice.choice(self.prompts)
+                params = sampling(number, dice.randint(2, 60), self.seed)
+                live.append(engine.add_request(f"{number}", {"prompt_token_ids": prompt}, params))
+            last_size = len(live)
+            before_step()
+            deltas = engine.step()
+            engine.raise_if_dead()
+            tokens.append({delta.request_id: delta.token_ids for delta in deltas})
+            num_errors += sum(delta.error is not None for delta in deltas)
+            gone = {delta.request_id for delta in deltas if delta.finish_reason is not None}
+            live = [name for name in live if name not in gone]
+            assert live[:1] == ["first"], f"the first sequence has ended: {deltas[0]}"
+        engine.abort_all()
+        return Trace(tokens, num_errors)
+
+
+def sampling(number: int, max_tokens: int, seed: int) -> Any:  # noqa: ANN401 imported late, with torch
+    """Greedy, random, penalised and log-probabilities in turn; all follow from the numbers alone."""
+    from holdfast.request.sampling_params import SamplingParams
+
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.95},
+        {"temperature": 0.7, "top_k": 40, "repetition_penalty": 1.1, "presence_penalty": 0.2},
+        {"temperature": 0.0, "logprobs": 3},
+    )
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed + number, **kinds[number % len(kinds)])
+
+
+def different_tokens(one: Trace, other: Trace) -> tuple[int, int]:
+    """Tokens that both traces have, and how many of them differ."""
+    num_compared = num_different = 0
+    for mine, yours in zip(one.tokens, other.tokens, strict=True):
+        for name in mine.keys() | yours.keys():
+            num_compared += 1
+            num_different += mine.get(name) != yours.get(name)
+    return num_compared, num_different
+
+
+def different_rows(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """The same for fingerprints of logits; a row that only one of them has differs."""
+    num_compared = num_different = 0
+    for mine, yours in zip(one, other, strict=True):
+        num_compared += max(len(mine), len(yours))
+        num_different += sum(a != b for a, b in zip(mine, yours, strict=False)) + abs(len(mine) - len(yours))
+    return num_compared, num_different
+
+
+class Bench:
+    """One engine and everything that is asked of it."""
+
+    def __init__(
+        self, opened: "OpenEngine", shape: Shape, device: str, is_invariant: bool, result: Path | None = None
+    ) -> None:
+        import torch
+        from gpu_insides import Ears, Poison, Watch
+
+        self.opened, self.shape, self.is_invariant, self.result = opened, shape, is_invariant, result
+        self.ears = Ears(opened)
+        self.watch = Watch(opened, torch.device(device))
+        self.poison = Poison(opened, torch.device(device))
+        dice, vocab_size, page_tokens = Random(1), opened.runner.vocab_size, opened.runner.limits.page_tokens
+        self.cached = [
+            [dice.randrange(vocab_size) for _ in range(page_tokens * count + 1)] for count in shape.cached_pages
+        ]
+        self.fresh = [
+            [dice.randrange(vocab_size) for _ in range(length)] for length in shape.fresh_tokens for _ in range(20)
+        ]
+        self.phases: list[dict[str, Any]] = []
+        self.comparisons: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """All of it; what stands last may end the engine."""
+        self.steady()
+        self.in_place()
+        self.poisoned()
+        self.strict()
+        return {"phases": self.phases, "comparisons": self.comparisons}
+
+    def traffic(self, kind: str) -> Traffic:
+        """With the prefix cache as this kind of stretch needs it."""
+        self.opened.llm.reset_prefix_cache()
+        if kind == "mixed":
+            # Few at a time, so that prompts are a part of most steps and fill some.
+            return Traffic(self.fresh, 3, self.shape.max_num_seqs, 2)
+        prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in self.cached]
+        self.opened.llm.generate(prompts, sampling(0, 1, 0), progress=False)
+        return Traffic(self.cached, 2, self.shape.max_num_seqs, self.shape.max_num_seqs)
+
+    def steady(self) -> None:
+        """Long stretches with graphs and without, counted."""
+        for kind, num_steps in (("decode", self.shape.num_decode_steps), ("mixed", self.shape.num_mixed_steps)):
+            with_graphs = self.phase(f"{kind}, graphs", kind, num_steps)
+            with self.ears.eager():
+                eager = self.phase(f"{kind}, eager", kind, num_steps)
+            name = f"tokens, {kind} steps: graphs against eager steps that are not padded"
+            self.compared(name, different_tokens(with_graphs, eager), self.is_invariant)
+
+    def phase(self, name: str, kind: str, num_steps: int, sync_mode: str = "warn") -> Trace:
+        traffic, num_replays = self.traffic(kind), self.ears.num_replays
+        with self.watch.watching(sync_mode) as found:
+            trace = traffic.drive(self.opened, num_steps)
+        num_replays = self.ears.num_replays - num_replays
+        row = {"phase": name, "num_replays": num_replays, "num_errors": trace.num_errors, **asdict(found)}
+        still = ("num_allocations", "num_segments", "reserved_growth_bytes", "num_syncs", "num_moved", "num_errors")
+        varies = kind == "mixed" or row["num_decode_steps"] == row["num_batch_changes"] == num_steps
+        self.phases.append({**row, "holds": varies and not any(row[name] for name in still)})
+        keep({"phases": self.phases, "comparisons": self.comparisons}, self.result)
+        return trace
+
+    def in_place(self) -> None:
+        """Every replayed step once more without its graph, where it stands."""
+        for kind in ("decode", "mixed"):
+            traffic = self.traffic(kind)
+            with self.ears.listening(compare=True) as heard:
+                traffic.drive(self.opened, self.shape.num_compared_steps)
+            result = (heard.num_compared, heard.num_mismatched)
+            self.compared(f"logits, {kind} steps: graph against eager in place", result, True, heard.num_wild)
+        with self.ears.listening(compare=True) as heard:
+            longest = self.run_to_the_end()
+        result = (heard.num_compared, heard.num_mismatched)
+        name = f"logits, captured at 1, replayed up to {longest} tokens and back: graph against eager in place"
+        self.compared(name, result, True, heard.num_wild)
+
+    def run_to_the_end(self) -> int:
+        """One sequence to the longest context that is allowed, among short ones that outlive it."""
+        engine, shape, num_long = self.opened.engine, self.shape, min(12, self.shape.max_model_len // 8)
+        self.opened.llm.reset_prefix_cache()
+        long = [number % 97 for number in range(shape.max_model_len - num_long)]
+        engine.add_request("long", {"prompt_token_ids": long}, sampling(0, num_long, 0))
+        num_steps = -(-len(long) // (shape.max_num_batched_tokens - 2)) + num_long + 20
+        for name in ("short", "shorter"):
+            num_tokens = min(num_steps, shape.max_model_len - 2)
+            engine.add_request(name, {"prompt_token_ids": [5]}, sampling(0, num_tokens, 0))
+        num_generated = 0
+        while engine.has_unfinished():
+            deltas = engine.step()
+            engine.raise_if_dead()
+            num_generated += sum(len(delta.token_ids) for delta in deltas if delta.request_id == "long")
+        return len(long) + num_generated - 1  # the last one is never computed
+
+    def poisoned(self) -> None:
+        """The same stretches clean and poisoned; and that poison is noticed where it should be."""
+        for kind in ("decode", "mixed"):
+            rows = []
+            for before_step in (lambda: None, self.poison.spread):
+                traffic = self.traffic(kind)
+                with self.ears.listening() as heard:
+                    traffic.drive(self.opened, self.shape.num_poisoned_steps, before_step)
+                rows.append(heard.rows)
+            name = f"logits, {kind} steps: NaN in free pages, workspace and unused page table"
+            self.compared(name, different_rows(*rows), True, heard.num_wild)
+        self.compared("NaN in a page that is read: noticed", (1, 0 if self.poison_is_noticed() else 1), True)
+
+    def poison_is_noticed(self) -> bool:
+        """A sequence whose own pages are poisoned must end with an error."""
+        engine = self.opened.engine
+        scheduler: Any = engine._scheduler
+        engine.add_request("victim", {"prompt_token_ids": self.cached[-1]}, sampling(0, 8, 0))
+        engine.step()
+        self.poison.fill([page for sequence in scheduler._queues.running for page in sequence.pages])
+        deltas = engine.step()
+        engine.abort_all()
+        self.opened.llm.reset_prefix_cache()
+        return any(delta.error is not None for delta in deltas)
+
+    def strict(self) -> None:
+        """A few steps in which a wait for the device raises."""
+        for kind in ("decode", "mixed"):
+            try:
+                self.phase(f"{kind}, graphs, a wait raises", kind, self.shape.num_strict_steps, "error")
+            except Exception as error:
+                self.phases.append({"phase": f"{kind}, graphs, a wait raises", "error": str(error), "holds": False})
+                return
+
+    def compared(self, name: str, result: tuple[int, int], must_hold: bool, num_wild: int = 0) -> None:
+        num_compared, num_different = result
+        holds = num_compared > 0 and num_different == 0 and num_wild == 0
+        row = {"comparison": name, "num_compared": num_compared, "num_different": num_different, "num_wild": num_wild}
+        self.comparisons.append({**row, "must_hold": must_hold, "holds": holds})
+        keep({"phases": self.phases, "comparisons": self.comparisons}, self.result)
+
+
+def run_mode(
+    mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
+) -> dict[str, Any]:
+    """In a process of its own."""
+    from gpu_engines import open_engine
+
+    settings: dict[str, Any] = {
+        "max_model_len": shape.max_model_len,
+        "max_num_seqs": shape.max_num_seqs,
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+        "kv_cache_memory": shape.kv_cache_memory,
+        "batch_invariant": mode == "invariant",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_engine(model, Path(folder), tiny, device, **settings)
+    return Bench(opened, shape, device, mode == "invariant", result).run()
+
+
+def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Phases and comparisons of all engines as results of a record."""
+    results = []
+    for mode, entry in found.items():
+        for row in (*entry.get("phases", ()), *entry.get("comparisons", ())):
+            values = {name: value for name, value in row.items() if type(value) is int}
+            measure = f"{MODES[mode]}: {row.get('phase') or row['comparison']}"
+            results.append({"measure": measure, "unit": "count", "values": values or {"num_steps": 0}, **row})
+    return results
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    """The tables at the end of a run."""
+    columns = ("stretch", "steps", "decode", "batch changes", "replays", "longest")
+    columns += ("allocations", "segments", "reserved", "moved", "waits", "errors", "holds")
+    keys = ("num_steps", "num_decode_steps", "num_batch_changes", "num_replays", "longest_context")
+    keys += ("num_allocations", "num_segments", "reserved_growth_bytes", "num_moved", "num_syncs", "num_errors")
+    phases = [row for row in results if "phase" in row]
+    lines = [
+        (row["measure"], *(row.get(key) for key in keys), "yes" if row["holds"] else row.get("error", "no")[:80])
+        for row in phases
+    ]
+    print_table("Steps after ready", columns, lines)
+    words = {(True, True): "yes", (True, False): "yes", (False, True): "NO", (False, False): "not asked"}
+    lines = [
+        (
+            *(row["measure"], row["num_compared"], row["num_different"], row["num_wild"]),
+            words[row["holds"], row["must_hold"]],
+        )
+        for row in results
+        if "comparison" in row
+    ]
+    print_table("To the bit", ("comparison", "compared", "different", "wild padding", "equal"), lines)
+
+
+def main() -> None:
+    """Run both engines, as far as the time goes."""
+    parser = options("Steps after ready take nothing, and graphs compute what eager steps compute")
+    parser.add_argument("--model", default="Qwen3-0.6B", help="a model of the catalogue")
+    parser.add_argument("--only", default="", help="default or invariant alone")
+    arguments = parser.parse_args()
+    shape = TINY if arguments.tiny else FULL
+    if arguments.child is not None:
+        found = run_mode(arguments.child, arguments.model, shape, arguments.tiny, arguments.device, arguments.result)
+        leave(found, arguments.result)
+        return
+    budget, found = Budget(arguments.budget_seconds), {}
+    for mode in arguments.only.split(",") if arguments.only else MODES:
+        if budget.left_seconds < MIN_SECONDS:
+            print(f"{mode} is left out: no time")
+            continue
+        start = budget.spent_seconds
+        shared = ["--device", arguments.device, "--model", arguments.model, *(["--tiny"] if arguments.tiny else [])]
+        found[mode] = run_child([sys.argv[0], "--child", mode, *shared], budget.left_seconds)
+        seconds = round(budget.spent_seconds - start, 1)
+        print(json.dumps({"engine": MODES[mode], "seconds": seconds, "error": found[mode].get("error")}), flush=True)
+    results = rows_of(found)
+    errors = {mode: entry["error"] for mode, entry in found.items() if "error" in entry}
+    if not results:
+        sys.exit(f"error: steps were asked; no engine ran: {errors}; see above")
+    holds = not errors and all(row["holds"] or not row.get("must_hold", True) for row in results)
+    facts = {"holds": holds, "errors": errors, "shape": shape._asdict()}
+    dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"
+    record = make_record("gpu-steady", results, arguments.model, f"{dtype}, made-up weights", arguments, facts)
+    show(results)
+    print(f"\nall holds: {holds}")
+    write_record(record, "steady", arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`holdfast plan`: what a model would take of a device that need not be there, before anything is read or taken; no torch."""
+
+import sys
+from typing import NamedTuple
+
+from holdfast.cli.options import Given
+from holdfast.cli.plan_table import Line, plan_lines
+from holdfast.cli.plan_view import view_of
+from holdfast.cli.strict_json import dumps
+from holdfast.cli.values import read_count
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, shown
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.memory.gpus import find_gpu
+from holdfast.memory.sizes import UNITS, parse_bytes
+from holdfast.quant.formats import kv_format
+from holdfast.runner.plan_fit import Wish
+from holdfast.runner.target import Target, cpu_target, gpu_target, memory_target
+
+DOES_NOT_FIT = 1
+LEAST_BYTES = 2**20
+"""Nobody plans for less; a smaller number lacks its unit."""
+NO_DEVICE = "no --gpu and no --memory was given, so this is a plan for the memory of this machine; try --gpu h200"
+ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
+
+
+class PlanOptions(NamedTuple):
+    """What is asked of this command alone."""
+
+    model: str | None = None
+    gpu: str | None = None
+    memory: str | None = None
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
+    tensor_parallel_size: str | None = None
+    as_json: bool = False
+    sweep: bool = False
+    html: str | None = None
+
+
+def plan(options: PlanOptions, engine: Given) -> int:
+    """Tell what fits; the exit code is 1 where it does not. Everything that was typed is checked first."""
+    if options.html is not None:
+        from holdfast.cli.web_page import page_file
+
+        page_file(options.html, "--html")
+    wish = read_wish(options, engine)
+    view = view_of(wish, options.model)
+    cells = ()
+    if options.sweep or options.html is not None:
+        from holdfast.cli.plan_sweep import sweep
+
+        cells = sweep(wish)
+    if options.html is not None:
+        from holdfast.cli.plan_html import write_plan_page
+
+        write_plan_page(options.html, view, cells, is_told=not options.as_json)
+    if options.as_json:
+        record = view.as_dict() | ({"sweep": [cell._asdict() for cell in cells]} if options.sweep else {})
+        _write(dumps(record, indent=1))
+    else:
+        lines = plan_lines(view)
+        if options.sweep:
+            from holdfast.cli.plan_sweep import sweep_lines
+
+            lines += [Line(""), *sweep_lines(cells, wish.target.name)]
+        if options.gpu is None and options.memory is None:
+            lines += [Line(""), Line(NO_DEVICE, "dim")]
+        show(lines)
+    return 0 if view.fits else DOES_NOT_FIT
+
+
+def read_wish(options: PlanOptions, engine: Given) -> Wish:
+    """What was typed, checked; a model is looked for when the rest is sound."""
+    config = EngineConfig.from_options(**engine)
+    target = read_target(options)
+    ranks = 1 if options.tensor_parallel_size is None else read_count(options.tensor_parallel_size)
+    asked_format = None if options.kv_cache_dtype in (None, "auto") else kv_format(str(options.kv_cache_dtype))
+    blueprint = open_blueprint(options.model)
+    blueprint.check_ranks(ranks)  # type: ignore[arg-type]
+    assert isinstance(ranks, int), f"{ranks=} was let through"
+    return Wish(config, blueprint, target, ranks, options.quantization, asked_format)
+
+
+def read_target(options: PlanOptions) -> Target:
+    """The device that is planned for."""
+    if options.gpu is not None and options.memory is not None:
+        raise ConfigError("--gpu and --memory were asked together", "either says how much there is", "leave one out")
+    if options.gpu is not None:
+        if _is_size(options.gpu):
+            size = shown(options.gpu)[1:-1]
+            raise ConfigError(f"--gpu {size} was asked", "that is a size, not a name", f"write --memory {size}")
+        return gpu_target(find_gpu(options.gpu))
+    if options.memory is None:
+        return cpu_target()
+    num_bytes = parse_bytes(options.memory, "memory")
+    if num_bytes < LEAST_BYTES:
+        size = options.memory.strip()
+        meant = f"did you mean {size}GiB?" if not size[-1:].isalpha() else "write 24GiB"
+        raise ConfigError(f"--memory {shown(size)} was asked", f"that is {num_bytes} bytes", meant)
+    return memory_target(num_bytes)
+
+
+def show(lines: list[Line]) -> None:
+    """Lines on stdout: tables cut to the width of a terminal and with colour there, all as they are elsewhere."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        _write("\n".join(line.text for line in lines))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line in lines:
+        text = Text(_encodable(line.text), style=line.style)
+        text.highlight_regex("[█▏▎▍▌▋▊▉]+", "cyan")
+        text.highlight_regex("░+", "blue")
+        if line.is_cut:
+            console.print(text, no_wrap=True, overflow="ellipsis")
+        else:
+            console.print(text, soft_wrap=True)
+
+
+def _write(text: str) -> None:
+    if sys.stdout is not None:
+        sys.stdout.write(f"{_encodable(text)}\n")
+        sys.stdout.flush()
+
+
+def _encodable(text: str) -> str:
+    """Blocks as plain signs where stdout has no better ones."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def _is_size(text: str) -> bool:
+    number = text.strip().lower().rstrip("bgikmt")
+    unit = text.strip().lower().removeprefix(number)
+    return unit in UNITS and number.strip().replace(".", "", 1).isdecimal()

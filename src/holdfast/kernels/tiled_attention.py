@@ -1,0 +1,340 @@
+"""Attention of rows to stored keys and values over pages, tile by tile, with long contexts split and merged.
+
+T rows, H query heads, K key/value heads, G = H / K, D head dim, S slots, N rows of the page table, P pages of a row,
+C (row, split) pairs
+
+A tile is a few rows of one sequence against a range of its stored tokens. The G heads that share a key head stand side by
+side with the rows, so that they fill the tensor cores and every key is read once. The programs are as many as the machine
+runs at once, and take tiles in turn; how many tiles there are is read from the device, so a captured graph serves any step.
+
+    tiles_X8[0]      number of small tiles, number of large tiles
+    tiles_X8[1 + i]  page table row | first row | rows | position of the first row | token range [low, high)
+                     | where the partial result of the first row goes, -1: straight into the output | splits of a row
+    rows_T2          first (row, split) pair of a row | its splits: 0: padding, written as zeros; 1: done by its tile
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
+
+TILE_FIELDS = ("table_row", "row", "num_rows", "position", "low", "high", "pair", "num_splits")
+SMALL_TILE = 16
+LARGE_TILE = 128
+FEW_ROWS = 2
+"""Steps of so few rows are over before many programs have been brought up: they take fewer, of more warps."""
+LARGE_PROGRAMS_PER_SM = 2
+FEW_MERGED_ROWS = 8
+MERGED_HEADS = 8
+"""Most rows of a large step are not split: a program that looks at several heads has less to bring up for nothing."""
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class TileWork:
+    """The work of one step, on the device, and which kernels it takes."""
+
+    tiles_X8: torch.Tensor
+    rows_T2: torch.Tensor
+    has_small: bool
+    has_large: bool
+    has_merge: bool
+    """Rows that are split or padded."""
+
+
+def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
+    """Rows that a tile takes: its height divided by the heads that stand side by side, at least one."""
+    group = num_heads // num_kv_heads
+    return max(1, LARGE_TILE // group) if large else max(1, SMALL_TILE // group)
+
+
+def small_programs(num_rows: int) -> tuple[int, int]:
+    """Programs a multiprocessor and warps a program for small tiles; measured on an H200 (docs/log.md)."""
+    return (2, 4) if num_rows <= FEW_ROWS else (4, 2)
+
+
+def tiled_attention(
+    q_THD: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    page_table_NP: torch.Tensor,
+    work: TileWork,
+    page_tokens: int,
+    scale: float,
+    window: int | None,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TX: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
+    num_rows, num_heads, head_dim = q_THD.shape
+    num_kv_heads = k_plane_SKD.shape[1]
+    group = num_heads // num_kv_heads
+    block_d = max(16, next_power_of_two(head_dim))  # the least that tensor cores take
+    early = can_launch_early(q_THD)
+    for large in (False, True):
+        if not (work.has_large if large else work.has_small):
+            continue
+        block_m = LARGE_TILE if large else max(SMALL_TILE, next_power_of_two(group))
+        programs_per_sm, num_warps = (LARGE_PROGRAMS_PER_SM, 8) if large else small_programs(num_rows)
+        _attend_kernel[(num_sms * programs_per_sm,)](
+            q_THD,
+            k_plane_SKD,
+            v_plane_SKD,
+            out_TX,
+            partial_out_CX,
+            partial_lse_CH,
+            page_table_NP,
+            work.tiles_X8,
+            page_table_NP.stride(0),
+            page_tokens,
+            scale * LOG2_E,
+            window or 0,
+            LARGE=large,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            HAS_WINDOW=window is not None,
+            BLOCK_M=block_m,
+            BLOCK_N=64 if block_d <= 128 else 32,
+            BLOCK_D=block_d,
+            NUM_STAGES=3 if large else 2,
+            EARLY=early,
+            num_warps=num_warps,
+            **launched_early(early),
+        )
+    if work.has_merge:
+        heads = 1 if num_rows <= FEW_MERGED_ROWS else next_power_of_two(min(group, MERGED_HEADS))
+        _merge_kernel[(num_rows, -(-num_heads // heads))](
+            out_TX,
+            partial_out_CX,
+            partial_lse_CH,
+            work.rows_T2,
+            NUM_HEADS=num_heads,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK_S=16,
+            BLOCK_D=block_d,
+            EARLY=early,
+            num_warps=2,
+            **launched_early(early),
+        )
+    return out_TX
+
+
+def tiled_attention_reference(
+    q_THD: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    page_table_NP: torch.Tensor,
+    work: TileWork,
+    page_tokens: int,
+    scale: float,
+    window: int | None,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TX: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """The same in plain torch, a tile at a time, with the whole score matrix of the tile; partial results are not kept."""
+    num_rows, num_heads, head_dim = q_THD.shape
+    num_groups = num_heads // k_plane_SKD.shape[1]
+    out_THD = out_TX.view(num_rows, num_heads, head_dim)
+    sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    num_small, num_large = work.tiles_X8[0, :2].tolist()
+    num_tiles = num_small * work.has_small + num_large * work.has_large
+    for table_row, row, count, position, low, high, pair, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
+        token_L = torch.arange(low, high, device=q_THD.device)
+        slot_L = page_table_NP[table_row, token_L // page_tokens].long() * page_tokens + token_L % page_tokens
+        k_HLD = k_plane_SKD[slot_L].float().repeat_interleave(num_groups, dim=1).transpose(0, 1)
+        v_HLD = v_plane_SKD[slot_L].float().repeat_interleave(num_groups, dim=1).transpose(0, 1)
+        distance_nL = torch.arange(position, position + count, device=q_THD.device).unsqueeze(1) - token_L
+        seen_nL = distance_nL >= 0 if window is None else (distance_nL >= 0) & (distance_nL < window)
+        scores_HnL = q_THD[row : row + count].float().transpose(0, 1) @ k_HLD.transpose(1, 2) * scale
+        scores_HnL = scores_HnL.masked_fill(~seen_nL, float("-inf"))
+        lse_Hn = scores_HnL.logsumexp(-1)
+        out_HnD = torch.nan_to_num((scores_HnL - lse_Hn.unsqueeze(-1)).exp(), nan=0.0) @ v_HLD
+        for i in range(count):
+            if pair < 0:
+                out_THD[row + i] = out_HnD[:, i].to(out_TX.dtype)
+                continue
+            old_out, old_lse = sums.get(
+                row + i, (torch.zeros_like(out_HnD[:, i]), torch.full_like(lse_Hn[:, i], -torch.inf))
+            )
+            lse_H = torch.logaddexp(old_lse, lse_Hn[:, i])
+            parts = ((old_out, old_lse), (out_HnD[:, i], lse_Hn[:, i]))
+            merged = sum(x * torch.nan_to_num((lse - lse_H).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
+            sums[row + i] = (torch.as_tensor(merged), lse_H)
+    for row, (out_HD, _) in sums.items():
+        out_THD[row] = out_HD.to(out_TX.dtype)
+    if work.has_merge:
+        out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
+    return out_TX
+
+
+@jit
+def _attend_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_pages,
+    p_tiles,
+    table_stride,
+    page_tokens,
+    scale_log2,
+    window,
+    LARGE: constexpr,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    HAS_WINDOW: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_D: constexpr,
+    NUM_STAGES: constexpr,
+    EARLY: constexpr,
+):
+    NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_small = tl.load(p_tiles)
+    num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
+    first_tile = 1 + num_small if LARGE else 1
+    o_m = tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    o_row = o_m // GROUP
+    for i_item in range(tl.program_id(0), num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
+        i_head = i_item % NUM_KV_HEADS
+        p_tile = p_tiles + (first_tile + i_item // NUM_KV_HEADS) * 8
+        table_row = tl.load(p_tile)
+        row = tl.load(p_tile + 1)
+        num_rows = tl.load(p_tile + 2)
+        position = tl.load(p_tile + 3)
+        low = tl.load(p_tile + 4)
+        high = tl.load(p_tile + 5)
+        pair = tl.load(p_tile + 6)
+        num_splits = tl.load(p_tile + 7)
+        # Page ids are read one block ahead, so that no load of keys waits for another load.
+        p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
+        b_next_page = tl.load(p_row_pages + (low + o_n) // page_tokens, mask=low + o_n < high, other=0)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
+        m_m = o_row < num_rows
+        o_head = i_head * GROUP + o_m % GROUP
+        o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
+        b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+        b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        b_max = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+        b_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
+        clear = tl.minimum(high, position + 1)
+        if HAS_WINDOW:
+            clear = low
+        clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
+        for n in tl.range(low, clear, BLOCK_N, num_stages=NUM_STAGES):
+            o_token = n + o_n
+            b_page = b_next_page
+            b_next_page = tl.load(
+                p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0
+            )
+            o_slot = b_page.to(tl.int64) * page_tokens + o_token % page_tokens
+            o_kv = o_slot * (NUM_KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
+            b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_d[:, None], other=0.0)
+            b_score = tl.dot(b_q, b_k) * scale_log2
+            b_new_max = tl.maximum(b_max, tl.max(b_score, axis=1))
+            b_weight = tl.exp2(b_score - b_new_max[:, None])
+            b_fade = tl.exp2(b_max - b_new_max)
+            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+            b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_d[None, :], other=0.0)
+            b_acc = tl.dot(b_weight.to(b_v.dtype), b_v, b_acc * b_fade[:, None])
+            b_max = b_new_max
+        for n in tl.range(clear, high, BLOCK_N, num_stages=NUM_STAGES):
+            o_token = n + o_n
+            m_n = o_token < high
+            b_page = b_next_page
+            b_next_page = tl.load(
+                p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0
+            )
+            o_slot = b_page.to(tl.int64) * page_tokens + o_token % page_tokens
+            o_kv = o_slot * (NUM_KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
+            b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_d[:, None] & m_n[None, :], other=0.0)
+            b_score = tl.dot(b_q, b_k) * scale_log2
+            distance = (position + o_row)[:, None] - o_token[None, :]
+            m_seen = (distance >= 0) & m_n[None, :]
+            if HAS_WINDOW:
+                m_seen = m_seen & (distance < window)
+            b_score = tl.where(m_seen, b_score, -float("inf"))
+            b_new_max = tl.maximum(b_max, tl.max(b_score, axis=1))
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = tl.exp2(b_score - b_safe_max[:, None])
+            b_fade = tl.exp2(b_max - b_safe_max)
+            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+            b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_d[None, :] & m_n[:, None], other=0.0)
+            b_acc = tl.dot(b_weight.to(b_v.dtype), b_v, b_acc * b_fade[:, None])
+            b_max = b_new_max
+        # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        m_out = m_m[:, None] & m_d[None, :]
+        if pair < 0:
+            tl.store(p_out + o_q[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        else:
+            o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
+            tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out)
+            tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_m)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+
+
+@jit
+def _merge_kernel(
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_rows,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_D: constexpr,
+    EARLY: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.load(p_rows + i_row * 2).to(tl.int64)
+    num_splits = tl.load(p_rows + i_row * 2 + 1)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if num_splits == 1:
+        return
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    o_s = tl.arange(0, BLOCK_S)
+    first_head = tl.program_id(1) * HEADS
+    for i_head in range(first_head, tl.minimum(first_head + HEADS, NUM_HEADS)):
+        b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        b_max = -float("inf")
+        b_sum = 0.0
+        for first in range(0, num_splits, BLOCK_S):
+            m_s = first + o_s < num_splits
+            o_pair = (pair + first + o_s) * NUM_HEADS + i_head
+            b_lse = tl.load(p_partial_lse + o_pair, mask=m_s, other=-float("inf"))
+            b_part = tl.load(
+                p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0
+            )
+            b_new_max = tl.maximum(b_max, tl.max(b_lse, axis=0))
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = tl.exp2(b_lse - b_safe_max)
+            b_fade = tl.exp2(b_max - b_safe_max)
+            b_acc = b_acc * b_fade + tl.sum(b_part * b_weight[:, None], axis=0)
+            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=0)
+            b_max = b_new_max
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)
+        tl.store(p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)

@@ -1,0 +1,89 @@
+"""GPUs by name: how much memory CUDA reports of each, and what a process takes before its first tensor; no torch."""
+
+import difflib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, shown
+
+MIB = 1024**2
+GIB = 1024**3
+CONTEXT_BYTES = 752 * MIB
+"""CUDA's context, the handles of its libraries and the code of all kernels, once an engine serves: 787.2 MB on an H200."""
+SAME_AS_H200 = "taken to be that of an H200"
+SEEN = "total as torch on Linux names it in public out-of-memory messages (drivers differ by 0.2 GiB or so)"
+ASSUMED = "total assumed: the nominal size less what drivers usually keep, not checked"
+
+
+class Gpu(NamedTuple):
+    """One kind of GPU."""
+
+    key: str
+    """What a person types."""
+    name: str
+    total_bytes: int
+    """As the driver reports it: less than on the box, since the driver keeps some."""
+    context_bytes: int
+    source: str
+    """Where the two numbers come from."""
+
+
+def _gpu(key: str, name: str, total_gib: float, source: str) -> Gpu:
+    return Gpu(key, name, int(total_gib * GIB), CONTEXT_BYTES, f"{source}; context {SAME_AS_H200}")
+
+
+H200 = Gpu(
+    "h200",
+    "NVIDIA H200",
+    150_109_880_320,
+    CONTEXT_BYTES,
+    "total and context measured on one (driver for CUDA 13.0, torch 2.11)",
+)
+GPUS: Mapping[str, Gpu] = {
+    gpu.key: gpu
+    for gpu in (
+        _gpu("rtx3060", "NVIDIA GeForce RTX 3060", 11.75, SEEN),
+        _gpu("t4", "Tesla T4", 14.75, SEEN),
+        _gpu("rtx4080", "NVIDIA GeForce RTX 4080", 15.58, ASSUMED),
+        _gpu("v100-16g", "Tesla V100-SXM2-16GB", 15.77, ASSUMED),
+        _gpu("l4", "NVIDIA L4", 22.03, ASSUMED),
+        _gpu("a10", "NVIDIA A10", 22.06, ASSUMED),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.52, SEEN),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.68, SEEN),
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, SEEN),
+        _gpu("v100-32g", "Tesla V100-SXM2-32GB", 31.73, ASSUMED),
+        _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 39.45, SEEN),
+        _gpu("l40s", "NVIDIA L40S", 44.39, ASSUMED),
+        _gpu("rtxa6000", "NVIDIA RTX A6000", 47.40, ASSUMED),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.11, SEEN),
+        _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 79.14, ASSUMED),
+        _gpu("h100-nvl", "NVIDIA H100 NVL", 93.00, SEEN),
+        _gpu("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.97, ASSUMED),
+        H200,
+        _gpu("b200", "NVIDIA B200", 178.35, ASSUMED),
+    )
+}
+"""Every GPU that can be planned for by name, the smallest first."""
+ALIASES: Mapping[str, str] = {"a100": "a100-80g", "v100": "v100-32g", "a6000": "rtxa6000", "a10g": "a10"}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name, in any spelling of case, spaces and dashes."""
+    keys = {_plain(key): gpu for key, gpu in GPUS.items()}
+    keys |= {_plain(alias): GPUS[key] for alias, key in ALIASES.items()}
+    keys |= {_plain(gpu.name): gpu for gpu in GPUS.values()}
+    wanted = _plain(name)
+    if wanted in keys:
+        return keys[wanted]
+    near = difflib.get_close_matches(wanted, keys, n=3)
+    nearest = list(dict.fromkeys(keys[match].key for match in near))
+    raise ConfigError(
+        f"gpu={shown(name)} was asked",
+        f"the GPUs known by name are {', '.join(GPUS)}",
+        f"did you mean {' or '.join(nearest)}?" if nearest else "pass a memory size such as 24GiB instead",
+    )
+
+
+def _plain(name: str) -> str:
+    name = name.strip().lower().removeprefix("nvidia")
+    return "".join(letter for letter in name if letter.isalnum()).removeprefix("geforce")

@@ -1,0 +1,138 @@
+"""What the device says was taken, phase by phase, held against the plan; no torch until a GPU is asked."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.memory.planner import PHASES, MemoryPlan
+
+STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """One look at a device. On a CPU, which has no allocator to ask, all but the total is what this process has resident."""
+
+    allocated: int
+    """In live tensors of this process."""
+    reserved: int
+    """Taken from the device by this process's allocator, live or not."""
+    used: int
+    """Of the whole device: by every process, contexts and libraries included."""
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBytes:
+    """What a phase left behind, and the most it took in between, both above what there was at the start."""
+
+    at_end: DeviceBytes
+    taken_bytes: int
+    """More used than before the first phase."""
+    peak_allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseComparison:
+    """One phase as planned and as measured."""
+
+    phase: str
+    planned_bytes: int
+    measured_bytes: int
+    peak_allocated_bytes: int
+
+    @property
+    def difference_bytes(self) -> int:
+        """Positive where more was taken than planned."""
+        return self.measured_bytes - self.planned_bytes
+
+    @property
+    def difference_share(self) -> float:
+        """The same as a share of the plan."""
+        return self.difference_bytes / max(self.planned_bytes, 1)
+
+
+def measure(device: object, statm: Path = STATM) -> DeviceBytes | None:
+    """A device by its torch name or as torch's own; None where it cannot be asked."""
+    if not str(device).startswith("cuda"):
+        return _measure_host(statm) if str(device) == "cpu" else None
+    import torch
+
+    place = torch.device(str(device))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(place)
+    return DeviceBytes(
+        torch.cuda.memory_allocated(place),
+        torch.cuda.memory_reserved(place),
+        total_bytes - free_bytes,
+        total_bytes,
+    )
+
+
+def take_peak_bytes(device: object) -> int | None:
+    """The most bytes in live tensors since the last call, and a new beginning; None where nobody counts them."""
+    if not str(device).startswith("cuda"):
+        return None
+    import torch
+
+    place = torch.device(str(device))
+    peak_bytes = torch.cuda.max_memory_allocated(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    return peak_bytes
+
+
+def _measure_host(statm: Path) -> DeviceBytes | None:
+    try:
+        resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None  # not Linux
+    return DeviceBytes(resident, resident, resident, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+class PhaseProfile:
+    """Measures a device at the end of each phase. It is made before the first byte is taken; what is there then is not ours."""
+
+    def __init__(
+        self,
+        device: object,
+        measure: Callable[[object], DeviceBytes | None] = measure,
+        take_peak_bytes: Callable[[object], int | None] = take_peak_bytes,
+    ) -> None:
+        self._device = device
+        self._measure = measure
+        self._take_peak_bytes = take_peak_bytes
+        self.before = measure(device)
+        take_peak_bytes(device)
+        self.phases: dict[str, PhaseBytes] = {}
+
+    def end(self, phase: str) -> PhaseBytes | None:
+        """Measure at the end of a phase, or of the same one again. None where the device cannot be asked."""
+        assert phase in PHASES, f"{phase=} must be one of {PHASES}"
+        later = PHASES[PHASES.index(phase) + 1 :]
+        assert self.phases.keys().isdisjoint(later), f"{phase=} cannot end after {list(self.phases)}"
+        at_end, peak = self._measure(self._device), self._take_peak_bytes(self._device)
+        if at_end is None or self.before is None:
+            return None
+        # Where nobody counts, the end is the only moment that is known.
+        peak_bytes = max(at_end.allocated, peak or 0) - self.before.allocated
+        if phase in self.phases:
+            peak_bytes = max(peak_bytes, self.phases[phase].peak_allocated_bytes)
+        self.phases[phase] = PhaseBytes(at_end, at_end.used - self.before.used, peak_bytes)
+        return self.phases[phase]
+
+    @property
+    def taken_bytes(self) -> int | None:
+        """What the last phase that ended left taken; None where nothing was measured."""
+        return list(self.phases.values())[-1].taken_bytes if self.phases else None
+
+    def compare(self, plan: MemoryPlan, before_bytes: int = 0) -> tuple[PhaseComparison, ...]:
+        """Every measured phase against the plan.
+
+        `before_bytes` were planned too, but taken before the first measurement: a GPU must have its context to be asked.
+        """
+        return tuple(
+            PhaseComparison(
+                phase, plan.phase_bytes[phase], found.taken_bytes + before_bytes, found.peak_allocated_bytes
+            )
+            for phase, found in self.phases.items()
+        )

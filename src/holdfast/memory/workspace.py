@@ -1,0 +1,67 @@
+"""Workspace: one locked arena a lane, and views of it for whoever reserved them; nothing is allocated after it is made."""
+
+import torch
+
+from holdfast.memory.arena import Arena, views_of
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import (
+    DEFAULT_LANE,
+    OWNER,
+    WorkspacePlan,
+    checked_specs,
+    not_reserved,
+    too_large,
+)
+
+MAX_CACHED_REQUESTS = 4096
+"""Of different shapes. Beyond it views are made anew, at the same places."""
+
+
+class Workspace:
+    """Scratch of one engine. All that one `acquire` gives lives together until the next one on the same lane."""
+
+    def __init__(self, plan: WorkspacePlan, device: torch.device, ledger: Ledger) -> None:
+        plan.lock()
+        self._plan = plan
+        self._arenas: dict[str, Arena] = {}
+        self._views: dict[tuple[str, str, tuple[TensorSpec, ...]], tuple[torch.Tensor, ...]] = {}
+        try:
+            for lane, num_bytes in plan.lane_bytes.items():
+                spec = TensorSpec(lane, (num_bytes,), "uint8")
+                self._arenas[lane] = Arena(OWNER, (spec,), device, ledger, plan.lane_reason(lane))
+        except BaseException:
+            self.release()
+            raise
+
+    def acquire(self, owner: str, specs: tuple[TensorSpec, ...], lane: str = DEFAULT_LANE) -> tuple[torch.Tensor, ...]:
+        """Views for the specs: aligned, apart from each other, with whatever the last owner left in them.
+
+        The same request gets the same views. A request may be smaller than what its owner reserved, never larger.
+        """
+        try:
+            views = self._views.get((lane, owner, specs))
+        except TypeError:  # something in it has no hash: it is wrong, or a list
+            specs = checked_specs(owner, specs, lane)
+            views = self._views.get((lane, owner, specs))
+        return self._first_views(owner, specs, lane) if views is None else views
+
+    def release(self) -> None:
+        """Give every lane back; nothing can be acquired afterwards."""
+        self._views.clear()
+        while self._arenas:
+            self._arenas.popitem()[1].release()
+
+    def _first_views(self, owner: str, specs: tuple[TensorSpec, ...], lane: str) -> tuple[torch.Tensor, ...]:
+        specs = checked_specs(owner, specs, lane)
+        if lane not in self._arenas:
+            raise not_reserved(owner, specs, lane, "lane", tuple(self._arenas))
+        held_bytes = self._plan.reserved_bytes(owner, lane)
+        if held_bytes is None:
+            raise not_reserved(owner, specs, lane, "owner", tuple(self._plan.requesters(lane)))
+        if arena_bytes(specs) > held_bytes:
+            raise too_large(owner, specs, lane, held_bytes)
+        if len(self._views) >= MAX_CACHED_REQUESTS:
+            self._views.clear()
+        views = self._views[lane, owner, specs] = views_of(self._arenas[lane].tensors[lane], specs)
+        return views

@@ -1,0 +1,77 @@
+"""StepGraphs: captured steps by kind and size, replayed at the addresses they were captured with.
+
+A decode step has a row for each sequence and wants all of their logits. A mixed step has any rows and wants the logits of
+some. Both are padded up to the next size that was captured. What a graph reads (rows, tiles, pages, parameters) lies in
+fixed buffers that are filled before it runs; what it works in is the workspace. So its pool holds next to nothing.
+"""
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """One graph and the logits it leaves: [R, V] in the workspace."""
+
+    graph: torch.cuda.CUDAGraph
+    logits_RV: torch.Tensor
+
+
+class StepGraphs:
+    """All graphs of one runner, in one pool, captured on one stream."""
+
+    def __init__(self, decode_sizes: tuple[int, ...], mixed_sizes: tuple[int, ...], num_logit_rows: int) -> None:
+        self._sizes = {True: decode_sizes, False: mixed_sizes}
+        self._num_logit_rows = num_logit_rows
+        self._steps: dict[tuple[bool, int], CapturedStep] = {}
+
+    def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
+        """The smallest captured size that takes so many rows, or None."""
+        sizes = self._sizes[is_decode]
+        index = bisect_left(sizes, num_rows)
+        if index == len(sizes) or num_logit_rows > self.logit_rows(sizes[index], is_decode):
+            return None
+        return sizes[index]
+
+    def logit_rows(self, size: int, is_decode: bool) -> int:
+        """Rows whose logits a captured step computes."""
+        return size if is_decode else min(size, self._num_logit_rows)
+
+    def capture(
+        self,
+        run: Callable[[int, bool], torch.Tensor],
+        stream: torch.cuda.Stream,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Capture every size, the largest first; `run(size, is_decode)` is one step on padding, run once before."""
+        pool = torch.cuda.graph_pool_handle()
+        keys = [(is_decode, size) for is_decode, sizes in self._sizes.items() for size in reversed(sizes)]
+        was_enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()  # a collection in the middle of a capture could free device memory, which breaks it
+        try:
+            for number, (is_decode, size) in enumerate(keys):
+                run(size, is_decode)
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    logits_RV = run(size, is_decode)
+                self._steps[is_decode, size] = CapturedStep(graph, logits_RV)
+                on_progress(number + 1, len(keys))
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
+        """Run a captured step; its logits, padding included."""
+        step = self._steps[is_decode, size]
+        step.graph.replay()
+        return step.logits_RV
+
+    def release(self) -> None:
+        """Let go of every graph."""
+        self._steps.clear()

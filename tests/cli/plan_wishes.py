@@ -1,0 +1,18 @@
+"""Wishes for plans: well-known models on GPUs that need not be there."""
+
+from typing import Any
+
+from holdfast.config import EngineConfig
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.memory.gpus import find_gpu
+from holdfast.runner.plan_fit import Wish
+from holdfast.runner.target import Target, gpu_target, memory_target
+
+
+def wish(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None = None, **options: Any) -> Wish:
+    """A wish; `kv_format`, `quantization` and `tensor_parallel_size` stand beside the config's options."""
+    beside = {
+        name: options.pop(name) for name in ("kv_format", "quantization", "tensor_parallel_size") if name in options
+    }
+    target: Target = gpu_target(find_gpu(gpu)) if memory is None else memory_target(memory)
+    return Wish(EngineConfig(**options), open_blueprint(model), target, **beside)

@@ -1,0 +1,356 @@
+"""`holdfast plan`: exit codes, JSON, pages, and every wrong word told in one line that says what would work."""
+
+import builtins
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.cli_models import Here, finish, make_model, start
+from cli.page_reader import read_page
+from holdfast.cli.plan_command import NO_DEVICE, PlanOptions, read_target, read_wish
+from holdfast.errors import ConfigError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.default_model import find_default_model
+from holdfast.memory.gpus import GPUS
+from holdfast.models.catalogue import CATALOGUE
+
+
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def record(here: Here, *arguments: object, code: int = 0) -> dict:
+    ended = here("plan", *arguments, "--json")
+    assert (ended.code, ended.err) == (code, ""), ended
+    return json.loads(ended.out, parse_constant=refuse)
+
+
+def test_a_plan_that_fits(here: Here) -> None:
+    ended = here("plan", "Qwen3-32B", "--gpu", "h200")
+    assert (ended.code, ended.err) == (0, "")
+    assert "weights" in ended.out
+    assert "KV cache size: " in ended.out
+    assert "to start it" in ended.out
+    assert "\x1b" not in ended.out
+
+
+def test_a_plan_that_does_not_fit_exits_with_one_and_the_table(here: Here) -> None:
+    ended = here("plan", "Llama-3.1-70B", "--gpu", "rtx4090")
+    assert (ended.code, ended.err) == (1, "")
+    assert "it does not fit: " in ended.out
+    assert "the smallest change" in ended.out
+    found = record(here, "Llama-3.1-70B", "--gpu", "rtx4090", code=1)
+    assert found["fits"] is False
+    assert found["kv_tokens"] == 0
+    assert found["short_bytes"] == max(found["phases"].values()) - found["budget"]["bytes"] > 0
+    assert [way["is_smallest"] for way in found["alternatives"]].count(True) == 1
+
+
+def test_the_smallest_change_fits_and_less_does_not(here: Here) -> None:
+    asked = ("Qwen3-8B", "--memory", "24GiB", "--max-num-seqs", "8")
+    refused = record(here, *asked, "--max-model-len", "100000", code=1)
+    smallest = next(way for way in refused["alternatives"] if way["is_smallest"])
+    assert smallest["option"] == "max_model_len"
+    assert record(here, *asked, "--max-model-len", smallest["value"])["kv_tokens"] == smallest["kv_tokens"]
+    assert record(here, *asked, "--max-model-len", int(smallest["value"]) + 16, code=1)["fits"] is False
+
+
+def test_json_is_all_that_is_printed_and_has_the_documented_names(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = record(here, "Qwen3-8B", "--gpu", "h100", "--sweep")
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = re.sub(r"\W+", " ", here("plan", "--help").out)
+    assert all(re.search(rf"\b{name}\b", shown) for name in found), shown
+    assert {cell["kv_cache_dtype"] for cell in found["sweep"]} >= {"bfloat16", "fp8"}
+    assert "sweep" not in record(here, "Qwen3-8B", "--gpu", "h100")
+
+
+@pytest.mark.parametrize("model", CATALOGUE)
+def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None:
+    ended = here("plan", model, "--gpu", "h200", "--json")
+    found = json.loads(ended.out)
+    assert ended.code == (0 if found["fits"] else 1)
+    assert found["model"] == model
+    exact = open_blueprint(model).kv_bytes_per_token("bfloat16" if model != "OPT-125m" else "float16")
+    assert found["kv_bytes_per_token"] == exact
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_is_planned_for(gpu: str) -> None:
+    assert read_target(PlanOptions(gpu=gpu)).total_bytes == GPUS[gpu].total_bytes
+
+
+def test_a_folder_a_file_and_nothing_at_all(here: Here, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "A model")
+    (folder / "model.safetensors").unlink()
+    found = record(here, folder, "--memory", "4GiB")
+    assert found["model"] == "A model"
+    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert f"'{folder}'" in found["command"]
+    default = record(here)
+    assert default["model"] == find_default_model().stem
+    assert record(here, find_default_model())["kv_bytes_per_token"] == default["kv_bytes_per_token"]
+
+
+def test_without_a_device_the_plan_is_for_this_machine_and_says_so(here: Here) -> None:
+    ended = here("plan", "--max-model-len", "128", "--max-num-seqs", "1")
+    assert ended.code == 0
+    assert "on the CPU of this machine" in ended.out.splitlines()[0]
+    assert ended.out.splitlines()[-1] == NO_DEVICE
+    assert "--device cpu" in ended.out
+    assert NO_DEVICE not in here("plan", "Qwen3-8B", "--memory", "80GiB").out
+
+
+def test_options_change_the_plan(here: Here) -> None:
+    plain = record(here, "Qwen3-8B", "--gpu", "h100")
+    for options in (
+        ("--memory-utilization", "80%"),
+        ("--dtype", "float32"),
+        ("--max-num-batched-tokens", "16K"),
+        ("--page-tokens", "256"),
+        ("--quantization", "fp8"),
+        ("--kv-cache-dtype", "turboquant_k8v4"),
+        ("--enforce-eager",),
+        ("--tensor-parallel-size", "2"),
+        ("--max-num-seqs", "1"),
+    ):
+        assert record(here, "Qwen3-8B", "--gpu", "h100", *options)["phases"] != plain["phases"], options
+    assert record(here, "Qwen3-8B", "--gpu", "h100", "--kv-cache-dtype", "auto") == plain
+    for share in ("80%", "0.8"):
+        found = record(here, "Qwen3-8B", "--gpu", "h100", "--memory-utilization", share)
+        assert found["budget"]["bytes"] == int(GPUS["h100"].total_bytes * 0.8)
+
+
+def test_sizes_in_both_kinds_of_units(here: Here) -> None:
+    sizes = {size: record(here, "Qwen3-0.6B", "--memory", size) for size in ("20GB", "20GiB", "20480MiB", "0.02TB")}
+    assert sizes["20GiB"]["budget"]["bytes"] == int(20 * 2**30 * 0.9)
+    assert sizes["20GB"]["budget"]["bytes"] == int(20 * 10**9 * 0.9)
+    assert sizes["20480MiB"]["kv_tokens"] == sizes["20GiB"]["kv_tokens"]
+
+
+BAD = [
+    (("--memory", "0.5"), "20GiB"),
+    (("--memory", "24"), "did you mean 24GiB?"),
+    (("--memory", "1.5"), "did you mean 1.5GiB?"),
+    (("--memory", "2KiB"), "write 24GiB"),
+    (("--memory", "110%"), "20GiB"),
+    (("--memory", "-5GiB"), "20GiB"),
+    (("--memory", "0"), "a size above zero"),
+    (("--memory", "0GiB"), "a size above zero"),
+    (("--memory", "9999999999TiB"), "no machine has as much memory"),
+    (("--memory", "lots"), "20GiB"),
+    (("--memory", ""), "20GiB"),
+    (("--memory", "nan"), "20GiB"),
+    (("--memory", "1e30GiB"), "20GiB"),
+    (("--memory", "24GiB", "--gpu", "h200"), "leave one out"),
+    (("--gpu", "24GiB"), "write --memory 24GiB"),
+    (("--gpu", "80 GB"), "write --memory 80 GB"),
+    (("--gpu", "h2000"), "did you mean h200"),
+    (("--gpu", "rtx 409"), "did you mean rtx4090"),
+    (("--gpu", ""), "the GPUs known by name are"),
+    (("--gpu", "\x1b[31mh"), "the GPUs known by name are"),
+    (("--memory-utilization", "110%"), "try 0.9"),
+    (("--memory-utilization", "0"), "try 0.9"),
+    (("--memory-utilization", "-0.5"), "try 0.9"),
+    (("--memory-utilization", "1.5"), "try 0.9"),
+    (("--memory-utilization", "20GiB"), "try 0.9"),
+    (("--max-model-len", "0"), "a whole number from 1"),
+    (("--max-model-len", "-4"), "a whole number from 1"),
+    (("--max-model-len", "many"), "a whole number from 1"),
+    (("--max-model-len", "999999999999999"), "a whole number from 1"),
+    (("--max-num-seqs", "0"), "a whole number from 1"),
+    (("--max-num-batched-tokens", "1.5"), "a whole number from 1"),
+    (("--page-tokens", "3"), "powers of two"),
+    (("--dtype", "float31"), "try float32"),
+    (("--kv-cache-dtype", "fp9"), "try fp8"),
+    (("--kv-cache-dtype", ""), "the formats are"),
+    (("--quantization", "fp88"), "try fp8"),
+    (("--tensor-parallel-size", "0"), "try 1"),
+    (("--tensor-parallel-size", "-2"), "try 1"),
+    (("--tensor-parallel-size", "two"), "try 1"),
+    (("--tensor-parallel-size", "auto"), "try 1"),
+    (("--tensor-parallel-size", "3"), "1, 2, 4, 8"),
+    (("--html", "no/such/folder/x.html"), "its folder does not exist"),
+    (("--html", ""), "write --html page.html"),
+    (("--hmtl", "x"), "did you mean --html"),
+    (("--memory-limit", "20GiB"), "no such option"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=[" ".join(options)[:40] for options, _ in BAD])
+def test_wrong_values_are_told_in_one_line_that_says_what_works(
+    here: Here, options: tuple[str, ...], words: str
+) -> None:
+    ended = here("plan", "Qwen3-8B", *options)
+    assert ended.code == 2, ended
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1
+    assert ended.err.startswith("error: ")
+    assert words in ended.err
+    assert "\x1b" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Qwen3-33B", "did you mean Qwen3-32B"),
+        ("Qwen/Qwen3-31B", "did you mean"),
+        ("xyzzy", "those are"),
+        ("", "those are"),
+        ("no/such/folder", "neither a path nor"),
+        ("\x1b[31m", "neither a path nor"),
+        ("x" * 5000, "neither a path nor"),
+        ("/", "config.json"),
+        ("/dev/null", "regular file"),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
+def test_unknown_models_are_told_in_one_line(here: Here, model: str, words: str) -> None:
+    ended = here("plan", model, "--gpu", "h200")
+    assert ended.code == 1, ended
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1
+    assert words in ended.err
+    assert len(ended.err) < 1500
+    assert "\x1b" not in ended.err
+
+
+def test_a_hostile_config_is_told_in_one_line(here: Here, tmp_path: Path) -> None:
+    for name, text in (
+        ("json", "{"),
+        ("deep", "[" * 100_000),
+        ("huge", '{"architectures": ["LlamaForCausalLM"], "vocab_size": 1e99}'),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
+        ended = here("plan", folder, "--gpu", "h200")
+        assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1), ended
+
+
+def test_the_page_is_written_and_sound(here: Here, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    ended = here("plan", "Qwen3-8B", "--gpu", "rtx4090", "--html", file)
+    assert ended.code == 0
+    assert ended.err == f"page written to {file}\n"
+    document = read_page(file.read_text(encoding="utf-8"))
+    assert "Qwen3-8B" in document.all("h1")[0].text
+    assert len(document.all("svg")) == 4
+    quiet = here("plan", "Qwen3-8B", "--gpu", "rtx4090", "--html", file, "--json")
+    assert quiet.err == ""
+    assert json.loads(quiet.out)["fits"] is True
+
+
+def test_a_name_of_a_folder_cannot_get_out_of_the_page(here: Here, tmp_path: Path) -> None:
+    folder, file = make_model(tmp_path / "<script>alert(1)<!--"), tmp_path / "plan.html"
+    assert here("plan", folder, "--memory", "4GiB", "--html", file).code == 0
+    document = read_page(file.read_text(encoding="utf-8"))
+    assert len(document.all("script")) == 1
+
+
+def test_the_sweep_is_a_chart(here: Here) -> None:
+    out = here("plan", "Qwen3-8B", "--gpu", "rtx4090", "--sweep").out
+    assert "KV tokens on NVIDIA GeForce RTX 4090" in out
+    assert out.count("█") > 60
+
+
+def test_neither_torch_nor_a_network_is_needed() -> None:
+    words = """
+import builtins, socket, sys
+real = builtins.__import__
+def watched(name, *rest, **more):
+    assert name.partition(".")[0] not in ("torch", "triton", "numpy", "transformers", "safetensors", "pydantic"), name
+    return real(name, *rest, **more)
+builtins.__import__ = watched
+socket.socket = None
+from holdfast.cli.app import run
+codes = [run(["plan", "Qwen3-32B", "--gpu", "h200", "--json", "--sweep"]), run(["plan", "Qwen3-32B", "--gpu", "l4"])]
+assert codes == [0, 1], codes
+"""
+    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+
+
+def test_in_a_process_of_its_own() -> None:
+    assert finish(start("plan", "Qwen3-8B", "--gpu", "h200", "--json")).code == 0
+    refused = finish(start("plan", "Qwen3-32B", "--gpu", "l4"))
+    assert (refused.code, refused.err) == (1, "")
+    wrong = finish(start("plan", "Qwen3-8B", "--gpu", "h300"))
+    assert wrong.code == 2
+    assert wrong.err.count("\n") == 1
+    assert "Traceback" not in wrong.err
+
+
+def test_a_closed_pipe_ends_in_silence() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        ended = finish(start("plan", "Qwen3-8B", "--gpu", "h200", "--sweep", stdout=closed))
+    assert (ended.code, ended.err) == (141, "")
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = finish(start("plan", "Qwen3-8B", "--gpu", "h200", stdout=full))
+    assert ended.code == 1
+    assert ended.err.count("\n") == 1
+    assert "No space left" in ended.err
+    page = finish(start("plan", "Qwen3-8B", "--gpu", "h200", "--html", "/dev/full"))
+    assert page.code == 1
+    assert "No space left" in page.err
+
+
+def test_a_terminal_without_blocks_gets_plain_signs() -> None:
+    ended = finish(start("plan", "Qwen3-8B", "--gpu", "rtx4090", "--sweep", env={"PYTHONIOENCODING": "ascii"}))
+    assert ended.code == 0, ended
+    assert "###" in ended.out
+    assert ended.out.isascii()
+
+
+def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> None:
+    master, slave = pty.openpty()
+    environment = {"COLUMNS": "60", "TERM": "xterm", "NO_COLOR": ""}
+    process = start("plan", "Qwen3-8B", "--gpu", "h200", "--max-model-len", "8192", stdout=slave, env=environment)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(master, 4096)
+        except OSError:  # nobody holds the other end any more
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(master)
+    assert finish(process).code == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("owner"))) :]
+    table = table[: table.index("")]
+    assert max(map(len, table)) == 60
+    assert table[1].endswith("…")
+    command = [line for line in lines if "holdfast chat" in line]
+    assert command == ["  holdfast chat path/to/Qwen3-8B --max-model-len 8192 --max-num-seqs 256"]
+    assert b"\x1b[" in shown
+
+
+def test_targets() -> None:
+    assert read_target(PlanOptions(gpu="H100")).name == GPUS["h100"].name
+    assert read_target(PlanOptions(memory="24GiB")).total_bytes == 24 * 2**30
+    assert read_target(PlanOptions()).kind == "cpu"
+    with pytest.raises(ConfigError, match="leave one out"):
+        read_target(PlanOptions(gpu="h100", memory="1GiB"))
+
+
+def test_a_wish_is_checked_before_a_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("a file was opened")
+
+    monkeypatch.setattr(builtins, "open", never)
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp9'"):
+        read_wish(PlanOptions(model="no/such/model", kv_cache_dtype="fp9", gpu="h200"), {})

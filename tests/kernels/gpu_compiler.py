@@ -1,0 +1,142 @@
+"""Compiles kernels for a GPU where none is: what the interpreter takes, Triton's compiler may still refuse.
+
+Run as a program with names of cases it prints, as JSON, for each of them an error or the largest shared memory of its
+kernels. The functions that launch kernels run as they are, over tensors in host memory; launches become compilations.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+torch.cuda.is_available = lambda: True  # before kernels are imported, because their import asks it
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from holdfast.kernels import begin_rows, layer_norm, skinny_linear, tiled_attention  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class CompiledOnly:
+    """In a kernel's place: a launch becomes a compilation for the types and values that it was launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.shared_bytes = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._compile
+
+    def _compile(self, *arguments: object, **keywords: Any) -> None:
+        options = {name: keywords.pop(name) for name in LAUNCH_OPTIONS if name in keywords}
+        values = dict(zip(self._kernel.arg_names, arguments, strict=False)) | keywords
+        signature, constants, attributes = {}, {}, {}
+        for index, parameter in enumerate(self._kernel.params):
+            value = values[parameter.name]
+            signature[parameter.name] = "constexpr" if parameter.is_constexpr else _type_of(value)
+            if signature[parameter.name] == "constexpr":
+                constants[parameter.name] = value
+            elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self._kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=HOPPER, options=options)
+        self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
+
+
+def _type_of(value: object) -> str:
+    """As a launch decides it: numbers that are 1 become constants."""
+    if isinstance(value, torch.Tensor):
+        return f"*{NAMES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    assert isinstance(value, int), f"{value!r} is no argument of a kernel"
+    return "constexpr" if value == 1 else "i32"
+
+
+def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, size_k: int = 1024) -> None:
+    """A step's three kinds of products, as `num_rows` rows take them."""
+    scratch = begin_rows.SkinnyScratch(torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32))
+    x, weight, bias, y, out, norm = (
+        torch.empty(shape, dtype=dtype)
+        for shape in (
+            (num_rows, size_k),
+            (2 * size_n, size_k),
+            (2 * size_n,),
+            (num_rows, size_n),
+            (num_rows, size_n),
+            (size_k,),
+        )
+    )
+    rows = begin_rows.begin_rows(x, norm, 1e-5, x, scratch)
+    skinny_linear.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
+    skinny_linear.linear_add(x, weight, None if gated else bias, y, norm, 1e-5, out, scratch)
+
+
+def attention_of(dtype: torch.dtype, group: int, head_dim: int, window: int | None, num_rows: int = 4) -> None:
+    """Both tiles, and the merge."""
+    q, plane = torch.empty(num_rows, 2 * group, head_dim, dtype=dtype), torch.empty(32, 2, head_dim, dtype=dtype)
+    numbers = torch.empty(4, 16, dtype=torch.int32)
+    work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
+    partial = torch.empty(8, 2 * group * head_dim)
+    tiled_attention.tiled_attention(
+        q, plane, plane, numbers, work, 16, 0.1, window, partial, partial, q.view(num_rows, -1), 132
+    )
+
+
+def layer_norm_of(dtype: torch.dtype) -> None:
+    x = torch.empty(3, 768, dtype=dtype)
+    layer_norm.layer_norm(x, x[0], x[1], 1e-5, x)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "one row": lambda: rows_of(1, BF16, gated=False),
+    "one gated row": lambda: rows_of(1, BF16, gated=True),
+    "one row of odd sizes": lambda: rows_of(1, BF16, gated=True, size_n=101, size_k=576),
+    "rows": lambda: rows_of(16, BF16, gated=False),
+    "gated rows": lambda: rows_of(2, BF16, gated=True),
+    "rows of odd sizes": lambda: rows_of(3, BF16, gated=True, size_n=101, size_k=576),
+    "attention D8": lambda: attention_of(BF16, 1, 8, None),
+    "attention D64": lambda: attention_of(FP16, 7, 64, None),
+    "attention D128": lambda: attention_of(BF16, 8, 128, None),
+    "attention D128, few rows": lambda: attention_of(BF16, 8, 128, None, num_rows=1),
+    "attention D128, window": lambda: attention_of(BF16, 4, 128, 4096),
+    "attention D256": lambda: attention_of(BF16, 8, 256, None),
+    "layer norm": lambda: layer_norm_of(BF16),
+}
+
+
+def main() -> None:
+    """The cases that were named, early launches included."""
+    modules: list[ModuleType] = [begin_rows, layer_norm, skinny_linear, tiled_attention]
+    kernels = []
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            kernels.append(CompiledOnly(getattr(module, name)))
+            setattr(module, name, kernels[-1])
+        for question in ("can_run", "can_launch_early"):
+            if hasattr(module, question):
+                setattr(module, question, lambda tensor: True)
+    results: dict[str, object] = {}
+    for case in sys.argv[1:]:
+        for kernel in kernels:
+            kernel.shared_bytes = 0
+        try:
+            CASES[case]()
+        except Exception as error:
+            results[case] = f"{type(error).__name__}: {error}"[-1500:]
+        else:
+            results[case] = max(kernel.shared_bytes for kernel in kernels)
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the interpreter takes, the compiler for GPUs takes too, and within the shared memory of a large one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "gpu_compiler.py"
+SHARED_BYTES = 227 * 1024
+"""What a program may hold on an H100 or H200."""
+FEW_CASES = ("one gated row", "rows", "attention D128")
+OTHER_CASES = (
+    "one row",
+    "one row of odd sizes",
+    "gated rows",
+    "rows of odd sizes",
+    "attention D8",
+    "attention D64",
+    "attention D128, few rows",
+    "attention D128, window",
+    "attention D256",
+    "layer norm",
+)
+
+
+def check(cases: tuple[str, ...], cache: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, str(PROGRAM), *cases]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads(ran.stdout)
+    assert results.keys() == set(cases)
+    assert not {case: error for case, error in results.items() if isinstance(error, str)}
+    assert not {case: size for case, size in results.items() if not 0 <= size <= SHARED_BYTES}
+
+
+def test_kernels_compile(tmp_path):
+    check(FEW_CASES, tmp_path)
+
+
+@pytest.mark.slow
+def test_kernels_compile_in_every_shape(tmp_path):
+    check(OTHER_CASES, tmp_path)

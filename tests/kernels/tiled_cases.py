@@ -1,0 +1,112 @@
+"""Work for the tiled kernel, cut by hand: any tiles, any splits, empty ones too, amid poison and red zones."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from holdfast.kernels.tiled_attention import TileWork, tile_rows, tiled_attention
+from kernels.exactness import MOAT
+from kernels.paged_cases import PagedCase
+from red_zones import RedZones
+
+BEYOND = 2**30
+"""Page ids that nobody may follow."""
+NAN = float("nan")
+
+
+def rounded(case: PagedCase, dtype: torch.dtype) -> PagedCase:
+    """The same case with everything as `dtype` holds it."""
+    tokens = [(k.to(dtype), v.to(dtype)) for k, v in case.tokens]
+    planes = case.k_plane.to(dtype), case.v_plane.to(dtype)
+    return replace(case, q=case.q.to(dtype), k_plane=planes[0], v_plane=planes[1], tokens=tokens)
+
+
+@dataclass
+class Cut:
+    """How a case becomes tiles: `splits` equal ranges, or `bounds` between them, for every tile of a sequence."""
+
+    large: bool = False
+    splits: int = 1
+    bounds: list[int] | None = None
+    """Ends of the ranges; the first begins with what is seen first, and the last ends behind the last row."""
+
+
+@dataclass
+class Tiles:
+    """Lists as the kernel reads them."""
+
+    small: list[tuple[int, ...]] = field(default_factory=list)
+    large: list[tuple[int, ...]] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    num_pairs: int = 0
+
+
+def cut_tiles(case: PagedCase, cuts: list[Cut], num_padding: int = 0) -> Tiles:
+    """Tiles of every sequence, each cut in its own way; table rows are in reverse."""
+    num_heads, num_kv_heads = case.q.shape[1], case.k_plane.shape[1]
+    made = Tiles()
+    for index, ((start, count), row_start, cut) in enumerate(zip(case.rows, case.row_starts, cuts, strict=True)):
+        most = tile_rows(num_heads, num_kv_heads, cut.large)
+        for offset in range(0, count, most):
+            rows, position = min(most, count - offset), start + offset
+            low = 0 if case.window is None else max(0, position - case.window + 1)
+            high = position + rows
+            ends = _ends(cut, low, high)
+            for split, (first, end) in enumerate(zip([low, *ends], ends, strict=False)):
+                pair = made.num_pairs + split if len(ends) > 1 else -1
+                tile = (len(case.rows) - 1 - index, row_start + offset, rows, position, first, end, pair, len(ends))
+                (made.large if cut.large else made.small).append(tile)
+            made.rows += [(made.num_pairs + i * len(ends), len(ends)) for i in range(rows)]
+            made.num_pairs += rows * len(ends) if len(ends) > 1 else 0
+    made.rows += num_padding * [(0, 0)]
+    return made
+
+
+def _ends(cut: Cut, low: int, high: int) -> list[int]:
+    if cut.bounds is not None:
+        return [min(high, max(low, end)) for end in cut.bounds] + [high]
+    size = -(-(high - low) // cut.splits)
+    return [min(high, low + (split + 1) * size) for split in range(cut.splits)]
+
+
+def run_tiles(
+    case: PagedCase,
+    tiles: Tiles,
+    device: torch.device,
+    function=tiled_attention,
+    num_sms: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The kernel on the device, everything it reads amid NaN, everything it writes NaN before and between red zones."""
+    zones = RedZones(device)
+    num_rows, num_heads, head_dim = len(tiles.rows), *case.q.shape[1:]
+    out = zones.allocate(num_rows, num_heads * head_dim, dtype=out_dtype or case.q.dtype).fill_(NAN)
+    partial_out = zones.allocate(tiles.num_pairs, num_heads * head_dim).fill_(NAN)
+    partial_lse = zones.allocate(tiles.num_pairs, num_heads).fill_(NAN)
+    padding = torch.full((num_rows - len(case.q), num_heads, head_dim), NAN, dtype=case.q.dtype)
+    longest = max(len(pages) for pages in case.pages)
+    page_table = torch.full((len(case.pages), longest + 3), BEYOND, dtype=torch.int32)
+    for index, pages in enumerate(case.pages):
+        page_table[len(case.pages) - 1 - index, : len(pages)] = torch.tensor(pages)
+    heads = (len(tiles.small), len(tiles.large), 0, 0, 0, 0, 0, 0)
+    beyond = 4 * [(0, 0, 1, 0, 0, 1, BEYOND, 1)]  # tiles of a step before this one
+    listed = torch.tensor([heads, *tiles.small, *tiles.large, *beyond], dtype=torch.int32, device=device)
+    row_list = torch.tensor([*tiles.rows, *(4 * [(BEYOND, 3)])], dtype=torch.int32, device=device)
+    has_merge = any(splits != 1 for _, splits in tiles.rows)
+    work = TileWork(listed, row_list, bool(tiles.small), bool(tiles.large), has_merge)
+    q, k_plane, v_plane = (
+        amid(values, device) for values in (torch.cat((case.q, padding)), case.k_plane, case.v_plane)
+    )
+    arguments = (page_table.to(device), work, case.page_tokens, case.scale, case.window)
+    result = function(q, k_plane, v_plane, *arguments, partial_out, partial_lse, out, num_sms)
+    assert result is out
+    zones.check()
+    return out.cpu()
+
+
+def amid(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same values on the device with NaN before and behind them."""
+    buffer = torch.full((values.numel() + 2 * MOAT,), NAN, dtype=values.dtype, device=device)
+    body = buffer[MOAT : MOAT + values.numel()].view(values.shape)
+    body.copy_(values)
+    return body

@@ -1,0 +1,41 @@
+"""How Triton kernels are tried: in every type, on rows that lie apart amid poison, and without an allocation."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels.exactness import MOAT
+
+# The interpreter truncates what it stores as bfloat16; compiled kernels round.
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+    ids=["float32", "float16", "bfloat16"],
+)
+# Numpy, on which the interpreter runs, warns where an infinity is the right answer.
+QUIET = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+def amid_poison(values_TX: torch.Tensor, device: torch.device, moat: int = MOAT) -> torch.Tensor:
+    """The same rows on the device with NaN before, behind and between them: a read outside of a row shows."""
+    num_rows, width = values_TX.shape
+    buffer = torch.full((num_rows + 2, width + 2 * moat), float("nan"), dtype=values_TX.dtype, device=device)
+    rows = buffer[1:-1, moat : moat + width]
+    rows.copy_(values_TX)
+    return rows
+
+
+def assert_allocates_nothing(call: Callable[[], object]) -> None:
+    """A second call takes no memory on the device and does not wait for it."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with warnings.catch_warnings(action="ignore"):  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "memory was allocated"

@@ -1,0 +1,146 @@
+"""One allocation for many tensors: aligned, apart, inside, in the ledger to the byte, and really there."""
+
+import gc
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.memory import arena as arena_module
+from holdfast.memory.arena import UNWRITTEN, Arena, allocate_bytes, views_of
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import ALIGNMENT_BYTES, TensorSpec, arena_bytes
+from holdfast.quant.formats import DTYPE_BYTES
+
+CPU = torch.device("cpu")
+MIB = 2**20
+sizes = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(sorted(DTYPE_BYTES))), max_size=6
+)
+
+
+def specs_for(shapes: list[tuple[tuple[int, ...], str]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"t{number}", shape, dtype) for number, (shape, dtype) in enumerate(shapes))
+
+
+def interval(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+@given(sizes)
+def test_tensors_are_as_asked_aligned_and_apart(shapes: list[tuple[tuple[int, ...], str]]) -> None:
+    specs, ledger = specs_for(shapes), Ledger()
+    made = Arena("things", specs, CPU, ledger, "a test")
+    assert list(made.tensors) == [spec.name for spec in specs]
+    for spec, tensor in zip(specs, made.tensors.values(), strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, getattr(torch, spec.dtype))
+        assert tensor.is_contiguous()
+        assert tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        assert tensor.untyped_storage().nbytes() == made.num_bytes == arena_bytes(specs), "one storage, not a byte more"
+    places = sorted(interval(tensor) for tensor in made.tensors.values() if tensor.numel())
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert not places or places[-1][1] - places[0][0] <= made.num_bytes
+    assert {entry.owner: entry.num_bytes for entry in ledger} == {f"things/{s.name}": s.aligned_bytes for s in specs}
+    assert ledger.total_bytes == made.num_bytes
+    made.release()
+    assert list(ledger) == []
+    assert made.tensors == {}
+    made.release()
+
+
+def test_filling_one_tensor_leaves_its_neighbours_and_the_red_zones_alone(
+    guarded, device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "allocate_bytes", lambda num_bytes, _: guarded(num_bytes, dtype=torch.uint8))
+    shapes = [
+        ((3, 5), "float16"),
+        ((), "int64"),
+        ((0, 4), "float32"),
+        ((257,), "uint8"),
+        ((64,), "float32"),
+        ((1,), "bool"),
+    ]
+    tensors = list(Arena("things", specs_for(shapes), device, Ledger(), "").tensors.values())
+    for tensor in tensors:
+        tensor.fill_(1)
+        others = [other for other in tensors if other is not tensor]
+        assert not any(bool(other.any()) for other in others), "a write went into a neighbour"
+        tensor.fill_(0)
+
+
+def test_memory_of_a_cpu_is_really_held() -> None:
+    """Something is written into every page, so that the system has to find memory for it now and not in the midst of a step."""
+    buffer = allocate_bytes(40 * MIB, CPU)
+    assert bool((buffer[::4096] == UNWRITTEN).all())
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_poison_reaches_every_element(dtype: str) -> None:
+    """Touching memory must not hide that nobody wrote it."""
+    made = Arena("things", (TensorSpec("a", (3,), dtype), TensorSpec("b", (20_000,), dtype)), CPU, Ledger(), "")
+    assert all(bool(tensor.isnan().all()) for tensor in made.tensors.values())
+
+
+def test_views_keep_the_memory_alive_and_nothing_else_does() -> None:
+    made = Arena("things", (TensorSpec("a", (1000,), "float32"),), CPU, Ledger(), "")
+    tensor = made.tensors["a"]
+    base = weakref.ref(tensor.untyped_storage())
+    tensor.fill_(3)
+    made.release()
+    assert tensor.unique().tolist() == [3]
+    del made, tensor
+    gc.collect()
+    assert base() is None
+
+
+def test_nothing_is_entered_where_nothing_could_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(arena_module, "allocate_bytes", refuse)
+    ledger = Ledger()
+    with pytest.raises(torch.OutOfMemoryError):
+        Arena("things", (TensorSpec("a", (1,), "int8"),), CPU, ledger, "")
+    assert list(ledger) == []
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ((TensorSpec("a", (1,), "int8"), TensorSpec("a", (2,), "int8")), "comes twice"),
+        ((TensorSpec("a", (-1,), "int8"),), "not a shape"),
+        ((TensorSpec("a", (1,), "int7"),), "not the name of a type"),
+    ],
+    ids=["twice", "shape", "type"],
+)
+def test_what_cannot_be_laid_out_is_our_own_mistake(specs: tuple[TensorSpec, ...], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        Arena("things", specs, CPU, Ledger(), "")
+
+
+def test_views_begin_where_the_bytes_begin() -> None:
+    buffer = allocate_bytes(512, CPU)
+    first, second = views_of(buffer, (TensorSpec("a", (2,), "int16"), TensorSpec("b", (64,), "float32")))
+    assert first.data_ptr() == buffer.data_ptr()
+    assert second.data_ptr() == buffer.data_ptr() + 256
+    assert interval(second)[1] == interval(buffer)[1]
+    assert allocate_bytes(0, CPU).numel() == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_one_piece() -> None:
+    cuda = torch.device("cuda")
+    before = torch.cuda.memory_allocated()
+    counts = torch.cuda.memory_stats()["allocation.all.allocated"]
+    specs = tuple(TensorSpec(f"t{number}", (1000 + number,), "bfloat16") for number in range(50))
+    made = Arena("things", specs, cuda, Ledger(), "")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == counts + 1
+    assert 0 <= torch.cuda.memory_allocated() - before - made.num_bytes < 512
+    assert all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in made.tensors.values())
+    made.release()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before

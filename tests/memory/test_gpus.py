@@ -1,0 +1,79 @@
+"""GPUs by name: found in any spelling, sizes that can be true."""
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.memory.gpus import ASSUMED, GIB, GPUS, SAME_AS_H200, SEEN, find_gpu
+
+NOMINAL_GB = {
+    "h200": 141,
+    "h100": 80,
+    "h100-nvl": 94,
+    "a100-80g": 80,
+    "a100-40g": 40,
+    "l40s": 48,
+    "l4": 24,
+    "a10": 24,
+    "t4": 16,
+    "v100-32g": 32,
+    "v100-16g": 16,
+    "rtx3090": 24,
+    "rtx4090": 24,
+    "rtx5090": 32,
+    "rtx4080": 16,
+    "rtx3060": 12,
+    "rtxa6000": 48,
+    "rtxpro6000": 96,
+    "b200": 192,
+}
+
+
+def test_every_gpu_is_a_little_smaller_than_its_box_says() -> None:
+    assert GPUS.keys() == NOMINAL_GB.keys()
+    for key, gpu in GPUS.items():
+        assert gpu.key == key
+        assert 0.9 * NOMINAL_GB[key] * GIB < gpu.total_bytes < NOMINAL_GB[key] * GIB, key
+        assert 0 < gpu.context_bytes < GIB
+        assert gpu.source.startswith((SEEN, ASSUMED, "total and context measured")), "a number without a source is a rumour"
+        assert gpu.source.endswith(SAME_AS_H200) or gpu.source.startswith("total and context measured"), key
+
+
+def test_the_smallest_come_first() -> None:
+    sizes = [gpu.total_bytes for gpu in GPUS.values()]
+    assert sizes == sorted(sizes)
+
+
+def test_an_h200_is_as_measured() -> None:
+    assert f"{GPUS['h200'].total_bytes / GIB:.1f}" == "139.8"
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ("h200", "h200"),
+        ("H200", "h200"),
+        (" NVIDIA H200 ", "h200"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("a100_80g", "a100-80g"),
+        ("A100", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("a6000", "rtxa6000"),
+    ],
+)
+def test_spellings(asked: str, key: str) -> None:
+    assert find_gpu(asked).key == key
+
+
+@pytest.mark.parametrize(("asked", "near"), [("h20", "h200"), ("rtx409", "rtx4090"), ("a100-80", "a100-80g")])
+def test_the_nearest_is_suggested(asked: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"gpu='{asked}' was asked; .*did you mean .*{near}"):
+        find_gpu(asked)
+
+
+@pytest.mark.parametrize("asked", ["", "   ", "x" * 10_000, "mi300x\n\x1b[31m", "🦆"])
+def test_nonsense_is_told_what_to_pass(asked: str) -> None:
+    with pytest.raises(ConfigError, match=r"pass a memory size such as 24GiB|did you mean") as caught:
+        find_gpu(asked)
+    assert len(str(caught.value)) < 600
+    assert "\x1b" not in str(caught.value)

@@ -1,0 +1,136 @@
+"""What is reserved: a lane is as large as its largest request, whatever the number of layers; refusals are sentences."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import WorkspaceError
+from holdfast.memory.planner import Term, plan_memory
+from holdfast.memory.sizes import format_bytes
+from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import MAX_SHOWN_SPECS, WorkspacePlan, caller, described
+
+requests = st.lists(
+    st.tuples(st.sampled_from(["attention", "mlp", "head"]), st.sampled_from(["layers", "stream"]), st.integers(0, 10_000)),
+    max_size=12,
+)  # fmt: skip
+
+
+def spec(num_bytes: int, name: str = "x") -> TensorSpec:
+    return TensorSpec(name, (num_bytes,), "uint8")
+
+
+@given(requests)
+def test_a_lane_is_its_largest_request(asked: list[tuple[str, str, int]]) -> None:
+    plan = WorkspacePlan()
+    for owner, lane, num_bytes in asked:
+        plan.reserve(owner, (spec(num_bytes), spec(7, "y")), lane)
+    totals = {lane: 0 for _, lane, _ in asked}
+    for _, lane, num_bytes in asked:
+        totals[lane] = max(totals[lane], arena_bytes((spec(num_bytes), spec(7))))
+    assert plan.lane_bytes == totals
+    assert list(plan.lane_bytes) == list(totals), "lanes come in the order of their first request"
+    assert plan.total_bytes == sum(totals.values())
+    assert {term.owner: term.num_bytes for term in plan.terms()} == {f"workspace/{x}": n for x, n in totals.items()}
+    for lane, num_bytes in totals.items():
+        assert max(plan.requesters(lane).values()) == num_bytes
+
+
+def test_one_set_for_all_layers_against_a_set_each(root: Path) -> None:
+    """The arithmetic of scratch that every layer keeps for itself: the largest GPU of its day, for one model's leftovers."""
+    num_layers, num_seqs, num_heads, num_splits, head_dim = 60, 256, 64, 32, 128
+    partials = TensorSpec("partials", (num_seqs, num_heads, num_splits, head_dim + 1), "float32")
+    together, apart = WorkspacePlan(), WorkspacePlan()
+    for layer in range(num_layers):
+        together.reserve("attention", (partials,))
+        apart.reserve("attention", (partials,), lane=f"layer {layer}")
+    assert apart.total_bytes == 60 * 256 * 64 * 32 * 129 * 4 == 16_231_956_480
+    assert together.total_bytes == 256 * 64 * 32 * 129 * 4 == 270_532_608
+    assert apart.total_bytes == num_layers * together.total_bytes
+    assert len(together.terms()) == 1
+    told = (root / "docs/memory.md").read_text()
+    assert f"take {format_bytes(together.total_bytes)}. A set for each of 60 layers" in told
+    assert f"would take {format_bytes(apart.total_bytes)}." in told
+
+
+def test_layers_with_other_shapes_need_no_more_than_the_largest() -> None:
+    plan = WorkspacePlan()
+    for layer in range(60):
+        plan.reserve("attention", (spec(1000 * (1 + layer % 7)),))
+    assert plan.total_bytes == arena_bytes((spec(7000),))
+
+
+def test_terms_name_the_largest_and_cost_nothing_while_loading() -> None:
+    plan = WorkspacePlan()
+    plan.reserve("attention", (TensorSpec("q", (8, 4, 16), "float16"),))
+    plan.reserve("mlp", (TensorSpec("wide", (8, 512), "float16"), TensorSpec("active", (8, 256), "float16")))
+    plan.reserve("stream", (TensorSpec("x", (8, 64), "float32"),), lane="stream")
+    layers, stream = plan.terms()
+    reason = "mlp needs most: wide float16 (8, 512), active float16 (8, 256); 2 take turns"
+    assert layers == Term("workspace/layers", 8 * 768 * 2, reason, ("capture", "serve"))
+    assert stream.owner == "workspace/stream"
+    memory = plan_memory(2**20, "", plan.terms(), 1024, 1, 4)
+    assert memory.phase_bytes["load"] == 0
+    assert memory.phase_bytes["serve"] == plan.total_bytes + 4 * 1024
+
+
+def test_a_smaller_reservation_takes_nothing_back() -> None:
+    plan = WorkspacePlan()
+    plan.reserve("mlp", (spec(1000),))
+    plan.reserve("mlp", (spec(10),))
+    assert plan.reserved_bytes("mlp") == 1024
+    assert plan.reserved_bytes("mlp", "stream") is None
+    assert plan.reserved_bytes("head") is None
+
+
+def test_a_lock_lets_nobody_ask_for_more() -> None:
+    plan = WorkspacePlan()
+    plan.reserve("mlp", (spec(1000),))
+    plan.lock()
+    plan.reserve("mlp", (spec(1024),))
+    with pytest.raises(WorkspaceError) as caught:
+        plan.reserve("mlp", (spec(1025),))
+    words = str(caught.value)
+    for part in ("'mlp'", "'layers'", "test_workspace_plan.py:", "x uint8 (1025,)", "1280 bytes", "1024 bytes"):
+        assert part in words, words
+    with pytest.raises(WorkspaceError, match="holds 0 bytes for 'head'"):
+        plan.reserve("head", (spec(1),))
+    assert plan.total_bytes == 1024
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((-1, 2), "float32"), ((2.5,), "float32"), ((2,), "halff"), ([2], "int8")], ids=str
+)
+def test_what_cannot_be_a_tensor_cannot_be_reserved(shape: tuple[int, ...], dtype: str) -> None:
+    plan = WorkspacePlan()
+    with pytest.raises(WorkspaceError, match=r"was asked at test_workspace_plan\.py:\d+; wide: .* is not") as caught:
+        plan.reserve("mlp", (spec(1), TensorSpec("wide", shape, dtype)))
+    assert "\n" not in str(caught.value)
+    assert plan.lane_bytes == {}
+
+
+@pytest.mark.parametrize("lane", ["", "a/b"])
+def test_a_lane_has_a_name_that_is_no_path(lane: str) -> None:
+    with pytest.raises(AssertionError, match="lane="):
+        WorkspacePlan().reserve("mlp", (spec(1),), lane)
+
+
+def test_long_requests_are_told_in_short() -> None:
+    specs = tuple(spec(1, f"t{number}") for number in range(MAX_SHOWN_SPECS + 3))
+    assert described(specs).endswith("t7 uint8 (1,), 3 more")
+    assert described(()) == "nothing"
+
+
+def test_the_caller_is_outside_of_the_package() -> None:
+    assert caller().startswith("test_workspace_plan.py:")
+
+
+def test_two_plans_never_meet() -> None:
+    first, second = WorkspacePlan(), WorkspacePlan()
+    first.reserve("mlp", (spec(1000),))
+    assert second.lane_bytes == {}
+    first.lock()
+    second.reserve("mlp", (spec(5000),))
+    assert (first.total_bytes, second.total_bytes) == (1024, 5120)

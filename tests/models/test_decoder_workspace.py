@@ -1,0 +1,200 @@
+"""A decoder works in the workspace that models/activations.py asks for: all of it, no more, and whatever lies in it."""
+
+import gc
+import random
+import weakref
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from holdfast.attention.declarations import DECLARATIONS
+from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.cache.spec import uniform_cache
+from holdfast.config import EngineConfig, Limits
+from holdfast.errors import WorkspaceError
+from holdfast.memory.gpus import GPUS
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.workspace import Workspace
+from holdfast.models.blueprint import read_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner.plan import plan_runner
+from holdfast.runner.target import gpu_target
+from kernels.exactness import require_native, same_bits
+from loading.tiny_models import FAMILIES, VOCAB, save_tiny
+from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=90, max_model_len=100, page_tokens=4)
+EVERY_ROW = SamplingParams(temperature=0.0, prompt_logprobs=0)
+
+
+@cache
+def tiny(family: str) -> LoadedModel:
+    with TemporaryDirectory() as folder:
+        save_tiny(family, folder)
+        return load_model(Path(folder))
+
+
+def make_rig(family: str) -> Rig:
+    require_native()
+    return Rig(tiny(family), "native_paged", LIMITS, 100)
+
+
+def make_step(*lengths: int, params: SamplingParams = EVERY_ROW) -> Step:
+    """Prompts of these lengths on pages of their own."""
+    items, dice, first = [], random.Random(sum(lengths)), 0
+    for number, length in enumerate(lengths):
+        token_ids = [dice.randrange(8, VOCAB) for _ in range(length)]
+        pages = list(range(first, first + -(-length // 4) + 1))
+        first += len(pages)
+        items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, pages=pages), 0, length))
+    return Step(tuple(items))
+
+
+class WatchedWorkspace:
+    """Hands out what the workspace does, and knows the most that each owner took."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self.most_bytes: Counter[tuple[str, str]] = Counter()
+
+    def acquire(self, owner: str, specs: tuple[TensorSpec, ...], lane: str) -> tuple[torch.Tensor, ...]:
+        self.most_bytes[lane, owner] = max(self.most_bytes[lane, owner], arena_bytes(specs))
+        return self._workspace.acquire(owner, specs, lane)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(family):
+    rig = make_rig(family)
+    watched = WatchedWorkspace(rig.workspace)
+    rig.decoder._workspace = watched  # type: ignore[assignment]
+    rig.execute(make_step(90))
+    plan = workspace_plan(tiny(family).spec, LIMITS, "float32", ())
+    reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
+    assert watched.most_bytes == reserved
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
+def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch):
+    """NaN, zeros, other steps' leftovers and noise before each step: every logit is the same to the bit."""
+    if backend == "native_paged":
+        require_native()
+    noise = torch.Generator().manual_seed(0)
+    fillings = {
+        "as it was left": lambda lane: lane,
+        "zeros": lambda lane: lane.zero_(),
+        "NaN": lambda lane: lane.fill_(0xFF),
+        "noise": lambda lane: lane.random_(0, 256, generator=noise),
+    }
+    found = {}
+    for name, fill in fillings.items():
+        rig = Rig(tiny(family), backend, LIMITS, 100)
+
+        def fill_all(rig=rig, fill=fill) -> None:
+            for lane in lanes(rig.workspace).values():
+                fill(lane)
+
+        monkeypatch.setattr(rig, "poison", fill_all)
+        drive = Drive(rig, 100)
+        requests = [
+            Request(list(range(10, 10 + n)), 6, arrival, EVERY_ROW) for n, arrival in ((40, 0), (3, 1), (70, 4))
+        ]
+        drive.run(requests)
+        found[name] = [drive.logits(request) for request in requests]
+    expected = found.pop("as it was left")
+    for rows in found.values():
+        for own, wanted in zip(rows, expected, strict=True):
+            assert own.keys() == wanted.keys()
+            assert all(same_bits(own[position], wanted[position]) for position in wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt_350m_like"])
+def test_a_larger_step_than_was_reserved_is_refused(family):
+    """By whoever asks first, with both sizes; and what was reserved still runs."""
+    rig, spec = make_rig(family), tiny(family).spec
+    small = replace(LIMITS, max_num_batched_tokens=20)
+    rig.decoder._workspace = rig.workspace = Workspace(workspace_plan(spec, small, "float32", ()), CPU, Ledger())
+    with pytest.raises(WorkspaceError) as caught:
+        rig.execute(make_step(21))
+    asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
+    assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
+    assert "decoder.py:" in caught.value.asked
+    assert caught.value.asked.endswith(f"{asked} bytes")
+    assert caught.value.has == f"{held} bytes are held for 'stream'"
+    whole = make_rig(family)
+    step = make_step(13, 7)
+    assert rig.execute(step) == whole.execute(step)
+    assert all(same_bits(row, whole.logits[0][i]) for i, row in rig.logits[0].items())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256
+
+
+def test_more_logits_than_were_reserved_are_refused():
+    rig = make_rig("llama")
+    with pytest.raises(WorkspaceError, match="workspace for 'head'"):
+        rig.decoder.logits(torch.zeros(65, tiny("llama").spec.hidden_size))
+
+
+def reserved_bytes(spec: ModelSpec, backend: str, limits: Limits) -> dict[str, int]:
+    layers = uniform_cache(spec.num_layers, KV_FORMATS["bfloat16"], spec.num_kv_heads, spec.head_dim, 16).layers
+    specs = [
+        AttentionSpec(layer, spec.num_heads, spec.head_dim**-0.5, None, limits.max_model_len, "bfloat16", "cuda")
+        for layer in layers
+    ]
+    bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+    declaration = next(one for one in DECLARATIONS if one.name == backend)
+    return workspace_plan(spec, limits, "bfloat16", declaration.scratch(specs, bounds)).lane_bytes
+
+
+@pytest.mark.parametrize("backend", ["native_paged", "torch_paged", "triton_paged"])
+def test_scratch_is_the_same_for_any_depth_and_any_context(backend):
+    spec = read_blueprint(CATALOGUE["Qwen3-32B"], "Qwen3-32B").spec
+    assert spec is not None
+    limits = Limits(256, 8192, 4096, 16)
+    found = reserved_bytes(spec, backend, limits)
+    stream = 3 * 8192 * 5120 * 2
+    mlp = 8192 * 3 * 25600 * 2
+    partials = 1024 * (64 * 128 + 64) * 4 if backend == "triton_paged" else 0
+    attention = 8192 * (10240 + 2 * 8192) * 2 + partials
+    assert found == {"stream": stream, "layers": max(mlp, attention)}
+    assert found == reserved_bytes(replace(spec, num_layers=1), backend, limits)
+    assert found == reserved_bytes(spec, backend, replace(limits, max_model_len=2**20))
+
+
+def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
+    blueprint = read_blueprint(CATALOGUE["Qwen3-8B"], "Qwen3-8B")
+    target = gpu_target(GPUS["h200"])
+
+    def workspace_bytes(max_model_len: int, num_layers: int = 36) -> int:
+        decoder = replace(blueprint.anatomy.decoder, num_layers=num_layers)  # type: ignore[attr-defined]
+        model = replace(blueprint, anatomy=blueprint.anatomy._replace(decoder=decoder), num_layers=num_layers)  # type: ignore[attr-defined]
+        config = EngineConfig(max_model_len=max_model_len, max_num_seqs=64)
+        return plan_runner(config, model, target).workspace.total_bytes
+
+    assert workspace_bytes(4096) == workspace_bytes(2**17) == workspace_bytes(4096, num_layers=9)
+
+
+def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
+    """Without the garbage collector: what waits for that still holds the weights."""
+    rig = make_rig("llama")
+    rig.execute(make_step(20))
+    held = weakref.ref(rig.decoder)
+    gc.collect()
+    gc.disable()
+    try:
+        del rig
+        assert held() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,236 @@
+"""Steps for a runner on a GPU: sequences whose tokens are known ahead, so that every run of a seed takes the same steps."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from holdfast.attention.batch import Batch
+from holdfast.config import EngineConfig, Limits
+from holdfast.loading.model_files import open_model
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner.build import BuiltRunner, build_runner
+from kernels.exactness import same_bits
+
+COMMON = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 3,
+        "head_dim": 64,
+    },
+    "windows": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 300,
+        "max_window_layers": 1,
+    },
+}
+"""Tiny, and wide enough for the kernels of few rows."""
+SMALL: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 300,
+    "max_model_len": 2048,
+    "page_tokens": 16,
+}
+LENGTHS = (1, 1, 2, 15, 16, 17, 63, 64, 65, 130, 250, 255, 256, 257, 500, 700, 1990)
+"""Of prompts: on both sides of pages, of blocks and of splits."""
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.95},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.7, "top_k": 40, "repetition_penalty": 1.1, "presence_penalty": 0.2},
+    {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.3, "logit_bias": {3: -5.0, 7: 2.0}, "logprobs": 1},
+    {"temperature": 0.0, "min_tokens": 5},
+)
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """A folder that load_format="dummy" can open."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(COMMON | MODELS[name]))
+    return path
+
+
+def build_dummy(folder: Path, name: str = "qwen3", **options: Any) -> BuiltRunner:
+    """A runner of a tiny model with made-up weights."""
+    model = open_model(str(write_model(folder, name)), "dummy")
+    return build_runner(EngineConfig(**(SMALL | options)), model, lambda done, total: None)
+
+
+class Known:
+    """One sequence: tokens known to its end, computed up to `position`."""
+
+    def __init__(self, number: int, prompt_length: int, length: int, vocab_size: int, params: SamplingParams) -> None:
+        dice = Random(number)
+        self.tokens = [dice.randrange(8, vocab_size) for _ in range(length)]
+        prompt = self.tokens[:prompt_length]
+        self.sequence = Sequence(number, prompt, prompt_length, params, seed=number, max_tokens=length)
+        self.position = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.position >= self.sequence.num_prompt_tokens
+
+    @property
+    def is_done(self) -> bool:
+        return self.position == len(self.tokens)
+
+    def schedule(self, num_tokens: int, pages_for: Callable[[int], list[int]]) -> ScheduledSequence:
+        """The next tokens, of the prompt at most to its end, on as many pages as they need."""
+        sequence, start = self.sequence, self.position
+        if self.is_decoding:
+            sequence.token_ids = self.tokens[: start + 1]
+        end = min(start + num_tokens, sequence.num_tokens)
+        sequence.pages += pages_for(end)
+        self.position = sequence.num_computed = end
+        return ScheduledSequence(sequence, start, end - start)
+
+
+class Traffic:
+    """Sequences that come and go; the company changes at every step, and pages change their owners."""
+
+    def __init__(self, limits: Limits, num_pages: int, vocab_size: int, seed: int) -> None:
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._dice = Random(seed)
+        self._free = list(range(num_pages))
+        self._dice.shuffle(self._free)
+        self._number = 1000 * seed
+        self._live: list[Known] = []
+
+    @property
+    def free_pages(self) -> list[int]:
+        return list(self._free)
+
+    def steps(self, count: int, decode_share: float = 0.5, asks_prompts: bool = False) -> Iterator[Step]:
+        """Some with a row for each sequence, never as many as at the last step; the others with prompts among them."""
+        size = 0
+        for _ in range(count):
+            self._renew(asks_prompts)
+            decoding = [known for known in self._live if known.is_decoding]
+            if 2 * len(decoding) < len(self._live) or self._dice.random() >= decode_share:
+                yield self._mixed()
+                continue
+            size = self._dice.choice([number for number in range(1, len(decoding) + 1) if number != size] or [1])
+            yield Step(tuple(self._schedule(known, 1) for known in self._dice.sample(decoding, size)))
+
+    def _mixed(self) -> Step:
+        """Everybody in some order, prompts in chunks of any size, as long as there are rows."""
+        room = self._dice.choice((5, 64, 100, self._limits.max_num_batched_tokens))
+        room, items = min(room, self._limits.max_num_batched_tokens), []
+        for known in self._dice.sample(self._live, len(self._live)):
+            if room:
+                items.append(self._schedule(known, self._dice.randint(1, room)))
+                room -= items[-1].num_new_tokens
+        return Step(tuple(items))
+
+    def _schedule(self, known: Known, num_tokens: int) -> ScheduledSequence:
+        def pages_for(end: int) -> list[int]:
+            needed = -(-end // self._limits.page_tokens) - len(known.sequence.pages)
+            return [self._free.pop() for _ in range(needed)]
+
+        return known.schedule(num_tokens, pages_for)
+
+    def _renew(self, asks_prompts: bool) -> None:
+        """Who is done gives pages back and others come; a sequence comes only where all its pages are there."""
+        for known in [known for known in self._live if known.is_done]:
+            self._live.remove(known)
+            self._free[:0] = known.sequence.pages
+        while len(self._live) < self._limits.max_num_seqs:
+            prompt_length = min(self._dice.choice(LENGTHS), self._limits.max_model_len - 50)
+            length = prompt_length + self._dice.randint(1, 50)
+            promised = sum(-(-len(known.tokens) // self._limits.page_tokens) for known in self._live)
+            owned = sum(len(known.sequence.pages) for known in self._live)
+            if -(-length // self._limits.page_tokens) > len(self._free) - (promised - owned):
+                return
+            self._number += 1
+            kind = dict(self._dice.choice(KINDS))
+            if asks_prompts and self._dice.random() < 0.1:
+                kind["prompt_logprobs"] = 1
+            params = SamplingParams(**kind)
+            self._live.append(Known(self._number, prompt_length, length, self._vocab_size, params))
+
+
+def traffic(built: BuiltRunner, seed: int = 1) -> Traffic:
+    runner = built.runner
+    return Traffic(runner.limits, runner.num_pages, runner.vocab_size, seed)
+
+
+@contextmanager
+def recorded(built: BuiltRunner) -> Iterator[list[torch.Tensor]]:
+    """Inside, every row of logits that is sampled from is kept, one tensor a step that samples."""
+    sampler: Any = built.runner._sampler
+    kept: list[torch.Tensor] = []
+    sample = sampler.sample
+
+    def sample_and_keep(logits_SV: torch.Tensor, *arguments: Any) -> Any:
+        kept.append(logits_SV.clone())
+        return sample(logits_SV, *arguments)
+
+    sampler.sample = sample_and_keep
+    try:
+        yield kept
+    finally:
+        del sampler.sample
+
+
+class CheckedReplays:
+    """Runs the kernels of every replayed step one by one behind it, on the same buffers, and compares all that is left."""
+
+    def __init__(self, built: BuiltRunner) -> None:
+        self._runner: Any = built.runner
+        self._planned: tuple[Batch, Any] | None = None
+        self._plan, self._replay = self._runner._backend.plan, self._runner._graphs.replay
+        self._runner._backend.plan = self._keep_plan
+        self._runner._graphs.replay = self._check
+        self.sizes: list[tuple[int, bool]] = []
+
+    def _keep_plan(self, batch: Batch, captured: bool = False) -> Any:
+        plan = self._plan(batch, captured)
+        self._planned = batch, plan
+        return plan
+
+    def _check(self, size: int, is_decode: bool) -> torch.Tensor:
+        assert self._planned is not None, "a replay without a plan"
+        logits_RV = self._replay(size, is_decode)
+        sampler, num_rows = self._runner._sampler, len(logits_RV)
+        from_graph = logits_RV.clone(), sampler.likeliest_S[:num_rows].clone()
+        eager_RV = self._runner._decoder.step_logits(*self._planned)
+        sampler.find_likeliest(eager_RV)
+        assert same_bits(eager_RV, from_graph[0]), f"logits of {size=} {is_decode=} differ"
+        assert torch.equal(sampler.likeliest_S[:num_rows], from_graph[1]), f"likeliest of {size=} {is_decode=} differ"
+        self.sizes.append((size, is_decode))
+        return logits_RV
+
+
+def num_compiled() -> int:
+    """Kernels that Triton has compiled for this package."""
+    functions: dict[int, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("holdfast.kernels."):
+            functions |= {id(item): item for item in vars(module).values() if hasattr(item, "device_caches")}
+    return sum(len(caches[0]) for function in functions.values() for caches in function.device_caches.values())

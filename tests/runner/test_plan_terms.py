@@ -1,0 +1,151 @@
+"""Terms by owner and phase: each from shapes, none forgotten, none counted twice."""
+
+import pytest
+
+from holdfast.attention.declarations import TritonPagedDeclaration
+from holdfast.attention.spec import StepBounds
+from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
+from holdfast.models.blueprint_weights import QUANTIZATIONS
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.runner.batch_terms import batch_terms
+from holdfast.runner.graph_terms import graph_term
+from holdfast.runner.plan_fit import settle
+from holdfast.runner.plan_terms import (
+    COLLECTIVE_BYTES,
+    LIBRARY_BYTES,
+    MIN_LOGIT_ROWS,
+    ROUNDING_BYTES,
+    STAGING_BYTES,
+    Needs,
+    list_needs,
+)
+from holdfast.runner.sampling_terms import sampling_terms
+from runner.planning import H200, HOST, wish
+
+
+def needs(*args, **options) -> Needs:
+    return list_needs(*settle(wish(*args, **options)))
+
+
+def by_owner(found: Needs) -> dict[str, Term]:
+    owners = [term.owner for term in found.terms]
+    assert len(owners) == len(set(owners)), f"somebody is counted twice: {owners}"
+    return {term.owner: term for term in found.terms}
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_weights_add_up_to_their_arena(name: str) -> None:
+    for quantization in (None, *QUANTIZATIONS):
+        wanted = wish(name, quantization=quantization)
+        terms = list_needs(*settle(wanted)).terms
+        weights = sum(term.num_bytes for term in terms if term.group == "weights")
+        dtype = settle(wanted)[1].dtype
+        assert weights == wanted.blueprint.weight_bytes(dtype, quantization)
+
+
+def test_owners_on_a_gpu() -> None:
+    found = by_owner(needs("Qwen3-8B", H200))
+    groups = {term.group for term in found.values()}
+    assert groups == {
+        *("weights", "workspace", "inputs", "sampling", "rope", "attention"),
+        *("cuda context", "libraries", "allocator", "cuda graphs", "staging"),
+    }
+    assert {"weights/embed", "weights/layers", "weights/lm_head", "weights/final_norm"} <= found.keys()
+    assert found["cuda context"].num_bytes == H200.context_bytes
+    assert found["libraries"].num_bytes == LIBRARY_BYTES
+    assert found["cuda graphs"] == graph_term(36, 256, 8192)
+    assert (found["staging"].num_bytes, found["staging"].phases) == (STAGING_BYTES, ("load",))
+    assert all(found[owner].phases == PHASES for owner in ("weights/layers", "cuda context"))
+    assert all(found[owner].phases == PAGE_PHASES for owner in ("libraries", "allocator", "cuda graphs"))
+    assert found["allocator"].num_bytes == ROUNDING_BYTES
+    assert found["rope/table"].num_bytes == 2 * 2 * 40960 * 128
+
+
+def test_owners_on_a_cpu() -> None:
+    groups = {term.group for term in needs("Qwen3-0.6B", HOST).terms}
+    assert groups <= {"weights", "workspace", "inputs", "sampling", "rope", "attention"}
+
+
+def test_neighbours_are_asked_for_their_own_terms() -> None:
+    wanted = wish("Qwen3-8B", H200, max_num_seqs=17, max_num_batched_tokens=99)
+    found = list_needs(*settle(wanted))
+    limits = settle(wanted)[1].limits
+    assert set(batch_terms(limits, "cuda")) <= set(found.terms)
+    assert set(sampling_terms(17, 151936, "cuda")) <= set(found.terms)
+    assert set(found.workspace.terms()) <= set(found.terms)
+    assert set(sampling_terms(64, 151936, "cpu")) <= set(needs("Qwen3-8B", HOST).terms)
+
+
+def test_eager_needs_no_graphs() -> None:
+    assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
+
+
+def test_ranks_need_collectives() -> None:
+    assert "collectives" not in by_owner(needs())
+    assert by_owner(needs(tensor_parallel_size=2))["collectives"].num_bytes == COLLECTIVE_BYTES
+
+
+def test_staging_that_is_known_replaces_the_most() -> None:
+    staging = Term("staging", 7, "made-up rows", ("load",))
+    for target in (H200, HOST):
+        assert by_owner(needs(target=target, staging=staging))["staging"] is staging
+
+
+def test_learned_positions_have_no_rotary_table() -> None:
+    assert "rope/table" not in by_owner(needs("OPT-125m", H200))
+
+
+@pytest.mark.parametrize(("num_seqs", "rows"), [(1, MIN_LOGIT_ROWS), (64, 64), (300, 300)])
+def test_logits_of_prompts_want_some_rows_even_for_one_sequence(num_seqs: int, rows: int) -> None:
+    head = next(request for request in needs(max_num_seqs=num_seqs).requests if request.owner == "head")
+    assert {spec.name: spec.shape for spec in head.specs}["logits"] == (rows, 151936)
+
+
+def test_planes_that_need_padding_say_so() -> None:
+    assert "kv pages/padding" not in by_owner(needs("Qwen3-8B", H200))
+    padding = by_owner(needs("Qwen3-8B", H200, kv_format="turboquant_3bit_nc", page_tokens=1))["kv pages/padding"]
+    # Of a page, k_codes and v_codes have 8 * 48 bytes, and the three others 16: 128 and 240 may be lost behind each.
+    assert padding.num_bytes == 36 * (2 * 128 + 3 * 240)
+
+
+def test_what_a_sequence_keeps_whatever_its_length() -> None:
+    wanted = wish("DeepSeek-V4-Flash", H200, max_num_seqs=10)
+    state = by_owner(list_needs(*settle(wanted)))["kv state"]
+    assert state.num_bytes == 10 * wanted.blueprint.kv_bytes_per_sequence("bfloat16")
+    assert state.phases == ("capture", "serve")
+    assert "kv state" not in by_owner(needs("DeepSeek-R1", H200))
+
+
+def test_scratch_of_a_backend_is_part_of_attention() -> None:
+    wanted = wish("Qwen3-8B", H200)
+    layout, resolved = settle(wanted)
+    found = list_needs(layout, resolved)
+    assert isinstance(found.declaration, TritonPagedDeclaration)
+    heads, cache = layout.heads(), layout.cache(resolved)
+    assert heads is not None
+    assert cache is not None
+    specs = [layout.attention_spec(resolved, layer, heads) for layer in cache.layers]
+    scratch = found.declaration.scratch(specs, StepBounds(256, 8192, 16))
+    attention = next(request for request in found.requests if request.owner == "attention")
+    assert attention.specs[-len(scratch) :] == scratch
+    assert set(found.declaration.terms(specs, StepBounds(256, 8192, 16))) <= set(found.terms)
+
+
+@pytest.mark.parametrize(("target", "name"), [(H200, "triton_paged"), (HOST, "torch_paged")])
+@pytest.mark.parametrize("kv_format", ["fp8", "turboquant_k8v4"])
+def test_pages_that_nobody_reads_yet_are_planned_as_the_best_backend_s(target, name: str, kv_format: str) -> None:
+    declaration = needs(target=target, kv_format=kv_format).declaration
+    assert declaration is not None
+    assert declaration.name == name
+
+
+def test_windows_are_kept_apart() -> None:
+    found = needs("Mistral-7B-v0.3", HOST, dtype="bfloat16")
+    assert found.declaration is not None
+    assert "1 templates" in by_owner(found)["attention/masks"].reason
+
+
+@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-R1", "DeepSeek-V4-Pro"])
+def test_scratch_does_not_grow_with_the_context(name: str) -> None:
+    short, long = (needs(name, H200, max_model_len=length).workspace.total_bytes for length in (2**15, 2**20))
+    assert short == long

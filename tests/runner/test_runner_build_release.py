@@ -1,0 +1,227 @@
+"""Whatever was taken is given back: where a start stops, when an engine is released, and beside another engine."""
+
+import gc
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.memory import arena
+from holdfast.memory.profiler import measure
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner import build as building
+from holdfast.runner.build import BuiltRunner
+from holdfast.runner.target import Target
+from runner.tiny_runners import TinyBuilder, held_storages, watched_arenas
+
+MIB = 1024**2
+STAGES = (
+    "load_weights",
+    "PageStorage",
+    "Workspace",
+    "build_backend",
+    "rope_table",
+    "Decoder",
+    "BatchBuffers",
+    "Sampler",
+    "Runner",
+)
+NUM_ARENAS = 4
+"""Weights, pages, and two lanes of the workspace."""
+
+
+class Trouble(Exception):
+    """What no part of the engine raises by itself."""
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException, is_done: bool) -> None:
+    """The stage raises, before or after it has done its work."""
+    real = getattr(building, stage)
+
+    def fail(*arguments, **options):
+        made = real(*arguments, **options) if is_done else None
+        assert made is not None or not is_done
+        raise error
+
+    monkeypatch.setattr(building, stage, fail)
+
+
+def caught_from(build: Callable[..., object], *arguments, **options) -> BaseException:
+    """The error, kept with all that it remembers, as somebody does who tries again in his handler."""
+    try:
+        build(*arguments, **options)
+    except BaseException as error:
+        return error
+    pytest.fail("it did not fail")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", [Trouble, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_start_that_stops_anywhere_leaves_nothing(build, monkeypatch, stage, is_done, kind):
+    with watched_arenas(monkeypatch) as taken:
+        fail_at(monkeypatch, stage, kind("CUDA out of memory: stopped here"), is_done)
+        error = caught_from(build, max_model_len=64)
+    expected = MemoryPlanError if kind is torch.OutOfMemoryError else kind
+    assert isinstance(error, expected)
+    assert len(taken) == (0 if stage == "load_weights" and not is_done else len(taken))
+    assert [storage() for storage in taken if storage() is not None] == [], f"{len(taken)} were taken"
+
+
+@pytest.mark.parametrize("number", range(NUM_ARENAS))
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory: no")],
+    ids=["cuda", "cpu"],
+)
+def test_memory_that_somebody_else_took_is_told_with_the_plan(build, monkeypatch, number, error):
+    whole = build(max_model_len=64)
+    allocate, counted = arena.allocate_bytes, []
+
+    def fail_later(num_bytes: int, device: torch.device) -> torch.Tensor:
+        counted.append(num_bytes)
+        if len(counted) == number + 1:
+            raise error
+        return allocate(num_bytes, device)
+
+    monkeypatch.setattr(arena, "allocate_bytes", fail_later)
+    with watched_arenas(monkeypatch) as taken:
+        told = caught_from(build, max_model_len=64)
+    assert isinstance(told, MemoryPlanError)
+    assert len(counted) == number + 1
+    assert len(taken) == number
+    assert all(storage() is None for storage in taken)
+    assert told.table is not None, "the refusal is the table"
+    assert {row.owner for row in told.table.rows} >= {"weights", "inputs", "rope"}
+    if number:
+        assert "kv pages 128.00 KiB" in told.asked
+        assert re.search(r"were free when it was made, and .* ran out on the way", told.has)
+        assert told.table.needed_bytes == whole.plan.memory.total_bytes
+        assert told.__cause__ is error
+    else:
+        assert "the weights need" in told.asked
+
+
+def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatch):
+    with monkeypatch.context() as patch:
+        fail_at(patch, "Sampler", torch.OutOfMemoryError("CUDA out of memory."), is_done=True)
+        error = caught_from(build, max_model_len=64)
+    assert isinstance(error, MemoryPlanError)
+    assert run(build(max_model_len=64)) == run(build(max_model_len=64))
+
+
+def run(built: BuiltRunner) -> int | None:
+    sequence = Sequence(1, [5, 6, 7], 3, SamplingParams(temperature=0.0), seed=0, max_tokens=1, pages=[0])
+    return built.runner.execute(Step((ScheduledSequence(sequence, 0, 3),))).results[0].token_id
+
+
+def test_a_refusal_is_not_told_as_a_lack_of_memory(build, monkeypatch):
+    fail_at(monkeypatch, "Decoder", ConfigError("that was asked", "it is wrong", "change it"), is_done=False)
+    error = caught_from(build, max_model_len=64)
+    assert type(error) is ConfigError
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "float16"}], ids=["native", "torch"])
+def test_a_release_gives_everything_back_although_somebody_has_the_runner(build, monkeypatch, options):
+    with watched_arenas(monkeypatch) as taken:
+        built = build(max_model_len=64, **options)
+    assert len(taken) == NUM_ARENAS
+    assert run(built) is not None
+    assert all(storage() is not None for storage in taken)
+    built.release()
+    assert all(storage() is None for storage in taken)
+    assert held_storages(built.runner) == {}
+    assert built.ledger.total_bytes == 0
+    assert list(built.ledger) == []
+    assert built.ledger.peak_bytes > 0, "what it was at its largest stays known"
+    built.release()
+
+
+def test_an_engine_that_is_dropped_is_freed_without_the_garbage_collector(build, monkeypatch):
+    with watched_arenas(monkeypatch) as taken:
+        built = build(max_model_len=64)
+    run(built)
+    gc.collect()
+    gc.disable()
+    try:
+        del built
+        assert all(storage() is None for storage in taken)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("families", [("llama", "llama"), ("llama", "qwen3"), ("opt", "qwen2_window")], ids="-".join)
+def test_two_runners_share_nothing_and_do_not_disturb_each_other(build, families):
+    alone = []
+    for family in families:
+        built = build(family, max_model_len=64)
+        alone.append(run(built))
+        built.release()
+    first, second = (build(family, max_model_len=64) for family in families)
+    assert not held_storages(first.runner).keys() & held_storages(second.runner).keys()
+    assert first.ledger is not second.ledger
+    assert first.plan.workspace is not second.plan.workspace
+    for _ in range(2):
+        assert [run(first), run(second)] == alone
+    second.release()
+    assert run(first) == alone[0]
+
+
+LARGE = {"kv_cache_memory": 96 * MIB, "max_model_len": 2**15, "max_position": 2**15, "max_num_seqs": 8}
+OPEN = LARGE | {"kv_cache_memory": None, "memory_utilization": 1.0}
+
+
+def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, monkeypatch):
+    """Of a host with 160 MiB, of which arenas that live are taken."""
+    with watched_arenas(monkeypatch) as taken:
+
+        def left_bytes() -> int:
+            return 160 * MIB - sum(storage.nbytes() for one in taken if (storage := one()) is not None)
+
+        monkeypatch.setattr(
+            building, "device_target", lambda device: Target("cpu", "cpu", 160 * MIB, left_bytes(), 0, "made up")
+        )
+        first = build(memory_utilization=1.0, **LARGE)
+        second = build(**OPEN)
+        assert 0 < second.plan.kv_tokens < first.plan.kv_tokens
+        assert left_bytes() >= 0
+        error = caught_from(build, readable=False, **OPEN)
+        assert isinstance(error, MemoryPlanError)
+        assert error.table is not None
+        assert run(first) == run(second)
+        second.release()
+        assert build(**OPEN).plan.kv_tokens == second.plan.kv_tokens
+
+
+def test_a_second_engine_sees_that_the_first_really_has_its_bytes(tmp_path):
+    """In a process of its own, whose allocator has nothing in store. Memory that was only promised would be planned twice."""
+    code = f"""
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from holdfast.memory.profiler import measure
+from holdfast.runner import build as building
+from holdfast.runner.target import Target
+from runner.tiny_runners import TinyBuilder
+
+build = TinyBuilder(Path({str(tmp_path)!r}))
+build(max_model_len=64)
+start = measure("cpu").allocated
+building.device_target = lambda device: Target("cpu", "cpu", 2**29, 2**29 - (measure("cpu").allocated - start), 0, "")
+first, second = (build(memory_utilization=1.0, **{LARGE!r}) for _ in range(2))
+print(json.dumps([first.plan.memory.budget_bytes, second.plan.memory.budget_bytes, first.ledger.total_bytes]))
+"""
+    if measure("cpu") is None:
+        pytest.skip("this system does not tell what a process has resident")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first_budget, second_budget, held = json.loads(done.stdout)
+    assert held > 96 * MIB
+    assert abs(first_budget - second_budget - held) < 8 * MIB

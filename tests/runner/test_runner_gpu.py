@@ -1,0 +1,365 @@
+"""What is promised of a GPU: replays are the kernels to the bit, and after ready nothing is taken, moved, compiled or awaited."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import MemoryPlanError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.runner import build as building
+from holdfast.runner.build import BuiltRunner
+from holdfast.runner.plan_terms import LIBRARY_BYTES
+from kernels.exactness import same_bits
+from runner.gpu_traffic import (
+    CheckedReplays,
+    Known,
+    build_dummy,
+    num_compiled,
+    recorded,
+    traffic,
+    write_model,
+)
+from runner.tiny_runners import held_storages
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+GREEDY = SamplingParams(temperature=0.0)
+NUM_STEPS = 1000
+NOT_TENSORS = ("cuda context", "libraries", "allocator", "cuda graphs")
+"""Owners that hold no tensors of torch's."""
+LARGE = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
+"""Pages, workspace and buffers that all take more than somebody leaves."""
+MODES = [
+    pytest.param("qwen3", {}, id="qwen3"),
+    pytest.param("windows", {}, id="windows"),
+    pytest.param("qwen3", {"dtype": "float16"}, id="float16, without kernels for few rows"),
+]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Callable[..., BuiltRunner]]:
+    """build(name, **options) -> a runner of a tiny model; all are released in the end."""
+    made: list[BuiltRunner] = []
+
+    def build_one(name: str = "qwen3", **options: Any) -> BuiltRunner:
+        made.append(build_dummy(tmp_path, name, **options))
+        return made[-1]
+
+    yield build_one
+    for built in made:
+        built.release()
+
+
+def counters() -> dict[str, int]:
+    """What the allocator has done since the start of the process."""
+    stats = torch.cuda.memory_stats()
+    names = ("allocation.all.allocated", "allocation.all.freed", "segment.all.allocated", "segment.all.freed")
+    return {name: stats[name] for name in names}
+
+
+def known(number: int, length: int, prompt_length: int | None = None) -> Known:
+    return Known(number, prompt_length or length, length, 1000, GREEDY)
+
+
+def run(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> None:
+    """A step of one sequence alone, on pages in a row."""
+
+    def pages_for(end: int) -> list[int]:
+        return list(range(first_page + len(one.sequence.pages), first_page + -(-end // 16)))
+
+    built.runner.execute(Step((one.schedule(num_tokens, pages_for),)))
+
+
+def fill_context(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> None:
+    """All but what is left for the test itself."""
+    while one.position < num_tokens:
+        run(built, one, min(256, num_tokens - one.position), first_page)
+
+
+@pytest.mark.parametrize(("name", "options"), MODES)
+def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, options):
+    built = build(name, **options)
+    checked = CheckedReplays(built)
+    for step in traffic(built).steps(400):
+        built.runner.execute(step)
+    assert {(size, True) for size in (1, 2, 4, 8)} <= set(checked.sizes)
+    assert {(size, False) for size in (64, 128, 256)} <= set(checked.sizes)
+
+
+@pytest.mark.parametrize(("name", "options"), MODES)
+def test_with_and_without_graphs_logits_are_near(build, name, options):
+    """Not the same to the bit: steps without graphs are not padded, and products of other sizes round otherwise."""
+    logits = []
+    for enforce_eager in (False, True):
+        built = build(name, enforce_eager=enforce_eager, **options)
+        with recorded(built) as kept:
+            for step in traffic(built).steps(200, asks_prompts=True):
+                built.runner.execute(step)
+        logits.append(kept)
+        built.release()
+    spread = max(float(rows.std()) for rows in logits[0])
+    for left, right in zip(*logits, strict=True):
+        assert bool(left.isfinite().all())
+        assert float((left - right).abs().max()) < 0.1 * spread
+
+
+@pytest.mark.parametrize(("name", "options"), MODES)
+def test_captured_at_length_one_replayed_at_the_longest_and_back(build, name, options):
+    built = build(name, **options)
+    longest = built.runner.limits.max_model_len
+    sequences = {"long": (known(1, longest), 0), "short": (known(2, 1), longest // 16), "middle": (known(3, 300), 130)}
+    for one, first_page in sequences.values():
+        fill_context(built, one, len(one.tokens) - 1, first_page)
+    checked, seen = CheckedReplays(built), {}
+    for key in ("short", "long", "short", "middle", "long", "middle", "short"):
+        one, first_page = sequences[key]
+        one.position = len(one.tokens) - 1
+        with recorded(built) as kept:
+            run(built, one, 1, first_page)
+        assert same_bits(seen.setdefault(key, kept[0]), kept[0]), f"{key} depends on what ran before"
+    assert checked.sizes == [(1, True)] * 7
+
+
+def test_a_batch_that_shrinks_leaves_nothing_behind(build):
+    """The largest batch at the longest contexts, then one row in a graph for more of them."""
+    built = build()
+    everybody = [known(number, 500) for number in range(8)]
+    for number, one in enumerate(everybody):
+        fill_context(built, one, 499, 40 * number)
+    checked, seen = CheckedReplays(built), {}
+    for count in (8, 3, 5, 8, 1, 3, 5, 8):
+        items = []
+        for one in everybody[:count]:
+            one.position = 499
+            items.append(one.schedule(1, lambda end: []))
+        with recorded(built) as kept:
+            built.runner.execute(Step(tuple(items)))
+        assert same_bits(seen.setdefault(count, kept[0]), kept[0])
+    assert {size for size, _ in checked.sizes} == {1, 4, 8}
+
+
+@pytest.mark.parametrize(("name", "options"), MODES)
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("decode_share", [1.0, 0.4], ids=["decode", "mixed"])
+def test_after_ready_nothing_is_taken_moved_compiled_or_awaited(build, name, options, enforce_eager, decode_share):
+    """Batches change at every step, contexts grow, and every way of choosing tokens has its turn."""
+    built = build(name, enforce_eager=enforce_eager, **options)
+    torch.cuda.synchronize()
+    places, before, compiled = held_storages(built.runner), counters(), num_compiled()
+    assert len(places) >= 8, "the buffers were not found"
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in traffic(built).steps(NUM_STEPS, decode_share, asks_prompts=decode_share < 1.0):
+            built.runner.execute(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert counters() == before
+    assert held_storages(built.runner) == places
+    assert num_compiled() == compiled, "a kernel was compiled after ready"
+
+
+def poison(built: BuiltRunner, free_pages: list[int]) -> None:
+    """NaN wherever nothing may be read: free pages, which all unused places of the page table name, and the workspace.
+
+    Inputs that a step has yet to fill name a token and a slot that exist, so that their use shows and breaks nothing.
+    """
+    runner: Any = built.runner
+    torch.cuda.synchronize()
+    slots = torch.tensor(free_pages, device="cuda").unsqueeze(1) * 16 + torch.arange(16, device="cuda")
+    for planes in runner._backend._planes:
+        for plane in planes:
+            plane[slots.flatten()] = float("nan")
+    for lane, arena in runner._decoder._workspace._arenas.items():
+        if lane != "few":  # products of few rows count in it, and leave it at zero
+            arena.tensors[lane].fill_(0xFF)
+    inputs, table = runner._buffers._inputs, runner._buffers._page_table
+    inputs.host.fill(7)
+    inputs.tensor.fill_(7)
+    fresh_NP = torch.full_like(table.table_NP, free_pages[0])
+    for own in table._rows.values():
+        fresh_NP[own.row, : own.num_pages] = table.table_NP[own.row, : own.num_pages]
+    table.table_NP.copy_(fresh_NP)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("name", "options"), MODES)
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_what_lies_in_free_pages_and_padded_rows_changes_nothing(build, name, options, enforce_eager):
+    built = build(name, enforce_eager=enforce_eager, **options)
+    runs = []
+    for is_poisoned in (False, True):
+        source = traffic(built)
+        with recorded(built) as kept:
+            for step in source.steps(150):
+                if is_poisoned:
+                    poison(built, source.free_pages)
+                built.runner.execute(step)
+        runs.append(kept)
+    assert len(runs[0]) > 100
+    for clean, poisoned in zip(*runs, strict=True):
+        assert bool(clean.isfinite().all())
+        assert same_bits(clean, poisoned)
+
+
+def tensor_bytes(built: BuiltRunner) -> int:
+    return sum(entry.num_bytes for entry in built.ledger if not entry.owner.startswith(NOT_TENSORS))
+
+
+def test_two_engines_at_once(build):
+    """The second sees what the first has taken, and neither disturbs the other."""
+    alone = {}
+    for name in ("qwen3", "windows"):
+        built = build(name)
+        with recorded(built) as alone[name]:
+            for step in traffic(built).steps(60):
+                built.runner.execute(step)
+        built.release()
+    options = {"max_num_seqs": 512, "max_model_len": 4096, "kv_cache_memory": "1GiB", "enforce_eager": True}
+    first = build("qwen3", **options)
+    second = build("windows", **options)
+    seen = first.plan.target.available_bytes - second.plan.target.available_bytes
+    assert abs(seen - tensor_bytes(first)) < 96 * MIB
+    first.release()
+    second.release()
+    engines = {name: build(name) for name in ("qwen3", "windows")}
+    storages = [held_storages(built.runner) for built in engines.values()]
+    assert not storages[0].keys() & storages[1].keys()
+    sources = {name: traffic(built).steps(60) for name, built in engines.items()}
+    together: dict[str, list[torch.Tensor]] = {name: [] for name in engines}
+    for _ in range(60):
+        for name, built in engines.items():
+            with recorded(built) as kept:
+                built.runner.execute(next(sources[name]))
+            together[name] += kept
+    for name, rows in together.items():
+        assert all(same_bits(left, right) for left, right in zip(rows, alone[name], strict=True))
+
+
+def take_all_but(num_bytes: int) -> list[torch.Tensor]:
+    """Somebody else, who leaves that much: in as few pieces as the device allows."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    taken: list[torch.Tensor] = []
+    size = torch.cuda.mem_get_info()[0]
+    while size >= 2 * MIB:
+        size = min(size, torch.cuda.mem_get_info()[0] - num_bytes) // (2 * MIB) * 2 * MIB
+        try:
+            taken.append(torch.empty(max(size, 0), dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return taken
+
+
+def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
+    build().release()  # the context and its libraries are there now
+    hogs = take_all_but(8 * MIB)
+    with pytest.raises(MemoryPlanError) as caught:
+        build(max_num_seqs=64)
+    assert caught.value.table is not None
+    assert "others" in caught.value.has
+    hogs.clear()
+    torch.cuda.empty_cache()
+    build(max_num_seqs=64)
+
+
+@pytest.mark.parametrize("stage", ["load_weights", "PageStorage", "Workspace", "Runner"])
+def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(build, monkeypatch, stage):
+    """The plan fits, and then somebody is faster; the error is kept while it is looked at."""
+    build(**LARGE).release()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    hogs: list[list[torch.Tensor]] = []
+    real = getattr(building, stage)
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        hogs.append(take_all_but(2 * MIB))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(building, stage, late)
+    error = None
+    try:
+        build(**LARGE)
+    except MemoryPlanError as caught:
+        error = caught
+    assert error is not None, "it fitted"
+    assert error.table is not None
+    assert "\n" not in str(error)
+    assert len(hogs) == 1
+    hogs.clear()
+    torch.cuda.empty_cache()
+    kept_bytes = torch.cuda.memory_allocated() - before[0]
+    assert kept_bytes <= (LIBRARY_BYTES if stage == "Runner" else 0), "the error keeps what it named"
+    assert torch.cuda.mem_get_info()[0] >= before[1] - 64 * MIB
+    monkeypatch.undo()
+    build(**LARGE)
+
+
+def test_a_release_gives_all_back(build):
+    """But for workspaces of cuBLAS, which torch keeps for every stream that there was."""
+    build().release()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    built = build(**LARGE)
+    for step in traffic(built).steps(5):
+        built.runner.execute(step)
+    assert torch.cuda.memory_allocated() - before >= tensor_bytes(built)
+    built.release()
+    assert torch.cuda.memory_allocated() - before <= LIBRARY_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_batch_invariance(tmp_path, dtype, enforce_eager):
+    """In a process of its own: cuBLAS reads its settings when it is first used."""
+    folder = write_model(tmp_path, "qwen3")
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from runner.test_runner_gpu import check_companies
+check_companies(Path({str(folder.parent)!r}), {dtype!r}, {enforce_eager!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def check_companies(folder: Path, dtype: str, enforce_eager: bool) -> None:
+    """A row's logits alone, and in company of 1 to 33: while decoding, and at the end of a prompt."""
+    options = {"max_num_seqs": 40, "batch_invariant": True, "dtype": dtype, "enforce_eager": enforce_eager}
+    built = build_dummy(folder, "qwen3", **options)
+    target = known(1, 700)
+    others = [known(2 + index, 20 + 37 * index % 900) for index in range(33)]
+    fill_context(built, target, 650, 0)
+    for index, one in enumerate(others):
+        fill_context(built, one, len(one.tokens) - 1, 60 + 60 * index)
+    for start in (650, 699):  # a chunk of fifty, and one token
+        expected = None
+        for count in range(34):
+            target.position = start
+            items = [_again(target, 700 - start, 0)]
+            for index, one in enumerate(others[:count]):
+                one.position = len(one.tokens) - 1
+                items.append(_again(one, 1, 60 + 60 * index))
+            place = count // 2
+            items.insert(place, items.pop(0))
+            with recorded(built) as kept:
+                built.runner.execute(Step(tuple(items)))
+            row = kept[0][place]
+            expected = row if expected is None else expected
+            assert same_bits(row, expected), f"in company of {count} from position {start} on"
+
+
+def _again(one: Known, num_tokens: int, first_page: int) -> ScheduledSequence:
+    def pages_for(end: int) -> list[int]:
+        return list(range(first_page + len(one.sequence.pages), first_page + -(-end // 16)))
+
+    return one.schedule(num_tokens, pages_for)

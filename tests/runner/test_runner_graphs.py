@@ -1,0 +1,182 @@
+"""Steps from graphs: which one a step takes, and that padded, captured steps compute what eager ones do, to the bit.
+
+Graphs are made up (fake_graphs.py), and the kernels run in Triton's interpreter, so nothing here needs a GPU.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.config import Limits
+from holdfast.kernels.triton_compat import triton
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner.graphs import StepGraphs
+from kernels.exactness import same_bits
+from loading.tiny_models import VOCAB, save_tiny
+from runner.drive import Drive, LoadedModel, Request, Rig, load_model
+from runner.fake_graphs import FakeGraph, pretend_to_have_a_stream, use_fake_graphs
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=300, page_tokens=4)
+"""Contexts beyond 256 tokens can be split, and from 64 on they are."""
+NUM_PAGES = 120
+DECODE, MIXED = (1, 2, 4), (8, 16)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    loaded: dict[str, LoadedModel] = {}
+
+    def load_family(family: str) -> LoadedModel:
+        if family not in loaded:
+            folder: Path = tmp_path_factory.mktemp(family)
+            save_tiny(family, folder)
+            loaded[family] = load_model(folder)
+        return loaded[family]
+
+    return load_family
+
+
+class WatchedGraphs(StepGraphs):
+    """The graphs, and which of them ran."""
+
+    def __init__(self, *sizes) -> None:
+        super().__init__(*sizes)
+        self.replayed: list[tuple[int, bool]] = []
+
+    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
+        self.replayed.append((size, is_decode))
+        return super().replay(size, is_decode)
+
+
+def captured_rig(model: LoadedModel, monkeypatch, num_logit_rows: int = 4) -> tuple[Rig, WatchedGraphs]:
+    if triton is None:
+        pytest.skip("Triton is not installed")
+    use_fake_graphs(monkeypatch)
+    rig = Rig(model, "triton_paged", LIMITS, NUM_PAGES)
+    pretend_to_have_a_stream(rig)
+    graphs = WatchedGraphs(DECODE, MIXED, num_logit_rows)
+    seen: list[tuple[int, int]] = []
+    rig.runner.warm(graphs, lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 5) for done in range(1, 6)]
+    for layer in range(model.spec.num_layers):  # what capturing wrote into pages must not matter
+        for name in ("k", "v"):
+            rig.storage.plane(layer, name).fill_(float("nan"))
+    return rig, graphs
+
+
+def make_requests(params: SamplingParams) -> list[Request]:
+    """One long enough to be split, others that come later; chunks, decoding, and both in one step."""
+    dice = random.Random(3)
+    lengths = ((70, 0), (1, 1), (9, 4), (3, 5))
+    return [Request([dice.randrange(8, VOCAB) for _ in range(n)], 7, arrival, params) for n, arrival in lengths]
+
+
+@pytest.mark.parametrize(
+    ("family", "params"),
+    [
+        ("llama", SamplingParams(temperature=1.0, logprobs=2)),
+        ("qwen2_window", SamplingParams(temperature=0.0)),
+    ],
+    ids=["llama, random", "windows, greedy"],
+)
+def test_padded_steps_from_graphs_equal_eager_ones(load, monkeypatch, family, params):
+    rig, graphs = captured_rig(load(family), monkeypatch)
+    rigs = {
+        "graphs": rig,
+        "eager": Rig(load(family), "triton_paged", LIMITS, NUM_PAGES),
+        "torch": Rig(load(family), "torch_paged", LIMITS, NUM_PAGES),
+    }
+    ran: dict[str, tuple[Drive, list[Request]]] = {}
+    for name, one in rigs.items():
+        drive, requests = Drive(one, NUM_PAGES), make_requests(params)
+        drive.run(requests)
+        ran[name] = drive, requests
+    for index in range(4):
+        outputs = {name: requests[index].output for name, (_, requests) in ran.items()}
+        assert outputs["graphs"] == outputs["eager"] == outputs["torch"]
+        logits = {name: drive.logits(requests[index]) for name, (drive, requests) in ran.items()}
+        assert logits["graphs"].keys() == logits["eager"].keys() == logits["torch"].keys()
+        for position, row in logits["graphs"].items():
+            assert same_bits(row, logits["eager"][position])
+            assert float((row - logits["torch"][position]).abs().max()) <= 1e-4
+    assert {(8, False), (16, False), (2, True), (4, True)} <= set(graphs.replayed)
+
+
+def make_sequence(number: int, num_tokens: int) -> Sequence:
+    dice = random.Random(number)
+    token_ids = [dice.randrange(8, VOCAB) for _ in range(num_tokens)]
+    pages = list(range(20 * number, 20 * number + -(-num_tokens // 4) + 2))
+    return Sequence(number, token_ids, num_tokens, SamplingParams(temperature=0.0), 0, max_tokens=9, pages=pages)
+
+
+def step(*parts: tuple[Sequence, int, int]) -> Step:
+    return Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))
+
+
+def test_which_graph_a_step_takes(load, monkeypatch):
+    rig, graphs = captured_rig(load("llama"), monkeypatch)
+    a, b, c = make_sequence(0, 30), make_sequence(1, 12), make_sequence(2, 2)
+
+    def taken(*parts: tuple[Sequence, int, int]) -> list[tuple[int, bool]]:
+        graphs.replayed.clear()
+        rig.execute(step(*parts))
+        return graphs.replayed
+
+    assert taken((a, 0, 7)) == [(8, False)], "a chunk in which nobody chooses"
+    assert taken((a, 7, 8)) == [(8, False)], "one row that wants no logits is not decoding"
+    assert taken((a, 8, 28)) == [], "beyond the largest size a step runs without"
+    assert taken((a, 28, 29), (b, 0, 12), (c, 0, 1)) == [(16, False)]
+    assert taken((c, 1, 2)) == [(1, True)]
+    assert taken((a, 29, 30), (b, 11, 12), (c, 1, 2)) == [(4, True)]
+    assert taken((b, 10, 12), (c, 1, 2)) == [(8, False)]
+
+
+def test_prompt_logprobs_run_without_a_graph(load, monkeypatch):
+    rig, graphs = captured_rig(load("llama"), monkeypatch)
+    sequence = make_sequence(0, 6)
+    sequence.params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    result = rig.execute(step((sequence, 0, 6)))
+    assert len(result.results[0].prompt_logprobs) == 5
+    assert graphs.replayed == []
+
+
+def test_more_logits_than_a_graph_gives_run_without(load, monkeypatch):
+    rig, graphs = captured_rig(load("llama"), monkeypatch, num_logit_rows=2)
+    sequences = [make_sequence(number, 2) for number in range(3)]
+    expected = [rig.execute(step((sequence, 0, 2))).results[0] for sequence in sequences]
+    graphs.replayed.clear()
+    together = rig.execute(step(*((sequence, 0, 2) for sequence in sequences)))
+    assert list(together.results) == expected
+    assert graphs.replayed == []
+
+
+def test_what_padding_and_freed_pages_hold_changes_nothing(load, monkeypatch):
+    """A graph of four rows runs for one: the rest of its buffers, and pages that nobody has, hold NaN or what was there."""
+    rig, graphs = captured_rig(load("llama"), monkeypatch)
+    longer, shorter = make_sequence(0, 40), make_sequence(1, 3)
+    rig.execute(step((longer, 0, 16)))
+    rig.execute(step((longer, 16, 32)))
+    rig.execute(step((longer, 32, 40)))
+    first = rig.logits[0][39]
+    rig.execute(step((shorter, 0, 3)))
+    rig.execute(step((longer, 39, 40), (shorter, 2, 3), (make_sequence(2, 1), 0, 1)))
+    own = {page * 4 + token for page in longer.pages[:10] for token in range(4)}
+    foreign = torch.tensor(sorted(set(range(NUM_PAGES * 4)) - own))
+    for layer in range(2):
+        for name in ("k", "v"):
+            rig.storage.plane(layer, name)[foreign] = float("nan")
+    graphs.replayed.clear()
+    rig.execute(step((longer, 39, 40)))
+    assert graphs.replayed == [(1, True)]
+    assert same_bits(rig.logits[0][39], first)
+
+
+def test_closing_lets_go_of_the_graphs(load, monkeypatch):
+    rig, _ = captured_rig(load("llama"), monkeypatch)
+    assert len(FakeGraph.made) == 5
+    rig.runner.close()
+    rig.runner.close()
+    assert rig.runner._graphs is None

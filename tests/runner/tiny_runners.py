@@ -1,0 +1,110 @@
+"""Runners of tiny models, built as an engine builds them, and every piece of memory that an object reaches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from weakref import ref
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.loading.model_files import open_model
+from holdfast.memory import arena
+from holdfast.runner.build import BuiltRunner, build_runner
+from loading.tiny_models import save_tiny
+
+SMALL = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_tokens": 4}
+
+
+class UnreadableSource:
+    """Headers only: reading a weight fails the test."""
+
+    def __init__(self, source) -> None:
+        self._source = source
+
+    @property
+    def entries(self):
+        return self._source.entries
+
+    @property
+    def ignorable(self):
+        return self._source.ignorable
+
+    def read_rows(self, name, row_start, row_end):
+        raise AssertionError(f"{name} was read")
+
+    def close(self) -> None: ...
+
+
+class TinyBuilder:
+    """build(family, readable=..., on_progress=..., max_position=..., **options) -> a runner and its account."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(
+        self,
+        family: str = "llama",
+        *,
+        readable: bool = True,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        max_position: int | None = None,
+        **options,
+    ) -> BuiltRunner:
+        path = self._folder / family
+        if not path.exists():
+            path.mkdir()
+            save_tiny(family, path)
+        model = open_model(str(path), "auto")
+        if max_position is not None:
+            model = replace(model, spec=replace(model.spec, max_position=max_position))
+        source = model.source if readable else UnreadableSource(model.source)
+        config = EngineConfig.from_options(**(SMALL | options))
+        try:
+            return build_runner(config, replace(model, source=source), on_progress)
+        finally:
+            model.source.close()
+
+
+def held_storages(root: object) -> dict[int, int]:
+    """Address and bytes of every tensor's memory that an object reaches."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, type | str | bytes | int | float | ModuleType | FunctionType):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            waiting += item
+        elif isinstance(item, MethodType):
+            waiting.append(item.__self__)
+        else:
+            waiting += getattr(item, "__dict__", {}).values()
+            waiting += [getattr(item, name, None) for name in getattr(type(item), "__slots__", ())]
+    return found
+
+
+@contextmanager
+def watched_arenas(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ref[torch.UntypedStorage]]]:
+    """Every arena that is allocated inside, as a reference that is dead once its memory is free."""
+    taken: list[ref[torch.UntypedStorage]] = []
+    allocate = arena.allocate_bytes
+
+    def allocate_and_watch(num_bytes: int, device: torch.device) -> torch.Tensor:
+        buffer = allocate(num_bytes, device)
+        taken.append(ref(buffer.untyped_storage()))
+        return buffer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "allocate_bytes", allocate_and_watch)
+        yield taken

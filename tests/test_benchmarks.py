@@ -1,0 +1,484 @@
+"""The GPU benchmarks as far as they run without one: their arithmetic, their records, and every script once in a small way."""
+
+import json
+import random
+import sys
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import readme_tables
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+gpu_records = import_module("gpu_records")
+gpu_engines = import_module("gpu_engines")
+gpu_insides = import_module("gpu_insides")
+gpu_memory = import_module("gpu_memory")
+gpu_decode = import_module("gpu_decode")
+gpu_steady = import_module("gpu_steady")
+gpu_attention = import_module("gpu_attention")
+MIB = 2**20
+
+
+# --- records
+
+
+def test_a_command_is_kept_without_places_of_the_machine() -> None:
+    argv = ["/somewhere/else/benchmarks/gpu_memory.py", "--out", "/tmp/x", "--cases", "0,3", "--commit=abc", "--tiny"]
+    assert gpu_records.command(argv) == "python benchmarks/gpu_memory.py --cases 0,3 --tiny"
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H200", "h200-2026-01-31-memory.json"), ("GeForce RTX 4090!", "geforce-rtx-4090-2026-01-31-memory.json")],
+)
+def test_a_record_is_named_after_gpu_date_and_benchmark(device: str, name: str) -> None:
+    assert gpu_records.record_name(device, "memory", "2026-01-31") == name
+
+
+def arguments(out: Path, **settings) -> SimpleNamespace:
+    return SimpleNamespace(**{"device": "cpu", "commit": None, "out": out, "tiny": True, **settings})
+
+
+@pytest.mark.parametrize(("asked", "told", "commit"), [("abc", "def", "abc"), (None, "def", "def")])
+def test_a_record_can_be_read_and_says_what_it_is_of(tmp_path: Path, monkeypatch, asked, told, commit) -> None:
+    monkeypatch.setenv(gpu_records.COMMIT_VARIABLE, told)
+    results = [{"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 62.5}}]
+    made = gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path, commit=asked), {"more": 1})
+    path = gpu_records.write_record(made, "decode", arguments(tmp_path))
+    record = readme_tables.read_record(path)
+    assert record["commit"] == commit
+    assert record["versions"]["torch"] == torch.__version__
+    assert {"python", "holdfast", "triton"} <= record["versions"].keys()
+    assert record["more"] == 1
+
+
+def test_a_budget_counts_down() -> None:
+    times = iter([10.0, 13.0, 21.5])
+    budget = gpu_records.Budget(10.0, lambda: next(times))
+    assert budget.left_seconds == 7.0
+    assert budget.left_seconds == -1.5
+
+
+CHILD = """
+import sys, time
+sys.path[:0] = [{benchmarks!r}, {source!r}]
+from pathlib import Path
+from gpu_records import leave
+print("on the way")
+{work}
+leave({{"answer": 42}}, Path(sys.argv[sys.argv.index("--result") + 1]))
+"""
+
+
+def child(tmp_path: Path, work: str) -> list[str]:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD.format(benchmarks=str(ROOT / "benchmarks"), source=str(ROOT / "src"), work=work))
+    return [str(script)]
+
+
+def test_a_child_waits_until_it_was_looked_at(tmp_path: Path) -> None:
+    found = gpu_records.run_child(child(tmp_path, ""), 60, lambda: {"seen": True})
+    assert found == {"answer": 42, "seen": True}
+
+
+def test_a_child_that_fails_leaves_its_last_words(tmp_path: Path, capsys) -> None:
+    found = gpu_records.run_child(child(tmp_path, "raise ValueError('no room')"), 60)
+    assert found == {"error": "ValueError: no room"}
+    assert "on the way" in capsys.readouterr().err
+
+
+def test_a_child_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch) -> None:
+    ended = []
+    monkeypatch.setattr(gpu_records, "_end", lambda process: (ended.append(process), process.kill(), process.wait()))
+    found = gpu_records.run_child(child(tmp_path, "time.sleep(60)"), 0.2)
+    assert "more than 0 s" in found["error"]
+    assert len(ended) == 1
+    ended[0].stdin.close()
+
+
+def test_a_table_has_a_line_for_each_row(capsys) -> None:
+    gpu_records.print_table("T", ("what", "n"), [("a", 1), ("bb", None), ("c", 1234.5)])
+    assert capsys.readouterr().out.splitlines() == ["", "T", "what     n", "a        1", "bb       -", "c     1234"]
+
+
+# --- memory
+
+
+def segment(address: int, *blocks: tuple[int, str], pool=(0, 0)) -> dict:
+    return {
+        "address": address,
+        "segment_pool_id": pool,
+        "blocks": [{"size": size, "state": state} for size, state in blocks],
+    }
+
+
+def test_every_byte_has_one_owner() -> None:
+    segments = [
+        segment(1000, (500, "active_allocated"), (100, "inactive")),
+        segment(5000, (64, "active_allocated"), (36, "active_pending_free")),
+        segment(9000, (10, "active_allocated"), (30, "inactive"), pool=(0, 1)),
+    ]
+    blocks = gpu_memory.blocks_of(segments)
+    end = gpu_memory.Look(used=740 + 300, reserved=740, allocated=600)
+    storages = {"weights": {1000: 400}, "kv pages": {5000: 60}}
+    found = gpu_memory.measured_by_owner(blocks, storages, end, graph_driver_bytes=40, before=20)
+    assert found == {
+        "weights": 400,
+        "kv pages": 60,
+        "libraries": 36,
+        "cuda graphs": 80,
+        "allocator": 204,
+        "cuda context": 240,
+    }
+    assert sum(found.values()) == end.used - 20
+
+
+def test_errors_are_of_the_plan_and_the_worst_is_a_large_owner() -> None:
+    planned = {"weights": 1000 * MIB, "kv pages": 100 * MIB, "rope": 1 * MIB}
+    measured = {"weights": 1005 * MIB, "kv pages": 98 * MIB, "rope": 2 * MIB, "allocator": 60 * MIB}
+    rows = gpu_memory.compare(planned, measured)
+    assert [row["owner"] for row in rows] == ["weights", "kv pages", "allocator", "rope"]
+    assert {row["owner"]: row["percent"] for row in rows} == {
+        "weights": 0.5,
+        "kv pages": -2.0,
+        "rope": 100.0,
+        "allocator": 100.0,
+    }
+    assert gpu_memory.worst(rows)["owner"] == "allocator"
+    assert gpu_memory.worst([row for row in rows if row["owner"] != "allocator"])["owner"] == "kv pages"
+
+
+def test_the_cases_are_what_has_to_be_shown() -> None:
+    cases = gpu_memory.CASES
+    first = cases[0]
+    assert first == gpu_memory.Case("Qwen3-32B", 40960, 256, 8192, False, 0.98)
+    assert len(set(cases)) == len(cases) >= 11
+    assert {case.enforce_eager for case in cases} == {True, False}
+    lengths, sequences = [{case[i] for case in cases} for i in (1, 2)]
+    assert (min(lengths), max(lengths)) == (4096, 2**20)
+    assert (min(sequences), max(sequences)) == (1, 512)
+    assert gpu_memory.CASES[2].words == "Qwen2.5-7B-Instruct, 1M x 8, 4096 tokens a step, graphs"
+
+
+def test_a_case_that_fails_is_a_row_with_its_message() -> None:
+    row = gpu_memory.finding(gpu_memory.CASES[0], {"error": "no room"}, None)
+    assert row["error"] == "no room"
+    assert "holds" not in row
+    assert gpu_memory.constants([row]) == {}
+
+
+@pytest.fixture(scope="module")
+def tiny_finding() -> dict:
+    case = gpu_memory.TINY_CASES[0]
+    found = json.loads(json.dumps(gpu_memory.run_case(case, True, "cpu")))
+    return gpu_memory.finding(case, found, None)
+
+
+def test_a_tiny_engine_holds_what_was_planned(tiny_finding: dict) -> None:
+    errors = {row["owner"]: row["percent"] for row in tiny_finding["owners"] if row["owner"] != "sampling"}
+    assert errors == dict.fromkeys(("weights", "kv pages", "workspace", "inputs", "rope"), 0.0)
+    assert "other" not in errors
+
+
+def test_a_case_can_be_shown_and_recorded(tiny_finding: dict, tmp_path: Path, capsys) -> None:
+    gpu_memory.show([tiny_finding, gpu_memory.finding(gpu_memory.CASES[1], {"error": "no room"}, None)])
+    assert "no room" in capsys.readouterr().out
+    record = gpu_records.make_record("gpu-memory", [tiny_finding], "M", "s", arguments(tmp_path), {})
+    gpu_records.write_record(record, "memory", arguments(tmp_path))
+    assert "| Qwen3-0.6B, 0K x 4" in readme_tables.section_tables(tmp_path, "gpu-memory")
+
+
+# --- engines
+
+
+class Thing:
+    """Stands for an object of ours."""
+
+    __module__ = "holdfast.somewhere"
+
+    def __init__(self, **parts) -> None:
+        self.__dict__.update(parts)
+
+
+def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
+    shared = torch.zeros(4)
+    deep = Thing(far=[Thing(again=shared), {"key": (torch.zeros(2),)}], stranger=SimpleNamespace(tensor=torch.ones(1)))
+    deep.itself = deep
+    found = dict(gpu_engines.tensors_of(Thing(near=shared, deep=deep)))
+    assert list(found) == ["near", "deep.far[1][key][0]"]
+    assert found["near"] is shared
+
+
+@pytest.mark.parametrize(
+    ("path", "owner"),
+    [
+        ("_decoder._workspace._arenas[layers].tensors[layers]", "workspace"),
+        ("_backend._planes[0][1]", "kv pages"),
+        ("_decoder._layers[3].attention._backend._k_planes[2]", "kv pages"),
+        ("_backend._tiles[None].tensor", "attention"),
+        ("_buffers._page_table._table.tensor", "inputs"),
+        ("_sampler._chooser.likeliest_S", "sampling"),
+        ("_decoder._layers[0].attention._rotary.cos_LD", "rope"),
+        ("_decoder._layers[0].attention.qkv.weight_NK", "weights"),
+        ("_invented", "other"),
+    ],
+)
+def test_a_tensor_belongs_to_the_owner_of_its_place(path: str, owner: str) -> None:
+    assert gpu_engines.owner_of(path) == owner
+
+
+def test_what_moves_is_noticed_and_new_views_are_not() -> None:
+    before = {"a": (100, 100), "b": (108, 100)}
+    assert gpu_engines.moved(before, {**before, "view": (116, 100)}) == []
+    assert gpu_engines.moved(before, {"a": (100, 100), "b": (109, 100), "new": (300, 300)}) == ["b", "new"]
+
+
+# --- decode
+
+
+def test_a_rate_is_the_difference_of_the_best_runs() -> None:
+    assert gpu_decode.decode_rate(8, (17, 81), {17: [1.5, 1.2], 81: [2.2, 2.4]}) == pytest.approx(8 * 64 / 1.0)
+
+
+def test_the_roof_of_one_stream_is_the_known_one() -> None:
+    assert gpu_decode.roof_rate(1, 0, 63_970_000_000, 262144) == pytest.approx(68.3, abs=0.05)
+    assert gpu_decode.roof_rate(128, 561, 63_970_000_000, 262144) < 128 * 68.3
+
+
+def test_rates_of_all_engines_stand_side_by_side(tmp_path: Path, capsys) -> None:
+    shape = gpu_decode.Shape(batches=(1, 8), lengths=(1, 11), transformers_batches=(1,), transformers_lengths=(1, 3))
+    ours = {
+        "weight_bytes": 4.37e10,
+        "kv_bytes_per_token": 0,
+        "decode": [
+            {"batch": 1, "seconds": {"1": [1.0], "11": [1.125]}, "graph_seconds": 0.0125},
+            {"batch": 8, "seconds": {"1": [1.0], "11": [1.5]}},
+        ],
+        "prefill_seconds": [9.0, 1.0],
+    }
+    others = {"decode": [{"batch": 1, "seconds": {"1": [1.0], "3": [1.5]}}], "prefill_seconds": [9.0, 2.0]}
+    found = {"default": ours, "transformers": others, "invariant": {"error": "no"}}
+    results = [*gpu_decode.decode_results(found, shape), gpu_decode.prefill_result(found, shape)]
+    assert [row["values"] for row in results] == [
+        {"holdfast": 80.0, "transformers": 4.0},
+        {"holdfast": 160.0},
+        {"holdfast": 8192.0, "transformers": 4096.0},
+    ]
+    assert results[0]["percent_of_roof"] == 80.0
+    assert results[0]["graph_alone"] == {"holdfast": 80.0}
+    gpu_decode.show(results)
+    assert "decode, batch 8" in capsys.readouterr().out
+    gpu_records.write_record(
+        gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path), {}), "d", arguments(tmp_path)
+    )
+    assert "| decode, batch 1 | 80 | 80 | 80 |  | 4 |" in readme_tables.section_tables(tmp_path, "gpu-decode")
+
+
+def test_a_tiny_engine_decodes_and_is_timed() -> None:
+    shape = gpu_decode.TINY._replace(batches=(2,), num_repeats=1)
+    found = json.loads(json.dumps(gpu_decode.run_holdfast("default", "Qwen3-32B", shape, True, "cpu")))
+    ((row,), prefill) = gpu_decode.decode_results({"default": found}, shape), found["prefill_seconds"]
+    assert row["seconds"].keys() == {"holdfast"}
+    assert len(prefill) == 2
+    embedding = gpu_engines.TINY["vocab_size"] * gpu_engines.TINY["hidden_size"] * 4
+    assert embedding < found["weight_bytes"] < 4 * embedding, "the head is read, the embedding is not"
+
+
+# --- steady
+
+
+@given(st.integers(0, 7), st.integers(0, 8191), st.integers(0, 31))
+def test_one_bit_makes_another_fingerprint(row: int, column: int, bit: int) -> None:
+    logits_RV = torch.linspace(-3, 3, 8 * 8192).view(8, 8192)
+    before = gpu_insides.fingerprints(logits_RV)
+    changed_RV = logits_RV.clone()
+    changed_RV.view(torch.int32)[row, column] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+    after = gpu_insides.fingerprints(changed_RV)
+    assert [index for index in range(8) if before[index] != after[index]] == [row]
+
+
+def test_fingerprints_are_of_bits_and_do_not_overflow() -> None:
+    zeros = torch.tensor([[0.0, 1.0], [-0.0, 1.0], [0.0, float("nan")]])
+    assert len(set(gpu_insides.fingerprints(zeros))) == 3
+    largest = torch.full((1, 2**19), -1, dtype=torch.int32).view(torch.float32)
+    assert gpu_insides.fingerprints(largest)[0] > 2**60
+
+
+class FakeEngine:
+    """Answers every live request with one token a step, until it has all of them."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, list] = {}
+        self.sizes: list[int] = []
+
+    def add_request(self, name: str, prompt: dict, params) -> str:
+        assert prompt["prompt_token_ids"]
+        self.live[name] = [params.max_tokens, params.seed]
+        return name
+
+    def abort(self, name: str) -> None:
+        del self.live[name]
+
+    def abort_all(self) -> None:
+        self.live.clear()
+
+    def raise_if_dead(self) -> None:
+        return
+
+    def step(self) -> list[SimpleNamespace]:
+        self.sizes.append(len(self.live))
+        deltas = []
+        for name, entry in list(self.live.items()):
+            entry[0] -= 1
+            reason = "length" if entry[0] == 0 else None
+            deltas.append(SimpleNamespace(request_id=name, token_ids=(entry[0],), finish_reason=reason, error=None))
+            if reason:
+                del self.live[name]
+        return deltas
+
+
+@given(st.integers(0, 2**16), st.integers(2, 12), st.integers(1, 12))
+def test_traffic_changes_the_batch_at_every_step_and_repeats_itself(seed: int, most: int, most_change: int) -> None:
+    traffic = gpu_steady.Traffic([[1, 2], [3]], seed, most, most_change)
+    engines = FakeEngine(), FakeEngine()
+    traces = [traffic.drive(SimpleNamespace(engine=engine), 30) for engine in engines]
+    sizes = engines[0].sizes
+    assert len(sizes) == 30
+    assert all(1 <= abs(one - other) <= most_change for one, other in pairwise(sizes))
+    assert 1 <= min(sizes) <= max(sizes) <= most
+    assert traces[0] == traces[1]
+    assert all("first" in tokens for tokens in traces[0].tokens), "contexts grow"
+
+
+def test_differences_are_counted() -> None:
+    one = gpu_steady.Trace([{"a": (1,), "b": (2,)}, {"a": (3,)}], 0)
+    other = gpu_steady.Trace([{"a": (1,), "b": (9,)}, {"c": (3,)}], 0)
+    assert gpu_steady.different_tokens(one, one) == (3, 0)
+    assert gpu_steady.different_tokens(one, other) == (4, 3)
+    assert gpu_steady.different_rows([[1, 2], [3]], [[1, 2], [3]]) == (3, 0)
+    assert gpu_steady.different_rows([[1, 2], [3]], [[1, 5], []]) == (3, 2)
+
+
+@pytest.fixture(scope="module")
+def tiny_steps() -> dict:
+    shape = gpu_steady.TINY._replace(num_decode_steps=12, num_mixed_steps=8, num_compared_steps=6, num_poisoned_steps=6)
+    return gpu_steady.run_mode("invariant", "Qwen3-0.6B", shape, True, "cpu")
+
+
+def test_a_tiny_engine_is_still_and_equal(tiny_steps: dict) -> None:
+    assert all(row["holds"] for row in tiny_steps["phases"]), tiny_steps["phases"]
+    assert all(row["holds"] for row in tiny_steps["comparisons"]), tiny_steps["comparisons"]
+    first = tiny_steps["phases"][0]
+    assert first["num_decode_steps"] == first["num_replays"] == first["num_batch_changes"] == 12
+    assert any("replayed up to 255 tokens" in row["comparison"] for row in tiny_steps["comparisons"])
+
+
+def test_stretches_and_comparisons_are_shown_and_recorded(tiny_steps: dict, tmp_path: Path, capsys) -> None:
+    strict = {"phase": "decode, graphs, a wait raises", "error": "waited", "holds": False}
+    found = {"default": {**tiny_steps, "phases": [*tiny_steps["phases"], strict]}}
+    results = gpu_steady.rows_of(found)
+    gpu_steady.show(results)
+    assert "NaN in a page that is read" in capsys.readouterr().out
+    record = gpu_records.make_record("gpu-steady", results, "M", "s", arguments(tmp_path), {})
+    gpu_records.write_record(record, "steady", arguments(tmp_path))
+    text = readme_tables.section_tables(tmp_path, "gpu-steady")
+    assert "| as it is: decode, graphs | 12 |  | 0 |" in text
+    assert "| as it is: decode, graphs, a wait raises |  |  | waited |" in text
+
+
+def test_a_difference_between_graph_and_eager_is_noticed(tmp_path: Path) -> None:
+    opened = gpu_engines.open_engine("Qwen3-0.6B", tmp_path, True, "cpu", max_model_len=64, max_num_seqs=2)
+    ears = gpu_insides.Ears(opened)
+    replay = ears._replay
+
+    def wrong_replay(size: int, is_decode: bool) -> torch.Tensor:
+        logits_RV = replay(size, is_decode).clone()
+        logits_RV[0, 7] += 1e-3
+        return logits_RV
+
+    ears._replay = wrong_replay
+    with ears.listening(compare=True) as heard:
+        opened.llm.generate([{"prompt_token_ids": [1, 2, 3]}], gpu_steady.sampling(0, 4, 0), progress=False)
+    assert (heard.num_compared, heard.num_mismatched) == (4, 4)
+
+
+# --- attention
+
+
+def test_scratch_does_not_grow_with_the_context() -> None:
+    at_128k, at_1m = (gpu_attention.scratch_bytes(gpu_attention.FULL, length) for length in (2**17, 2**20))
+    assert at_128k == at_1m < 100e6
+
+
+def test_attention_is_checked_before_it_is_timed(device: torch.device) -> None:
+    shape = gpu_attention.TINY._replace(mixed=((0, 1), (40, 1), (3, 20)))
+    checked = gpu_attention.check(shape, device)
+    assert checked["is_right"], checked
+    assert len(checked["errors"]) == 4
+
+
+def test_a_wrong_kernel_is_not_right(device: torch.device, monkeypatch) -> None:
+    exact = gpu_attention.exact_rows
+    monkeypatch.setattr(gpu_attention, "exact_rows", lambda rig: exact(rig).mul_(1.1))
+    checked = gpu_attention.check(gpu_attention.TINY._replace(mixed=((5, 1),)), device)
+    assert not checked["is_right"]
+
+
+def test_pages_of_a_rig_are_shuffled_and_apart() -> None:
+    shape = gpu_attention.TINY._replace(dtype="float32")
+    rig = gpu_attention.make_rig(shape, [(199, 1)] * 3, 2, torch.device("cpu"))
+    pages = [page for sequence in rig.batch.sequences for page in sequence.pages]
+    assert sorted(pages) == list(range(39))
+    assert pages != sorted(pages)
+    assert rig.stored(1, "k", rig.batch.sequences[2]).shape == (200, 2, 16)
+
+
+def test_verdicts_are_those_of_the_issue() -> None:
+    def decode(name: str, percent: float, speed: float) -> dict:
+        return {"measure": f"decode, {name}", "unit": "TB/s", "percent_of_roof": percent, "speed_against_sdpa": speed}
+
+    prefill = {"measure": "prefill", "unit": "TFLOPS", "speed_against_sdpa": 0.71}
+    rows = [decode("32 x 8192", 86, 1.2), decode("8 x 32768", 85, 1.0), decode("1 x 8192", 40, 0.92), prefill]
+    assert list(gpu_attention.verdicts(rows).values()) == [True, True, True]
+    rows = [decode("32 x 8192", 84, 1.2), decode("1 x 8192", 40, 0.90), {**prefill, "speed_against_sdpa": 0.69}]
+    assert list(gpu_attention.verdicts(rows).values()) == [False, False, False]
+
+
+# --- the README
+
+
+def test_sections_are_written_where_the_document_has_their_marks(tmp_path: Path) -> None:
+    plain = {"date": "2026-01-31", "machine": "m", "model": "A", "settings": "s"}
+    result = {"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 62.5}}
+    (tmp_path / "a.json").write_text(json.dumps({**plain, "results": [result]}))
+    (tmp_path / "b.json").write_text(json.dumps({**plain, "model": "B", "section": "gpu-decode", "results": [result]}))
+    begin, end = readme_tables.section_marks("gpu-decode")
+    document = f"{readme_tables.BEGIN}\n{readme_tables.END}\n{begin}\nstale\n{end}\n"
+    written = readme_tables.written(document, tmp_path)
+    general, _, section = written.partition(begin)
+    assert "A, s, on m" in general
+    assert "B, s, on m" not in general
+    assert "B, s, on m" in section
+    assert "| decode, batch 1 | 62.5 |" in section
+    assert "stale" not in written
+    assert readme_tables.written(written, tmp_path) == written
+    without = f"{readme_tables.BEGIN}\n{readme_tables.END}\n"
+    assert "B, s, on m" not in readme_tables.written(without, tmp_path)
+
+
+@pytest.mark.parametrize("section", sorted(readme_tables.SECTIONS))
+def test_a_section_without_records_says_so(tmp_path: Path, section: str) -> None:
+    assert readme_tables.section_tables(tmp_path, section) == "No record is committed yet."
+
+
+def test_sampling_of_traffic_follows_from_numbers_alone() -> None:
+    numbers = random.Random(0).sample(range(1000), 20)
+    assert [gpu_steady.sampling(n, 5, 1) for n in numbers] == [gpu_steady.sampling(n, 5, 1) for n in numbers]
