@@ -65,7 +65,12 @@ def _number(value: float) -> str:
 
 
 def section_table(record: dict[str, Any], columns: Columns) -> str:
-    """One record of a section: the same first line, and its own columns."""
+    """One record of a section: the same first line, those of the columns that have something in them, and its note."""
+    columns = {
+        name: value_of
+        for name, value_of in columns.items()
+        if any(value_of(result) is not None for result in record["results"])
+    }
     lines = [
         f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:",
         "",
@@ -75,6 +80,8 @@ def section_table(record: dict[str, Any], columns: Columns) -> str:
     for result in record["results"]:
         values = (value_of(result) for value_of in columns.values())
         lines.append(f"| {' | '.join(_cell(value) for value in values)} |")
+    if "note" in record:
+        lines += ["", record["note"]]
     return "\n".join(lines)
 
 

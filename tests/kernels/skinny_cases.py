@@ -33,6 +33,13 @@ class SkinnyCase:
     def num_outputs(self) -> int:
         return self.weight_NK.shape[0] // (2 if self.gated else 1)
 
+    def to(self, device: torch.device) -> "SkinnyCase":
+        """The same product on a device, where large ones are copied sooner."""
+        bias = None if self.bias_N is None else self.bias_N.to(device)
+        tensors = (self.x_MK, self.weight_NK, self.residual_MN, self.norm_N)
+        x, weight, residual, norm = (tensor.to(device) for tensor in tensors)
+        return SkinnyCase(x, weight, bias, residual, norm, self.gated)
+
     def rows(self, which: list[int]) -> "SkinnyCase":
         """The same product of some of the rows."""
         return SkinnyCase(

@@ -60,9 +60,8 @@ def judge_add(case, device) -> None:
     assert_as_exact_as_torch(x, in_torch, exact_add(case), magnitude=10.0)
     assert same_bits(scaled, (x.float() * case.norm_N.float()).to(x.dtype))
     exact_squares = x.double().square().sum(-1)
-    assert_as_exact_as_torch(
-        squares.sum(-1), x.float().square().sum(-1), exact_squares, magnitude=8 * exact_squares.max()
-    )
+    magnitude = 8 * float(exact_squares.max())
+    assert_as_exact_as_torch(squares.sum(-1), x.float().square().sum(-1), exact_squares, magnitude)
 
 
 @EVERY_ROWS
@@ -156,15 +155,17 @@ def companies_of_few() -> list[list[int]]:
 
 def check_companies(device, dtype, size_n, size_k) -> None:
     for gated in (False, True):
-        case = skinny_case(MAX_ROWS, size_n, size_k, dtype, gated, with_bias=True)
+        case = skinny_case(MAX_ROWS, size_n, size_k, dtype, gated, with_bias=True).to(device)
         whole = run_normed(normed_linear, case, device)
-        added, scaled, squares, _ = run_add(linear_add, skinny_case(MAX_ROWS, size_n, size_k, dtype), device)
         for rows in companies_of_few():
             assert same_bits(run_normed(normed_linear, case.rows(rows), device), whole[rows]), f"{gated=} {rows=}"
-            if not gated:
-                some = run_add(linear_add, skinny_case(MAX_ROWS, size_n, size_k, dtype).rows(rows), device)
-                for mine, theirs in zip(some, (added, scaled, squares), strict=False):
-                    assert same_bits(mine, theirs[rows]), f"{rows=}"
+    case = skinny_case(MAX_ROWS, size_n, size_k, dtype).to(device)
+    added, scaled, squares, _ = run_add(linear_add, case, device)
+    for rows in companies_of_few():
+        some, some_scaled, some_squares, _ = run_add(linear_add, case.rows(rows), device)
+        assert same_bits(some, added[rows]), f"{rows=}"
+        assert same_bits(some_scaled, scaled[rows]), f"{rows=}"
+        assert same_bits(some_squares, squares[rows]), f"{rows=}"
 
 
 @pytest.mark.parametrize(("size_n", "size_k"), [(70, 512), (64, 192)], ids=["parts", "one part"])

@@ -316,9 +316,10 @@ def _merge_kernel(
         return
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
-    o_s = tl.arange(0, BLOCK_S)
-    first_head = tl.program_id(1) * HEADS
-    for i_head in range(first_head, tl.minimum(first_head + HEADS, NUM_HEADS)):
+    if HEADS == 1:
+        # Few rows: a program a head, with all splits side by side.
+        i_head = tl.program_id(1)
+        o_s = tl.arange(0, BLOCK_S)
         b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
         b_max = -float("inf")
         b_sum = 0.0
@@ -338,3 +339,25 @@ def _merge_kernel(
             b_max = b_new_max
         b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)
         tl.store(p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    else:
+        # Many rows, most of which are not split: a program for several heads, one split after the other.
+        o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        m_head = o_head < NUM_HEADS
+        m_part = m_head[:, None] & m_d[None, :]
+        b_acc = tl.zeros((HEADS, BLOCK_D), dtype=tl.float32)
+        b_max = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
+        b_sum = tl.zeros((HEADS,), dtype=tl.float32)
+        for i_split in range(num_splits):
+            o_pair = (pair + i_split) * NUM_HEADS + o_head
+            b_lse = tl.load(p_partial_lse + o_pair, mask=m_head, other=-float("inf"))
+            b_part = tl.load(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
+            b_new_max = tl.maximum(b_max, b_lse)
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = tl.exp2(b_lse - b_safe_max)
+            b_fade = tl.exp2(b_max - b_safe_max)
+            b_acc = b_acc * b_fade[:, None] + b_part * b_weight[:, None]
+            b_sum = b_sum * b_fade + b_weight
+            b_max = b_new_max
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        o_out = (i_row * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
+        tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_part)
