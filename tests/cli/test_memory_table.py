@@ -112,3 +112,12 @@ def test_a_refusal_is_the_table_with_the_shortfall() -> None:
         ["budget", "64.00", "MiB"],
         ["short", "36.00", "MiB"],
     ]
+
+
+def test_a_terminal_that_says_it_has_no_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setenv("COLUMNS", "0")
+    write_memory(REPORT)
+    assert "60.00 MiB" in capsys.readouterr().err

@@ -150,6 +150,9 @@ BAD = [
     (("--memory", "24GiB", "--gpu", "h200"), "leave one out"),
     (("--gpu", "24GiB"), "write --memory 24GiB"),
     (("--gpu", "80 GB"), "write --memory 80 GB"),
+    (("--gpu", "24"), "write --memory 24GiB"),
+    (("--gpu", "4090"), "did you mean rtx4090?"),
+    (("--tensor-parallel-size", "auto"), "tensor_parallel_size='auto' was asked"),
     (("--gpu", "h2000"), "did you mean h200"),
     (("--gpu", "rtx 409"), "did you mean rtx4090"),
     (("--gpu", ""), "the GPUs known by name are"),
@@ -313,10 +316,10 @@ def test_a_terminal_without_blocks_gets_plain_signs() -> None:
     assert ended.out.isascii()
 
 
-def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> None:
+def on_a_terminal(*arguments: str, **environment: str) -> bytes:
+    """What a plan that fits shows there."""
     master, slave = pty.openpty()
-    environment = {"COLUMNS": "60", "TERM": "xterm", "NO_COLOR": ""}
-    process = start("plan", "Qwen3-8B", "--gpu", "h200", "--max-model-len", "8192", stdout=slave, env=environment)
+    process = start("plan", *arguments, stdout=slave, env={"TERM": "xterm", "NO_COLOR": "", **environment})
     os.close(slave)
     shown = b""
     while True:
@@ -328,7 +331,26 @@ def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> No
             break
         shown += piece
     os.close(master)
-    assert finish(process).code == 0
+    ended = finish(process)
+    assert (ended.code, ended.err) == (0, ""), ended
+    return shown
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20"])
+def test_no_terminal_is_too_narrow_for_the_numbers(columns: str) -> None:
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal("Qwen3-8B", "--gpu", "h200", COLUMNS=columns).decode())
+    assert re.search(r"kv pages +- +[0-9.]+ GiB", shown), shown
+    assert "KV cache size: " in shown
+
+
+def test_rows_are_cut_on_a_terminal_that_has_no_ellipsis() -> None:
+    shown = on_a_terminal("Qwen3-8B", "--gpu", "rtx4090", "--sweep", COLUMNS="60", PYTHONIOENCODING="ascii")
+    assert shown.isascii()
+    assert b"~\r\n" in shown
+
+
+def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> None:
+    shown = on_a_terminal("Qwen3-8B", "--gpu", "h200", "--max-model-len", "8192", COLUMNS="60")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
     table = lines[lines.index(next(line for line in lines if line.startswith("owner"))) :]
     table = table[: table.index("")]

@@ -1,6 +1,7 @@
 """A plan in words, and a command that makes the same plan again."""
 
 import shlex
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_what_is_asked_is_one_line() -> None:
         "Qwen3-8B on each of 4 x NVIDIA H200: weights in fp8, KV pages in turboquant_k8v4, context 40,960"
     )
     assert "on the CPU of this machine" in words_of(wish()._replace(target=cpu_target()))
+
+
+def test_what_is_asked_reads_as_a_person_would_say_it() -> None:
+    one = words_of(wish(max_num_batched_tokens=1, quantization="none"))
+    assert "weights in bfloat16" in one
+    assert one.endswith(", 1 token a step")
+
+
+def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
+    asked = wish()
+    hostile = asked._replace(blueprint=replace(asked.blueprint, name="a\nb\x1b[2J"))
+    words = words_of(hostile)
+    assert words.isprintable()
+    assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")
 
 
 def test_bytes_of_a_token() -> None:

@@ -3,7 +3,7 @@ import random as chance
 import pytest
 import torch
 
-from holdfast.kernels.paged_attention import paged_attention, paged_attention_reference, supports
+from holdfast.kernels.paged_attention import paged_attention, paged_attention_reference
 from kernels.exactness import assert_as_exact_as_torch, island, num_threads, random, same_bits
 from kernels.paged_cases import PagedCase, paged_case
 
@@ -203,14 +203,6 @@ def test_many_query_heads_fit_any_stack():
     case = paged_case([(5, 1)], head_dim=1024, group=4096, num_kv_heads=1)
     out = case.run(paged_attention)
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=4.0)
-
-
-def test_support_is_declined_in_words():
-    cpu = torch.device("cpu")
-    assert supports(torch.float32, torch.float32, cpu) is None
-    assert "CPU only" in str(supports(torch.float32, torch.float32, torch.device("cuda")))
-    assert "float32" in str(supports(torch.float32, torch.float16, cpu))
-    assert "float32" in str(supports(torch.bfloat16, torch.bfloat16, cpu))
 
 
 def test_planes_that_are_not_float32_run_in_torch():

@@ -21,7 +21,6 @@ from holdfast.kernels.skinny_linear import (
     normed_linear,
     normed_linear_reference,
     num_parts,
-    supports,
 )
 from holdfast.kernels.triton_compat import INTERPRET_VARIABLE
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
@@ -250,11 +249,6 @@ def test_parts_are_whole_blocks_and_no_more_than_are_needed(size_n, size_k):
     assert parts <= MAX_PARTS
     assert parts == 1 or size_k % (parts * BLOCK_K) == 0
     assert parts == 1 or num_blocks * parts // 2 < PROGRAMS, "half as many would have been enough"
-
-
-@pytest.mark.parametrize(("size_k", "taken"), [(64, True), (192, True), (5120, True), (63, False), (96, False)])
-def test_rows_are_whole_vectors(size_k, taken):
-    assert supports(size_k) is taken
 
 
 @pytest.mark.gpu

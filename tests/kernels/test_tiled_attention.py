@@ -5,9 +5,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.tiled_attention import (
+    FEW_MERGED_ROWS,
+    FEW_ROWS,
     LARGE_TILE,
     SMALL_TILE,
     TileWork,
+    large_blocks,
     small_programs,
     tile_rows,
     tiled_attention,
@@ -118,11 +121,12 @@ def test_ranges_that_only_later_rows_see(device, widest, start, bounds):
     judge(paged_case([(start, 85)], group=1, num_kv_heads=1), Cut(large=True, bounds=bounds), device, widest)
 
 
+@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("num_empty", [16, 17, 40])
-def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty):
+def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty, num_padding):
     """Nothing at first is not the end of it."""
     for bounds in (num_empty * [0], [20] + num_empty * [41]):
-        judge(paged_case([(40, 1)], group=2, num_kv_heads=1), Cut(bounds=bounds), device, widest)
+        judge(paged_case([(40, 1)], group=2, num_kv_heads=1), Cut(bounds=bounds), device, widest, num_padding)
 
 
 def test_more_splits_than_are_merged_at_once(device, widest):
@@ -152,7 +156,7 @@ def test_any_step(device, data):
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)], ids=str)
 def test_every_number_of_heads_is_merged(device, widest, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
-    for num_padding in (0, 9):
+    for num_padding in (0, FEW_MERGED_ROWS):
         case = paged_case([(40, 1)], group=group, num_kv_heads=num_kv_heads)
         judge(case, HALVES, device, widest, num_padding)
 
@@ -180,9 +184,9 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, wide
         assert not out[[1, 3]].any()
 
 
-@pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
+@pytest.mark.parametrize("cut", [SMALL, Cut(splits=20), LARGE], ids=["small", "split", "large"])
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
-    """Its own tiles given. Three rows and more, since a GPU takes fewer than that with kernels of another shape."""
+    """Its own tiles given, and steps of many rows: few take kernels of another shape."""
     case = rounded(paged_case([(69, 1), (30, 5), (64, 2), (9, 1)], group=2, num_kv_heads=1), widest)
     cuts = 4 * [cut]
     whole = run_tiles(case, cut_tiles(case, cuts), device, num_sms=2)
@@ -199,7 +203,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
             case.scale,
             case.window,
         )
-        tiles = cut_tiles(some, cuts[: len(order)], num_padding=2)
+        tiles = cut_tiles(some, cuts[: len(order)], num_padding=FEW_MERGED_ROWS)
         assert same_bits(run_tiles(some, tiles, device)[: len(rows)], whole[rows]), f"{order=}"
 
 
@@ -263,8 +267,10 @@ def test_rows_of_a_tile_fill_it_and_no_more(group):
 
 
 def test_steps_of_many_rows_take_kernels_of_one_shape():
-    assert len({small_programs(num_rows) for num_rows in range(3, 300)}) == 1
-    assert all(small_programs(num_rows)[0] >= 1 for num_rows in range(1, 4))
+    """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
+    assert len({small_programs(num_rows) for num_rows in range(FEW_ROWS + 1, 300)}) == 1
+    assert all(min(small_programs(num_rows)) >= 1 for num_rows in range(1, FEW_ROWS + 1))
+    assert max(FEW_ROWS, FEW_MERGED_ROWS) < 16
 
 
 @pytest.mark.gpu
@@ -297,3 +303,10 @@ def test_nothing_is_allocated(device):
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
     scratch = partial[:, :512].contiguous(), partial[:, 512:].contiguous()
     assert_allocates_nothing(lambda: tiled_attention(q, plane, plane, table, work, 16, 0.125, None, *scratch, out, 132))
+
+
+def test_large_tiles_fit_what_a_gpu_lets_a_program_have():
+    hopper, ada = 227 * 1024, 99 * 1024
+    assert large_blocks(128, hopper) == (64, 3)
+    assert large_blocks(128, ada) == (32, 2)
+    assert large_blocks(256, hopper) == (32, 2)

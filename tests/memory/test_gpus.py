@@ -34,7 +34,9 @@ def test_every_gpu_is_a_little_smaller_than_its_box_says() -> None:
         assert gpu.key == key
         assert 0.9 * NOMINAL_GB[key] * GIB < gpu.total_bytes < NOMINAL_GB[key] * GIB, key
         assert 0 < gpu.context_bytes < GIB
-        assert gpu.source.startswith((SEEN, ASSUMED, "total and context measured")), "a number without a source is a rumour"
+        assert gpu.source.startswith((SEEN, ASSUMED, "total and context measured")), (
+            "a number without a source is a rumour"
+        )
         assert gpu.source.endswith(SAME_AS_H200) or gpu.source.startswith("total and context measured"), key
 
 
@@ -77,3 +79,18 @@ def test_nonsense_is_told_what_to_pass(asked: str) -> None:
         find_gpu(asked)
     assert len(str(caught.value)) < 600
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [("a100-40gb", "a100-40g"), ("A100 80GiB", "a100-80g"), ("H100-80GB", "h100"), ("v100-16GB", "v100-16g")],
+)
+def test_sizes_in_names_are_spelt_in_many_ways(asked: str, key: str) -> None:
+    assert find_gpu(asked) is GPUS[key]
+
+
+@pytest.mark.parametrize(("asked", "nearest"), [("4090", "rtx4090"), ("h100-sxm-80g", "h100"), ("a100-64g", "a100")])
+def test_the_family_comes_first_among_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_gpu(asked)
+    assert caught.value.do.startswith(f"did you mean {nearest}")

@@ -147,3 +147,7 @@ def test_nonsense_lists_what_there_is(asked: str) -> None:
     with pytest.raises(ModelNotFoundError, match="nor among the 28 models known by name") as caught:
         find_model(asked)
     assert "\x1b" not in str(caught.value)
+
+
+def test_a_name_that_a_shell_completed_as_a_folder() -> None:
+    assert find_model("Qwen/Qwen3-8B/")[0] == "Qwen3-8B"

@@ -13,6 +13,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root = logging.getLogger("holdfast")
     was = root.level, root.handlers[:], root.propagate
     root.handlers.clear()
+    root.propagate = True  # pytest watches loggers that keep to themselves by a handler of its own
     monkeypatch.delenv(LOG_LEVEL_VARIABLE, raising=False)
     yield
     root.setLevel(was[0])

@@ -195,8 +195,11 @@ def test_what_this_version_does_not_do(options, words) -> None:
 
 @pytest.mark.parametrize("target", [H200, HOST])
 def test_quantized_weights_leave_more_room(target) -> None:
-    tokens = [fit_runner(wish("Qwen3-0.6B", target, quantization=name)).memory.total_bytes for name in (None, "fp8")]
-    assert tokens[0] >= tokens[1]
+    plans = [fit_runner(wish("Qwen3-0.6B", target, quantization=name)) for name in (None, "fp8")]
+    tokens = [plan.kv_tokens for plan in plans]
+    assert tokens[0] < tokens[1] if target is H200 else tokens[0] == tokens[1], (
+        "pages on a CPU have a bound of their own"
+    )
 
 
 def test_staging_costs_no_pages() -> None:

@@ -122,6 +122,19 @@ def test_a_limit_does_not_make_memory(target: Target, limit: str, budget: int, r
     assert resolved.budget_reason.startswith(reason)
 
 
+def test_a_limit_does_not_make_memory_of_a_host_either() -> None:
+    resolved = settle(memory_limit="1000TiB")
+    assert resolved.budget_bytes == 9 * GIB, "its last page would be the end of the process"
+    assert resolved.budget_reason == "90% of 10.00 GiB available, less than memory_limit"
+    assert settle(memory_limit=10 * GIB).budget_bytes == 10 * GIB
+    assert settle(memory_limit=10 * GIB + 1, memory_utilization=0.5).budget_bytes == 5 * GIB
+
+
+def test_a_share_is_told_as_it_was_asked() -> None:
+    assert settle(memory_utilization=0.975).budget_reason == "97.5% of 10.00 GiB available"
+    assert settle(target=FREE, memory_utilization=0.29).budget_reason == "29% of the device's 80.00 GiB"
+
+
 def test_a_share_of_the_host_is_for_all_of_it() -> None:
     resolved = settle(memory_utilization=0.5)
     assert resolved.budget_bytes == 5 * GIB

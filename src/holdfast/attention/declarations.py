@@ -26,6 +26,7 @@ class NativePagedDeclaration:
     """C kernels over float32 pages on a CPU."""
 
     name = "native_paged"
+    can_be_captured = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device_kind != "cpu":
@@ -48,6 +49,7 @@ class TritonPagedDeclaration:
     """Triton kernels over half-precision pages on a GPU."""
 
     name = "triton_paged"
+    can_be_captured = True
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device_kind != "cuda":
@@ -57,6 +59,8 @@ class TritonPagedDeclaration:
             return f"the format {spec.cache.format.name} is not plain keys and values"
         if set(planes.values()) != {spec.dtype}:
             return f"pages must be {spec.dtype}, the type of the queries"
+        if spec.dtype not in ("float16", "bfloat16"):
+            return f"it computes in half precision, not in {spec.dtype}"
         if spec.cache.head_dim > 256 or spec.cache.head_dim % 8:
             return f"head_dim is {spec.cache.head_dim}, and a multiple of 8 up to 256 is computed"
         if spec.num_heads % spec.cache.num_kv_heads:
@@ -90,6 +94,7 @@ class TorchPagedDeclaration:
     """Plain torch over any plain pages, anywhere."""
 
     name = "torch_paged"
+    can_be_captured = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.cache.num_kv_heads:

@@ -38,6 +38,8 @@ class BackendDeclaration(Protocol):
     """What is known of a backend without building it: whether it takes a layer, and every byte it will want."""
 
     name: str
+    can_be_captured: bool
+    """Whether a graph of its launches serves other steps than the one it was captured with."""
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         """None, or why this layer cannot run here, in words."""

@@ -10,6 +10,8 @@ BAR_CELLS = 20
 HEADINGS = ("owner", "planned", "held", "", "why")
 SERVE = "serve"
 UNACCOUNTED = "unaccounted"
+UNKNOWN_COLUMNS = 80
+"""Where a terminal says that it has none, rich would print nothing."""
 
 
 def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[str]:
@@ -77,6 +79,7 @@ def write_table(lines: list[str], *sentences: str) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
+    console.width = console.width or UNKNOWN_COLUMNS
     for number, line in enumerate(lines):
         text = Text(line, style="bold" if number == 0 else "")
         text.highlight_regex(f"{FULL}+", "cyan")

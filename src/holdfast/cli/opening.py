@@ -8,7 +8,7 @@ from pathlib import Path
 from holdfast.cli.failures import log_plainly
 from holdfast.cli.interrupt import raise_interrupts
 from holdfast.cli.memory_html import write_memory_page
-from holdfast.cli.side_lines import write_line
+from holdfast.cli.side_lines import MAX_PATH, write_line
 from holdfast.cli.web_page import page_file
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
@@ -76,7 +76,7 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
         weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
         write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds")
     if _write_report(opened, report):
-        write_line(f"memory report written to {shown(str(report))[1:-1]}")
+        write_line(f"memory report written to {shown(str(report), MAX_PATH)[1:-1]}")
     return opened
 
 

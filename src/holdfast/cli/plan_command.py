@@ -21,7 +21,11 @@ DOES_NOT_FIT = 1
 LEAST_BYTES = 2**20
 """Nobody plans for less; a smaller number lacks its unit."""
 NO_DEVICE = "no --gpu and no --memory was given, so this is a plan for the memory of this machine; try --gpu h200"
-ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
+UNKNOWN_COLUMNS = 80
+"""Where a terminal says that it has none, rich would print nothing."""
+LEAST_COLUMNS = 40
+"""Where a table's rows are cut, and not continued."""
+ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
 
 
 class PlanOptions(NamedTuple):
@@ -74,10 +78,12 @@ def read_wish(options: PlanOptions, engine: Given) -> Wish:
     """What was typed, checked; a model is looked for when the rest is sound."""
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
-    ranks = 1 if options.tensor_parallel_size is None else read_count(options.tensor_parallel_size)
+    asked_ranks = "1" if options.tensor_parallel_size is None else options.tensor_parallel_size
+    ranks = read_count(asked_ranks)
     asked_format = None if options.kv_cache_dtype in (None, "auto") else kv_format(str(options.kv_cache_dtype))
     blueprint = open_blueprint(options.model)
-    blueprint.check_ranks(ranks)  # type: ignore[arg-type]
+    # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
+    blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"
     return Wish(config, blueprint, target, ranks, options.quantization, asked_format)
 
@@ -88,8 +94,9 @@ def read_target(options: PlanOptions) -> Target:
         raise ConfigError("--gpu and --memory were asked together", "either says how much there is", "leave one out")
     if options.gpu is not None:
         if _is_size(options.gpu):
-            size = shown(options.gpu)[1:-1]
-            raise ConfigError(f"--gpu {size} was asked", "that is a size, not a name", f"write --memory {size}")
+            typed = options.gpu.strip()
+            size = typed if typed[-1:].isalpha() else f"{typed}GiB"
+            raise ConfigError(f"--gpu {typed} was asked", "that is a size, not a name", f"write --memory {size}")
         return gpu_target(find_gpu(options.gpu))
     if options.memory is None:
         return cpu_target()
@@ -110,14 +117,19 @@ def show(lines: list[Line]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
+    console.width = console.width or UNKNOWN_COLUMNS
     for line in lines:
-        text = Text(_encodable(line.text), style=line.style)
+        # A terminal too narrow for the numbers of a table gets them over several lines.
+        is_cut = line.is_cut and console.width >= LEAST_COLUMNS
+        text = Text(_encodable(_cut(line.text, console.width) if is_cut else line.text), style=line.style)
         text.highlight_regex("[█▏▎▍▌▋▊▉]+", "cyan")
         text.highlight_regex("░+", "blue")
-        if line.is_cut:
-            console.print(text, no_wrap=True, overflow="ellipsis")
-        else:
-            console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=True)
+
+
+def _cut(text: str, num_columns: int) -> str:
+    """As much as a line holds; rich would end it with a sign that not every terminal can be sent."""
+    return text if len(text) <= num_columns else f"{text[: num_columns - 1]}…"
 
 
 def _write(text: str) -> None:
@@ -139,4 +151,5 @@ def _encodable(text: str) -> str:
 def _is_size(text: str) -> bool:
     number = text.strip().lower().rstrip("bgikmt")
     unit = text.strip().lower().removeprefix(number)
-    return unit in UNITS and number.strip().replace(".", "", 1).isdecimal()
+    # A bare number of four digits is the name of a card, such as 4090.
+    return unit in UNITS and number.strip().replace(".", "", 1).isdecimal() and (unit != "" or float(number) < 1000)

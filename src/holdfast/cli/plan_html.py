@@ -5,7 +5,7 @@ from itertools import groupby
 from holdfast.cli.plan_sweep import Cell
 from holdfast.cli.plan_table import LATER, concurrency_words
 from holdfast.cli.plan_view import OwnerRow, PlanView
-from holdfast.cli.side_lines import write_line
+from holdfast.cli.side_lines import MAX_PATH, write_line
 from holdfast.cli.strip_map import Part, colours, strip_map
 from holdfast.cli.web_page import PALETTE, Html, page, page_file, table, tag
 from holdfast.errors import shown
@@ -49,7 +49,7 @@ def write_plan_page(file: str, view: PlanView, cells: tuple[Cell, ...], is_told:
     """Write the page; a file of that name is replaced."""
     page_file(file, "--html").write_text(plan_page(view, cells), encoding="utf-8")
     if is_told:
-        write_line(f"page written to {shown(file)[1:-1]}")
+        write_line(f"page written to {shown(file, MAX_PATH)[1:-1]}")
 
 
 def sweep_chart(cells: tuple[Cell, ...]) -> Html:

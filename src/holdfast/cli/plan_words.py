@@ -6,6 +6,7 @@ from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.memory.sizes import format_bytes
+from holdfast.models.blueprint_weights import find_quantization
 from holdfast.runner.alternatives import Alternative
 from holdfast.runner.plan_fit import Wish, settle
 from holdfast.runner.resolve import Resolved
@@ -19,15 +20,24 @@ def asked_words(wish: Wish, resolved: Resolved) -> str:
     limits, ranks = resolved.limits, wish.tensor_parallel_size
     device = "the CPU of this machine" if wish.target.kind == "cpu" else wish.target.name
     return (
-        f"{wish.blueprint.name} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
-        f"weights in {wish.quantization or resolved.dtype}, KV pages in {resolved.kv_format.name}, "
+        f"{printable(wish.blueprint.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
+        f"weights in {find_quantization(wish.quantization) or resolved.dtype}, KV pages in {resolved.kv_format.name}, "
         f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
-        f"{limits.max_num_batched_tokens:,} tokens a step"
+        f"{_token_count_words(limits.max_num_batched_tokens)} a step"
     )
 
 
 def _sequence_words(max_num_seqs: int) -> str:
     return "one sequence" if max_num_seqs == 1 else f"up to {max_num_seqs:,} sequences"
+
+
+def _token_count_words(num_tokens: int) -> str:
+    return "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
+
+
+def printable(name: str) -> str:
+    """A folder may be called anything; what would move a cursor or end a line is shown as a mark."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
 
 
 def _context_words(resolved: Resolved) -> str:

@@ -2,6 +2,9 @@
 
 import sys
 
+MAX_PATH = 4096
+"""Characters of a path that a line repeats: all of them, as Linux has it."""
+
 
 def write_line(text: str) -> None:
     """A line on stderr, if there is one."""

@@ -12,7 +12,7 @@ from holdfast.loading.gguf_file import read_gguf
 from holdfast.loading.model_files import open_model
 from holdfast.loading.source import OpenModel
 from holdfast.memory.report import memory_report
-from holdfast.runner.build import build_runner
+from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
 from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
@@ -30,6 +30,20 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None]) 
         built = build_runner(config, model, on_progress)
     finally:
         model.source.close()
+    try:
+        return _engine(config, model, built, tokenizer, chat_template)
+    except BaseException:
+        built.release()
+        raise
+
+
+def _engine(
+    config: EngineConfig,
+    model: OpenModel,
+    built: BuiltRunner,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+) -> Engine:
     limits = built.runner.limits
     scheduler = Scheduler(
         limits, built.runner.num_pages, config.enable_prefix_caching, config.max_queue, prefix_root=os.urandom(16)

@@ -5,19 +5,10 @@ T rows, H query heads, K key/value heads, D head dim, S slots, N sequences
 
 import torch
 
-from holdfast.kernels.native_library import native_for, native_library
+from holdfast.kernels.native_library import native_for
 
 SEQUENCE_FIELDS = ("row", "num_rows", "start", "first_page")
 """Columns of `sequences_N4`: the first row, how many, the position of the first, and where its pages begin in `pages_P`."""
-
-
-def supports(q_dtype: torch.dtype, plane_dtype: torch.dtype, device: torch.device) -> str | None:
-    """None, or why the kernel cannot run, in words."""
-    if device.type != "cpu":
-        return f"it runs on CPU only, not on {device.type}"
-    if q_dtype != torch.float32 or plane_dtype != torch.float32:
-        return "it computes in float32 over float32 pages only"
-    return None if native_library() is not None else "it needs a C compiler"
 
 
 def paged_attention(

@@ -44,11 +44,6 @@ def num_parts(size_n: int, size_k: int) -> int:
     return parts
 
 
-def supports(size_k: int) -> bool:
-    """Whether rows of this many inputs are loaded in whole vectors."""
-    return size_k % BLOCK_K == 0 or size_k % 64 == 0
-
-
 def normed_linear(
     rows: NormedRows,
     weight_NK: torch.Tensor,

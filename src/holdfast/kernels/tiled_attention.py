@@ -54,6 +54,18 @@ def small_programs(num_rows: int) -> tuple[int, int]:
     return (2, 4) if num_rows <= FEW_ROWS else (4, 2)
 
 
+def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
+    """Tokens of a block and stages for large tiles: the fastest where a program may have enough shared memory."""
+    if shared_bytes >= 160 * 1024 and block_d <= 128:
+        return 64, 3
+    return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
+
+
+def _shared_bytes(tensor: torch.Tensor) -> int:
+    """What one program may have: 227 KiB on a Hopper, 99 KiB on an Ada."""
+    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
+
+
 def tiled_attention(
     q_THD: torch.Tensor,
     k_plane_SKD: torch.Tensor,
@@ -79,6 +91,9 @@ def tiled_attention(
             continue
         block_m = LARGE_TILE if large else max(SMALL_TILE, next_power_of_two(group))
         programs_per_sm, num_warps = (LARGE_PROGRAMS_PER_SM, 8) if large else small_programs(num_rows)
+        block_n, num_stages = (
+            large_blocks(block_d, _shared_bytes(q_THD)) if large else (64 if block_d <= 128 else 32, 2)
+        )
         _attend_kernel[(num_sms * programs_per_sm,)](
             q_THD,
             k_plane_SKD,
@@ -98,9 +113,9 @@ def tiled_attention(
             HEAD_DIM=head_dim,
             HAS_WINDOW=window is not None,
             BLOCK_M=block_m,
-            BLOCK_N=64 if block_d <= 128 else 32,
+            BLOCK_N=block_n,
             BLOCK_D=block_d,
-            NUM_STAGES=3 if large else 2,
+            NUM_STAGES=num_stages,
             EARLY=early,
             num_warps=num_warps,
             **launched_early(early),

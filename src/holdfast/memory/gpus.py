@@ -1,6 +1,7 @@
 """GPUs by name: how much memory CUDA reports of each, and what a process takes before its first tensor; no torch."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -64,7 +65,13 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 """Every GPU that can be planned for by name, the smallest first."""
-ALIASES: Mapping[str, str] = {"a100": "a100-80g", "v100": "v100-32g", "a6000": "rtxa6000", "a10g": "a10"}
+ALIASES: Mapping[str, str] = {
+    "a100": "a100-80g",
+    "v100": "v100-32g",
+    "a6000": "rtxa6000",
+    "a10g": "a10",
+    "h100-80g": "h100",
+}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -76,6 +83,8 @@ def find_gpu(name: str) -> Gpu:
     if wanted in keys:
         return keys[wanted]
     near = difflib.get_close_matches(wanted, keys, n=3)
+    # One that starts alike, as h100 does, is nearer than one that ends alike, as in 80g.
+    near.sort(key=lambda key: key[:4] != wanted[:4])
     nearest = list(dict.fromkeys(keys[match].key for match in near))
     raise ConfigError(
         f"gpu={shown(name)} was asked",
@@ -86,4 +95,5 @@ def find_gpu(name: str) -> Gpu:
 
 def _plain(name: str) -> str:
     name = name.strip().lower().removeprefix("nvidia")
-    return "".join(letter for letter in name if letter.isalnum()).removeprefix("geforce")
+    plain = "".join(letter for letter in name if letter.isalnum()).removeprefix("geforce")
+    return re.sub(r"(?<=[0-9]g)i?b$", "", plain)

@@ -1,8 +1,8 @@
 """The tensors that a step of a decoder passes through, as workspace requests: what lives together, and what takes turns; no torch.
 
-    stream   lives through all layers:   x, a normed copy of it, and what the last product adds to it
-    layers   takes turns:                attention of a layer, then its MLP, and after the last layer logits
-    few      lives from start to end:    what products of few rows share
+stream   lives through all layers:   x, a normed copy of it, and what the last product adds to it
+layers   takes turns:                attention of a layer, then its MLP, and after the last layer logits
+few      lives from start to end:    what products of few rows share
 """
 
 from dataclasses import dataclass

@@ -302,7 +302,7 @@ def find_model(name: str) -> tuple[str, Config]:
 
 
 def _plain(name: str) -> str:
-    plain = name.strip().rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    plain = name.strip().rstrip("/").rsplit("/", 1)[-1].lower().removeprefix("meta-")
     for ending in TUNED:
         plain = plain.removesuffix(ending)
     return plain

@@ -178,8 +178,8 @@ class _Build:
         if self._device.type != "cuda":
             return
         limits, start = runner.limits, time.monotonic()
-        graphs = None
-        if not enforce_eager:
+        graphs, declaration = None, self._plan.declaration
+        if not enforce_eager and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
                 max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))

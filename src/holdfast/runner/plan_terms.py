@@ -106,7 +106,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *sampling_terms(limits.max_num_seqs, blueprint.vocab_size, target.kind),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
-        *_device_terms(layout, resolved),
+        *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
     return Needs(declaration, requests, workspace, tuple(terms))
 
@@ -164,7 +164,7 @@ def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     return [Term("rope/table", table_bytes, "cos and sin by position")]
 
 
-def _device_terms(layout: Layout, resolved: Resolved) -> list[Term]:
+def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
     """What a GPU costs whatever the model, and what loading takes for a while."""
     target, limits = layout.target, resolved.limits
     terms = [] if layout.staging is None else [layout.staging]
@@ -175,7 +175,7 @@ def _device_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     terms.append(Term("allocator", ROUNDING_BYTES, "what torch rounds up", PAGE_PHASES))
     if layout.num_ranks > 1:
         terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
-    if not layout.enforce_eager:
+    if has_graphs and not layout.enforce_eager:
         terms.append(graph_term(layout.blueprint.num_layers, limits.max_num_seqs, limits.max_num_batched_tokens))
     if layout.staging is None:
         terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))

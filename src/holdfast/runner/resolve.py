@@ -125,19 +125,23 @@ def _budget(config: EngineConfig, target: Target) -> tuple[int, str, int | None]
     if target.kind == "cuda":
         wanted, reason = (
             int(target.total_bytes * share),
-            f"{share:.0%} of the device's {format_bytes(target.total_bytes)}",
+            f"{100 * share:g}% of the device's {format_bytes(target.total_bytes)}",
         )
         if config.memory_limit is not None:
             wanted, reason = parse_bytes(config.memory_limit, "memory_limit"), "memory_limit"
         if wanted <= target.available_bytes:
             return wanted, reason, max_kv_bytes
         return target.available_bytes, _bounded_reason(target, reason), max_kv_bytes
-    if config.memory_limit is not None:
-        return parse_bytes(config.memory_limit, "memory_limit"), "memory_limit", max_kv_bytes
     budget_bytes, reason = (
         int(target.available_bytes * share),
-        f"{share:.0%} of {format_bytes(target.available_bytes)} available",
+        f"{100 * share:g}% of {format_bytes(target.available_bytes)} available",
     )
+    if config.memory_limit is not None:
+        limit_bytes = parse_bytes(config.memory_limit, "memory_limit")
+        if limit_bytes <= target.available_bytes:
+            return limit_bytes, "memory_limit", max_kv_bytes
+        # A host that gives its last page ends a process without a word.
+        return budget_bytes, f"{reason}, less than memory_limit", max_kv_bytes
     if config.memory_utilization is None and max_kv_bytes is None:
         max_kv_bytes = CPU_KV_BYTES
     return budget_bytes, reason, max_kv_bytes
