@@ -57,6 +57,22 @@ def test_what_cannot_be_a_file_is_refused(name: str, tmp_path: Path, monkeypatch
 
 
 def test_a_new_file_and_an_old_one_are_fine(tmp_path: Path) -> None:
-    (tmp_path / "old.html").write_text("old")
+    (tmp_path / "old.html").write_text("<!DOCTYPE html>old")
     for name in ("old.html", "new.html"):
         assert page_file(str(tmp_path / name), "--html") == tmp_path / name
+
+
+def test_only_pages_are_replaced(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="a file that is no page lies there"):
+        page_file(str(file), "--html")
+    for text in ("", "<!DOCTYPE html>\n<html></html>"):
+        file.write_text(text)
+        assert page_file(str(file), "--html") == file
+
+
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="it may not be written"):
+        page_file(str(tmp_path / "page.html"), "--html")

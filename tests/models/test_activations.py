@@ -192,7 +192,6 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows):
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     def needs(launch, size_n: int, size_k: int) -> None:
-        assert skinny_linear.supports(size_k), f"{size_k=}"
         row, rows = Launches(), Launches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(skinny_linear, "_row_kernel", row)

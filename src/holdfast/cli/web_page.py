@@ -1,11 +1,13 @@
 """A page in one file: style and script inside, dark and light, nothing loaded from anywhere, every text escaped; no torch."""
 
+import os
 from html import escape
 from pathlib import Path
 
 from holdfast.errors import ConfigError, shown
 
 VOID = ("meta",)
+DOCTYPE = b"<!doctype html>"
 PALETTE = ("#74aee8", "#74c69d", "#f4b860", "#d9a0cf", "#86d2dd", "#e3d36b", "#e8998d", "#b7a9e6")
 """One colour an owner, light enough for black letters in both themes, and told apart by the colour-blind."""
 STYLE = """
@@ -84,11 +86,24 @@ def page_file(file: str, option: str) -> Path:
         wrong = "it is no name" if not file.strip() or "\0" in file else "it is a folder" if path.is_dir() else ""
         if not wrong and not path.absolute().parent.is_dir():
             wrong = "its folder does not exist"
+        elif not wrong and path.exists() and not _is_page(path):
+            wrong = "a file that is no page lies there"
+        elif not wrong and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            wrong = "it may not be written"
     except (OSError, RuntimeError) as error:
         wrong = getattr(error, "strerror", None) or str(error)
     if wrong:
         raise ConfigError(f"{option} {shown(file)} was asked", wrong, f"write {option} page.html")
     return path
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file may be replaced by a page: it is one, or empty, or no plain file."""
+    if not path.is_file():
+        return True
+    with path.open("rb") as file:
+        start = file.read(len(DOCTYPE))
+    return not start or start.lower() == DOCTYPE
 
 
 def _markup(child: str) -> str:
