@@ -27,7 +27,7 @@ def record_path(name: str) -> Path:
 def main() -> None:
     """Run the benchmark that the README quotes."""
     name = sys.argv[1] if len(sys.argv) > 1 else "latency"
-    if not re.fullmatch(r"[a-z0-9-]{1,40}", name):
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", name):
         sys.exit(f"error: the name {name!r} was asked; small letters, digits and hyphens work; choose another")
     os.chdir(ROOT)
     RECORDS.mkdir(parents=True, exist_ok=True)
