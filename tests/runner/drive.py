@@ -31,11 +31,11 @@ from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState, Step
 from holdfast.runner.batch_buffers import BatchBuffers
-from holdfast.runner.plan_terms import MIN_LOGIT_ROWS
 from holdfast.runner.result import NO_TOKEN, StepResult, TokenLogprobs
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampler import Sampler
 from holdfast.runner.sampling_batch import SequenceSample
+from holdfast.runner.sampling_terms import PROMPT_ROWS
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -166,7 +166,7 @@ class Rig:
 
 def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[TensorSpec, ...]) -> WorkspacePlan:
     """What the largest step of a model asks for, and nothing more."""
-    logit_rows = max(limits.max_num_seqs, MIN_LOGIT_ROWS)
+    logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
     step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, dtype)
     plan = WorkspacePlan()
     for request in spec_blueprint(spec, "tiny").anatomy.requests(step, 1, scratch):

@@ -13,13 +13,12 @@ from holdfast.runner.plan_fit import settle
 from holdfast.runner.plan_terms import (
     COLLECTIVE_BYTES,
     LIBRARY_BYTES,
-    MIN_LOGIT_ROWS,
     ROUNDING_BYTES,
     STAGING_BYTES,
     Needs,
     list_needs,
 )
-from holdfast.runner.sampling_terms import sampling_terms
+from holdfast.runner.sampling_terms import PROMPT_ROWS, sampling_terms
 from runner.planning import H200, HOST, wish
 
 
@@ -95,7 +94,7 @@ def test_learned_positions_have_no_rotary_table() -> None:
     assert "rope/table" not in by_owner(needs("OPT-125m", H200))
 
 
-@pytest.mark.parametrize(("num_seqs", "rows"), [(1, MIN_LOGIT_ROWS), (64, 64), (300, 300)])
+@pytest.mark.parametrize(("num_seqs", "rows"), [(1, PROMPT_ROWS), (64, 64), (300, 300)])
 def test_logits_of_prompts_want_some_rows_even_for_one_sequence(num_seqs: int, rows: int) -> None:
     head = next(request for request in needs(max_num_seqs=num_seqs).requests if request.owner == "head")
     assert {spec.name: spec.shape for spec in head.specs}["logits"] == (rows, 151936)

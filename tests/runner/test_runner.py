@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from holdfast.config import Limits
+from holdfast.kernels import skinny_linear, tiled_attention
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.result import NO_TOKEN
-from holdfast.runner.runner import LOGIT_ROWS_AT_ONCE
+from holdfast.runner.sampling_terms import PROMPT_ROWS
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
@@ -124,7 +125,7 @@ def test_a_prompt_of_one_token_has_none(rig):
 
 
 def test_prompts_beyond_what_is_computed_at_once(rig):
-    length = 2 * LOGIT_ROWS_AT_ONCE + 9
+    length = 2 * PROMPT_ROWS + 9
     sequence = make_sequence(1, length, 0, prompt_logprobs=0)
     (result,) = run(rig, (sequence, 0, length))
     assert [row.token_id for row in result.prompt_logprobs] == sequence.token_ids[1:]
@@ -213,3 +214,20 @@ def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
     sequence = Sequence(0, [9], 1, SamplingParams(temperature=0.0), 0, max_tokens=9, pages=[0])
     assert run(rigs[0], (sequence, 0, 1)) == run(rigs[1], (sequence, 0, 1))
     assert same_bits(rigs[0].logits[0][0], rigs[1].logits[0][0])
+
+
+def test_every_form_that_a_kernel_takes_is_warmed(model, monkeypatch):
+    """Forms change with the number of rows; without graphs nothing else would run them before the first request."""
+    rig = Rig(model, "torch_paged", Limits(32, 64, 40, 4), 10)
+    decoder, sizes = rig.runner._decoder, []
+    step_logits = decoder.step_logits
+    monkeypatch.setattr(
+        decoder, "step_logits", lambda batch, plan: sizes.append(batch.num_rows) or step_logits(batch, plan)
+    )
+    rig.runner.warm(None, lambda done, total: None)
+    borders = {1, tiled_attention.FEW_ROWS, tiled_attention.FEW_MERGED_ROWS, skinny_linear.MAX_ROWS}
+    for border in borders:
+        assert border in sizes or any(size < border for size in sizes), f"up to {border} rows"
+        assert any(size > border for size in sizes), f"beyond {border} rows"
+    assert skinny_linear.MAX_ROWS in sizes, "a multiple of 16 is compiled apart"
+    assert 64 in sizes, "the largest step"

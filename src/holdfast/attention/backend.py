@@ -20,6 +20,10 @@ class AttentionBackend(Protocol[PlanT]):
 
     name: ClassVar[str]
 
+    def held_bytes(self) -> dict[str, int]:
+        """What it holds from start to end, by the owners that its declaration names."""
+        ...
+
     def plan(self, batch: Batch, captured: bool = False) -> PlanT:
         """What attending to this step has in common in all layers, in memory that stays where it is.
 

@@ -27,6 +27,7 @@ class NativePagedDeclaration:
 
     name = "native_paged"
     can_be_captured = False
+    can_be_invariant = True
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device_kind != "cpu":
@@ -50,6 +51,7 @@ class TritonPagedDeclaration:
 
     name = "triton_paged"
     can_be_captured = True
+    can_be_invariant = True
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device_kind != "cuda":
@@ -95,6 +97,7 @@ class TorchPagedDeclaration:
 
     name = "torch_paged"
     can_be_captured = False
+    can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.cache.num_kv_heads:

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 
 from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.attention.spec import AttentionSpec
-from holdfast.cache.storage import PageStorage
+from holdfast.attention.plain_pages import PlainPages
 from holdfast.kernels.paged_attention import SEQUENCE_FIELDS, paged_attention
-from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +29,18 @@ class NativePlan:
     wanted_rows_R: torch.Tensor | None
 
 
-class NativePagedAttention:
-    """The backend. `specs[i]` and plane i of the storage belong to layer i."""
+class NativePagedAttention(PlainPages):
+    """The backend."""
 
     name: ClassVar[str] = "native_paged"
 
-    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
-        self._specs = specs
-        self._planes = [(storage.plane(layer, "k"), storage.plane(layer, "v")) for layer in range(len(specs))]
-        self._page_tokens = storage.spec.page_tokens
+    def held_bytes(self) -> dict[str, int]:
+        return {}
 
     def plan(self, batch: Batch, captured: bool = False) -> NativePlan:
         if batch.logits is None:
             return NativePlan(_rows(batch.sequences), None, None)
         return NativePlan(_rows(batch.sequences), _rows(batch.logits.sequences), batch.logits.rows_R)
-
-    def write(
-        self,
-        qkv_TX: torch.Tensor,
-        batch: Batch,
-        head_norm: HeadNorm | None,
-        rotary: Rotary | None,
-        layer: int,
-        out_THD: torch.Tensor,
-    ) -> None:
-        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self._planes[layer], head_norm, rotary, out_THD)
 
     def attend(
         self,

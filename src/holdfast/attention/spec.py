@@ -41,6 +41,9 @@ class BackendDeclaration(Protocol):
     can_be_captured: bool
     """Whether a graph of its launches serves other steps than the one it was captured with."""
 
+    can_be_invariant: bool
+    """Whether it can give a row the same bits in any company."""
+
     def unsupported(self, spec: AttentionSpec) -> str | None:
         """None, or why this layer cannot run here, in words."""
         ...

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from holdfast.attention.batch import Batch, SequenceRows
 from holdfast.attention.declarations import mask_rows
 from holdfast.attention.paged_rows import PagedRows
+from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +54,28 @@ class TorchPlan:
     wanted_rows_R: torch.Tensor | None
 
 
-class TorchPagedAttention:
-    """The backend. `specs[i]` and plane i of the storage belong to layer i."""
+class TorchPagedAttention(PlainPages):
+    """The backend."""
 
     name: ClassVar[str] = "torch_paged"
 
     def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
-        self._specs = specs
-        self._k_planes = [storage.plane(layer, "k") for layer in range(len(specs))]
-        self._v_planes = [storage.plane(layer, "v") for layer in range(len(specs))]
-        self._page_tokens = storage.spec.page_tokens
+        super().__init__(specs, storage)
         self._dtype = getattr(torch, specs[0].dtype)
-        self._device = self._k_planes[0].device
+        self._device = self._planes[0][0].device
         self._max_model_len = specs[0].max_model_len
         self._block_rows = mask_rows(self._max_model_len)
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
         self._masks = {window: self._mask_template(window) for window in self._windows}
+
+    def held_bytes(self) -> dict[str, int]:
+        return {"attention/masks": sum(mask_nX.nbytes for mask_nX in self._masks.values())}
 
     def plan(self, batch: Batch, captured: bool = False) -> TorchPlan:
         if batch.logits is None:
             return TorchPlan(self._plan_rows(batch.sequences), None, None)
         wanted = self._plan_rows(batch.logits.sequences)
         return TorchPlan(self._plan_rows(batch.sequences), wanted, batch.logits.rows_R)
-
-    def write(
-        self,
-        qkv_TX: torch.Tensor,
-        batch: Batch,
-        head_norm: HeadNorm | None,
-        rotary: Rotary | None,
-        layer: int,
-        out_THD: torch.Tensor,
-    ) -> None:
-        planes = self._k_planes[layer], self._v_planes[layer]
-        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *planes, head_norm, rotary, out_THD)
 
     def attend(
         self,
@@ -98,7 +86,7 @@ class TorchPagedAttention:
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        spec, k_plane, v_plane = self._specs[layer], self._k_planes[layer], self._v_planes[layer]
+        spec, (k_plane, v_plane) = self._specs[layer], self._planes[layer]
         rows = plan.every
         if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
             rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)

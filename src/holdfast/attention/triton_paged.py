@@ -13,6 +13,7 @@ import torch
 
 from holdfast.attention.batch import Batch, SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS, max_tiles, split_rows
+from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.tiled_attention import (
@@ -23,7 +24,6 @@ from holdfast.kernels.tiled_attention import (
     tile_rows,
     tiled_attention,
 )
-from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
 from holdfast.memory.mirrored_tensor import MirroredTensor
 
 BLOCK_TOKENS = 64
@@ -43,8 +43,8 @@ class TritonPlan:
     wanted_rows_R: torch.Tensor | None
 
 
-class TritonPagedAttention:
-    """The backend. `specs[i]` and plane i of the storage belong to layer i."""
+class TritonPagedAttention(PlainPages):
+    """The backend."""
 
     name: ClassVar[str] = "triton_paged"
 
@@ -56,9 +56,7 @@ class TritonPagedAttention:
         num_sms: int,
         batch_invariant: bool = False,
     ) -> None:
-        self._specs = specs
-        self._planes = [(storage.plane(layer, "k"), storage.plane(layer, "v")) for layer in range(len(specs))]
-        self._page_tokens = storage.spec.page_tokens
+        super().__init__(specs, storage)
         self._num_sms = num_sms
         self._batch_invariant = batch_invariant
         self._max_pairs = split_rows(specs[0].max_model_len, bounds)
@@ -76,22 +74,16 @@ class TritonPagedAttention:
             window: MirroredTensor((num_numbers,), torch.int32, device, is_shared) for window in self._windows
         }
 
+    def held_bytes(self) -> dict[str, int]:
+        numbers = [lists.tensor for lists in self._lists.values()]
+        tile_bytes = len(numbers) * self._num_tile_numbers * numbers[0].element_size()
+        return {"attention/tiles": tile_bytes, "attention/rows": sum(x.nbytes for x in numbers) - tile_bytes}
+
     def plan(self, batch: Batch, captured: bool = False) -> TritonPlan:
         assert batch.page_table_NP is not None, "the batch has no page table on the device"
         is_decode = all(sequence.num_rows == 1 for sequence in batch.sequences)
         work = {window: self._work(batch, window, captured, is_decode) for window in self._windows}
         return TritonPlan(work, batch.page_table_NP, batch.logits.rows_R if batch.logits else None)
-
-    def write(
-        self,
-        qkv_TX: torch.Tensor,
-        batch: Batch,
-        head_norm: HeadNorm | None,
-        rotary: Rotary | None,
-        layer: int,
-        out_THD: torch.Tensor,
-    ) -> None:
-        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self._planes[layer], head_norm, rotary, out_THD)
 
     def attend(
         self,

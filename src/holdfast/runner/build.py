@@ -46,8 +46,8 @@ SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE"
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How torch, the driver, cuBLAS and a CPU's allocator say it; not all of them have an exception of their own."""
-HELD_BY_PLAN = ("attention/", "rope/", "cuda context", "libraries", "allocator", "cuda graphs")
-"""Owners whose tensors are made by others than an arena, or by CUDA itself: they hold what the plan says."""
+HELD_BY_CUDA = ("cuda context", "libraries", "allocator", "cuda graphs")
+"""Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,11 @@ class _Build:
         rotary, dtype = None, getattr(torch, plan.resolved.dtype)
         if spec.rope is not None:
             rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, device)
+            ledger.record("rope/table", rotary.cos_LD.nbytes + rotary.sin_LD.nbytes, "cos and sin by position")
+        for owner, num_bytes in backend.held_bytes().items():
+            ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
-            if term.owner.startswith(HELD_BY_PLAN):
+            if term.owner in HELD_BY_CUDA:
                 ledger.record(term.owner, term.num_bytes, term.reason)
         is_few = takes_few(spec, plan.resolved.dtype, device.type) and not invariant
         scratch = declaration.scratch(plan.attention_specs, bounds)
@@ -206,11 +209,11 @@ def _staging(load_plan: LoadPlan, device_kind: str) -> Term | None:
 
 
 def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
-    name = plan.declaration.name if plan.declaration else ""
-    if config.batch_invariant and name not in ("native_paged", "triton_paged"):
+    declaration = plan.declaration
+    if config.batch_invariant and declaration is not None and not declaration.can_be_invariant:
         raise ConfigError(
             "batch_invariant=True was asked",
-            f"{name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
+            f"{declaration.name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
             "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
         )
 

@@ -18,11 +18,9 @@ from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
 from holdfast.runner.batch_terms import batch_terms
 from holdfast.runner.graph_terms import graph_term
 from holdfast.runner.resolve import Resolved
-from holdfast.runner.sampling_terms import sampling_terms
+from holdfast.runner.sampling_terms import PROMPT_ROWS, sampling_terms
 from holdfast.runner.target import Target
 
-MIN_LOGIT_ROWS = 64
-"""Rows whose logits are computed at once, however few sequences there are: prompts may ask for those of every token."""
 LIBRARY_BYTES = 32 * 2**20
 """The workspace that torch gives to cuBLAS on the one stream that an engine uses."""
 ROUNDING_BYTES = 26 * 2**20
@@ -92,7 +90,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     specs = _distinct_specs(layout, resolved)
     declaration = _declaration(specs, resolved, target.kind) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
-    logit_rows = max(limits.max_num_seqs, MIN_LOGIT_ROWS)
+    logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
     step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind)
     requests = blueprint.anatomy.requests(step, layout.num_ranks, scratch)
     workspace = WorkspacePlan()

@@ -20,9 +20,11 @@ from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.result import SequenceResult, StepResult, TokenLogprobs
 from holdfast.runner.sampler import Sampler
 from holdfast.runner.sampling_batch import SequenceSample
+from holdfast.runner.sampling_terms import PROMPT_ROWS
 
-LOGIT_ROWS_AT_ONCE = 64
-"""Prompt log-probabilities take logits of every prompt row; they are computed this many rows at a time."""
+WARMED_ROWS = (1, 2, 3, 9, 16, 17)
+"""Decode steps that are run once before the first request: at each of these a kernel takes another form. Without graphs,
+which run at every size when they are captured, the form would be compiled at the first step that needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,10 @@ class Runner:
                 step, logit_rows = self._made_up_step(num_rows)
                 batch = self._fill(step, logit_rows)
                 logits_RV = self._decoder.step_logits(batch, self._backend.plan(batch))
-            for num_rows in (1, min(2, most), self._min_rows):
+            for num_rows in sorted({min(max(rows, self._min_rows), most) for rows in WARMED_ROWS}):
                 batch = self._buffers.fill(Step(()), [], num_rows)
                 logits_RV = self._decoder.step_logits(batch, self._backend.plan(batch, captured=True))
-            self._sampler.warm(logits_RV)
+                self._sampler.warm(logits_RV)
         if graphs is not None and self._stream is not None:
             with self._on_stream():
                 batches = {}
@@ -169,8 +171,8 @@ class Runner:
         num_top = item.sequence.params.prompt_logprobs
         assert num_top is not None, f"{item.sequence.sequence_id=} asked for no prompt logprobs"
         logprobs: list[TokenLogprobs] = []
-        for offset in range(0, rows.num_prompt, LOGIT_ROWS_AT_ONCE):
-            count = min(LOGIT_ROWS_AT_ONCE, rows.num_prompt - offset)
+        for offset in range(0, rows.num_prompt, PROMPT_ROWS):
+            count = min(PROMPT_ROWS, rows.num_prompt - offset)
             first = rows.prompt_start + offset
             logits_TV = self._decoder.logits(hidden_RH[first : first + count])
             target_start = item.start + offset + 1
