@@ -20,7 +20,7 @@ LAYERS = (
     ("models",),
     ("loading",),
     ("text", "runner"),
-    ("engine",),
+    ("engine", "integrations"),
     ("cli", "__main__"),
 )
 """Lowest first. A package imports from rows before its own, and from itself."""

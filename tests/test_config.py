@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from holdfast.config import ALIASES, EngineConfig
+from holdfast.config import ALIASES, EngineConfig, parse_layers
 from holdfast.errors import ConfigError, shown
+from holdfast.quant.formats import KV_FORMATS
 
 WRONG = [
     ("dtype", "float8"),
@@ -32,6 +33,25 @@ WRONG = [
     ("page_tokens", True),
     ("page_tokens", 16.0),
     ("page_tokens", [16]),
+    ("page_tokens", 10**5000),
+    ("kv_cache_dtype", "turboquant_5bit_nc"),
+    ("kv_protected_dtype", "int8"),
+    ("kv_protected_dtype", None),
+    ("kv_protected_layers", -1),
+    ("kv_protected_layers", True),
+    ("kv_protected_layers", 4.0),
+    ("kv_protected_layers", 10**5000),
+    ("kv_protected_layers", [0, 1]),
+    ("kv_protected_layers", ""),
+    ("kv_protected_layers", ","),
+    ("kv_protected_layers", "first"),
+    ("kv_protected_layers", "0,-1"),
+    ("kv_protected_layers", "0,1,0"),
+    ("kv_protected_layers", "0,,1"),
+    ("kv_protected_layers", "0-3"),
+    ("kv_protected_layers", "٣,1"),
+    ("kv_protected_layers", "9" * 5000),
+    ("kv_protected_layers", "0," * 5000),
     ("dtype", 10**5000),
     ("dtype", ["float32"]),
     ("memory_utilization", 0),
@@ -75,6 +95,9 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
     ("name", "value"),
     [
         *(("page_tokens", 2**power) for power in range(9)),
+        *(("kv_cache_dtype", name) for name in KV_FORMATS),
+        *(("kv_protected_dtype", name) for name in ("auto", *KV_FORMATS)),
+        *(("kv_protected_layers", value) for value in (None, 0, 4, "4", "7,", "0,1,30,31")),
         ("device", "cuda:7"),
         ("memory_utilization", 1),
         ("memory_limit", "20GiB"),
@@ -85,6 +108,23 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
 )
 def test_a_sound_value_is_kept(name: str, value: object) -> None:
     assert getattr(EngineConfig.from_options(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [
+        (None, None),
+        (0, 0),
+        (4, 4),
+        ("4", 4),
+        (" 12 ", 12),
+        ("7,", (7,)),
+        ("31, 0,1,30", (0, 1, 30, 31)),
+        ("0,1,", (0, 1)),
+    ],
+)
+def test_layers_are_a_count_or_a_list(value: object, layers: object) -> None:
+    assert parse_layers(value, "x") == layers
 
 
 @pytest.mark.parametrize(

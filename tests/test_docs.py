@@ -12,7 +12,7 @@ import pytest
 
 import docs_rules as rules
 from architecture_rules import Source, read_sources
-from holdfast.cache.spec import uniform_cache
+from holdfast.cache.spec import mixed_cache, uniform_cache
 from holdfast.config import EngineConfig
 from holdfast.memory.sizes import format_bytes
 from holdfast.quant.formats import KV_FORMATS
@@ -157,6 +157,16 @@ def test_figures_about_memory_are_those_of_the_planner(
     whole = format_bytes(spec.pages_for(context) * spec.bytes_per_page)
     row = f"| {kv_format} | {spec.bytes_per_token} | {format_bytes(spec.bytes_per_page)} | {whole} at {context} |"
     assert row in DOCUMENTS["docs/memory.md"]
+
+
+@pytest.mark.parametrize("name", [name for name in KV_FORMATS if name not in ("float32", "float16")])
+def test_figures_about_coded_pages_are_those_of_the_planner(name: str) -> None:
+    found, wider = KV_FORMATS[name], KV_FORMATS["fp8"]
+    sizes = [found.bytes_per_token(1, head_dim) for head_dim in (64, 128)]
+    mixed = mixed_cache((found,) * 60 + (wider,) * 4, 8, 128, page_tokens=64).bytes_per_token
+    is_mixed = found.is_coded and found is not wider
+    row = f"| {sizes[0]} | {sizes[1]} | {64 * 8 * sizes[1]} | {mixed if is_mixed else ''} |".replace("|  |", "| |")
+    assert f"| {name} | {found.key_bits or 16} and {found.value_bits or 16} {row}" in DOCUMENTS["docs/memory.md"]
 
 
 def test_the_readme_names_no_machine_of_ours() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError, shown
@@ -43,7 +44,11 @@ class EngineConfig:
     dtype: str = "auto"
     """Type of weights and activations: auto, float32, float16, bfloat16. auto: float32 on CPU, the checkpoint's on a GPU."""
     kv_cache_dtype: str = "auto"
-    """Format of KV pages: auto (the dtype), float32, float16, bfloat16."""
+    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, or a turboquant format of 8, 4 or 3 bits."""
+    kv_protected_layers: int | str | None = None
+    """Layers that keep KV pages in a wider format: how many, or which, such as "0,1,30,31"; None takes the format's default."""
+    kv_protected_dtype: str = "fp8"
+    """That wider format: the name of one, or auto for the dtype."""
     quantization: str | None = None
     """Weight quantization on load; none is available yet."""
     load_format: str = "auto"
@@ -56,8 +61,8 @@ class EngineConfig:
     """Most tokens in one step; longer prompts run in chunks of it."""
     max_queue: int = 4096
     """Most sequences that may wait; one more is refused."""
-    page_tokens: int = 16
-    """Tokens in a KV page: a power of two from 1 to 256."""
+    page_tokens: int | None = None
+    """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for coded formats and 16 for the others."""
     memory_utilization: float | None = None
     """Share of the device's memory that the engine may take."""
     memory_limit: str | int | None = None
@@ -78,6 +83,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_FORMATS))
+        _choice("kv_protected_dtype", self.kv_protected_dtype, ("auto", *KV_FORMATS))
+        parse_layers(self.kv_protected_layers, "kv_protected_layers")
         _choice("load_format", self.load_format, LOAD_FORMATS)
         if self.quantization is not None:
             raise ConfigError(
@@ -85,10 +92,7 @@ class EngineConfig:
             )
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
             _count(name, getattr(self, name))
-        if self.page_tokens not in PAGE_TOKENS or not isinstance(self.page_tokens, int) or self.page_tokens is True:
-            raise ConfigError(
-                f"page_tokens={shown(self.page_tokens)} was asked", "powers of two from 1 to 256 work", "try 16"
-            )
+        _page_size("page_tokens", self.page_tokens)
         _share("memory_utilization", self.memory_utilization)
         for name in ("memory_limit", "kv_cache_memory"):
             if getattr(self, name) is not None:
@@ -124,6 +128,32 @@ class EngineConfig:
                 )
             known[target] = value
         return cls(**known)  # type: ignore[arg-type]
+
+
+def parse_layers(value: object, name: str) -> int | tuple[int, ...] | None:
+    """How many layers, or which: a whole number is a count, numbers with a comma behind or between them are a list."""
+    if value is None:
+        return None
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value.strip()):
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT:
+        return value
+    listed = value.strip().removesuffix(",").split(",") if isinstance(value, str) else []
+    layers = tuple(int(part) for part in listed if re.fullmatch(r"[0-9]{1,9}", part.strip()))
+    if not listed or len(set(layers)) != len(listed):
+        raise ConfigError(
+            f"{name}={shown(value)} was asked",
+            "a count or a list of different layers works",
+            'try 4, or "0,1,30,31", or leave it out',
+        )
+    return tuple(sorted(layers))
+
+
+def _page_size(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or value is True or value not in PAGE_TOKENS:
+        raise ConfigError(f"{name}={shown(value)} was asked", "powers of two from 1 to 256 work", "try 16")
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -3,23 +3,29 @@
 import random as chance
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from holdfast.attention.batch import Batch, LogitRows, SequenceRows
 from holdfast.attention.declarations import TritonPagedDeclaration
 from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.attention.triton_paged import TritonPagedAttention
-from holdfast.cache.spec import CacheSpec, uniform_cache
+from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels.tiled_attention import TileWork
 from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads_reference
 from holdfast.memory.ledger import Ledger
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import KV_FORMATS, KVFormat
+from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
+from holdfast.quant.rotation import rotate_heads
 from kernels.exactness import random
 
 CPU = torch.device("cpu")
 BEYOND = 2**30
 """What rows of the page table hold behind a sequence's pages: whoever reads there falls far outside of every plane."""
 
+# Numpy, on which the interpreter runs, warns where minus infinity is the right answer.
+QUIET = pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")
 STEP_BOUNDS = StepBounds(max_num_seqs=8, max_num_rows=2048, page_tokens=16)
 
 
@@ -34,15 +40,24 @@ class Geometry:
     windows: tuple[int | None, ...] = (None,)
     """Of each layer."""
     kv_dtype: str = "float32"
+    """Of every layer, or of each where several are named: "float32 fp8 float32"."""
     dtype: torch.dtype = torch.float32
     max_model_len: int = 256
     device: torch.device = CPU
 
     @property
+    def formats(self) -> list[KVFormat]:
+        """Of each layer."""
+        names = self.kv_dtype.split()
+        return [KV_FORMATS[name] for name in (names * len(self.windows) if len(names) == 1 else names)]
+
+    @property
     def cache(self) -> CacheSpec:
-        return uniform_cache(
-            len(self.windows), KV_FORMATS[self.kv_dtype], self.num_kv_heads, self.head_dim, self.page_tokens
+        layers = (
+            LayerCache(layer, "attention", kv_format, self.num_kv_heads, self.head_dim)
+            for layer, kv_format in enumerate(self.formats)
         )
+        return CacheSpec(self.page_tokens, tuple(layers))
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -55,11 +70,11 @@ class Geometry:
         )
 
     def storage(self, num_pages: int) -> PageStorage:
-        """Pages full of NaN."""
+        """Pages full of NaN; a byte of codes is one too where it is a number, and its scale always is."""
         storage = PageStorage(self.cache, num_pages, self.device, Ledger())
-        for layer in range(len(self.windows)):
-            for name in ("k", "v"):
-                storage.plane(layer, name).fill_(float("nan"))
+        for layer, cache in enumerate(self.cache.layers):
+            for plane in cache.planes:
+                storage.plane(layer, plane.name).fill_(255 if plane.dtype == "uint8" else float("nan"))
         return storage
 
     def head_norm(self) -> HeadNorm:
@@ -82,29 +97,57 @@ class Text:
         self.geometry = geometry
 
     def exact(
-        self, window: int | None, head_norm: HeadNorm | None = None, rotary: Rotary | None = None
+        self,
+        window: int | None,
+        head_norm: HeadNorm | None = None,
+        rotary: Rotary | None = None,
+        layer: int = 0,
+        k_mean: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of every token in float64, over keys and values as the pages hold them: [L, H * D]."""
         geometry, num_tokens = self.geometry, len(self.qkv)
-        planes = [
-            torch.empty(num_tokens, geometry.num_kv_heads, geometry.head_dim, dtype=getattr(torch, geometry.kv_dtype))
-            for _ in range(2)
-        ]
+        kv_format = geometry.formats[layer]
+        computed = geometry.dtype if kv_format.is_coded else torch.float64
+        stored = geometry.dtype if kv_format.is_coded else getattr(torch, kv_format.key_dtype)
+        planes = [torch.empty(num_tokens, geometry.num_kv_heads, geometry.head_dim, dtype=stored) for _ in range(2)]
         if head_norm is not None:
-            head_norm = HeadNorm(
-                head_norm.q_weight_D.cpu().double(), head_norm.k_weight_D.cpu().double(), head_norm.eps
-            )
+            weights = head_norm.q_weight_D.cpu().to(computed), head_norm.k_weight_D.cpu().to(computed)
+            head_norm = HeadNorm(*weights, head_norm.eps)
         if rotary is not None:
-            rotary = Rotary(rotary.cos_LD.cpu().double(), rotary.sin_LD.cpu().double())
+            rotary = Rotary(rotary.cos_LD.cpu().to(computed), rotary.sin_LD.cpu().to(computed))
         positions = torch.arange(num_tokens)
-        q = write_heads_reference(self.qkv.double(), positions, positions, *planes, head_norm, rotary)
-        group = geometry.num_heads // geometry.num_kv_heads
-        k, v = (plane.double().repeat_interleave(group, 1) for plane in planes)
-        scores = torch.einsum("nhd,lhd->hnl", q, k) * geometry.head_dim**-0.5
-        distance = positions.unsqueeze(1) - positions
-        seen = (distance >= 0) & (distance < (num_tokens if window is None else window))
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("hnl,lhd->nhd", weights, v).flatten(1)
+        q = write_heads_reference(self.qkv.to(computed), positions, positions, *planes, head_norm, rotary)
+        k, v = planes
+        if kv_format.is_coded:
+            q, k, v = coded(q, k, v, kv_format, k_mean)
+        return exact_attention(q, k, v, window)
+
+
+def coded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_format: KVFormat, k_mean: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries as they are attended with, and keys and values as their codes have them; values in their own space."""
+    key_bits, value_bits, head_dim = kv_format.key_bits, kv_format.value_bits, k.shape[-1]
+    assert key_bits is not None
+    assert value_bits is not None
+    if key_bits < 8:
+        q, k = rotate_heads(q).to(q.dtype), rotate_heads(k)
+    k = k if k_mean is None else k.float() - k_mean
+    k = decode_keys(encode_keys(k, key_bits), key_bits, head_dim)
+    v = decode_values(encode_values(rotate_heads(v) if value_bits < 8 else v, value_bits), value_bits, head_dim)
+    return q, k, rotate_heads(v) if value_bits < 8 else v
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[L, H * D] in float64, of [L, H, D] to twice [L, K, D]."""
+    num_tokens, num_heads, head_dim = q.shape
+    k, v = (x.double().repeat_interleave(num_heads // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * head_dim**-0.5
+    positions = torch.arange(num_tokens)
+    distance = positions.unsqueeze(1) - positions
+    seen = (distance >= 0) & (distance < (num_tokens if window is None else window))
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hnl,lhd->nhd", weights, v).flatten(1)
 
 
 def texts(geometry: Geometry, lengths: list[int], consecutive: bool, seed: int = 0) -> tuple[list[Text], int]:
@@ -167,9 +210,11 @@ def build(backend_type, geometry: Geometry, storage: PageStorage, num_sms: int =
 
 
 def on_triton(geometry: Geometry, device: torch.device) -> Geometry:
-    """Where Triton runs: float32 in its interpreter, half precision on a GPU."""
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    return replace(geometry, device=device, dtype=dtype, kv_dtype=str(dtype).removeprefix("torch."))
+    """Where Triton runs: float32 in its interpreter, half precision on a GPU and beside codes."""
+    dtype = torch.float16 if device.type == "cuda" or any(form.is_coded for form in geometry.formats) else torch.float32
+    plain = str(dtype).removeprefix("torch.")
+    names = [form.name if form.is_coded else plain for form in geometry.formats]
+    return replace(geometry, device=device, dtype=dtype, kv_dtype=" ".join(names))
 
 
 def run_layer(
@@ -229,3 +274,31 @@ def run_steps(
             outputs[made.index(text)][start:end] = out[row : row + end - start].cpu()
             row += end - start
     return outputs
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+
+
+def check_rows(geometry: Geometry, lengths: list[int], num_rows: list[int], **options) -> TileWork:
+    """The last rows of each text, in one step behind all that is stored; the work of that step in the first layer."""
+    made, num_pages = texts(geometry, lengths, consecutive=False)
+    head_norm, rotary = geometry.head_norm(), geometry.rotary()
+    backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages), **options)
+    parts = [(text, len(text.qkv) - count, len(text.qkv)) for text, count in zip(made, num_rows, strict=True)]
+    batch, qkv = make_batch(geometry, parts)
+    plan = backend.plan(batch)
+    for layer, window in enumerate(geometry.windows):
+        store(geometry, backend, made, head_norm, rotary, layer)
+        out = run_layer(geometry, backend, qkv, batch, head_norm, rotary, layer, plan).cpu().double()
+        tolerance = TOLERANCE[geometry.dtype]
+        for text, rows in zip(made, out.split(num_rows), strict=True):
+            exact = text.exact(window, head_norm, rotary, layer)[-len(rows) :]
+            torch.testing.assert_close(rows, exact, rtol=tolerance, atol=tolerance)
+    return next(iter(plan.work.values()))
+
+
+def store(geometry: Geometry, backend, made: list[Text], head_norm=None, rotary=None, layer: int = 0) -> None:
+    """All keys and values, without attending to any."""
+    batch, qkv = make_batch(geometry, [(text, 0, len(text.qkv)) for text in made])
+    unused = qkv.new_empty(batch.num_rows, geometry.num_heads, geometry.head_dim)
+    backend.write(qkv, batch, head_norm, rotary, layer, unused)

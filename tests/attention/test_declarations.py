@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ from holdfast.attention.declarations import (
     TorchPagedDeclaration,
     TritonPagedDeclaration,
     choose_declaration,
+    least_tile_rows,
     mask_rows,
     max_tiles,
     split_rows,
+    tile_kinds,
 )
 from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.cache.spec import LayerCache
@@ -33,7 +36,7 @@ from holdfast.errors import UnsupportedModelError
 from holdfast.kernels import tiled_attention
 from holdfast.memory.planner import PHASES
 from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, PLANNED_KV_FORMATS
+from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat
 
 NATIVE, TRITON, TORCH = NativePagedDeclaration(), TritonPagedDeclaration(), TorchPagedDeclaration()
 BOUNDS = StepBounds(max_num_seqs=256, max_num_rows=8192, page_tokens=16)
@@ -48,10 +51,15 @@ def layer(
     head_dim: int = 128,
     **changes: Any,
 ) -> AttentionSpec:
-    found = {**KV_FORMATS, **PLANNED_KV_FORMATS}[kv_format]
-    cache = LayerCache(0, "attention", found, num_kv_heads, head_dim)
+    cache = LayerCache(0, "attention", KV_FORMATS[kv_format], num_kv_heads, head_dim)
     dtype = kv_format if kv_format in DTYPE_BYTES else "bfloat16"
     return replace(AttentionSpec(cache, num_heads, head_dim**-0.5, None, 40960, dtype, "cuda"), **changes)
+
+
+CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+HALF_CODED = replace(
+    layer(), cache=LayerCache(0, "attention", KVFormat("mine", "uint8", "bfloat16", key_bits=4), 8, 128)
+)
 
 
 @pytest.fixture
@@ -77,10 +85,23 @@ def test_names_are_unique():
         (layer("bfloat16", head_dim=100), "torch_paged"),
         (layer("bfloat16", num_heads=129, num_kv_heads=1), "torch_paged"),
         (layer("bfloat16", num_heads=128, num_kv_heads=1), "triton_paged"),
+        *((layer(name), "triton_paged") for name in CODED),
+        *((layer(name, dtype="float16"), "triton_paged") for name in CODED),
+        *((layer(name, dtype="float32"), "torch_paged") for name in CODED),
+        *((layer(name, device_kind="cpu", dtype="float32"), "torch_paged") for name in CODED),
+        (layer("fp8", head_dim=272), "torch_paged"),
+        (layer("fp8", num_heads=129, num_kv_heads=1), "torch_paged"),
     ],
 )
 def test_the_first_that_takes_every_layer(compiler, spec, name):
     assert choose_declaration([spec, replace(spec, window=5)]).name == name
+
+
+def test_formats_may_be_mixed(compiler):
+    assert choose_declaration([layer(), layer("fp8"), layer("turboquant_3bit_nc")]) is DECLARATIONS[1]
+    assert choose_declaration([layer("float16", dtype="bfloat16"), layer("fp8")]) is DECLARATIONS[2]
+    on_cpu = [layer("float32", device_kind="cpu"), layer("fp8", device_kind="cpu", dtype="float32")]
+    assert choose_declaration(on_cpu) is DECLARATIONS[2]
 
 
 def test_one_layer_is_enough_to_decline(compiler):
@@ -100,24 +121,27 @@ def test_one_layer_is_enough_to_decline(compiler):
             "it computes in float32 over float32 pages only",
         ),
         (NATIVE, layer("float16", device_kind="cpu"), "it computes in float32 over float32 pages only"),
-        (NATIVE, layer("fp8", device_kind="cpu"), "it computes in float32 over float32 pages only"),
-        (
-            NATIVE,
-            layer("turboquant_k8v4", device_kind="cpu", dtype="float32"),
-            "the format turboquant_k8v4 is not plain keys and values",
+        *(
+            (NATIVE, layer(name, device_kind="cpu"), f"the format {name} is not plain keys and values")
+            for name in CODED
         ),
         (TRITON, layer(device_kind="cpu"), "it runs on GPUs, not on cpu"),
-        (TRITON, layer("turboquant_k8v4"), "the format turboquant_k8v4 is not plain keys and values"),
-        (TRITON, layer("turboquant_4bit_nc"), "the format turboquant_4bit_nc is not plain keys and values"),
-        (TRITON, layer("fp8"), "pages must be bfloat16, the type of the queries"),
+        (TRITON, layer("fp8", device_kind="cpu"), "it runs on GPUs, not on cpu"),
+        (TRITON, layer("fp8", dtype="float32"), "it computes in half precision, not in float32"),
+        (TRITON, layer("float32"), "it computes in half precision, not in float32"),
         (TRITON, layer("float16", dtype="bfloat16"), "pages must be bfloat16, the type of the queries"),
         (TRITON, layer(head_dim=264), "head_dim is 264, and a multiple of 8 up to 256 is computed"),
         (TRITON, layer(head_dim=100), "head_dim is 100, and a multiple of 8 up to 256 is computed"),
+        (TRITON, layer("fp8", head_dim=72), "head_dim is 72, and a multiple of 16 up to 256 is computed"),
+        (TRITON, layer("fp8", head_dim=272), "head_dim is 272, and a multiple of 16 up to 256 is computed"),
         (TRITON, layer(num_heads=7, num_kv_heads=2), "7 query heads do not divide into 2 key heads"),
+        (TRITON, layer("fp8", num_heads=7, num_kv_heads=2), "7 query heads do not divide into 2 key heads"),
         (TRITON, layer(num_heads=129, num_kv_heads=1), "129 query heads share a key head, 128 may"),
+        (TRITON, layer("fp8", num_heads=129, num_kv_heads=1), "129 query heads share a key head, 128 may"),
         (TORCH, layer(num_heads=7, num_kv_heads=2), "7 query heads do not divide into 2 key heads"),
-        (TORCH, layer("turboquant_k8v4"), "the format turboquant_k8v4 keeps no plain v"),
-        (TORCH, layer("turboquant_3bit_nc"), "the format turboquant_3bit_nc keeps no plain k or v"),
+        (TORCH, layer("fp8", head_dim=72), "head_dim is 72, and coded heads are multiples of 16"),
+        (TRITON, HALF_CODED, "the format mine codes only one of keys and values"),
+        (TORCH, HALF_CODED, "the format mine codes only one of keys and values"),
     ],
 )
 def test_declines_in_words(compiler, declaration, spec, words):
@@ -128,7 +152,7 @@ def test_declines_in_words(compiler, declaration, spec, words):
     ("num_heads", "num_kv_heads", "head_dim"),
     [(64, 8, 128), (12, 12, 64), (32, 32, 80), (32, 8, 96), (14, 2, 112), (8, 1, 256), (16, 8, 256), (128, 1, 128)],
 )
-@pytest.mark.parametrize("kv_format", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "float16", *CODED])
 def test_triton_takes_every_geometry_of_ordinary_models(kv_format, num_heads, num_kv_heads, head_dim):
     assert TRITON.unsupported(layer(kv_format, num_heads, num_kv_heads, head_dim)) is None
 
@@ -146,10 +170,9 @@ def test_every_reason_is_listed_once(compiler):
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("kv_format", [name for name in PLANNED_KV_FORMATS if name.startswith("turboquant")])
-def test_everybody_declines_a_format_that_nothing_attends_to(compiler, device_kind, kv_format):
+def test_everybody_declines_a_format_that_nothing_attends_to(compiler, device_kind):
     with pytest.raises(UnsupportedModelError) as caught:
-        choose_declaration([layer(kv_format, device_kind=device_kind)])
+        choose_declaration([replace(HALF_CODED, device_kind=device_kind)])
     assert all(f"{declaration.name}: " in str(caught.value) for declaration in DECLARATIONS)
 
 
@@ -237,16 +260,80 @@ def test_partial_results_have_a_cap(max_model_len, bounds):
 
 
 @given(
-    max_model_len=LENGTHS, bounds=EVERY_BOUNDS, group=st.integers(1, 128), windows=st.sampled_from([(None,), (5, 5)])
+    max_model_len=LENGTHS,
+    bounds=EVERY_BOUNDS,
+    group=st.integers(1, 128),
+    windows=st.sampled_from([(None,), (5, 5)]),
+    kv_format=st.sampled_from(["bfloat16", *CODED]),
 )
-def test_tiles_and_rows_are_counted_to_the_byte(max_model_len, bounds, group, windows):
-    specs = [layer(num_heads=group, num_kv_heads=1, window=window, max_model_len=max_model_len) for window in windows]
-    tiles, rows = TRITON.terms(specs, bounds)
-    num_tiles = max_tiles(specs, bounds)
+def test_tiles_and_rows_are_counted_to_the_byte(max_model_len, bounds, group, windows, kv_format):
+    specs = [
+        layer(kv_format, num_heads=group, num_kv_heads=1, window=window, max_model_len=max_model_len)
+        for window in windows
+    ]
+    tiles, rows, *_ = TRITON.terms(specs, bounds)
+    (kind,) = tile_kinds(specs)
+    num_tiles = max_tiles(kind, max_model_len, bounds)
     assert (tiles.owner, tiles.phases) == ("attention/tiles", PHASES)
     assert (rows.owner, rows.phases) == ("attention/rows", PHASES)
     assert tiles.num_bytes == len(set(windows)) * (1 + num_tiles) * TILE_FIELDS * 4
     assert rows.num_bytes == len(set(windows)) * bounds.max_num_rows * 2 * 4
-    rows_per_tile = tiled_attention.tile_rows(group, 1, large=True)
+    rows_per_tile = least_tile_rows(kind)
+    if kv_format == "bfloat16":
+        assert rows_per_tile == tiled_attention.tile_rows(group, 1, large=True)
     whole = -(-bounds.max_num_rows // rows_per_tile)
     assert num_tiles == whole + min(bounds.max_num_seqs, bounds.max_num_rows) + split_rows(max_model_len, bounds)
+
+
+def test_every_kind_has_lists_for_every_window():
+    """Whichever layers have which format: the weights may settle that later."""
+    names = ("bfloat16", "fp8", "turboquant_4bit_nc", "turboquant_4bit_nc")
+    windows = (None, 5, None, 5)
+    found = set()
+    for order in permutations(names):
+        specs = [layer(name, window=window) for name, window in zip(order, windows, strict=True)]
+        found.add(tuple(term.num_bytes for term in TRITON.terms(specs, BOUNDS)))
+    assert len(found) == 1
+    tiles, rows, rotation = found.pop()
+    kinds = tile_kinds([layer(name) for name in names])
+    assert len(kinds) == 3
+    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, BOUNDS) for kind in kinds) * TILE_FIELDS * 4
+    assert rows == 2 * 3 * BOUNDS.max_num_rows * 2 * 4
+    assert rotation == 129 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "head_dims", "expected"),
+    [
+        (["bfloat16", "fp8"], [128, 64], None),
+        (["turboquant_k8v4"], [64], 2 * 65 * 64),
+        (["turboquant_k8v4", "turboquant_3bit_nc", "fp8"], [128, 128, 64], 2 * 129 * 128),
+        (["turboquant_4bit_nc", "turboquant_4bit_nc"], [128, 80], 2 * (129 * 128 + 81 * 80)),
+    ],
+)
+@pytest.mark.parametrize("declaration", [TRITON, TORCH], ids=lambda declaration: declaration.name)
+def test_a_rotation_for_every_head_dim_that_is_coded_rotated(declaration, names, head_dims, expected):
+    specs = [layer(name, head_dim=head_dim) for name, head_dim in zip(names, head_dims, strict=True)]
+    terms = {term.owner: term.num_bytes for term in declaration.terms(specs, BOUNDS)}
+    assert terms.get("attention/rotation") == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "num_bytes"),
+    [
+        (["bfloat16"], None),
+        (["fp8", "fp8"], 2048),
+        (["turboquant_k8v4"], 2048 + 2048),
+        (["turboquant_4bit_nc", "bfloat16"], 2048 + 4096),
+        (["turboquant_k3v4_nc"], 2048 + 65536 + 2048),
+        (["turboquant_3bit_nc", "fp8"], 2048 + 2 * 65536 + 2048),
+    ],
+)
+def test_tables_of_plain_torch(names, num_bytes):
+    specs = [layer(name) for name in names]
+    terms = {term.owner: term.num_bytes for term in TORCH.terms(specs, BOUNDS)}
+    assert terms.get("attention/codes") == num_bytes
+
+
+def test_scratch_does_not_depend_on_the_format():
+    assert TRITON.scratch([layer("turboquant_3bit_nc")], BOUNDS) == TRITON.scratch([layer()], BOUNDS)

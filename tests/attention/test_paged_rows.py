@@ -32,6 +32,26 @@ def test_every_range_of_every_page_list(page_tokens, seed):
     assert (read == read[:1, :, :1]).all()
 
 
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("with_bytes", [True, False], ids=["codes", "scales"])
+def test_every_range_of_pages_that_lie_head_by_head(page_tokens, seed, with_bytes):
+    """Slot s of head h holds 1000 h + s."""
+    dice = chance.Random(seed)
+    pages = dice.sample(range(12), dice.randint(1, 12))
+    pages = sorted(pages) if seed % 2 else pages
+    end = dice.randint(1, len(pages) * page_tokens)
+    first = dice.randrange(end)
+    plane = torch.arange(12 * page_tokens).view(12, 1, page_tokens) + 1000 * torch.arange(2).view(1, 2, 1)
+    plane = plane.unsqueeze(-1).expand(-1, -1, -1, 3) if with_bytes else plane
+    read = PagedRows.locate(pages, first, end, page_tokens, CPU).read_by_head(plane.contiguous())
+    assert read.shape == ((2, end - first, 3) if with_bytes else (2, end - first))
+    read = read[..., 0] if with_bytes else read
+    expected = torch.tensor(expected_slots(pages, first, end, page_tokens))
+    assert torch.equal(read[0].float(), expected)
+    assert torch.equal(read[1].float(), 1000 + expected)
+
+
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 16), (3, 5), (5, 13), (15, 16)])
 def test_neighbours_are_read_in_place(first, end):
     plane = plane_of(9, 4)

@@ -5,8 +5,11 @@ import torch
 
 from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
 from holdfast.attention.declarations import TorchPagedDeclaration
+from holdfast.attention.paged_rows import PagedRows
 from holdfast.attention.spec import StepBounds
 from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.quant.rotation import rotate_heads
+from kernels.exactness import random, same_bits
 
 LENGTHS = [1, 7, 64, 65, 130]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
@@ -17,7 +20,7 @@ def check(geometry, consecutive=True, chunk=40, layer=0, head_norm=None, rotary=
     backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
     outputs = run_steps(backend, geometry, made, steps_of(made, chunk, seed), head_norm, rotary, layer)
     for text, out in zip(made, outputs, strict=True):
-        exact = text.exact(geometry.windows[layer], head_norm, rotary)
+        exact = text.exact(geometry.windows[layer], head_norm, rotary, layer)
         tolerance = TOLERANCE[geometry.dtype]
         torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
 
@@ -27,6 +30,124 @@ def check(geometry, consecutive=True, chunk=40, layer=0, head_norm=None, rotary=
 @pytest.mark.parametrize("chunk", [1, 5, 200])
 def test_every_page_format(kv_dtype, consecutive, chunk):
     check(Geometry(kv_dtype=kv_dtype), consecutive, chunk)
+
+
+CODED = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+EVERY_CODED = pytest.mark.parametrize("kv_dtype", CODED)
+
+
+@EVERY_CODED
+@pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
+@pytest.mark.parametrize(("chunk", "page_tokens"), [(5, 1), (40, 16), (200, 64)])
+def test_every_coded_format(kv_dtype, consecutive, chunk, page_tokens):
+    check(Geometry(kv_dtype=kv_dtype, page_tokens=page_tokens), consecutive, chunk)
+
+
+@EVERY_CODED
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (14, 2, 80), (8, 1, 128), (7, 1, 96), (3, 1, 16)]
+)
+def test_heads_of_coded_formats(kv_dtype, num_heads, num_kv_heads, head_dim):
+    geometry = Geometry(num_heads, num_kv_heads, head_dim, page_tokens=16, kv_dtype=kv_dtype)
+    check(geometry, consecutive=False, head_norm=geometry.head_norm(), rotary=geometry.rotary())
+
+
+@EVERY_CODED
+@pytest.mark.parametrize("window", [1, 5, 64, 1000])
+def test_windows_of_coded_formats(kv_dtype, window):
+    check(Geometry(kv_dtype=kv_dtype, windows=(window,), page_tokens=16), consecutive=False, chunk=20)
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_layers_of_different_formats(layer):
+    check(
+        Geometry(
+            windows=(None, 5, None, 64), kv_dtype="bfloat16 turboquant_3bit_nc fp8 turboquant_k8v4", page_tokens=16
+        ),
+        consecutive=False,
+        layer=layer,
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", *CODED])
+@pytest.mark.parametrize("window", [None, 70])
+def test_chunks_and_pages_change_no_bit_of_codes(kv_dtype, window):
+    """A block sees the same codes, however they came there."""
+    geometry = Geometry(kv_dtype=kv_dtype, windows=(window,), page_tokens=16)
+    for lengths in ([300], [30, 130, 2]):
+        runs = []
+        for chunk, consecutive, page_tokens in ((128, True, 16), (128, False, 1), (256, False, 64)):
+            paged = replace(geometry, page_tokens=page_tokens, max_model_len=512)
+            made, num_pages = texts(paged, lengths, consecutive)
+            backend = TorchPagedAttention(paged.specs, paged.storage(num_pages))
+            steps = [
+                [(text, start, min(start + chunk, len(text.qkv))) for text in made if start < len(text.qkv)]
+                for start in range(0, max(lengths), chunk)
+            ]
+            runs.append(run_steps(backend, paged, made, steps))
+        for other in runs[1:]:
+            assert all(same_bits(mine, theirs) for mine, theirs in zip(runs[0], other, strict=True))
+
+
+@EVERY_CODED
+def test_what_is_subtracted_from_keys_is_not_seen(kv_dtype):
+    """A constant part of all keys, far larger than the rest, costs nothing where it is known."""
+    geometry = Geometry(kv_dtype=kv_dtype, head_dim=64, page_tokens=16)
+    bias = random(2, 64, seed=9, scale=30.0)
+    rotated = rotate_heads(bias) if geometry.formats[0].key_bits < 8 else bias
+    made, num_pages = texts(geometry, [70, 9], consecutive=False)
+    plain = [text.exact(None) for text in made]
+    for text in made:
+        text.qkv[:, 6 * 64 : 8 * 64] += bias.flatten()
+    centered = TorchPagedAttention(geometry.specs, geometry.storage(num_pages), [rotated])
+    for text, out, unbiased in zip(made, run_steps(centered, geometry, made, steps_of(made, 24)), plain, strict=True):
+        torch.testing.assert_close(out.double(), text.exact(None, k_mean=rotated), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out.double(), unbiased, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@EVERY_CODED
+def test_half_computation_over_codes(dtype, kv_dtype):
+    geometry = Geometry(head_dim=64, dtype=getattr(torch, dtype), kv_dtype=kv_dtype)
+    made, num_pages = texts(geometry, LENGTHS, consecutive=False)
+    backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
+    for text, out in zip(made, run_steps(backend, geometry, made, steps_of(made, 40)), strict=True):
+        # Keys, weights and sums are rounded to the type of the queries, which codes of 8 bits do not need.
+        tolerance = 4 * TOLERANCE[geometry.dtype]
+        torch.testing.assert_close(out.double(), text.exact(None), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_mix_of_formats_on_a_gpu(device, dtype):
+    """Where no kernel takes the mix, since a layer's pages are wider than its queries."""
+    names = f"float32 {' '.join(CODED)}"
+    geometry = Geometry(head_dim=64, page_tokens=16, windows=6 * (None,), kv_dtype=names, dtype=dtype, device=device)
+    made, num_pages = texts(geometry, LENGTHS, consecutive=False)
+    backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
+    for layer in range(6):
+        outputs = run_steps(backend, geometry, made, steps_of(made, 40), geometry.head_norm(), geometry.rotary(), layer)
+        for text, out in zip(made, outputs, strict=True):
+            exact = text.exact(None, geometry.head_norm(), geometry.rotary(), layer)
+            tolerance = 4 * TOLERANCE[dtype]
+            torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "turboquant_4bit_nc"])
+def test_rows_of_a_sequence_are_read_once(monkeypatch, kv_dtype):
+    """However many of them are wanted, and in any order among those of others."""
+    geometry = Geometry(kv_dtype=kv_dtype, windows=(None, 5))
+    made, num_pages = texts(geometry, [40, 12], consecutive=False)
+    backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
+    batch, qkv = make_batch(geometry, [(made[0], 0, 40), (made[1], 0, 12)], wanted=[3, 39, 17, 40, 51])
+    located, locate = [], PagedRows.locate
+    monkeypatch.setattr(PagedRows, "locate", lambda *args: located.append(args) or locate(*args))
+    plan = backend.plan(batch)
+    assert len(located) == 2 * 2 * 2, "two sequences, all rows and the wanted ones, two windows"
+    for layer in range(2):
+        every = run_layer(geometry, backend, qkv, batch, layer=layer, plan=plan).clone()
+        some = run_layer(geometry, backend, qkv, batch, layer=layer, plan=plan, wanted_only=True)
+        torch.testing.assert_close(some, every[[3, 39, 17, 40, 51]], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -78,16 +199,12 @@ def test_a_context_as_long_as_allowed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_it_holds_is_what_it_said(monkeypatch, dtype):
-    geometry = Geometry(windows=(None, 5, None), max_model_len=70, dtype=dtype)
-    held = []
-    template = TorchPagedAttention._mask_template
-    monkeypatch.setattr(
-        TorchPagedAttention, "_mask_template", lambda self, window: held.append(template(self, window)) or held[-1]
-    )
-    TorchPagedAttention(geometry.specs, geometry.storage(4))
+@pytest.mark.parametrize("kv_dtype", ["float32", *CODED, "fp8 float32 fp8", "float16 turboquant_3bit_nc fp8"])
+def test_what_it_holds_is_what_it_said(dtype, kv_dtype):
+    geometry = Geometry(windows=(None, 5, None), max_model_len=70, dtype=dtype, kv_dtype=kv_dtype)
+    backend = TorchPagedAttention(geometry.specs, geometry.storage(4))
     terms = TorchPagedDeclaration().terms(geometry.specs, StepBounds(8, 64, 4))
-    assert sum(mask.nbytes for mask in held) == sum(term.num_bytes for term in terms)
+    assert backend.held_bytes() == {term.owner: term.num_bytes for term in terms}
 
 
 def test_a_plan_serves_every_layer_and_step():

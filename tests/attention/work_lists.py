@@ -1,27 +1,80 @@
 """A step's list of tiles, checked: every row sees each of its tokens once, and partial results have places of their own."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from attention.steps import CPU, Geometry
+from attention.steps import CPU
 from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.attention.declarations import max_tiles, split_rows
+from holdfast.attention.declarations import TileKind, max_tiles, split_rows
+from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import StepBounds
-from holdfast.attention.triton_paged import BLOCK_TOKENS, TritonPagedAttention
-from holdfast.kernels.tiled_attention import TILE_FIELDS, TileWork, tile_rows
+from holdfast.attention.tile_lists import ListRoom, Machine, StepRows, TileLists
+from holdfast.kernels.tile_geometry import TileGeometry
+from holdfast.kernels.tiled_attention import TILE_FIELDS, TileWork
 
 Ranges = dict[int, list[tuple[int, int]]]
 """Token ranges of every row."""
+MILLION = 2**20
+BOUNDS = StepBounds(max_num_seqs=64, max_num_rows=2048, page_tokens=16)
 
 
-def planner(
-    geometry: Geometry, bounds: StepBounds, num_sms: int = 132, batch_invariant: bool = False
-) -> TritonPagedAttention:
-    """A backend that only plans: in host memory, over a single page."""
-    assert geometry.device == CPU, f"{geometry.device=}"
-    return TritonPagedAttention(geometry.specs, geometry.storage(1), bounds, num_sms, batch_invariant)
+@dataclass(frozen=True)
+class ListCase:
+    """Lists to be made, and for whom."""
+
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    window: int | None = None
+    max_model_len: int = MILLION
+    bounds: StepBounds = BOUNDS
+    num_sms: int = 132
+    batch_invariant: bool = False
+    coded: bool = False
+    given: TileGeometry | None = None
+    """Instead of an ordinary one."""
+
+    @property
+    def geometry(self) -> TileGeometry:
+        if self.given is not None:
+            return self.given
+        if not self.coded:
+            plane = torch.empty(0, self.num_kv_heads, 8)
+            return PlainPages(plane, plane, 16).tile_geometry(self.num_heads)
+        group = self.num_heads // self.num_kv_heads
+        rows = max(1, 8 // group), max(1, 64 // group)
+        return TileGeometry(
+            *rows, 5, 2, 64, few_rows=3, few_programs_per_sm=4, has_aligned_starts=True, takes_whole_turns=True
+        )
+
+    @property
+    def room(self) -> ListRoom:
+        kind = TileKind(self.num_heads, self.num_kv_heads, 4 if self.coded else None, 4 if self.coded else None)
+        return ListRoom(
+            max_tiles(kind, self.max_model_len, self.bounds),
+            self.bounds.max_num_rows,
+            self.bounds.max_num_seqs,
+            split_rows(self.max_model_len, self.bounds),
+        )
+
+    def lists(self) -> TileLists:
+        machine = Machine(self.num_sms, self.batch_invariant, CPU)
+        return TileLists(self.geometry, self.num_kv_heads, self.window, self.room, machine)
+
+    def work(self, batch: Batch, captured: bool = False) -> TileWork:
+        return self.lists().fill(StepRows.of(batch.sequences, batch.num_rows), captured)
+
+    def ranges(self, rows: list[tuple[int, int]], num_padding: int = 0) -> Ranges:
+        """Of a step of (start, number of rows) of each sequence, everything checked."""
+        batch = made_up_batch(rows, num_padding)
+        return check_work(self, batch, self.work(batch))
+
+    def splits(self, rows: list[tuple[int, int]]) -> list[int]:
+        """Splits of the first row of each sequence."""
+        ranges = self.ranges(rows)
+        return [len(ranges[sequence.row_start]) for sequence in made_up_batch(rows).sequences]
 
 
 def made_up_batch(rows: list[tuple[int, int]], num_padding: int = 0) -> Batch:
@@ -36,18 +89,17 @@ def made_up_batch(rows: list[tuple[int, int]], num_padding: int = 0) -> Batch:
     )
 
 
-def check_work(
-    geometry: Geometry, bounds: StepBounds, batch: Batch, work: TileWork, window: int | None, captured: bool = False
-) -> Ranges:
+def check_work(case: ListCase, batch: Batch, work: TileWork, captured: bool = False) -> Ranges:
     """Everything that a kernel relies on; the token ranges that each row was cut into."""
-    tiles, rows = work.tiles_X8.cpu().numpy(), work.rows_T2.cpu().numpy()
+    tiles, rows, geometry = work.tiles_X8.cpu().numpy(), work.rows_T2.cpu().numpy(), case.geometry
     num_small, num_large = tiles[0, :2].tolist()
-    assert num_small + num_large <= max_tiles(geometry.specs, bounds), f"{num_small=} {num_large=} are too many"
-    assert len(tiles) == 1 + max_tiles(geometry.specs, bounds)
+    assert num_small + num_large <= case.room.max_tiles, f"{num_small=} {num_large=} are too many"
+    assert len(tiles) == 1 + case.room.max_tiles
     used = tiles[1 : 1 + num_small + num_large]
-    for large, some in ((False, used[:num_small]), (True, used[num_small:])):
-        most = tile_rows(geometry.num_heads, geometry.num_kv_heads, large)
+    for most, some in ((geometry.small_rows, used[:num_small]), (geometry.large_rows, used[num_small:])):
         assert ((some[:, 2] >= 1) & (some[:, 2] <= most)).all(), f"a tile takes at most {most} rows"
+    if geometry.has_aligned_starts:
+        assert not (used[:, 4] % geometry.block_tokens).any(), "a range does not begin with a block"
     blocks: dict[int, list[dict[str, int]]] = {}
     for tile in used.tolist():
         blocks.setdefault(tile[1], []).append(dict(zip(TILE_FIELDS, tile, strict=True)))
@@ -57,14 +109,14 @@ def check_work(
         row, end = sequence.row_start, sequence.row_start + sequence.num_rows
         while row < end:
             block = sorted(blocks.pop(row), key=lambda tile: tile["low"])
-            row = _check_block(block, sequence, window, rows, ranges, pairs)
+            row = _check_block(block, sequence, case, rows, ranges, pairs)
         assert row == end, "a tile takes rows of two sequences"
     assert not blocks, f"tiles for rows that nobody has: {blocks}"
     num_real = sum(sequence.num_rows for sequence in batch.sequences)
     assert not rows[num_real : batch.num_rows, 1].any(), "padding is to be written as zeros"
     pairs.sort()
     assert all(first[1] <= second[0] for first, second in pairwise(pairs)), "two rows share a place"
-    assert not pairs or pairs[-1][1] <= split_rows(geometry.max_model_len, bounds), "a place outside of the scratch"
+    assert not pairs or pairs[-1][1] <= case.room.max_pairs, "a place outside of the scratch"
     splits = rows[: batch.num_rows, 1]
     assert work.has_small == (captured or num_small > 0)
     assert work.has_merge == (captured or bool((splits != 1).any()))
@@ -75,19 +127,21 @@ def check_work(
 def _check_block(
     block: list[dict[str, int]],
     sequence: SequenceRows,
-    window: int | None,
+    case: ListCase,
     rows: np.ndarray,
     ranges: Ranges,
     pairs: list[tuple[int, int]],
 ) -> int:
     """The tiles of some rows: ranges that follow each other from what the first row sees to what the last one sees."""
     row, count, splits = block[0]["row"], block[0]["num_rows"], len(block)
-    position = sequence.start + row - sequence.row_start
+    position, block_tokens = sequence.start + row - sequence.row_start, case.geometry.block_tokens
     first_pair = -1 if splits == 1 else int(rows[row, 0])
-    expected_low = 0 if window is None else max(0, position - window + 1)
+    expected_low = 0 if case.window is None else max(0, position - case.window + 1)
+    if case.geometry.has_aligned_starts:
+        expected_low -= expected_low % block_tokens
     for index, tile in enumerate(block):
         assert tile["low"] == expected_low < tile["high"], f"{tile=} does not begin at {expected_low}"
-        assert index == splits - 1 or (tile["high"] - tile["low"]) % BLOCK_TOKENS == 0, f"{tile=} is no whole blocks"
+        assert index == splits - 1 or (tile["high"] - tile["low"]) % block_tokens == 0, f"{tile=} is no whole blocks"
         assert tile["table_row"] == sequence.table_row, f"{tile=} reads another sequence"
         assert (tile["row"], tile["num_rows"], tile["position"]) == (row, count, position), f"{tile=}"
         assert tile["num_splits"] == splits, f"{tile=} is one of {splits}"

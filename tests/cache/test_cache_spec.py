@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
+from holdfast.cache.spec import CacheSpec, LayerCache, mixed_cache, uniform_cache
 from holdfast.quant.formats import KV_FORMATS
 
 
@@ -31,6 +31,17 @@ def test_layers_may_differ_and_own_several_caches() -> None:
     spec = CacheSpec(64, layers)
     assert spec.bytes_per_token == 2 * 576 * 2 + 2 * 128 * 2 + 2 * 2 * 8 * 4
     assert spec.bytes_per_page == 64 * spec.bytes_per_token
+
+
+@given(st.lists(st.sampled_from(list(KV_FORMATS)), min_size=1, max_size=8), st.sampled_from([1, 16, 64]))
+def test_layers_of_mixed_formats_add_up(names: list[str], page_tokens: int) -> None:
+    spec = mixed_cache([KV_FORMATS[name] for name in names], 3, 64, page_tokens)
+    alone = [uniform_cache(1, KV_FORMATS[name], 3, 64, page_tokens) for name in names]
+    assert [layer.format.name for layer in spec.layers] == names
+    assert [layer.layer for layer in spec.layers] == list(range(len(names)))
+    assert spec.bytes_per_token == sum(one.bytes_per_token for one in alone)
+    assert spec.bytes_per_page == sum(one.bytes_per_page for one in alone)
+    assert spec.bytes_per_token == sum(plane.bytes_per_token for layer in spec.layers for plane in layer.planes)
 
 
 def test_specs_are_values() -> None:

@@ -13,19 +13,21 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 @pytest.mark.parametrize("page_tokens", [1, 16])
 def test_bytes_are_those_of_the_spec_and_of_the_ledger(kv_dtype, page_tokens):
-    spec = uniform_cache(3, KV_FORMATS[kv_dtype], num_kv_heads=2, head_dim=24, page_tokens=page_tokens)
+    spec = uniform_cache(3, KV_FORMATS[kv_dtype], num_kv_heads=2, head_dim=32, page_tokens=page_tokens)
     ledger = Ledger()
     storage = PageStorage(spec, 7, CPU, ledger)
-    planes = [storage.plane(layer, name) for layer in range(3) for name in ("k", "v")]
+    described = spec.layers[0].planes
+    planes = [storage.plane(layer, plane.name) for layer in range(3) for plane in described]
     assert sum(plane.nbytes for plane in planes) == 7 * spec.bytes_per_page
     assert {plane.untyped_storage().data_ptr() for plane in planes} == {planes[0].untyped_storage().data_ptr()}
     assert ledger.group_bytes() == {"kv pages": planes[0].untyped_storage().nbytes()}
-    assert [entry.owner for entry in ledger][:2] == ["kv pages/0.attention.k", "kv pages/0.attention.v"]
+    owners = [f"kv pages/0.attention.{plane.name}" for plane in described]
+    assert [entry.owner for entry in ledger][: len(described)] == owners
     assert [entry.num_bytes for entry in ledger] == [aligned(plane.nbytes) for plane in planes]
-    for plane in planes:
+    for plane, expected in zip(planes, 3 * described, strict=True):
         assert plane.data_ptr() % ALIGNMENT_BYTES == 0
-        assert plane.shape == (7 * page_tokens, 2, 24)
-        assert plane.dtype == getattr(torch, kv_dtype)
+        assert plane.shape == (7 * page_tokens, *expected.token_shape)
+        assert plane.dtype == getattr(torch, expected.dtype)
         assert plane.is_contiguous()
 
 

@@ -61,6 +61,7 @@ def test_quantization_reaches_its_field_and_is_refused_there() -> None:
 )
 def test_every_other_engine_option_reaches_its_field(setting) -> None:
     values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
+    values["LAYERS"] = "0,1,30,31"
     flag = f"--{setting.name.replace('_', '-')}"
     arguments = [flag] if setting.is_switch else [flag, values[setting.metavar]]
     engine, sampling = parsed(*arguments)

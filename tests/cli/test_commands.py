@@ -7,7 +7,7 @@ import pytest
 
 from cli.cli_models import Here
 
-PAGES = [("run",), ("chat",), ("plan",), ("bench", "latency"), ("bench", "throughput")]
+PAGES = [("run",), ("chat",), ("plan",), ("bench", "latency"), ("bench", "throughput"), ("eval", "kv")]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> No
     ended = here(*page, "--help")
     assert ended.code == 0
     assert ended.err == ""
-    panels = ["Model", "Memory", "Output", *(["Sampling"] if page != ("plan",) else [])]
+    panels = ["Model", "Memory", "Output", *(["Sampling"] if page not in (("plan",), ("eval", "kv")) else [])]
     assert all(re.search(rf"─ {panel} ─", ended.out) for panel in panels), ended.out
     examples = [line.strip() for line in ended.out.splitlines() if re.match(rf"\s+(.*\| )?holdfast {page[0]}\b", line)]
     assert 2 <= len(examples) <= 3
@@ -44,7 +44,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 @pytest.mark.usefixtures("wide")
 def test_all_commands_are_listed_however_few_of_them_are_built(here: Here) -> None:
     shown = here("--help").out
-    assert all(re.search(rf"│ {name} +\S", shown) for name in ("run", "chat", "plan", "bench")), shown
+    assert all(re.search(rf"│ {name} +\S", shown) for name in ("run", "chat", "plan", "bench", "eval")), shown
     assert here("plan", "--help").out.count("Usage: holdfast plan ") == 1
     assert "did you mean plan?" in here("plam").err
 

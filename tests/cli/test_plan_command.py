@@ -19,6 +19,7 @@ from holdfast.loading.blueprints import open_blueprint
 from holdfast.loading.default_model import find_default_model
 from holdfast.memory.gpus import GPUS
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.quant.formats import KV_FORMATS
 
 
 def refuse(word: str) -> None:
@@ -115,6 +116,7 @@ def test_options_change_the_plan(here: Here) -> None:
         ("--page-tokens", "256"),
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "turboquant_k8v4"),
+        ("--kv-cache-dtype", "turboquant_k8v4", "--kv-protected-layers", "2", "--kv-protected-dtype", "auto"),
         ("--enforce-eager",),
         ("--tensor-parallel-size", "2"),
         ("--max-num-seqs", "1"),
@@ -124,6 +126,41 @@ def test_options_change_the_plan(here: Here) -> None:
     for share in ("80%", "0.8"):
         found = record(here, "Qwen3-8B", "--gpu", "h100", "--memory-utilization", share)
         assert found["budget"]["bytes"] == int(GPUS["h100"].total_bytes * 0.8)
+
+
+def test_coded_pages_are_planned_to_be_run(here: Here) -> None:
+    asked = ("Qwen3-32B", "--gpu", "h200", "--kv-cache-dtype", "turboquant_4bit_nc")
+    found = record(here, *asked)
+    assert found["not_in_this_version"] == []
+    assert found["kv_bytes_per_token"] == 60 * 8 * 132 + 4 * 8 * 260
+    choices = {choice["name"]: choice["value"] for choice in found["choices"]}
+    assert (choices["kv_protected_layers"], choices["page_tokens"]) == ("4", "64")
+    assert found["command"] == "holdfast chat path/to/Qwen3-32B --kv-cache-dtype turboquant_4bit_nc --max-num-seqs 256"
+    assert "KV pages in turboquant_4bit_nc, 4 of 64 layers in fp8," in here("plan", *asked).out.splitlines()[0]
+    listed = record(here, *asked, "--kv-protected-layers", "0,1,63")
+    assert listed["kv_bytes_per_token"] == 61 * 8 * 132 + 3 * 8 * 260
+    assert "--kv-protected-layers 0,1,63" in listed["command"]
+    bare = record(here, *asked, "--kv-protected-layers", "0")
+    assert bare["kv_bytes_per_token"] == 64 * 8 * 132
+    assert "--kv-protected-layers 0" in bare["command"]
+
+
+def test_heads_that_cannot_be_coded_are_told_what_works(here: Here, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
+    ended = here("plan", folder, "--memory", "4GiB", "--kv-cache-dtype", "fp8")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert "head_dim is 24, and heads of a multiple of 16 elements can be coded; try bfloat16" in ended.err
+
+
+def test_the_help_tells_what_formats_there_are(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    shown = here("plan", "--help").out
+    assert all(name in shown for name in KV_FORMATS)
+    assert "turboquant_k8v4 (8-bit keys, 4-bit values)" in shown
+    assert "--kv-protected-layers" in shown
+    assert "--kv-protected-dtype" in shown
 
 
 def test_sizes_in_both_kinds_of_units(here: Here) -> None:
@@ -171,7 +208,18 @@ BAD = [
     (("--page-tokens", "3"), "powers of two"),
     (("--dtype", "float31"), "try float32"),
     (("--kv-cache-dtype", "fp9"), "try fp8"),
-    (("--kv-cache-dtype", ""), "the formats are"),
+    (("--kv-cache-dtype", ""), "the choices are auto, float32"),
+    (("--kv-protected-dtype", "fp9"), "try fp8"),
+    (("--kv-protected-layers", "first"), 'try 4, or "0,1,30,31"'),
+    (("--kv-protected-layers", "-1"), 'try 4, or "0,1,30,31"'),
+    (("--kv-protected-layers", "0,1,0"), "different layers"),
+    (("--kv-protected-layers", "99", "--kv-cache-dtype", "turboquant_k8v4"), "ask for at most 36"),
+    (("--kv-protected-layers", "0,36", "--kv-cache-dtype", "turboquant_k8v4"), "the layers are 0 to 35"),
+    (("--kv-protected-layers", "4"), "set kv_cache_dtype to a narrower format"),
+    (
+        ("--kv-protected-layers", "4", "--kv-cache-dtype", "fp8"),
+        "set kv_protected_dtype to float32 or float16 or bfloat16",
+    ),
     (("--quantization", "fp88"), "try fp8"),
     (("--tensor-parallel-size", "0"), "try 1"),
     (("--tensor-parallel-size", "-2"), "try 1"),
@@ -375,4 +423,4 @@ def test_a_wish_is_checked_before_a_model_is_looked_for(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "open", never)
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp9'"):
-        read_wish(PlanOptions(model="no/such/model", kv_cache_dtype="fp9", gpu="h200"), {})
+        read_wish(PlanOptions(model="no/such/model", gpu="h200"), {"kv_cache_dtype": "fp9"})

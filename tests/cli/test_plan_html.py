@@ -65,7 +65,10 @@ def test_bars_of_the_chart_are_to_one_scale() -> None:
     names = [text.text for text in chart.children if text.name == "text"]
     assert names == list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
     assert "asked" in bars[0].all("text")[0].text
-    assert all("planned" in bar.attributes["class"] for bar in bars[1:])
+    assert ["planned" in bar.attributes["class"] for bar in bars] == [not cell.runs for cell in CELLS]
+    wider = ["4 layers wider" in bar.all("title")[0].text for bar in bars]
+    assert wider == [cell.kv_protected_layers == 4 for cell in CELLS]
+    assert any(wider)
 
 
 def test_names_are_escaped() -> None:

@@ -1,37 +1,57 @@
 """Sweeps: the numbers of single plans, and bars that compare them."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from cli.plan_wishes import wish
 from holdfast.cli.plan_sweep import BAR_CELLS, EIGHTHS, Cell, bar, sweep, sweep_lines
-from holdfast.runner.plan_fit import find_fit
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.runner.plan_fit import Wish, find_fit, settle
 
 ASKED = wish("Qwen3-8B", "rtx4090", max_num_seqs=64)
 CELLS = sweep(ASKED)
 
 
+def in_format(name: str) -> Wish:
+    return ASKED._replace(config=replace(ASKED.config, kv_cache_dtype=name))
+
+
 def test_every_cell_is_the_plan_of_its_formats() -> None:
     for cell in CELLS:
-        alone = find_fit(ASKED._replace(kv_format=cell.kv_cache_dtype, quantization=cell.quantization))
+        alone = find_fit(in_format(cell.kv_cache_dtype)._replace(quantization=cell.quantization))
         assert cell.kv_tokens == alone.kv_tokens
+        assert cell.kv_protected_layers == len(alone.resolved.protected.layers)
+        assert cell.runs == (cell.quantization == "none")
     assert [cell for cell in CELLS if cell.is_asked] == [CELLS[0]]
-    assert [cell for cell in CELLS if cell.runs] == [CELLS[0]]
 
 
 def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
     names = list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
     assert names[0] == "bfloat16"
-    sizes = [ASKED.blueprint.kv_bytes_per_token(name) for name in names]
+    assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_coded)}
+    sizes = [layout.bytes_per_token(resolved) for layout, resolved in (settle(in_format(name)) for name in names)]
     assert all(larger > smaller for larger, smaller in pairwise(sizes))
     assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
 
 
 def test_what_was_asked_is_always_among_them() -> None:
-    cells = sweep(wish("Qwen3-8B", "h200", quantization="int8", kv_format="fp8"))
+    cells = sweep(wish("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
     assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_asked] == [("fp8", "int8")]
-    assert not any(cell.runs for cell in cells)
+    assert {cell.quantization for cell in cells if cell.runs} == {"none"}
+    assert not any(cell.runs for cell in sweep(wish("Qwen3-8B", "h200", tensor_parallel_size=2)))
+
+
+def test_what_contradicts_another_option_is_left_out() -> None:
+    """Protected layers in k8v4 are no wider than pages in k8v4."""
+    cells = sweep(wish(kv_cache_dtype="fp8", kv_protected_layers=2, kv_protected_dtype="float32"))
+    assert {cell.kv_protected_layers for cell in cells} == {2}
+    narrow = sweep(
+        wish(kv_cache_dtype="turboquant_k3v4_nc", kv_protected_layers=36, kv_protected_dtype="turboquant_k8v4")
+    )
+    names = {cell.kv_cache_dtype for cell in narrow}
+    assert names == {"turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"}, "coded ones of equal size too"
 
 
 def test_a_model_that_is_not_run_and_formats_that_it_does_not_take() -> None:
@@ -53,7 +73,12 @@ def test_the_chart_has_a_bar_a_cell_and_a_name_a_format() -> None:
     assert len(lines) == len(CELLS)
     assert sum(line.text.startswith("bfloat16") for line in lines) == 1
     assert lines[0].text.endswith("asked")
-    assert all(line.text.endswith("not in this version") and line.style == "dim" for line in lines[1:])
+    for cell, line in zip(CELLS[1:], lines[1:], strict=True):
+        assert line.text.endswith("not in this version") == (line.style == "dim") == (not cell.runs)
+    wider = [line.text for line in lines if "4 layers wider" in line.text]
+    assert [text.split()[0] for text in wider] == [
+        name for name in dict.fromkeys(cell.kv_cache_dtype for cell in CELLS) if DEFAULT_PROTECTED_LAYERS.get(name) == 4
+    ]
     assert all(f"{cell.kv_tokens:,}" in line.text for cell, line in zip(CELLS, lines, strict=True))
     longest = max(range(len(CELLS)), key=lambda place: CELLS[place].kv_tokens)
     assert lines[longest].text.count(EIGHTHS[8]) == BAR_CELLS

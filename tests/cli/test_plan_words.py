@@ -26,10 +26,12 @@ def test_what_is_asked_is_one_line() -> None:
     assert words_of(wish(max_model_len=4096, max_num_seqs=1)) == (
         "Qwen3-8B on NVIDIA H200: weights in bfloat16, KV pages in bfloat16, context 4,096, one sequence, 8,192 tokens a step"
     )
-    several = words_of(wish(tensor_parallel_size=4, quantization="fp8", kv_format="turboquant_k8v4"))
+    several = words_of(wish(tensor_parallel_size=4, quantization="fp8", kv_cache_dtype="turboquant_k8v4"))
     assert several.startswith(
         "Qwen3-8B on each of 4 x NVIDIA H200: weights in fp8, KV pages in turboquant_k8v4, context 40,960"
     )
+    mixed = words_of(wish(kv_cache_dtype="turboquant_4bit_nc", kv_protected_dtype="auto"))
+    assert "KV pages in turboquant_4bit_nc, 4 of 36 layers in bfloat16, context 40,960" in mixed
     assert "on the CPU of this machine" in words_of(wish()._replace(target=cpu_target()))
 
 
@@ -65,11 +67,15 @@ def test_only_what_was_asked_is_repeated() -> None:
         memory_utilization=0.95,
         max_num_seqs=4,
         enforce_eager=True,
-        kv_format="float16",
+        kv_cache_dtype="turboquant_3bit_nc",
+        kv_protected_layers=6,
+        kv_protected_dtype="auto",
     )
     assert shlex.split(start_command(full, "Qwen3-8B") or "")[3:] == [
         *("--dtype", "float16"),
-        *("--kv-cache-dtype", "float16"),
+        *("--kv-cache-dtype", "turboquant_3bit_nc"),
+        *("--kv-protected-layers", "6"),
+        *("--kv-protected-dtype", "auto"),
         *("--max-model-len", "8192"),
         *("--max-num-batched-tokens", "512"),
         *("--page-tokens", "32"),
@@ -77,6 +83,13 @@ def test_only_what_was_asked_is_repeated() -> None:
         "--enforce-eager",
         *("--max-num-seqs", "4"),
     ]
+
+
+def test_no_protected_layers_are_repeated_too() -> None:
+    command = start_command(wish(kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=0), "Qwen3-8B")
+    assert command is not None
+    assert "--kv-protected-layers 0 " in command
+    assert "--kv-protected-dtype" not in command
 
 
 def test_a_path_is_quoted_for_a_shell(tmp_path: Path) -> None:
@@ -93,6 +106,7 @@ def test_a_path_is_quoted_for_a_shell(tmp_path: Path) -> None:
         ("memory_utilization", 0.93, "--memory-utilization 0.93"),
         ("enforce_eager", "true", "--enforce-eager"),
         ("max_num_seqs", 16, "--max-num-seqs 16"),
+        ("kv_cache_dtype", "turboquant_k8v4", "--kv-cache-dtype turboquant_k8v4"),
     ],
 )
 def test_a_change_is_part_of_the_command(option: str, value: object, words: str) -> None:

@@ -13,7 +13,7 @@ def test_arguments_become_a_config():
 
 
 def test_another_spelling_of_an_argument_that_was_left_alone():
-    arguments = {"memory_utilization": None, "page_tokens": 16}
+    arguments = {"memory_utilization": None, "page_tokens": None}
     config = config_from(arguments, {"gpu_memory_utilization": 0.5, "block_size": 32})
     assert (config.memory_utilization, config.page_tokens) == (0.5, 32)
 

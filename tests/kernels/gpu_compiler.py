@@ -18,12 +18,17 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from holdfast.kernels import begin_rows, layer_norm, skinny_linear, tiled_attention  # noqa: E402
+from holdfast.kernels import begin_rows, layer_norm, skinny_linear, tiled_attention, write_codes  # noqa: E402
+from holdfast.kernels.coded_planes import CodedPlanes  # noqa: E402
+from holdfast.kernels.write_heads import HeadNorm, Rotary  # noqa: E402
+from holdfast.quant.formats import KVFormat  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NAMES |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 BF16, FP16 = torch.bfloat16, torch.float16
+CODED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
 
 
 class CompiledOnly:
@@ -53,11 +58,13 @@ class CompiledOnly:
 
 
 def _type_of(value: object) -> str:
-    """As a launch decides it: numbers that are 1 become constants."""
+    """As a launch decides it: numbers that are 1, and what is not there, become constants."""
     if isinstance(value, torch.Tensor):
         return f"*{NAMES[value.dtype]}"
     if isinstance(value, float):
         return "fp32"
+    if value is None:
+        return "constexpr"
     assert isinstance(value, int), f"{value!r} is no argument of a kernel"
     return "constexpr" if value == 1 else "i32"
 
@@ -97,6 +104,28 @@ def layer_norm_of(dtype: torch.dtype) -> None:
     layer_norm.layer_norm(x, x[0], x[1], 1e-5, x)
 
 
+def planes_of(dtype: torch.dtype, key_bits: int, value_bits: int, head_dim: int, num_kv_heads: int = 2) -> CodedPlanes:
+    """Compressed planes of two pages."""
+    storage = {
+        plane.name: torch.empty(32, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        for plane in KVFormat("any", "uint8", "uint8", key_bits, value_bits).planes(num_kv_heads, head_dim)
+    }
+    rotation, mean = torch.empty(head_dim, head_dim, dtype=dtype), torch.empty(num_kv_heads, head_dim)
+    return CodedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, 16, rotation, mean)
+
+
+def codes_of(
+    dtype: torch.dtype, head_dim: int, with_norm: bool = True, formats: tuple[tuple[int, int], ...] = CODED_BITS
+) -> None:
+    """The write into compressed pages."""
+    table, numbers = torch.empty(64, head_dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
+    norm = HeadNorm(table[0], table[1], 1e-6) if with_norm else None
+    for key_bits, value_bits in formats:
+        planes = planes_of(dtype, key_bits, value_bits, head_dim)
+        qkv = torch.empty(3, 18 * head_dim, dtype=dtype)
+        write_codes.write_codes(qkv, numbers, numbers, planes, norm, Rotary(table, table))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "one row": lambda: rows_of(1, BF16, gated=False),
     "one gated row": lambda: rows_of(1, BF16, gated=True),
@@ -110,13 +139,19 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D128, few rows": lambda: attention_of(BF16, 8, 128, None, num_rows=1),
     "attention D128, window": lambda: attention_of(BF16, 4, 128, 4096),
     "attention D256": lambda: attention_of(BF16, 8, 256, None),
+    "codes D64": lambda: codes_of(FP16, 64),
+    "codes D80": lambda: codes_of(BF16, 80, with_norm=False),
+    "codes D128": lambda: codes_of(BF16, 128),
+    "codes D128, one format": lambda: codes_of(BF16, 128, formats=((4, 4),)),
+    "codes D256": lambda: codes_of(BF16, 256),
+    "codes in float32": lambda: codes_of(torch.float32, 128, formats=((4, 4),)),
     "layer norm": lambda: layer_norm_of(BF16),
 }
 
 
 def main() -> None:
     """The cases that were named, early launches included."""
-    modules: list[ModuleType] = [begin_rows, layer_norm, skinny_linear, tiled_attention]
+    modules: list[ModuleType] = [begin_rows, layer_norm, skinny_linear, tiled_attention, write_codes]
     kernels = []
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:

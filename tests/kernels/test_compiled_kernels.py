@@ -11,7 +11,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "gpu_compiler.py"
 SHARED_BYTES = 227 * 1024
 """What a program may hold on an H100 or H200."""
-FEW_CASES = ("one gated row", "rows", "attention D128")
+FEW_CASES = ("one gated row", "rows", "attention D128", "codes D128, one format")
 OTHER_CASES = (
     "one row",
     "one row of odd sizes",
@@ -22,6 +22,11 @@ OTHER_CASES = (
     "attention D128, few rows",
     "attention D128, window",
     "attention D256",
+    "codes D64",
+    "codes D80",
+    "codes D128",
+    "codes D256",
+    "codes in float32",
     "layer norm",
 )
 

@@ -9,7 +9,7 @@ from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
 from holdfast.models.blueprint import PLANNED_FAMILIES, read_blueprint, spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import FAMILIES, parameters, read_spec
-from holdfast.quant.formats import KV_FORMATS, PLANNED_KV_FORMATS
+from holdfast.quant.formats import KV_FORMATS
 
 QWEN = CATALOGUE["Qwen3-8B"]
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -94,11 +94,28 @@ def test_an_unknown_architecture_lists_what_can_be_planned() -> None:
 
 def test_formats_by_name_or_as_values() -> None:
     blueprint = read_blueprint(QWEN, "x")
-    for name, value in (KV_FORMATS | dict(PLANNED_KV_FORMATS)).items():
+    for name, value in KV_FORMATS.items():
         assert blueprint.kv_bytes_per_token(name) == blueprint.kv_bytes_per_token(value)
         assert blueprint.kv_bytes_per_sequence(name) == 0
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp4' was asked"):
         blueprint.kv_bytes_per_token("fp4")
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
+    """The advice is one that works."""
+    coded, turbo = KV_FORMATS[name].is_coded, name.startswith("turboquant")
+    odd = read_blueprint({**QWEN, "head_dim": 72}, "x")
+    for blueprint, declines, advice in (
+        (odd, coded, "head_dim is 72, and heads of a multiple of 16 elements can be coded; try bfloat16$"),
+        (read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), turbo, "this model keeps latents; try bfloat16 or fp8$"),
+        (read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
+    ):
+        if declines:
+            with pytest.raises(ConfigError, match=f"kv_cache_dtype={name} was asked; .*{advice}"):
+                blueprint.check_format(name)
+        else:
+            assert blueprint.check_format(name) is KV_FORMATS[name]
 
 
 def test_an_unknown_quantization() -> None:

@@ -3,7 +3,18 @@
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, PLANNED_KV_FORMATS, KVFormat, Plane, bytes_for, kv_format
+from holdfast.quant.formats import (
+    DEFAULT_PROTECTED_LAYERS,
+    DTYPE_BYTES,
+    KV_FORMATS,
+    KVFormat,
+    Plane,
+    bytes_for,
+    kv_format,
+)
+
+PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_coded]
+CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)
@@ -20,13 +31,13 @@ def test_bytes_of_a_tensor(shape: tuple[int, ...]) -> None:
     assert bytes_for("bfloat16", shape) == torch.empty(shape, dtype=torch.bfloat16).nbytes
 
 
-@pytest.mark.parametrize("name", KV_FORMATS)
-def test_every_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_plain_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
     planes = KV_FORMATS[name].planes(num_kv_heads=3, head_dim=64)
     assert KV_FORMATS[name].name == name
     assert [plane.name for plane in planes] == ["k", "v"]
     assert all(plane.token_shape == (3, 64) for plane in planes)
-    assert sum(plane.bytes_per_token for plane in planes) == 2 * 3 * 64 * DTYPE_BYTES[name]
+    assert KV_FORMATS[name].bytes_per_token(3, 64) == 2 * 3 * 64 * DTYPE_BYTES[name]
 
 
 def test_keys_and_values_may_differ() -> None:
@@ -41,42 +52,62 @@ def test_an_unknown_type_is_a_mistake_of_ours() -> None:
 
 
 SLOTS = {
+    "fp8": {64: 132, 128: 260, 256: 516},
+    "turboquant_k8v4": {64: 100, 80: 124, 128: 196, 256: 388},
+    "turboquant_4bit_nc": {64: 68, 80: 84, 128: 132, 256: 260},
+    "turboquant_k3v4_nc": {64: 60, 80: 74, 128: 116, 256: 228},
+    "turboquant_3bit_nc": {64: 52, 80: 64, 128: 100, 256: 196},
+}
+"""Bytes of one head of one token, by head dim: codes, and two scales of two bytes."""
+MOST = {
     "turboquant_k8v4": {64: 100, 128: 196, 256: 388},
     "turboquant_4bit_nc": {64: 70, 128: 134, 256: 262},
     "turboquant_k3v4_nc": {64: 62, 128: 118, 256: 230},
     "turboquant_3bit_nc": {64: 54, 128: 102, 256: 198},
-    "fp8": {64: 128, 128: 256, 256: 512},
 }
+"""What the formats of these names take in vLLM."""
 
 
-@pytest.mark.parametrize("name", PLANNED_KV_FORMATS)
-def test_bytes_of_planned_formats(name: str) -> None:
+@pytest.mark.parametrize("name", CODED)
+def test_bytes_of_coded_formats(name: str) -> None:
     for head_dim, slot_bytes in SLOTS[name].items():
+        assert slot_bytes <= MOST.get(name, {}).get(head_dim, slot_bytes)
         for num_kv_heads in (1, 3, 8):
-            planes = PLANNED_KV_FORMATS[name].planes(num_kv_heads, head_dim)
-            assert sum(plane.bytes_per_token for plane in planes) == num_kv_heads * slot_bytes
+            assert KV_FORMATS[name].bytes_per_token(num_kv_heads, head_dim) == num_kv_heads * slot_bytes
 
 
-@pytest.mark.parametrize("name", SLOTS)
-def test_no_backend_mistakes_packed_codes_for_keys(name: str) -> None:
-    names = {plane.name for plane in PLANNED_KV_FORMATS[name].planes(2, 64)}
-    assert ("v" in names) == (name == "fp8"), "plain torch would attend to codes as if they were values"
+@pytest.mark.parametrize("name", CODED)
+def test_no_backend_mistakes_codes_for_keys(name: str) -> None:
+    planes = KV_FORMATS[name].planes(2, 64)
+    assert not {"k", "v"} & {plane.name for plane in planes}, "plain torch would attend to codes as if they were values"
+    assert {plane.dtype for plane in planes} == {"uint8", "float16"}
 
 
-@pytest.mark.parametrize("head_dim", [1, 7, 80, 96])
-def test_codes_of_odd_heads_are_rounded_up(head_dim: int) -> None:
-    codes = kv_format("turboquant_3bit_nc").planes(1, head_dim)[0]
-    assert codes.bytes_per_token * 8 >= 3 * head_dim > (codes.bytes_per_token - 1) * 8
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 192, 256])
+def test_codes_have_a_bit_for_every_bit(name: str, head_dim: int) -> None:
+    kv_format = KV_FORMATS[name]
+    for letter, bits in (("k", kv_format.key_bits), ("v", kv_format.value_bits)):
+        assert bits is not None
+        parts = {plane.name: plane for plane in kv_format.planes(3, head_dim) if plane.name.startswith(letter)}
+        assert parts.pop(f"{letter}_scale").bytes_per_token == 3 * 2
+        assert 8 * sum(plane.bytes_per_token for plane in parts.values()) == 3 * head_dim * bits
 
 
 def test_a_format_is_found_by_its_name() -> None:
-    assert kv_format("bfloat16") is KV_FORMATS["bfloat16"]
-    assert kv_format("fp8") is PLANNED_KV_FORMATS["fp8"]
-    assert not set(KV_FORMATS) & set(PLANNED_KV_FORMATS)
+    for name, value in KV_FORMATS.items():
+        assert kv_format(name) is value
+        assert value.name == name
+
+
+def test_defaults_are_for_formats_that_there_are() -> None:
+    assert set(DEFAULT_PROTECTED_LAYERS) == set(CODED)
+    assert min(DEFAULT_PROTECTED_LAYERS.values()) >= 0
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("turboquant_k8v5", "turboquant_k8v4"), ("bf16", "bfloat16"), ("", "bfloat16"), (7, "bfloat16")]
+    ("name", "near"),
+    [("turboquant_k8v5", "turboquant_k8v4"), ("bf16", "bfloat16"), ("", "bfloat16"), (7, "bfloat16"), ([], "bfloat16")],
 )
 def test_an_unknown_format_and_the_nearest(name: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"kv_cache_dtype=.* was asked; the formats are .*; try {near}"):

@@ -7,7 +7,6 @@ from holdfast.config import EngineConfig
 from holdfast.memory.gpus import GPUS
 from holdfast.models.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.quant.formats import PLANNED_KV_FORMATS
 from holdfast.runner.alternatives import Alternative
 from holdfast.runner.plan_fit import Wish
 from holdfast.runner.target import Target, gpu_target
@@ -27,11 +26,7 @@ def blueprint(name: str) -> Blueprint:
 
 def wish(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> Wish:
     """A wish; options that no config has go beside it."""
-    beside = {
-        key: options.pop(key)
-        for key in ("tensor_parallel_size", "quantization", "kv_format", "staging")
-        if key in options
-    }
+    beside = {key: options.pop(key) for key in ("tensor_parallel_size", "quantization", "staging") if key in options}
     return Wish(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
 
 
@@ -45,10 +40,6 @@ def changed(wish: Wish, alternative: Alternative) -> Wish:
         return wish._replace(quantization=value)
     if option == "tensor_parallel_size":
         return wish._replace(tensor_parallel_size=int(value))
-    if option == "kv_cache_dtype" and value in PLANNED_KV_FORMATS:
-        return wish._replace(kv_format=value)
-    if option == "kv_cache_dtype":
-        wish = wish._replace(kv_format=None)
     typed: object = value or None
     if option in NUMBERS:
         typed = int(value)

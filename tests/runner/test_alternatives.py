@@ -1,17 +1,21 @@
 """What would fit instead: every advice works, one is the smallest, and the order is the one that is promised."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.memory.gpus import GPUS
+from holdfast.models.blueprint import spec_blueprint
 from holdfast.models.blueprint_weights import QUANTIZATIONS
-from holdfast.quant.formats import PLANNED_KV_FORMATS
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.alternatives import alternatives, list_alternatives, smallest_change
 from holdfast.runner.plan_fit import Wish, find_fit, try_fit
 from holdfast.runner.target import memory_target
-from runner.planning import A100, GIB, H200, HOST, RTX4090, changed, wish
+from runner.planning import A100, GIB, H200, HOST, RTX4090, blueprint, changed, wish
 
+CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]
 WISHES = st.builds(
     lambda name, gib, length, seqs, tokens, util, limit: wish(
         name,
@@ -92,7 +96,8 @@ def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None
     for item in listed:
         by_option.setdefault(item.option, []).append(item.value)
     assert by_option["max_model_len"] == ["40960", "32768"]
-    assert by_option["kv_cache_dtype"] == list(PLANNED_KV_FORMATS)
+    assert by_option["kv_cache_dtype"] == CODED
+    assert not [item for item in listed if item.option == "kv_cache_dtype" and item.not_in_this_version]
     assert by_option["quantization"] == list(QUANTIZATIONS)
     assert by_option["tensor_parallel_size"] == ["2", "4", "8"]
     assert len(by_option["gpu"]) == 3
@@ -101,12 +106,39 @@ def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None
 
 
 def test_what_is_already_so_is_no_change() -> None:
-    listed = list_alternatives(wish("Qwen3-8B", H200, kv_format="fp8", quantization="int8", tensor_parallel_size=4))
+    listed = list_alternatives(
+        wish("Qwen3-8B", H200, kv_cache_dtype="fp8", quantization="int8", tensor_parallel_size=4)
+    )
     values = {(item.option, item.value) for item in listed}
     assert ("kv_cache_dtype", "fp8") not in values
     assert ("quantization", "int8") not in values
     assert {value for option, value in values if option == "tensor_parallel_size"} == {"8"}
     assert ("kv_cache_dtype", "bfloat16") in values
+
+
+def test_fewer_bits_are_offered_one_after_the_other() -> None:
+    """Requests of which none may be shorter: pages in fewer bits are the smallest change."""
+    for length, name in ((70_000, "fp8"), (110_000, "turboquant_k8v4"), (150_000, "turboquant_4bit_nc")):
+        wanted = wish("Qwen3-8B", RTX4090, max_model_len=length, memory_utilization=0.98, max_num_batched_tokens=64)
+        offered = [item for item in list_alternatives(wanted) if item.option == "kv_cache_dtype"]
+        assert [item.value for item in offered] == CODED
+        first = next(item for item in offered if item.fits)
+        assert first.value == name, length
+        assert first.kv_tokens == find_fit(changed(wanted, first)).kv_tokens
+
+
+def test_what_contradicts_another_option_is_not_offered() -> None:
+    """Protected layers in fp8 are no wider than pages in fp8, or in bfloat16."""
+    wanted = wish("Qwen3-8B", H200, kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=6)
+    values = [item.value for item in list_alternatives(wanted) if item.option == "kv_cache_dtype"]
+    assert values == ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc"]
+
+
+def test_heads_that_cannot_be_coded_are_not_offered_codes() -> None:
+    odd = blueprint("Qwen3-8B").spec
+    assert odd is not None
+    wanted = wish()._replace(blueprint=spec_blueprint(replace(odd, head_dim=120), "odd"))
+    assert not [item for item in list_alternatives(wanted) if item.option == "kv_cache_dtype"]
 
 
 def test_latents_are_not_offered_formats_by_head() -> None:

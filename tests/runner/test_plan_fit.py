@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.cache.padding import kv_padding_term
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
+from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.quant.formats import KV_FORMATS, PLANNED_KV_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.runner.plan_fit import Wish, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
 from holdfast.runner.target import memory_target
 from runner.planning import A100, GIB, H200, HOST, RTX4090, blueprint, wish
@@ -33,29 +35,129 @@ def test_a_plan_of_a_model_that_runs() -> None:
 
 
 def test_a_plan_of_a_model_that_does_not_run() -> None:
-    plan = fit_runner(wish("DeepSeek-V4-Flash", memory_target("400GiB"), kv_format="fp8", max_model_len=100_000))
+    plan = fit_runner(wish("DeepSeek-V4-Flash", memory_target("400GiB"), kv_cache_dtype="fp8", max_model_len=100_000))
     assert plan.cache is None
     assert plan.declaration is None
     assert plan.attention_specs == ()
     assert plan.kv_bytes_per_token == Fraction(15401, 4)
     assert plan.memory.page_bytes == 61604
     assert plan.kv_bytes_per_sequence == blueprint("DeepSeek-V4-Flash").kv_bytes_per_sequence("fp8")
-    assert len(plan.not_in_this_version) == 2
+    assert len(plan.not_in_this_version) == 1
+    assert plan.resolved.limits.page_tokens == 16
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@pytest.mark.parametrize("kv_format", [*KV_FORMATS, *PLANNED_KV_FORMATS])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_every_model_in_every_format(name: str, kv_format: str) -> None:
-    wanted = wish(name, memory_target("2TiB"), kv_format=kv_format, max_model_len=2048)
-    if blueprint(name).anatomy.unsupported_format(settle(wish(kv_format=kv_format))[1].kv_format) is not None:
-        with pytest.raises(ConfigError, match="this model keeps"):
+    wanted = wish(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
+    if blueprint(name).anatomy.unsupported_format(KV_FORMATS[kv_format]) is not None:
+        with pytest.raises(ConfigError, match=r"this model keeps .*; try bfloat16 or fp8"):
             fit_runner(wanted)
         return
-    plan = fit_runner(wanted)
-    assert plan.kv_bytes_per_token == blueprint(name).kv_bytes_per_token(kv_format)
+    model, plan = blueprint(name), fit_runner(wanted)
+    num_wide = len(plan.resolved.protected.layers)
+    narrow, wide = (model.kv_bytes_per_token(each) / model.num_layers for each in (kv_format, "fp8"))
+    assert plan.kv_bytes_per_token == (model.num_layers - num_wide) * narrow + num_wide * wide
     if plan.cache is not None:
+        assert num_wide == DEFAULT_PROTECTED_LAYERS.get(kv_format, 0)
         assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
         assert plan.cache.bytes_per_page == plan.memory.page_bytes
+        assert plan.cache.page_tokens == (64 if KV_FORMATS[kv_format].is_coded else 16)
+    bare = fit_runner(wanted._replace(config=replace(wanted.config, kv_protected_layers=0)))
+    assert bare.kv_bytes_per_token == model.kv_bytes_per_token(kv_format)
+
+
+QWEN3_32B = {
+    "bfloat16": (262_144, 262_144),
+    "fp8": (64 * 8 * 260, 133_120),
+    "turboquant_k8v4": (64 * 8 * 196, 100_352),
+    "turboquant_4bit_nc": (64 * 8 * 132, 67_584),
+    "turboquant_k3v4_nc": (64 * 8 * 116, 59_392),
+    "turboquant_3bit_nc": (64 * 8 * 100, 51_200),
+}
+"""Bytes of a token without protected layers, twice."""
+MOST = {"turboquant_k8v4": 196, "turboquant_4bit_nc": 134, "turboquant_k3v4_nc": 118, "turboquant_3bit_nc": 102}
+"""What vLLM takes for a token and head of 128."""
+
+
+@pytest.mark.parametrize(("kv_format", "sizes"), QWEN3_32B.items())
+def test_bytes_of_a_token_by_hand(kv_format: str, sizes: tuple[int, int]) -> None:
+    def token_bytes(**options: object) -> Fraction:
+        plan = fit_runner(wish("Qwen3-32B", H200, kv_cache_dtype=kv_format, **options))
+        assert plan.cache is not None
+        assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
+        return plan.kv_bytes_per_token
+
+    assert token_bytes(kv_protected_layers=0) == sizes[0] == sizes[1]
+    assert sizes[0] <= 64 * 8 * MOST.get(kv_format, 512)
+    per_layer = sizes[0] // 64
+    if KV_FORMATS[kv_format].is_coded:
+        in_bfloat16 = token_bytes(kv_protected_layers=4, kv_protected_dtype="auto")
+        assert in_bfloat16 == 60 * per_layer + 4 * 8 * 512
+    if kv_format.startswith("turboquant"):
+        assert token_bytes(kv_protected_layers=4) == 60 * per_layer + 4 * 8 * 260
+        assert token_bytes(kv_protected_layers="3,9,10") == 61 * per_layer + 3 * 8 * 260
+        assert token_bytes(kv_protected_layers=64) == 64 * 8 * 260
+
+
+def test_a_whole_model_in_k8v4_holds_what_an_h200_should() -> None:
+    plan = fit_runner(wish("Qwen3-32B", H200, kv_cache_dtype="turboquant_k8v4", memory_utilization=0.98))
+    assert plan.kv_tokens >= 720_000
+    assert plan.kv_tokens == 64 * plan.memory.num_pages
+    assert plan.not_in_this_version == ()
+
+
+def test_other_layers_in_the_wider_format_take_as_much() -> None:
+    plan = fit_runner(wish("Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc"))
+    assert plan.cache is not None
+    assert plan.resolved.protected.is_open
+    moved = plan.with_protected((3, 7, 8, 20), "made up")
+    assert moved.cache is not None
+    names = [layer.format.name for layer in moved.cache.layers]
+    assert [layer for layer, name in enumerate(names) if name == "fp8"] == [3, 7, 8, 20]
+    assert names.count("turboquant_3bit_nc") == 24
+    assert [spec.cache for spec in moved.attention_specs] == list(moved.cache.layers)
+    assert [(spec.window, spec.num_heads) for spec in moved.attention_specs] == [
+        (spec.window, spec.num_heads) for spec in plan.attention_specs
+    ]
+    assert moved.cache.bytes_per_page == plan.cache.bytes_per_page == moved.memory.page_bytes
+    assert kv_padding_term(moved.cache) == kv_padding_term(plan.cache)
+    assert moved.memory is plan.memory
+    assert not moved.resolved.protected.is_open
+    with pytest.raises(AssertionError, match="were not planned for"):
+        plan.with_protected((3, 7), "fewer")
+
+
+MIXED = st.builds(
+    lambda name, kv_format, layers, page: wish(
+        name, H200, kv_cache_dtype=kv_format, kv_protected_layers=layers, kv_protected_dtype="auto", page_tokens=page
+    ),
+    st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen2.5-0.5B-Instruct"]),
+    st.sampled_from([name for name, value in KV_FORMATS.items() if value.is_coded]),
+    st.none()
+    | st.integers(0, 24)
+    | st.lists(st.integers(0, 23), min_size=2, max_size=9, unique=True).map(lambda found: ",".join(map(str, found))),
+    st.sampled_from([None, 1, 16, 64]),
+)
+
+
+@given(MIXED, st.integers(1, 3))
+@settings(max_examples=60)
+def test_pages_of_any_mix_take_what_was_planned(wanted: Wish, num_pages: int) -> None:
+    """What the arena of the pages takes is pages times the page, and padding no more than its term."""
+    layout, resolved = settle(wanted)
+    plan = fit_runner(wanted)
+    assert plan.cache is not None
+    padding = sum(term.num_bytes for term in plan.memory.terms if term.owner == "kv pages/padding")
+    assert padding == kv_padding_term(plan.cache).num_bytes
+    assert plan.cache.bytes_per_page == layout.page_bytes(resolved) == plan.memory.page_bytes
+    specs = [
+        TensorSpec(plane.name, (num_pages * plan.cache.page_tokens, *plane.token_shape), plane.dtype)
+        for layer in plan.cache.layers
+        for plane in layer.planes
+    ]
+    unused = arena_bytes(specs) - num_pages * plan.memory.page_bytes
+    assert 0 <= unused <= padding
 
 
 MODELS = st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen3-8B", "OPT-125m", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
@@ -180,9 +282,9 @@ def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
     ("options", "words"),
     [
         ({}, ()),
-        ({"quantization": "none", "kv_format": "float16"}, ()),
+        ({"quantization": "none", "kv_cache_dtype": "float16"}, ()),
+        *(({"kv_cache_dtype": name}, ()) for name in KV_FORMATS),
         ({"quantization": "fp8"}, ("weights in fp8 are not in this version",)),
-        ({"kv_format": "fp8"}, ("KV pages in fp8 are not in this version",)),
         ({"tensor_parallel_size": 2}, ("tensor parallelism is not in this version",)),
         ({"name": "Qwen3-30B-A3B"}, ("mixtures of experts are not in this version",)),
     ],

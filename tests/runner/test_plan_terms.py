@@ -1,15 +1,20 @@
 """Terms by owner and phase: each from shapes, none forgotten, none counted twice."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.attention.declarations import TritonPagedDeclaration
-from holdfast.attention.spec import StepBounds
+from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.config import EngineConfig
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
+from holdfast.models.blueprint import spec_blueprint
 from holdfast.models.blueprint_weights import QUANTIZATIONS
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.batch_terms import batch_terms
 from holdfast.runner.graph_terms import graph_term
-from holdfast.runner.plan_fit import settle
+from holdfast.runner.plan_fit import Wish, settle
 from holdfast.runner.plan_terms import (
     COLLECTIVE_BYTES,
     LIBRARY_BYTES,
@@ -19,7 +24,10 @@ from holdfast.runner.plan_terms import (
     list_needs,
 )
 from holdfast.runner.sampling_terms import PROMPT_ROWS, sampling_terms
-from runner.planning import H200, HOST, wish
+from holdfast.runner.target import Target
+from runner.planning import H200, HOST, blueprint, wish
+
+NARROW = "turboquant_4bit_nc"
 
 
 def needs(*args, **options) -> Needs:
@@ -102,9 +110,15 @@ def test_logits_of_prompts_want_some_rows_even_for_one_sequence(num_seqs: int, r
 
 def test_planes_that_need_padding_say_so() -> None:
     assert "kv pages/padding" not in by_owner(needs("Qwen3-8B", H200))
-    padding = by_owner(needs("Qwen3-8B", H200, kv_format="turboquant_3bit_nc", page_tokens=1))["kv pages/padding"]
-    # Of a page, k_codes and v_codes have 8 * 48 bytes, and the three others 16: 128 and 240 may be lost behind each.
-    assert padding.num_bytes == 36 * (2 * 128 + 3 * 240)
+    narrow = {"kv_cache_dtype": "turboquant_3bit_nc", "page_tokens": 1}
+    # Of a page, codes have 8 * 32 bytes, sign bits 8 * 16 and scales 16: none, 128 and 240 may be lost behind each.
+    padding = by_owner(needs("Qwen3-8B", H200, **narrow, kv_protected_layers=0))["kv pages/padding"]
+    assert padding.num_bytes == 36 * 2 * (0 + 128 + 240)
+    # In fp8, codes have 8 * 128.
+    mixed = by_owner(needs("Qwen3-8B", H200, **narrow, kv_protected_layers=4))["kv pages/padding"]
+    assert mixed.num_bytes == 32 * 2 * (128 + 240) + 4 * 2 * 240
+    assert mixed.reason.count("layers, each with") == 2
+    assert "kv pages/padding" not in by_owner(needs("Qwen3-8B", H200, kv_cache_dtype="turboquant_3bit_nc"))
 
 
 def test_what_a_sequence_keeps_whatever_its_length() -> None:
@@ -130,12 +144,60 @@ def test_scratch_of_a_backend_is_part_of_attention() -> None:
     assert set(found.declaration.terms(specs, StepBounds(256, 8192, 16))) <= set(found.terms)
 
 
-@pytest.mark.parametrize(("target", "name"), [(H200, "triton_paged"), (HOST, "torch_paged")])
-@pytest.mark.parametrize("kv_format", ["fp8", "turboquant_k8v4"])
-def test_pages_that_nobody_reads_yet_are_planned_as_the_best_backend_s(target, name: str, kv_format: str) -> None:
-    declaration = needs(target=target, kv_format=kv_format).declaration
-    assert declaration is not None
-    assert declaration.name == name
+@pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_coded])
+def test_whoever_reads_coded_pages_takes_every_layer(target: Target, kv_format: str) -> None:
+    for options in ({}, {"kv_protected_layers": 3, "kv_protected_dtype": "auto"}):
+        layout, resolved = settle(wish("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
+        found, cache, heads = list_needs(layout, resolved), layout.cache(resolved), layout.heads()
+        assert found.declaration is not None
+        assert cache is not None
+        assert heads is not None
+        specs = [layout.attention_spec(resolved, layer, heads) for layer in cache.layers]
+        assert [reason for spec in specs if (reason := found.declaration.unsupported(spec)) is not None] == []
+        limits = resolved.limits
+        bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+        assert set(found.declaration.terms(specs, bounds)) <= set(found.terms), "one layer of each kind stands for all"
+
+
+class Asked:
+    """A declaration that takes everything, and remembers which layers it was asked about."""
+
+    name, can_be_captured, can_be_invariant = "asked", False, False
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[str, int | None]] = []
+
+    def unsupported(self, spec: AttentionSpec) -> None:
+        self.layers.append((spec.cache.format.name, spec.window))
+
+    def scratch(self, specs, bounds):
+        return ()
+
+    terms = scratch
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "layers"),
+    [
+        ({}, {"kv_protected_layers": 0}, [(NARROW, None), (NARROW, 8)]),
+        ({}, {"kv_protected_layers": 2}, [("fp8", None), (NARROW, None), (NARROW, 8), ("fp8", 8)]),
+        ({}, {"kv_protected_layers": "2,3"}, [(NARROW, None), ("fp8", 8)]),
+        ({"qkv_bias": True}, {"kv_protected_layers": "2,3"}, [(NARROW, None), ("fp8", 8)]),
+        ({"qkv_bias": True}, {"kv_protected_layers": 1}, [("fp8", None), (NARROW, None), ("fp8", 8), (NARROW, 8)]),
+    ],
+    ids=["one format", "both ends", "a list", "a list in spite of biases", "any layer may be protected"],
+)
+def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, layers) -> None:
+    """Two layers without a window, two with one."""
+    spec = blueprint("Qwen3-8B").spec
+    assert spec is not None
+    spec = replace(spec, num_layers=4, sliding_windows=(None, None, 8, 8), **changes)
+    asked = Asked()
+    monkeypatch.setattr("holdfast.attention.declarations.DECLARATIONS", (asked,))
+    config = EngineConfig(kv_cache_dtype=NARROW, **options)
+    list_needs(*settle(Wish(config, spec_blueprint(spec, "x"), H200)))
+    assert asked.layers == layers
 
 
 def test_windows_are_kept_apart() -> None:

@@ -9,6 +9,7 @@ from holdfast.errors import ConfigError
 from holdfast.models.blueprint import read_blueprint, spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.resolve import CPU_KV_BYTES, Resolved, resolve
 from holdfast.runner.target import Target
 
@@ -97,6 +98,55 @@ def test_what_is_asked_is_taken_and_needs_no_reason() -> None:
     assert not resolved.may_shorten
     assert (resolved.budget_bytes, resolved.max_kv_bytes) == (2 * GIB, 1024**2)
     assert reasons(resolved) == {"memory": ("2.00 GiB", "memory_limit")}
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_every_format_is_taken(name: str) -> None:
+    resolved = settle(kv_cache_dtype=name)
+    assert resolved.kv_format is KV_FORMATS[name]
+    assert "kv_cache_dtype" not in reasons(resolved)
+
+
+def test_pages_of_coded_formats_are_a_tile_unless_somebody_says_otherwise() -> None:
+    resolved = settle(kv_cache_dtype="fp8")
+    assert resolved.limits.page_tokens == 64
+    assert reasons(resolved)["page_tokens"] == ("64", "attention over coded pages works in tiles of 64 tokens")
+    asked = settle(kv_cache_dtype="fp8", block_size=16)
+    assert asked.limits.page_tokens == 16
+    assert "page_tokens" not in reasons(asked)
+    latent = resolve(EngineConfig(kv_cache_dtype="fp8"), read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), FREE)
+    assert latent.limits.page_tokens == 16, "nothing is coded by head there"
+
+
+def test_protected_layers_are_a_choice_with_a_reason() -> None:
+    deep = replace(SPEC, num_layers=30)
+    assert reasons(settle(deep, kv_cache_dtype="turboquant_4bit_nc"))["kv_protected_layers"] == (
+        "4",
+        "the default of turboquant_4bit_nc; kept in fp8: the first and the last (0,1,28,29)",
+    )
+    assert settle(deep, kv_cache_dtype="turboquant_4bit_nc").protected.layers == (0, 1, 28, 29)
+    assert "kv_protected_layers" not in reasons(settle(deep)), "plain pages protect nothing"
+
+
+def test_other_layers_replace_the_choice() -> None:
+    resolved = settle(replace(SPEC, num_layers=30, qkv_bias=True), kv_cache_dtype="turboquant_4bit_nc")
+    protected = resolved.protected._replace(layers=(3, 4, 5, 6), reason="made up")
+    other = resolved.with_protected(protected)
+    assert other.protected is protected
+    assert reasons(other)["kv_protected_layers"] == ("3,4,5,6", "made up")
+    assert len(other.choices) == len(resolved.choices)
+
+
+@pytest.mark.parametrize("name", [name for name, value in KV_FORMATS.items() if value.is_coded])
+def test_heads_that_cannot_be_coded_are_told_what_works(name: str) -> None:
+    odd = replace(SPEC, head_dim=72)
+    with pytest.raises(ConfigError) as caught:
+        settle(odd, kv_cache_dtype=name)
+    assert str(caught.value) == (
+        f"kv_cache_dtype={name} was asked; head_dim is 72, and heads of a multiple of 16 elements can be coded; "
+        "try bfloat16"
+    )
+    assert settle(odd, kv_cache_dtype="bfloat16").kv_format.name == "bfloat16"
 
 
 def test_shares_of_a_gpu() -> None:

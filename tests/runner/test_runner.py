@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from holdfast.config import Limits
+from holdfast.errors import WorkspaceError
 from holdfast.kernels import skinny_linear, tiled_attention
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
@@ -231,3 +232,39 @@ def test_every_form_that_a_kernel_takes_is_warmed(model, monkeypatch):
         assert any(size > border for size in sizes), f"beyond {border} rows"
     assert skinny_linear.MAX_ROWS in sizes, "a multiple of 16 is compiled apart"
     assert 64 in sizes, "the largest step"
+
+
+def test_the_logits_of_every_row_come_without_a_choice(rig):
+    """The same bits as those that prompt log-probabilities are made of, and the sampler is not asked."""
+    tokens = make_sequence(1, 100, 0, prompt_logprobs=0)
+    run(rig, (tokens, 0, 100))
+    asked = rig.logits[1]
+    rig.sampler.sampled.clear()
+    rig.sampler.prompt.clear()
+    other = make_sequence(1, 100, 40)
+    pieces = []
+    for start, end in ((0, 60), (60, 100)):
+        rig.poison()
+        hidden_TH = rig.runner.hidden_rows(Step((ScheduledSequence(other, start, end - start),)))
+        assert hidden_TH.shape[0] == end - start
+        pieces += [rig.runner.row_logits(rows_RH).clone() for rows_RH in hidden_TH.split(PROMPT_ROWS // 3)]
+    found_TV = torch.cat(pieces)
+    assert found_TV.shape == (100, VOCAB)
+    assert all(close(asked[position], found_TV[position]) for position in range(100))
+    assert rig.sampler.sampled == rig.sampler.prompt == []
+
+
+def test_rows_of_padding_are_not_among_those_that_are_given(model):
+    rig, plain = (Rig(model, "torch_paged", LIMITS, num_pages=100, min_rows=rows) for rows in (16, 1))
+    step = Step((ScheduledSequence(make_sequence(1, 5, 0), 0, 5),))
+    padded_TH, alone_TH = rig.runner.hidden_rows(step), plain.runner.hidden_rows(step)
+    assert padded_TH.shape == alone_TH.shape
+    assert close(padded_TH, alone_TH)
+
+
+def test_more_rows_than_are_planned_are_refused(rig):
+    hidden_TH = rig.runner.hidden_rows(
+        Step((ScheduledSequence(make_sequence(1, PROMPT_ROWS + 1, 0), 0, PROMPT_ROWS + 1),))
+    )
+    with pytest.raises(WorkspaceError, match="head"):
+        rig.runner.row_logits(hidden_TH)

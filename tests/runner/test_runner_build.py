@@ -2,17 +2,21 @@
 
 import gc
 import logging
+import math
 import re
 import weakref
 from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.attention.spec import AttentionSpec
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import aligned
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.build import BuiltRunner
@@ -21,11 +25,16 @@ from loading.tiny_models import FAMILIES
 from runner.tiny_runners import held_storages
 
 MIB = 1024**2
+ODD_HEADS = ("llama_bias", "llama_tied")
+"""Heads of 24 and of 8 elements."""
 SETTINGS = {
     "native": {"kv_cache_dtype": "float32"},
     "torch": {"kv_cache_dtype": "float16"},
     "half": {"dtype": "bfloat16"},
     "one of everything": {"max_num_seqs": 1, "max_num_batched_tokens": 1, "page_tokens": 1, "max_model_len": 1},
+    "fp8": {"kv_cache_dtype": "fp8", "page_tokens": None},
+    "mixed": {"kv_cache_dtype": "turboquant_3bit_nc", "page_tokens": None},
+    "mixed with plain": {"kv_cache_dtype": "turboquant_4bit_nc", "kv_protected_dtype": "auto", "page_tokens": 1},
     "many": {"max_num_seqs": 70, "max_num_batched_tokens": 300, "page_tokens": 16, "max_model_len": 200},
 }
 
@@ -34,7 +43,12 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     """Owner by owner; pages, whose planes may end between two aligned places, to what aligning them can cost."""
-    built = build(family, **({"max_model_len": 60} | SETTINGS[settings]))
+    options = {"max_model_len": 60} | SETTINGS[settings]
+    if is_coded(options) and family in ODD_HEADS:
+        with pytest.raises(ConfigError, match="multiple of 16 elements can be coded; try bfloat16"):
+            build(family, readable=False, **options)
+        return
+    built = build(family, **options)
     held = held_by_owner(built.ledger)
     terms = [term for term in built.plan.memory.terms if "serve" in term.phases and term.group != "sampling"]
     planned = {term.owner: term.num_bytes for term in terms}
@@ -44,6 +58,10 @@ def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     assert built.plan.memory.kv_bytes <= kv_bytes <= built.plan.memory.kv_bytes + padding_bytes
     own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs  # the sampler's, part of its results
     assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
+
+
+def is_coded(options: dict) -> bool:
+    return KV_FORMATS[options.get("kv_cache_dtype", "float32")].is_coded
 
 
 def held_by_owner(ledger: Ledger) -> dict[str, int]:
@@ -207,6 +225,69 @@ def test_backends_follow_formats(build):
     require_native()
     assert build(max_model_len=64).plan.declaration.name == "native_paged"
     assert build(max_model_len=64, kv_cache_dtype="bfloat16").plan.declaration.name == "torch_paged"
+
+
+@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_coded])
+def test_pages_of_coded_formats(build, kv_format):
+    built = build("qwen3", kv_cache_dtype=kv_format, page_tokens=None, max_model_len=100)
+    assert built.runner.limits.page_tokens == 64
+    names = [spec.cache.format.name for spec in built.plan.attention_specs]
+    num_wide = min(DEFAULT_PROTECTED_LAYERS[kv_format], 1)
+    assert names == ["fp8"] * num_wide + [kv_format] * (3 - num_wide)
+    per_token = sum(KV_FORMATS[name].bytes_per_token(2, 32) for name in names)
+    assert built.plan.memory.page_bytes == 64 * per_token
+
+
+def test_weights_say_which_layers_are_protected(build, caplog):
+    """The layers with the largest key biases of the checkpoint, as many as were planned for; the log tells why."""
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        built = build("qwen2_window", kv_cache_dtype="turboquant_4bit_nc", max_model_len=64, page_tokens=None)
+    weights = load_file(build.folder / "qwen2_window" / "model.safetensors")
+    norms = [weights[f"model.layers.{layer}.self_attn.k_proj.bias"].norm().item() for layer in range(3)]
+    largest = norms.index(max(norms))
+    assert_protected(built, (largest,))
+    planned = (
+        "kv_protected_layers=1 because half of the layers, 4 would be more; kept in fp8: those with the largest key"
+    )
+    assert planned in caplog.text
+    assert (
+        f"kv_protected_layers={largest}, because their key biases are the largest, {max(norms):.3g} to" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("norms", [[1.0, 1.0, 50.0], [0.0, 3.0, 2.0], [9.0, 3.0, math.nan]])
+@pytest.mark.parametrize("count", [1, 2])
+def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count):
+    monkeypatch.setattr("holdfast.runner.build.key_bias_norms", lambda weights, spec: norms)
+    options = {"kv_cache_dtype": "turboquant_k3v4_nc", "kv_protected_dtype": "auto", "kv_protected_layers": count}
+    built = build("qwen2_window", **options, max_model_len=64)
+    sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
+    expected = sorted(sorted(range(3), key=lambda layer: -sizes[layer])[:count])
+    if norms[:2] == [1.0, 1.0] and count == 2:
+        expected = [0, 2]
+    assert_protected(built, tuple(expected), "float32")
+
+
+def test_layers_that_were_listed_are_protected_whatever_the_weights_say(build):
+    built = build("qwen2_window", kv_cache_dtype="turboquant_k8v4", kv_protected_layers="0,2", max_model_len=64)
+    assert_protected(built, (0, 2))
+    assert "kv_protected_layers" not in {choice.name for choice in built.plan.resolved.choices}
+
+
+def assert_protected(built: BuiltRunner, layers: tuple[int, ...], kv_format: str = "fp8") -> None:
+    """In the plan, in what attention is told, and in the pages that are there."""
+    plan = built.plan
+    assert plan.resolved.protected.layers == layers
+    assert plan.cache is not None
+    assert [spec.cache for spec in plan.attention_specs] == list(plan.cache.layers)
+    wide = tuple(layer.layer for layer in plan.cache.layers if layer.format.name == kv_format)
+    assert wide == layers
+    held = [entry for entry in built.ledger if entry.owner.startswith("kv pages/")]
+    names = [entry.owner.partition("/")[2] for entry in held]
+    assert names == [f"{each.layer}.attention.{plane.name}" for each in plan.cache.layers for plane in each.planes]
+    tokens = plan.kv_tokens
+    sizes = [aligned(tokens * plane.bytes_per_token) for each in plan.cache.layers for plane in each.planes]
+    assert [entry.num_bytes for entry in held] == sizes
 
 
 def test_windows_reach_their_layers(build):

@@ -16,7 +16,9 @@ def test_a_plan() -> None:
     plan = plan_runner(EngineConfig(), blueprint("Qwen3-8B"), H200)
     assert isinstance(plan, RunnerPlan)
     assert plan.kv_tokens > 700_000
-    assert plan_runner(EngineConfig(), blueprint("Qwen3-8B"), H200, kv_format="fp8").kv_tokens > 1.9 * plan.kv_tokens
+    coded = plan_runner(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200)
+    assert coded.kv_tokens > 1.9 * plan.kv_tokens
+    assert coded.not_in_this_version == ()
 
 
 @pytest.mark.parametrize(

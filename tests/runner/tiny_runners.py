@@ -43,7 +43,7 @@ class TinyBuilder:
     """build(family, readable=..., on_progress=..., max_position=..., **options) -> a runner and its account."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ class TinyBuilder:
         max_position: int | None = None,
         **options,
     ) -> BuiltRunner:
-        path = self._folder / family
+        path = self.folder / family
         if not path.exists():
             path.mkdir()
             save_tiny(family, path)
@@ -81,7 +81,8 @@ def held_storages(root: object) -> dict[int, int]:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            if storage.nbytes():  # empty ones are all at address 0
+                found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             waiting += item.values()
         elif isinstance(item, list | tuple | set | frozenset):

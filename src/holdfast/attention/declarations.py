@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.errors import UnsupportedModelError
@@ -16,7 +17,13 @@ SPLIT_ROWS = 1024
 MIN_SPLIT_TOKENS = 256
 TILE_FIELDS = 8
 QUERY_ROWS = 128
-"""Rows of queries times heads of a group in one tile of a prefill."""
+"""Rows of queries times heads of a group in one tile of a prefill over plain pages."""
+CODED_QUERY_ROWS = 64
+"""The same over coded pages; lists have room for tiles of this height, and kernels may take higher ones."""
+CODED_HEADS = 16
+"""Coded heads are multiples of this."""
+CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
+"""Tables of plain torch by bits: two coordinates for every byte, or four for every 12 bits, in float32."""
 MAX_MASK_ROWS = 128
 MASK_ELEMENTS = 2**22
 """The mask template of plain torch holds block rows x context; longer contexts take lower blocks, not more memory."""
@@ -47,7 +54,7 @@ class NativePagedDeclaration:
 
 
 class TritonPagedDeclaration:
-    """Triton kernels over half-precision pages on a GPU."""
+    """Triton kernels over half-precision and coded pages on a GPU."""
 
     name = "triton_paged"
     can_be_captured = True
@@ -56,15 +63,15 @@ class TritonPagedDeclaration:
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
-        planes = {plane.name: plane.dtype for plane in spec.cache.planes}
-        if planes.keys() != {"k", "v"}:
-            return f"the format {spec.cache.format.name} is not plain keys and values"
-        if set(planes.values()) != {spec.dtype}:
+        if half_coded := _half_coded(spec):
+            return half_coded
+        if not spec.cache.format.is_coded and {plane.dtype for plane in spec.cache.planes} != {spec.dtype}:
             return f"pages must be {spec.dtype}, the type of the queries"
         if spec.dtype not in ("float16", "bfloat16"):
             return f"it computes in half precision, not in {spec.dtype}"
-        if spec.cache.head_dim > 256 or spec.cache.head_dim % 8:
-            return f"head_dim is {spec.cache.head_dim}, and a multiple of 8 up to 256 is computed"
+        unit = CODED_HEADS if spec.cache.format.is_coded else 8
+        if spec.cache.head_dim > 256 or spec.cache.head_dim % unit:
+            return f"head_dim is {spec.cache.head_dim}, and a multiple of {unit} up to 256 is computed"
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
         if spec.num_heads // spec.cache.num_kv_heads > QUERY_ROWS:
@@ -83,17 +90,20 @@ class TritonPagedDeclaration:
         )
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
-        tiles, num_windows = max_tiles(specs, bounds), len({spec.window for spec in specs})
-        list_bytes = bytes_for("int32", (num_windows, tiles + 1, TILE_FIELDS))
-        row_bytes = bytes_for("int32", (num_windows, bounds.max_num_rows, 2))
+        kinds, windows = tile_kinds(specs), {spec.window for spec in specs}
+        num_tiles = sum(max_tiles(kind, specs[0].max_model_len, bounds) for kind in kinds)
+        num_lists, num_list_tiles = len(kinds) * len(windows), len(windows) * num_tiles
+        list_bytes = bytes_for("int32", (num_list_tiles + num_lists, TILE_FIELDS))
+        row_bytes = bytes_for("int32", (num_lists, bounds.max_num_rows, 2))
         return (
-            Term("attention/tiles", list_bytes, f"{tiles} tiles of a step's work, for {num_windows} windows"),
+            Term("attention/tiles", list_bytes, f"{num_list_tiles} tiles of a step's work, in {num_lists} lists"),
             Term("attention/rows", row_bytes, "where each row's partial results lie"),
+            *rotation_terms(specs),
         )
 
 
 class TorchPagedDeclaration:
-    """Plain torch over any plain pages, anywhere."""
+    """Plain torch over any pages, anywhere."""
 
     name = "torch_paged"
     can_be_captured = False
@@ -102,8 +112,9 @@ class TorchPagedDeclaration:
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
-        missing = {"k", "v"} - {plane.name for plane in spec.cache.planes}
-        return f"the format {spec.cache.format.name} keeps no plain {' or '.join(sorted(missing))}" if missing else None
+        if spec.cache.format.is_coded and spec.cache.head_dim % CODED_HEADS:
+            return f"head_dim is {spec.cache.head_dim}, and coded heads are multiples of {CODED_HEADS}"
+        return _half_coded(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
         return ()
@@ -112,7 +123,17 @@ class TorchPagedDeclaration:
         rows, max_model_len = mask_rows(specs[0].max_model_len), specs[0].max_model_len
         num_windows = len({spec.window for spec in specs})
         mask_bytes = num_windows * rows * (max_model_len + rows) * DTYPE_BYTES[specs[0].dtype]
-        return (Term("attention/masks", mask_bytes, f"{num_windows} templates of {rows} rows"),)
+        masks = Term("attention/masks", mask_bytes, f"{num_windows} templates of {rows} rows")
+        codes = {
+            (spec.cache.format.key_bits, spec.cache.format.value_bits, spec.cache.head_dim)
+            for spec in specs
+            if spec.cache.format.is_coded
+        }
+        if not codes:
+            return (masks,)
+        table_bytes = sum(code_table_bytes(key_bits or 8, value_bits or 8, dim) for key_bits, value_bits, dim in codes)
+        tables = Term("attention/codes", table_bytes, "what every code stands for, and where its coordinates lie")
+        return (masks, tables, *rotation_terms(specs))
 
 
 DECLARATIONS: tuple[BackendDeclaration, ...] = (
@@ -158,9 +179,67 @@ def split_rows(max_model_len: int, bounds: StepBounds) -> int:
     return min(SPLIT_ROWS, bounds.max_num_rows * -(-max_model_len // MIN_SPLIT_TOKENS))
 
 
-def max_tiles(specs: Sequence[AttentionSpec], bounds: StepBounds) -> int:
+class TileKind(NamedTuple):
+    """What decides how a kernel wants its tiles."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_bits: int | None
+    """None: plain pages."""
+    value_bits: int | None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> "TileKind":
+        """The kind of a layer."""
+        kv_format = spec.cache.format
+        return cls(spec.num_heads, spec.cache.num_kv_heads, kv_format.key_bits, kv_format.value_bits)
+
+
+def tile_kinds(specs: Sequence[AttentionSpec]) -> tuple[TileKind, ...]:
+    """The distinct kinds. Each has lists for every window of the model, whichever layers have it: formats may change places."""
+    return tuple(dict.fromkeys(TileKind.of(spec) for spec in specs))
+
+
+def max_tiles(kind: TileKind, max_model_len: int, bounds: StepBounds) -> int:
     """Tiles of the largest step: whole ones, the last one of each sequence, and one for each split."""
-    group = max(spec.num_heads // spec.cache.num_kv_heads for spec in specs)
-    rows_per_tile = max(1, QUERY_ROWS // group)
+    rows_per_tile = least_tile_rows(kind)
     tiles = -(-bounds.max_num_rows // rows_per_tile) + min(bounds.max_num_seqs, bounds.max_num_rows)
-    return tiles + split_rows(specs[0].max_model_len, bounds)
+    return tiles + split_rows(max_model_len, bounds)
+
+
+def least_tile_rows(kind: TileKind) -> int:
+    """Rows that a large tile takes at least."""
+    query_rows = QUERY_ROWS if kind.key_bits is None else CODED_QUERY_ROWS
+    return max(1, query_rows // (kind.num_heads // kind.num_kv_heads))
+
+
+def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
+    """The tables that coded layers rotate by (quant/rotation.py), one for each head dim among them."""
+    head_dims = rotated_head_dims(specs)
+    if not head_dims:
+        return ()
+    num_bytes = sum(bytes_for(specs[0].dtype, (head_dim + 1, head_dim)) for head_dim in head_dims)
+    return (Term("attention/rotation", num_bytes, f"heads of {', '.join(map(str, head_dims))} are coded rotated"),)
+
+
+def rotated_head_dims(specs: Sequence[AttentionSpec]) -> tuple[int, ...]:
+    """Head dims of the layers whose keys or values are coded rotated: all codes but those of 8 bits are."""
+    return tuple(
+        dict.fromkeys(
+            spec.cache.head_dim
+            for spec in specs
+            if min(spec.cache.format.key_bits or 8, spec.cache.format.value_bits or 8) < 8
+        )
+    )
+
+
+def code_table_bytes(key_bits: int, value_bits: int, head_dim: int) -> int:
+    """Of the tables of both, and two orders of coordinates."""
+    return CODE_TABLE_BYTES[key_bits] + CODE_TABLE_BYTES[value_bits] + 2 * bytes_for("int64", (head_dim,))
+
+
+def _half_coded(spec: AttentionSpec) -> str | None:
+    kv_format = spec.cache.format
+    if (kv_format.key_bits is None) == (kv_format.value_bits is None):
+        return None
+    return f"the format {kv_format.name} codes only one of keys and values"

@@ -8,7 +8,10 @@ import numpy as np
 import torch
 
 from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.layer_pages import LayerPages
 from holdfast.attention.plain_pages import PlainPages
+from holdfast.attention.spec import AttentionSpec
+from holdfast.cache.storage import PageStorage
 from holdfast.kernels.paged_attention import SEQUENCE_FIELDS, paged_attention
 
 
@@ -29,13 +32,16 @@ class NativePlan:
     wanted_rows_R: torch.Tensor | None
 
 
-class NativePagedAttention(PlainPages):
+class NativePagedAttention(LayerPages):
     """The backend."""
 
     name: ClassVar[str] = "native_paged"
 
-    def held_bytes(self) -> dict[str, int]:
-        return {}
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
+        super().__init__(specs, storage)
+        self._page_tokens = storage.spec.page_tokens
+        self._planes = [pages.planes for pages in self._pages if isinstance(pages, PlainPages)]
+        assert len(self._planes) == len(specs), "the C kernel reads plain pages"
 
     def plan(self, batch: Batch, captured: bool = False) -> NativePlan:
         if batch.logits is None:

@@ -33,3 +33,14 @@ class PagedRows:
             rows_LKD = pages_PBKD.flatten(0, 1).narrow(0, self.first_slot, self.num_tokens)
         rows_KLD = rows_LKD.permute(1, 0, 2)
         return rows_KLD if rows_KLD.dtype == dtype else rows_KLD.to(dtype)
+
+    def read_by_head(self, plane_PKtX: torch.Tensor) -> torch.Tensor:
+        """The tokens as [K, L, ...] of a plane whose pages lie head by head."""
+        page_tokens = plane_PKtX.shape[2]
+        if self.pages_P is None:
+            first_page, offset = divmod(self.first_slot, page_tokens)
+            pages_PKtX = plane_PKtX.narrow(0, first_page, -(-(offset + self.num_tokens) // page_tokens))
+        else:
+            offset = self.first_slot
+            pages_PKtX = plane_PKtX.index_select(0, self.pages_P)
+        return pages_PKtX.transpose(0, 1).flatten(1, 2).narrow(1, offset, self.num_tokens)

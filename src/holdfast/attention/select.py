@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.layer_pages import KeyMeans
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.torch_paged import TorchPagedAttention
@@ -18,9 +19,11 @@ def build_backend(
     bounds: StepBounds,
     num_sms: int,
     batch_invariant: bool,
+    k_means: KeyMeans | None = None,
 ) -> AttentionBackend[Any]:
-    """The backend over its storage."""
+    """The backend over its storage. `k_means`: what is subtracted from the keys of each layer before they are coded."""
     if declaration.name == TritonPagedAttention.name:
-        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant)
-    plain = {kind.name: kind for kind in (NativePagedAttention, TorchPagedAttention)}
-    return plain[declaration.name](specs, storage)
+        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant, k_means)
+    if declaration.name == TorchPagedAttention.name:
+        return TorchPagedAttention(specs, storage, k_means)
+    return {NativePagedAttention.name: NativePagedAttention}[declaration.name](specs, storage)

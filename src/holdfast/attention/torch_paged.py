@@ -1,14 +1,15 @@
-"""Attention over paged keys and values in plain torch, on any device and in any plain format.
+"""Attention over paged keys and values in plain torch, on any device and in any mix of formats.
 
     T rows of the step, H query heads, K key/value heads, G = H / K, D head dim, L stored tokens, n rows of a block
 
 Rows of a sequence are taken in blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
 torch's fused attention with one slice of a mask template does it, whatever the chunking. A lone row folds its G heads into
-the row dimension instead and needs no mask.
+the row dimension instead and needs no mask. Coded tokens become numbers again for as long as they are attended to.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 
 from holdfast.attention.batch import Batch, SequenceRows
 from holdfast.attention.declarations import mask_rows
+from holdfast.attention.layer_pages import KeyMeans, LayerPages
 from holdfast.attention.paged_rows import PagedRows
-from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
 
@@ -54,22 +55,23 @@ class TorchPlan:
     wanted_rows_R: torch.Tensor | None
 
 
-class TorchPagedAttention(PlainPages):
+class TorchPagedAttention(LayerPages):
     """The backend."""
 
     name: ClassVar[str] = "torch_paged"
 
-    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
-        super().__init__(specs, storage)
-        self._dtype = getattr(torch, specs[0].dtype)
-        self._device = self._planes[0][0].device
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage, k_means: KeyMeans | None = None) -> None:
+        super().__init__(specs, storage, k_means, is_read=True)
+        self._dtype: torch.dtype = getattr(torch, specs[0].dtype)
+        self._page_tokens = storage.spec.page_tokens
         self._max_model_len = specs[0].max_model_len
         self._block_rows = mask_rows(self._max_model_len)
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
         self._masks = {window: self._mask_template(window) for window in self._windows}
 
     def held_bytes(self) -> dict[str, int]:
-        return {"attention/masks": sum(mask_nX.nbytes for mask_nX in self._masks.values())}
+        mask_bytes = sum(mask_nX.nbytes for mask_nX in self._masks.values())
+        return {"attention/masks": mask_bytes, **super().held_bytes()}
 
     def plan(self, batch: Batch, captured: bool = False) -> TorchPlan:
         if batch.logits is None:
@@ -86,23 +88,23 @@ class TorchPagedAttention(PlainPages):
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        spec, (k_plane, v_plane) = self._specs[layer], self._planes[layer]
-        rows = plan.every
+        spec, pages, rows = self._specs[layer], self._pages[layer], plan.every
         if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
             rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
         num_rows, num_heads, head_dim = q_THD.shape
-        num_kv_heads = k_plane.shape[1]
-        q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        num_kv_heads = spec.cache.num_kv_heads
+        q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
         for sequence in rows[spec.window]:
-            k_KLD = sequence.rows.read(k_plane, self._page_tokens, self._dtype)
-            v_KLD = sequence.rows.read(v_plane, self._page_tokens, self._dtype)
+            k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
             for block in sequence.blocks:
                 self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+        pages.finish(out_TX[:num_rows])
         return out_TX[:num_rows]
 
     def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
-        return {window: tuple(self._plan_sequence(rows, window) for rows in sequences) for window in self._windows}
+        parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.pages))]
+        return {window: tuple(self._plan_sequence(part, window) for part in parts) for window in self._windows}
 
     def _attend(
         self,
@@ -113,42 +115,44 @@ class TorchPagedAttention(PlainPages):
         block: Block,
         scale: float,
     ) -> None:
-        rows = slice(block.row, block.row + block.num_rows)
+        rows, tokens = slice(block.row, block.row + block.num_rows), slice(block.low, block.high)
+        k_KlD, v_KlD = k_KLD[:, tokens], v_KLD[:, tokens]
         if block.mask_nL is None:
             out_TKGD[rows] = F.scaled_dot_product_attention(
-                q_TKGD[rows], k_KLD.unsqueeze(0), v_KLD.unsqueeze(0), scale=scale
+                q_TKGD[rows], k_KlD.unsqueeze(0), v_KlD.unsqueeze(0), scale=scale
             )
             return
         out_KGnD = F.scaled_dot_product_attention(
             q_TKGD[rows].permute(1, 2, 0, 3),
-            self._per_query_head(k_KLD, block, q_TKGD.shape[2]),
-            self._per_query_head(v_KLD, block, q_TKGD.shape[2]),
+            self._per_query_head(k_KlD, q_TKGD.shape[2]),
+            self._per_query_head(v_KlD, q_TKGD.shape[2]),
             attn_mask=block.mask_nL,
             scale=scale,
         )
         out_TKGD[rows] = out_KGnD.permute(2, 0, 1, 3)
 
     @staticmethod
-    def _per_query_head(x_KLD: torch.Tensor, block: Block, num_groups: int) -> torch.Tensor:
-        num_kv_heads, _, head_dim = x_KLD.shape
-        visible_KlD = x_KLD[:, block.low : block.high]
-        return visible_KlD.unsqueeze(1).expand(num_kv_heads, num_groups, block.high - block.low, head_dim)
+    def _per_query_head(x_KlD: torch.Tensor, num_groups: int) -> torch.Tensor:
+        num_kv_heads, num_tokens, head_dim = x_KlD.shape
+        return x_KlD.unsqueeze(1).expand(num_kv_heads, num_groups, num_tokens, head_dim)
 
-    def _plan_sequence(self, rows: SequenceRows, window: int | None) -> SequencePlan:
-        first = 0 if window is None else max(0, rows.start - window + 1)
-        located = PagedRows.locate(rows.pages, first, rows.end, self._page_tokens, self._device)
-        if rows.num_rows == 1:
-            return SequencePlan(located, (Block(rows.row_start, 1, 0, rows.end - first, None),))
-        blocks = []
-        position = rows.start
+    def _plan_sequence(self, parts: Sequence[SequenceRows], window: int | None) -> SequencePlan:
+        """Rows of one sequence, perhaps not all of them: what they see is located, and read, once."""
+        first = 0 if window is None else max(0, min(rows.start for rows in parts) - window + 1)
+        end = max(rows.end for rows in parts)
+        located = PagedRows.locate(parts[0].pages, first, end, self._page_tokens, self._device)
+        return SequencePlan(located, tuple(block for rows in parts for block in self._blocks(rows, window, first)))
+
+    def _blocks(self, rows: SequenceRows, window: int | None, first: int) -> list[Block]:
+        blocks, position = [], rows.start
         while position < rows.end:
             block_end = min(rows.end, (position // self._block_rows + 1) * self._block_rows)
-            low = first if window is None else max(first, position - window + 1)
-            mask_nL = self._mask(window, position, block_end, low)
+            low = 0 if window is None else max(0, position - window + 1)
+            mask_nL = None if rows.num_rows == 1 else self._mask(window, position, block_end, low)
             row = rows.row_start + position - rows.start
             blocks.append(Block(row, block_end - position, low - first, block_end - first, mask_nL))
             position = block_end
-        return SequencePlan(located, tuple(blocks))
+        return blocks
 
     def _mask_template(self, window: int | None) -> torch.Tensor:
         """0 where row i may see column x, with the row's own position at column max_model_len + i; -inf elsewhere."""

@@ -1,5 +1,6 @@
 """The geometry of the KV cache: which planes each layer keeps, bytes per token and per page; no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.quant.formats import KVFormat, Plane
@@ -21,7 +22,7 @@ class LayerCache:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(plane.bytes_per_token for plane in self.planes)
+        return self.format.bytes_per_token(self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,14 @@ class CacheSpec:
         return -(-num_tokens // self.page_tokens)
 
 
+def mixed_cache(formats: Sequence[KVFormat], num_kv_heads: int, head_dim: int, page_tokens: int) -> CacheSpec:
+    """The cache of a decoder whose layers have the same heads, and a format each."""
+    layers = (LayerCache(layer, "attention", form, num_kv_heads, head_dim) for layer, form in enumerate(formats))
+    return CacheSpec(page_tokens, tuple(layers))
+
+
 def uniform_cache(
     num_layers: int, kv_format: KVFormat, num_kv_heads: int, head_dim: int, page_tokens: int
 ) -> CacheSpec:
     """The cache of a decoder whose layers all keep keys and values in one format."""
-    layers = tuple(LayerCache(layer, "attention", kv_format, num_kv_heads, head_dim) for layer in range(num_layers))
-    return CacheSpec(page_tokens, layers)
+    return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens)

@@ -10,6 +10,7 @@ from holdfast.cli.as_typed import take_as_typed
 from holdfast.cli.options import (
     BENCHMARK,
     ENGINE_SETTINGS,
+    EVAL_SETTINGS,
     MEMORY,
     MODEL,
     OUTPUT,
@@ -19,7 +20,6 @@ from holdfast.cli.options import (
     Given,
     takes,
 )
-from holdfast.quant.formats import KV_FORMATS, PLANNED_KV_FORMATS
 
 ModelArgument = Annotated[
     str | None,
@@ -88,11 +88,13 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure speed on this machine, alone or side by side with transformers.")
 app.add_typer(bench, name="bench")
+evaluate = typer.Typer(help="Measure what a setting costs in quality.")
+app.add_typer(evaluate, name="eval")
 
 
 def invoke(arguments: list[str]) -> int:
     """Run a command line; its exit code. Complaints about the command line itself are raised."""
-    if arguments in ([], ["bench"]):
+    if arguments in ([], ["bench"], ["eval"]):
         arguments = [*arguments, "--help"]
     command = typer.main.get_command(_asked(arguments[0]))
     take_as_typed(command)
@@ -182,7 +184,7 @@ def _chat(
     Examples:
       holdfast chat
       holdfast chat path/to/model --system "Answer in one sentence." --temperature 0.7
-      holdfast chat model.gguf --max-model-len 32K --kv-cache-dtype bfloat16
+      holdfast chat model.gguf --max-model-len 32K --kv-cache-dtype turboquant_4bit_nc
     """
     from holdfast.cli.chat_command import chat
 
@@ -201,14 +203,6 @@ def _plan(
     memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="A GPU of that size, such as 24GiB.", rich_help_panel=MEMORY),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Format of KV pages: auto, {', '.join((*KV_FORMATS, *PLANNED_KV_FORMATS))}.",
-            rich_help_panel=MEMORY,
-        ),
     ] = None,
     quantization: Annotated[
         str | None,
@@ -245,7 +239,7 @@ def _plan(
     """
     from holdfast.cli.plan_command import PlanOptions, plan
 
-    options = PlanOptions(model, gpu, memory, kv_cache_dtype, quantization, tensor_parallel_size, as_json, sweep, html)
+    options = PlanOptions(model, gpu, memory, quantization, tensor_parallel_size, as_json, sweep, html)
     raise typer.Exit(plan(options, engine))
 
 
@@ -321,3 +315,49 @@ def _throughput(
 
     options = BenchOptions(model, against, repeats, threads, json_file, memory_report)
     bench_throughput(options, engine, num_prompts, input_len, output_len, peer_batch)
+
+
+@evaluate.command("kv")
+@takes(engine=EVAL_SETTINGS)
+def _eval_kv(
+    engine: Given,
+    model: ModelArgument = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Plain text (UTF-8) that is read.", show_default=False),
+    ] = None,
+    formats: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="KV formats, with commas between; all: every one below the dtype."),
+    ] = "all",
+    window: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Tokens that are read together, from an empty cache.")
+    ] = "1024",
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Most tokens of the text, such as 16K. Left out: all.", show_default=False),
+    ] = None,
+    json_file: JsonFile = None,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page that draws quality against bytes.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Read a text over pages of every KV format at once, and tell how far predictions move from those over full precision.
+
+    For each format: bytes of a token, perplexity, mean and 99th percentile of the KL divergence, and how often the likeliest token is the same. The weights are loaded once and all formats see the same windows.
+
+    \b
+    Examples:
+      holdfast eval kv --text book.txt --tokens 16K
+      holdfast eval kv path/to/model --text book.txt --formats fp8,turboquant_4bit_nc --html quality.html
+      holdfast eval kv model.gguf --text book.txt --window 4K --kv-protected-layers 0 --json record.json
+    """
+    from holdfast.cli.eval_command import EvalOptions, eval_kv
+
+    eval_kv(EvalOptions(model, text, formats, window, tokens, json_file, html), engine)

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.values import read_biases, read_count, read_integers, read_number, read_share
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 
 MODEL, MEMORY, SAMPLING, OUTPUT, BENCHMARK = "Model", "Memory", "Sampling", "Output", "Benchmark"
@@ -58,6 +58,22 @@ def _sampling(name: str, help: str, metavar: str = "", read: Callable[[Any], obj
     return Setting(SamplingParams, name, SAMPLING, help, metavar, read)
 
 
+def _format_words() -> str:
+    """Every format; of coded ones the bits of keys and values."""
+    return ", ".join(
+        f"{kv_format.name} ({kv_format.key_bits}-bit keys, {kv_format.value_bits}-bit values)"
+        if kv_format.is_coded
+        else kv_format.name
+        for kv_format in KV_FORMATS.values()
+    )
+
+
+def _default_words() -> str:
+    """How many layers each format protects."""
+    counts = [f"{count} for {name}" for name, count in DEFAULT_PROTECTED_LAYERS.items() if count]
+    return ", ".join((*counts, "else 0" if counts else "0"))
+
+
 ENGINE_SETTINGS = (
     _engine("dtype", MODEL, f"Type of weights and activations: {', '.join(DTYPES)}.", "NAME"),
     _engine("device", MODEL, "Where the model runs: auto, cpu, cuda or cuda:N.", "NAME"),
@@ -83,8 +99,23 @@ ENGINE_SETTINGS = (
         read_share,
     ),
     _engine("kv_cache_memory", MEMORY, "Bytes for KV pages alone, such as 4GiB.", "SIZE"),
-    _engine("kv_cache_dtype", MEMORY, f"Format of KV pages: auto, {', '.join(KV_FORMATS)}.", "NAME"),
-    _engine("page_tokens", MEMORY, "Tokens in a KV page: a power of two from 1 to 256.", "TOKENS", read_count),
+    _engine("kv_cache_dtype", MEMORY, f"Format of KV pages: auto (the dtype), {_format_words()}.", "NAME"),
+    _engine(
+        "kv_protected_layers",
+        MEMORY,
+        "Layers whose KV pages stay in a wider format: how many (4: those with the largest key biases, else the first "
+        f"and the last), or which (0,1,30,31). Left out: {_default_words()}.",
+        "LAYERS",
+        read_count,
+    ),
+    _engine("kv_protected_dtype", MEMORY, "That wider format: any of the same names; auto is the dtype.", "NAME"),
+    _engine(
+        "page_tokens",
+        MEMORY,
+        "Tokens in a KV page: a power of two from 1 to 256. Left out: 64 for coded formats, else 16.",
+        "TOKENS",
+        read_count,
+    ),
     _engine("enable_prefix_caching", MEMORY, "Compute every prompt anew, even where another one began alike."),
     _engine("max_num_seqs", MEMORY, "Most sequences in one step.", "N", read_count),
     _engine(
@@ -102,6 +133,9 @@ PLAN_SETTINGS = tuple(
     in (
         "dtype",
         "enforce_eager",
+        "kv_cache_dtype",
+        "kv_protected_layers",
+        "kv_protected_dtype",
         "max_model_len",
         "memory_utilization",
         "page_tokens",
@@ -109,7 +143,26 @@ PLAN_SETTINGS = tuple(
         "max_num_batched_tokens",
     )
 )
-"""Those that change how much memory is needed; a plan has its own words for formats that no engine takes yet."""
+"""Those that change how much memory is needed; a plan has its own words for weights that no engine takes yet."""
+
+EVAL_SETTINGS = tuple(
+    setting
+    for setting in ENGINE_SETTINGS
+    if setting.name
+    in (
+        "dtype",
+        "device",
+        "tokenizer",
+        "load_format",
+        "kv_protected_layers",
+        "kv_protected_dtype",
+        "memory_limit",
+        "memory_utilization",
+        "page_tokens",
+        "max_num_batched_tokens",
+    )
+)
+"""Those that mean something where one text is read and nothing is generated."""
 
 SAMPLING_SETTINGS = (
     Setting(

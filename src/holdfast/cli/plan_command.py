@@ -13,7 +13,6 @@ from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.memory.gpus import find_gpu
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.quant.formats import kv_format
 from holdfast.runner.plan_fit import Wish
 from holdfast.runner.target import Target, cpu_target, gpu_target, memory_target
 
@@ -34,7 +33,6 @@ class PlanOptions(NamedTuple):
     model: str | None = None
     gpu: str | None = None
     memory: str | None = None
-    kv_cache_dtype: str | None = None
     quantization: str | None = None
     tensor_parallel_size: str | None = None
     as_json: bool = False
@@ -80,12 +78,11 @@ def read_wish(options: PlanOptions, engine: Given) -> Wish:
     target = read_target(options)
     asked_ranks = "1" if options.tensor_parallel_size is None else options.tensor_parallel_size
     ranks = read_count(asked_ranks)
-    asked_format = None if options.kv_cache_dtype in (None, "auto") else kv_format(str(options.kv_cache_dtype))
     blueprint = open_blueprint(options.model)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"
-    return Wish(config, blueprint, target, ranks, options.quantization, asked_format)
+    return Wish(config, blueprint, target, ranks, options.quantization)
 
 
 def read_target(options: PlanOptions) -> Target:

@@ -67,7 +67,8 @@ def sweep_chart(cells: tuple[Cell, ...]) -> Html:
             width = room * cell.kv_tokens / max(most, 1)
             rect = tag("rect", x=NAME_WIDTH, y=y, width=f"{width:.2f}", height=BAR_HEIGHT)
             text = tag("text", words, x=f"{NAME_WIDTH + width + 6:.2f}", y=y + BAR_HEIGHT - 4, class_="value")
-            title = tag("title", f"KV pages in {kv_format}, weights {cell.quantization}: {words}")
+            wider = f", {cell.kv_protected_layers} layers wider" if cell.kv_protected_layers else ""
+            title = tag("title", f"KV pages in {kv_format}{wider}, weights {cell.quantization}: {words}")
             look = f"c{schemes.index(cell.quantization) % len(PALETTE)}{'' if cell.runs else ' planned'}"
             bars.append(tag("g", title, rect, text, class_=look, data_tokens=cell.kv_tokens))
             y += BAR_HEIGHT + BAR_GAP

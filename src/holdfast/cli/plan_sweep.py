@@ -1,14 +1,16 @@
 """A sweep of plans: tokens against KV format and quantization, as numbers and as a chart of blocks; no torch."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from holdfast.cli.columns import aligned
 from holdfast.cli.plan_table import LATER, Line
-from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.models.blueprint_weights import QUANTIZATIONS, UNQUANTIZED
-from holdfast.quant.formats import KV_FORMATS, PLANNED_KV_FORMATS, KVFormat
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.plan_fit import Wish, find_fit, settle
+from holdfast.runner.plan_terms import list_needs
 
 BAR_CELLS = 40
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -24,22 +26,33 @@ class Cell(NamedTuple):
     """0 where it does not fit."""
     is_asked: bool
     runs: bool
-    """An engine of this version takes both formats."""
+    """An engine of this version takes it."""
+    kv_protected_layers: int = 0
+    """Layers whose pages are in a wider format."""
+
+
+class _Pages(NamedTuple):
+    """A KV format that can be planned."""
+
+    name: str
+    wish: Wish
+    bytes_per_token: Fraction
+    num_protected: int
 
 
 def sweep(wish: Wish) -> tuple[Cell, ...]:
     """Every KV format that takes no more than the asked one, with weights as they are and in fewer bits."""
-    asked = settle(wish)[1].kv_format
-    quantization = wish.quantization or UNQUANTIZED
+    asked, quantization = settle(wish)[1].kv_format.name, wish.quantization or UNQUANTIZED
     return tuple(
         Cell(
-            kv_format.name,
+            pages.name,
             scheme,
-            _tokens(wish._replace(kv_format=kv_format, quantization=scheme)),
-            is_asked=(kv_format.name, scheme) == (asked.name, quantization),
-            runs=kv_format.name in KV_FORMATS and scheme == UNQUANTIZED and wish.blueprint.not_runnable is None,
+            _tokens(pages.wish._replace(quantization=scheme)),
+            is_asked=(pages.name, scheme) == (asked, quantization),
+            runs=scheme == UNQUANTIZED and wish.blueprint.not_runnable is None and wish.tensor_parallel_size == 1,
+            kv_protected_layers=pages.num_protected,
         )
-        for kv_format in _formats(wish, asked)
+        for pages in _formats(wish, asked)
         for scheme in _schemes(quantization)
     )
 
@@ -50,7 +63,12 @@ def sweep_lines(cells: tuple[Cell, ...], target: str) -> list[Line]:
     rows, styles = [], []
     for number, cell in enumerate(cells):
         is_first = number == 0 or cells[number - 1].kv_cache_dtype != cell.kv_cache_dtype
-        note = ", ".join((*(("asked",) if cell.is_asked else ()), *(() if cell.runs else (LATER,))))
+        notes = {
+            f"{cell.kv_protected_layers} layers wider": cell.kv_protected_layers and is_first,
+            "asked": cell.is_asked,
+            LATER: not cell.runs,
+        }
+        note = ", ".join(words for words, is_so in notes.items() if is_so)
         tokens = f"{cell.kv_tokens:,}" if cell.kv_tokens else "does not fit"
         name = cell.kv_cache_dtype if is_first else ""
         rows.append((name, cell.quantization, bar(cell.kv_tokens, most), tokens, note))
@@ -69,18 +87,26 @@ def bar(value: int, most: int) -> str:
     return (EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(BAR_CELLS)
 
 
-def _formats(wish: Wish, asked: KVFormat) -> list[KVFormat]:
-    """One for each number of bytes that a token takes, the asked one first, then fewer and fewer."""
-    most = _token_bytes(wish, asked)
-    found = {most: asked}
-    for kv_format in (*KV_FORMATS.values(), *PLANNED_KV_FORMATS.values()):
-        if wish.blueprint.anatomy.unsupported_format(kv_format) is None:
-            found.setdefault(_token_bytes(wish, kv_format), kv_format)
-    return [found[size] for size in sorted(found, reverse=True) if size <= most]
+def _formats(wish: Wish, asked: str) -> list[_Pages]:
+    """The asked one first, then fewer and fewer bytes; of plain ones one for each number of bytes."""
+    first = _pages(wish, asked)
+    found = {} if first is None else {(first.bytes_per_token, KV_FORMATS[asked].is_coded and asked): first}
+    for kv_format in KV_FORMATS.values():
+        pages = _pages(wish, kv_format.name)
+        if pages is not None and first is not None and pages.bytes_per_token <= first.bytes_per_token:
+            found.setdefault((pages.bytes_per_token, kv_format.is_coded and kv_format.name), pages)
+    return sorted(found.values(), key=lambda pages: -pages.bytes_per_token)
 
 
-def _token_bytes(wish: Wish, kv_format: KVFormat) -> Fraction:
-    return wish.blueprint.kv_bytes_per_token(kv_format, wish.tensor_parallel_size)
+def _pages(wish: Wish, name: str) -> _Pages | None:
+    """The same wish with pages in that format; None where it contradicts another option, or where no attention reads it."""
+    moved = wish._replace(config=replace(wish.config, kv_cache_dtype=name))
+    try:
+        layout, resolved = settle(moved)
+        list_needs(layout, resolved)
+    except (ConfigError, UnsupportedModelError):
+        return None
+    return _Pages(name, moved, layout.bytes_per_token(resolved), len(resolved.protected.layers))
 
 
 def _schemes(asked: str) -> list[str]:

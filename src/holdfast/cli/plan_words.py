@@ -11,7 +11,10 @@ from holdfast.runner.alternatives import Alternative
 from holdfast.runner.plan_fit import Wish, settle
 from holdfast.runner.resolve import Resolved
 
-STARTING = ("dtype", "kv_cache_dtype", "max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization")
+STARTING = (
+    *("dtype", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype"),
+    *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization"),
+)
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
 
 
@@ -21,10 +24,19 @@ def asked_words(wish: Wish, resolved: Resolved) -> str:
     device = "the CPU of this machine" if wish.target.kind == "cpu" else wish.target.name
     return (
         f"{printable(wish.blueprint.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
-        f"weights in {find_quantization(wish.quantization) or resolved.dtype}, KV pages in {resolved.kv_format.name}, "
+        f"weights in {find_quantization(wish.quantization) or resolved.dtype}, KV pages in {format_words(wish, resolved)}, "
         f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
         f"{_token_count_words(limits.max_num_batched_tokens)} a step"
     )
+
+
+def format_words(wish: Wish, resolved: Resolved) -> str:
+    """The format of KV pages, and how many layers have another."""
+    protected = resolved.protected
+    if not protected.layers:
+        return resolved.kv_format.name
+    count = f"{len(protected.layers)} of {wish.blueprint.num_layers} layers"
+    return f"{resolved.kv_format.name}, {count} in {protected.format.name}"
 
 
 def _sequence_words(max_num_seqs: int) -> str:
@@ -60,8 +72,6 @@ def start_command(wish: Wish, model: str | None, change: Alternative | None = No
     asked = {name: getattr(wish.config, name) for name in (*STARTING, "enforce_eager")}
     # A chat is planned for one sequence unless it is told otherwise.
     asked["max_num_seqs"] = settle(wish)[1].limits.max_num_seqs
-    if wish.kv_format is not None:
-        asked["kv_cache_dtype"] = wish.kv_format if isinstance(wish.kv_format, str) else wish.kv_format.name
     if change is not None:
         asked[change.option] = change.value
     words = ["holdfast", "chat", *_model_words(wish, model)]

@@ -25,7 +25,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None]) 
     model = open_model(config.model, config.load_format)
     try:
         # What can be wrong with small files is found before the large ones are read.
-        tokenizer = _tokenizer(config, model)
+        tokenizer = open_tokenizer(config, model)
         chat_template = _chat_template(config, model, tokenizer)
         built = build_runner(config, model, on_progress)
     finally:
@@ -64,7 +64,8 @@ def _engine(
     )
 
 
-def _tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
+def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
+    """The tokenizer that was asked for, or the model's own."""
     if config.tokenizer is None:
         if model.gguf is not None:
             return tokenizer_from_gguf(model.gguf.metadata, model.path.name)

@@ -33,6 +33,11 @@ else:
 """The annotation of a compile-time argument; Triton knows it by this name."""
 
 
+def kernel_constant(value: Any) -> Any:  # noqa: ANN401 whatever a kernel may read
+    """A constant of a module that kernels may read: Triton lets them read no other."""
+    return value if tl is None else tl.constexpr(value)
+
+
 def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launched by subscript, which no type describes
     """triton.jit, or the plain function where there is no Triton to call it."""
     return triton.jit(function) if triton is not None else function
@@ -41,6 +46,11 @@ def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launch
 def can_run(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels run where this tensor lies."""
     return triton is not None and tensor.is_cuda
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in the interpreter, which knows no assembler."""
+    return os.environ.get(INTERPRET_VARIABLE) == "1"
 
 
 def can_launch_early(tensor: torch.Tensor) -> bool:

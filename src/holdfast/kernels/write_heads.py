@@ -100,23 +100,38 @@ def write_heads_reference(
     out_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch."""
-    num_heads = _num_heads(qkv_TX, k_plane_SKD)
-    heads_TXD = qkv_TX.unflatten(-1, (-1, k_plane_SKD.shape[-1]))
-    q_THD, k_TKD, v_TKD = heads_TXD.split((num_heads, k_plane_SKD.shape[1], k_plane_SKD.shape[1]), dim=1)
+    _, num_kv_heads, head_dim = k_plane_SKD.shape
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, positions_T, slots_T, num_kv_heads, head_dim, head_norm, rotary)
     used_T = slots_T >= 0
-    if head_norm is not None:
-        q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps)
-        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps)
-    if rotary is not None:
-        safe_T = torch.where(used_T, positions_T, 0)
-        cos_T1D, sin_T1D = rotary.cos_LD[safe_T].unsqueeze(1), rotary.sin_LD[safe_T].unsqueeze(1)
-        q_THD, k_TKD = _rotate(q_THD, cos_T1D, sin_T1D), _rotate(k_TKD, cos_T1D, sin_T1D)
     rows_R = used_T.nonzero().squeeze(1)
     slots_R = slots_T[rows_R]
     k_plane_SKD.index_copy_(0, slots_R, k_TKD[rows_R].to(k_plane_SKD.dtype))
     v_plane_SKD.index_copy_(0, slots_R, v_TKD[rows_R].to(v_plane_SKD.dtype))
     q_THD = torch.where(used_T[:, None, None], q_THD, 0)
     return q_THD if out_THD is None else out_THD.copy_(q_THD)
+
+
+def turned_heads(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a fused projection: [T, H, D] and twice [T, K, D], normed and rotated in plain torch."""
+    heads_TXD = qkv_TX.unflatten(-1, (-1, head_dim))
+    num_heads = heads_TXD.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = heads_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if head_norm is not None:
+        q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps)
+        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps)
+    if rotary is not None:
+        safe_T = torch.where(slots_T >= 0, positions_T, 0)
+        cos_T1D, sin_T1D = rotary.cos_LD[safe_T].unsqueeze(1), rotary.sin_LD[safe_T].unsqueeze(1)
+        q_THD, k_TKD = _rotate(q_THD, cos_T1D, sin_T1D), _rotate(k_TKD, cos_T1D, sin_T1D)
+    return q_THD, k_TKD, v_TKD
 
 
 def write_heads_triton(

@@ -108,7 +108,8 @@ class Blueprint:
         found = kv_format(format) if isinstance(format, str) else format
         reason = self.anatomy.unsupported_format(found)
         if reason is not None:
-            raise ConfigError(f"kv_cache_dtype={found.name} was asked", reason, "try bfloat16 or fp8")
+            works = [name for name in ("bfloat16", "fp8") if self.anatomy.unsupported_format(kv_format(name)) is None]
+            raise ConfigError(f"kv_cache_dtype={found.name} was asked", reason, f"try {' or '.join(works)}")
         return found
 
 

@@ -32,6 +32,7 @@ class HeadGeometry(NamedTuple):
     head_dim: int
     windows: tuple[int | None, ...]
     """One entry a layer."""
+    has_key_bias: bool = False
 
 
 class StepShape(NamedTuple):

@@ -18,7 +18,7 @@ from holdfast.models.blueprint_latent import (
 )
 from holdfast.models.blueprint_weights import FP8_BLOCK_E8M0, Weight
 from holdfast.models.settings import Settings
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat
+from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
 FP8_TILE = 64
 """Elements that share a scale of one byte in a vector of fp8."""
@@ -79,7 +79,7 @@ class CompressedAnatomy(NamedTuple):
         return tuple(weights)
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
-        if kv_format.name in KV_FORMATS or kv_format.name == "fp8":
+        if not kv_format.is_coded or kv_format.name == "fp8":
             return None
         return f"{kv_format.name} keeps keys and values by head, and this model keeps compressed vectors"
 

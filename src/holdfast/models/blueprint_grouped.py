@@ -22,7 +22,7 @@ from holdfast.models.checkpoint_names import LLAMA_NAMES, CheckpointNames, list_
 from holdfast.models.parameters import Parameter
 from holdfast.models.settings import Settings
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.formats import KVFormat
+from holdfast.quant.formats import CODED_HEAD_DIM, KVFormat
 
 MAX_EXPERTS = 2**16
 MAX_WIDTH = 2**20
@@ -74,12 +74,14 @@ class GroupedAnatomy(NamedTuple):
         return tuple(weights)
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        head_dim = self.decoder.head_dim
+        if kv_format.is_coded and head_dim % CODED_HEAD_DIM:
+            return f"head_dim is {head_dim}, and heads of a multiple of {CODED_HEAD_DIM} elements can be coded"
         return None
 
     def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
         spec = self._rank(num_ranks)
-        planes = kv_format.planes(spec.num_kv_heads, spec.head_dim)
-        return (CacheRows("attention", spec.num_layers, sum(plane.bytes_per_token for plane in planes)),)
+        return (CacheRows("attention", spec.num_layers, kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)),)
 
     def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
         return 0
@@ -87,7 +89,7 @@ class GroupedAnatomy(NamedTuple):
     def heads(self, num_ranks: int) -> HeadGeometry:
         spec = self._rank(num_ranks)
         windows = spec.sliding_windows or (None,) * spec.num_layers
-        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows)
+        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, spec.qkv_bias)
 
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self._rank(num_ranks)

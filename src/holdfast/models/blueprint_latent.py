@@ -10,7 +10,7 @@ from holdfast.models.blueprint_anatomy import CacheRows, StepShape, needed, spli
 from holdfast.models.blueprint_experts import Experts
 from holdfast.models.blueprint_weights import Weight
 from holdfast.models.settings import Settings
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat
+from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
 MAX_WIDTH = 2**20
 MAX_LAYERS = 1024
@@ -74,7 +74,7 @@ class LatentAnatomy(NamedTuple):
         return tuple(weights)
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
-        if kv_format.name in KV_FORMATS or kv_format.name == "fp8":
+        if not kv_format.is_coded or kv_format.name == "fp8":
             return None
         return f"{kv_format.name} keeps keys and values by head, and this model keeps latents"
 

@@ -5,7 +5,6 @@ works from bytes and never asks which format it is; only an attention backend an
 """
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -47,65 +46,80 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """A way to store keys and values.
-
-    Packed codes stand for elements of one head: a key's with the head's norm, a value's with its scale and zero.
-    """
+    """A way to store keys and values: plain elements, or codes with a scale for every token and head."""
 
     name: str
     key_dtype: str
     value_dtype: str
     key_bits: int | None = None
-    """Bits of a packed key; None: every element is stored as `key_dtype`."""
+    """Bits of a coded key (quant/head_codes.py); None: every element is stored as `key_dtype`."""
     value_bits: int | None = None
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether heads are codes and scales, which only their own kernels read."""
+        return self.key_bits is not None
 
     def planes(self, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
         """The planes of one layer, in the order in which they are laid out."""
         token_shape = (num_kv_heads, head_dim)
         keys: tuple[Plane, ...] = (Plane("k", self.key_dtype, token_shape),)
         if self.key_bits is not None:
-            codes = Plane("k_codes", "uint8", (num_kv_heads, _packed_bytes(head_dim, self.key_bits)))
-            keys = (codes, Plane("k_norm", "float16", (num_kv_heads,)))
+            keys = _coded_planes("k", self.key_bits, num_kv_heads, head_dim)
         values: tuple[Plane, ...] = (Plane("v", self.value_dtype, token_shape),)
         if self.value_bits is not None:
-            codes = Plane("v_codes", "uint8", (num_kv_heads, _packed_bytes(head_dim, self.value_bits)))
-            affine = (Plane(name, "float16", (num_kv_heads,)) for name in ("v_scale", "v_zero"))
-            values = (codes, *affine)
+            values = _coded_planes("v", self.value_bits, num_kv_heads, head_dim)
         return (*keys, *values)
 
+    def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
+        """What a token takes in one layer."""
+        return sum(plane.bytes_per_token for plane in self.planes(num_kv_heads, head_dim))
 
-def _packed_bytes(num_codes: int, bits: int) -> int:
-    return -(-num_codes * bits // 8)
+
+def _coded_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
+    """Codes, the third bits where there are three, and a scale. Within a page a plane lies head by head, then by token."""
+    scale = Plane(f"{name}_scale", "float16", (num_kv_heads,))
+    if bits == 3:
+        codes = Plane(f"{name}_codes", "uint8", (num_kv_heads, head_dim // 4))
+        return codes, Plane(f"{name}_signs", "uint8", (num_kv_heads, head_dim // 8)), scale
+    return Plane(f"{name}_codes", "uint8", (num_kv_heads, head_dim * bits // 8)), scale
 
 
 FP8 = "float8_e4m3fn"
-KV_FORMATS: dict[str, KVFormat] = {name: KVFormat(name, name, name) for name in ("float32", "float16", "bfloat16")}
-"""Every KV format by the name that `kv_cache_dtype` takes."""
-PLANNED_KV_FORMATS: Mapping[str, KVFormat] = {
-    kv_format.name: kv_format
-    for kv_format in (
-        KVFormat("fp8", FP8, FP8),
-        KVFormat("turboquant_k8v4", FP8, "uint8", value_bits=4),
-        KVFormat("turboquant_4bit_nc", "uint8", "uint8", key_bits=4, value_bits=4),
-        KVFormat("turboquant_k3v4_nc", "uint8", "uint8", key_bits=3, value_bits=4),
-        KVFormat("turboquant_3bit_nc", "uint8", "uint8", key_bits=3, value_bits=3),
-    )
+KV_FORMATS: dict[str, KVFormat] = {
+    **{name: KVFormat(name, name, name) for name in ("float32", "float16", "bfloat16")},
+    **{
+        kv_format.name: kv_format
+        for kv_format in (
+            KVFormat("fp8", FP8, FP8, key_bits=8, value_bits=8),
+            KVFormat("turboquant_k8v4", FP8, "uint8", key_bits=8, value_bits=4),
+            KVFormat("turboquant_4bit_nc", "uint8", "uint8", key_bits=4, value_bits=4),
+            KVFormat("turboquant_k3v4_nc", "uint8", "uint8", key_bits=3, value_bits=4),
+            KVFormat("turboquant_3bit_nc", "uint8", "uint8", key_bits=3, value_bits=3),
+        )
+    },
 }
-"""Formats whose bytes are known and that nothing attends to yet: a plan takes them, an engine does not.
-
-Every layer is counted in the one format. Whoever keeps the first and the last layers in a wider one adds them up.
-"""
+"""Every KV format by the name that `kv_cache_dtype` takes."""
+DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
+    "fp8": 0,
+    "turboquant_k8v4": 0,
+    "turboquant_4bit_nc": 4,
+    "turboquant_k3v4_nc": 4,
+    "turboquant_3bit_nc": 4,
+}
+"""Layers that stay in a wider format unless somebody says how many, by format; formats that are not here protect none."""
+CODED_HEAD_DIM = 16
+"""Coded formats take heads of a multiple of so many elements: that is what their rotation and their words of codes divide into."""
 
 
 def kv_format(name: str) -> KVFormat:
-    """The format of that name, whether an engine takes it yet or only a plan."""
-    found = KV_FORMATS.get(name) or PLANNED_KV_FORMATS.get(name)
+    """The format of that name."""
+    found = KV_FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
-        names = (*KV_FORMATS, *PLANNED_KV_FORMATS)
-        near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+        near = difflib.get_close_matches(name, KV_FORMATS, n=1) if isinstance(name, str) else []
         raise ConfigError(
             f"kv_cache_dtype={shown(name)} was asked",
-            f"the formats are {', '.join(names)}",
+            f"the formats are {', '.join(KV_FORMATS)}",
             f"try {near[0] if near else 'bfloat16'}",
         )
     return found

@@ -1,21 +1,22 @@
 """What would fit instead: every single change of a plan worth knowing, what it gives, and which of them is the smallest; no torch."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.memory.gpus import GPUS, MIB
 from holdfast.memory.planner import Term
 from holdfast.models.blueprint import Blueprint
 from holdfast.models.blueprint_weights import QUANTIZATIONS
-from holdfast.quant.formats import PLANNED_KV_FORMATS, KVFormat
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.plan_fit import (
     NO_RANKS,
     Fit,
     Wish,
     longest_that_fits,
-    no_kv_format,
     no_quantization,
     settle,
     try_fit,
@@ -68,11 +69,10 @@ def alternatives(
     *,
     tensor_parallel_size: int = 1,
     quantization: str | None = None,
-    kv_format: KVFormat | str | None = None,
     staging: Term | None = None,
 ) -> tuple[Alternative, ...]:
     """Changes of a plan, each of one option; see `list_alternatives`."""
-    return list_alternatives(Wish(config, blueprint, target, tensor_parallel_size, quantization, kv_format, staging))
+    return list_alternatives(Wish(config, blueprint, target, tensor_parallel_size, quantization, staging))
 
 
 def list_alternatives(wish: Wish) -> tuple[Alternative, ...]:
@@ -92,11 +92,11 @@ def list_alternatives(wish: Wish) -> tuple[Alternative, ...]:
     listed: list[Alternative] = []
     if fit is None:
         changes = (*_memory_changes(wish), *_step_changes(wish))
-        listed += (item for item in map(_tried, changes) if item.fits)
-    listed += map(_tried, _context_changes(wish, fit))
-    listed += map(_tried, _format_changes(wish))
+        listed += (item for item in _possible(changes) if item.fits)
+    listed += _possible(_context_changes(wish, fit))
+    listed += _possible(_format_changes(wish))
     listed += _gpu_alternatives(wish)
-    listed += map(_tried, _later_changes(wish))
+    listed += _possible(_later_changes(wish))
     if fit is not None:
         return tuple(listed)
     smallest = next((item for item in listed if item.fits and item.not_in_this_version is None), None)
@@ -112,6 +112,13 @@ def smallest_change(listed: Iterable[Alternative]) -> str:
     if fitting:
         return f"take a smaller model; to {fitting[0].change} would fit, but {fitting[0].not_in_this_version}"
     return "take a smaller model: no single change makes this one fit"
+
+
+def _possible(changes: Iterable[_Change]) -> Iterator[Alternative]:
+    """What each change gives; one that contradicts another option, or that no attention reads, is none."""
+    for change in changes:
+        with suppress(ConfigError, UnsupportedModelError):
+            yield _tried(change)
 
 
 def _tried(change: _Change) -> Alternative:
@@ -193,14 +200,17 @@ def _context_changes(wish: Wish, fit: Fit | None) -> Iterator[_Change]:
 
 
 def _format_changes(wish: Wish) -> Iterator[_Change]:
-    """Half of float32, for pages or for everything."""
+    """Half of float32, for pages or for everything; then pages in fewer and fewer bits."""
     resolved = settle(wish)[1]
     half = "float16" if wish.blueprint.checkpoint_dtype == "float16" else "bfloat16"
-    if resolved.kv_format.name not in ("float16", "bfloat16"):
-        plain = wish._replace(kv_format=None)
-        yield _set(plain, f"keep KV pages in {half}", "kv_cache_dtype", half)
+    current = resolved.kv_format.name
+    if current not in ("float16", "bfloat16"):
+        yield _set(wish, f"keep KV pages in {half}", "kv_cache_dtype", half)
     if resolved.dtype == "float32":
         yield _set(wish, f"compute in {half}", "dtype", half)
+    for kv_format in KV_FORMATS.values():
+        if kv_format.is_coded and kv_format.name != current:
+            yield _set(wish, f"keep KV pages in {kv_format.name}", "kv_cache_dtype", kv_format.name)
 
 
 def _gpu_alternatives(wish: Wish) -> list[Alternative]:
@@ -213,20 +223,15 @@ def _gpu_alternatives(wish: Wish) -> list[Alternative]:
         # A limit was meant for the device that was named first.
         config = replace(wish.config, device="auto", memory_limit=None)
         moved = wish._replace(config=config, target=gpu_target(gpu), staging=None)
-        tried = _tried(_Change(f"take {gpu.key}", "gpu", gpu.key, moved))
-        fitting += [tried] if tried.fits else []
+        tried = next(_possible([_Change(f"take {gpu.key}", "gpu", gpu.key, moved)]), None)
+        fitting += [tried] if tried is not None and tried.fits else []
         if len(fitting) == NUM_GPUS:
             break
     return fitting or ([] if tried is None else [tried])
 
 
 def _later_changes(wish: Wish) -> Iterator[_Change]:
-    """What this version does not have: compressed pages, quantized weights, several ranks."""
-    current = settle(wish)[1].kv_format.name
-    for kv_format in PLANNED_KV_FORMATS.values():
-        if kv_format.name != current and wish.blueprint.anatomy.unsupported_format(kv_format) is None:
-            words, missing = f"keep KV pages in {kv_format.name}", no_kv_format(kv_format.name)
-            yield _Change(words, "kv_cache_dtype", kv_format.name, wish._replace(kv_format=kv_format), missing)
+    """What this version does not have: quantized weights, several ranks."""
     for name in QUANTIZATIONS:
         if name != wish.quantization:
             changed = wish._replace(quantization=name)

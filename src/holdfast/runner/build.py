@@ -7,9 +7,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.select import build_backend
 from holdfast.attention.spec import StepBounds
 from holdfast.cache.storage import PageStorage
@@ -33,10 +35,13 @@ from holdfast.runner.device_target import choose_device, device_target
 from holdfast.runner.graph_terms import graph_sizes, mixed_sizes
 from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.invariance import refuse_variant_products
+from holdfast.runner.key_bias import key_bias_norms
 from holdfast.runner.plan import RunnerPlan, plan_runner
+from holdfast.runner.protected_layers import by_key_bias, listed
 from holdfast.runner.resolve import resolve
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampler import Sampler
+from holdfast.runner.target import Target
 
 log = get_logger(__name__)
 
@@ -48,6 +53,8 @@ OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How torch, the driver, cuBLAS and a CPU's allocator say it; not all of them have an exception of their own."""
 HELD_BY_CUDA = ("cuda context", "libraries", "allocator", "cuda graphs")
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
+MakeBackend = Callable[..., AttentionBackend[Any]]
+"""What takes the place of build_backend, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +77,14 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
     profile = PhaseProfile(torch.device(device))
-    blueprint = spec_blueprint(model.spec, model.path.name)
-    load_plan = plan_load(model.parameters, model.source, resolve(config, model.spec, target).dtype)
-    plan = plan_runner(config, blueprint, target, staging=_staging(load_plan, target.kind))
-    _refuse_variance(config, plan)
+    load_plan, plan = plan_model(config, model, target)
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
     log.info("device=%s because %s", device, device_reason)
-    assert plan.declaration is not None, f"{blueprint.name} has no attention to run"
+    assert plan.declaration is not None, f"{plan.blueprint.name} has no attention to run"
     log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
     ledger = Ledger()
-    build = _Build(config, model, plan, ledger, torch.device(device))
+    build = RunnerBuild(config, model, plan, ledger, torch.device(device))
     try:
         start = time.monotonic()
         build.load(load_plan, on_progress)
@@ -94,8 +98,9 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
         # Frames that the error has left behind still name tensors, and somebody may keep the error.
         traceback.clear_frames(error.__traceback__)
         build.release()
-        _refuse_out_of_memory(error, plan)
+        refuse_out_of_memory(error, plan)
         raise
+    plan = build.plan
     num_tokens, max_len = plan.kv_tokens, plan.resolved.limits.max_model_len
     log.info("Available KV cache memory: %s", format_bytes(plan.memory.kv_bytes))
     log.info(
@@ -108,7 +113,16 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
     return BuiltRunner(runner, plan, ledger, profile, load_seconds, build.release)
 
 
-class _Build:
+def plan_model(config: EngineConfig, model: OpenModel, target: Target) -> tuple[LoadPlan, RunnerPlan]:
+    """How the weights will arrive and what the runner will hold, from headers alone; what cannot run raises."""
+    blueprint = spec_blueprint(model.spec, model.path.name)
+    load_plan = plan_load(model.parameters, model.source, resolve(config, model.spec, target).dtype)
+    plan = plan_runner(config, blueprint, target, staging=_staging(load_plan, target.kind))
+    _refuse_variance(config, plan)
+    return load_plan, plan
+
+
+class RunnerBuild:
     """What has been taken so far, so that all of it can be given back wherever a start stops."""
 
     def __init__(
@@ -138,7 +152,26 @@ class _Build:
             refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
             torch.cuda.empty_cache()
 
-    def assemble(self) -> Runner:
+    def share(self, loaded: "RunnerBuild") -> None:
+        """Take the weights that another build has loaded, and will give back."""
+        self._weights = loaded._weights
+
+    @property
+    def plan(self) -> RunnerPlan:
+        """What is held; which layers are protected is settled by the weights when the runner is assembled."""
+        return self._plan
+
+    def _settle_layers(self) -> None:
+        """Protect the layers whose weights ask for it: as many as were planned, so that no byte changes."""
+        protected = self._plan.resolved.protected
+        if not protected.is_open:
+            return
+        layers, reason = by_key_bias(len(protected.layers), key_bias_norms(self._weights, self._model.spec))
+        self._plan = self._plan.with_protected(layers, reason)
+        log.info("kv_protected_layers=%s because %s", listed(layers), reason)
+
+    def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
+        self._settle_layers()
         plan, spec, device, ledger = self._plan, self._model.spec, self._device, self._ledger
         limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
         assert cache is not None and declaration is not None, f"{plan.blueprint.name} cannot run"  # noqa: PT018
@@ -149,7 +182,9 @@ class _Build:
         self._releases.append(workspace.release)
         invariant = self._config.batch_invariant
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        backend = build_backend(declaration, plan.attention_specs, storage, bounds, num_sms, invariant)
+        backend = (make_backend or build_backend)(
+            declaration, plan.attention_specs, storage, bounds, num_sms, invariant
+        )
         rotary, dtype = None, getattr(torch, plan.resolved.dtype)
         if spec.rope is not None:
             rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, device)
@@ -218,7 +253,7 @@ def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
         )
 
 
-def _refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:
+def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:
     """Somebody else took the memory that the plan had found free: say so, with the plan."""
     if isinstance(error, MemoryPlanError):
         error.table = error.table or plan.memory.table("load")  # loading has said it in its own words

@@ -4,7 +4,6 @@ from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import Term
 from holdfast.models.blueprint import Blueprint
-from holdfast.quant.formats import KVFormat
 from holdfast.runner.alternatives import list_alternatives, smallest_change
 from holdfast.runner.plan_fit import RunnerPlan, Wish, fit_runner, unfitting_runner
 from holdfast.runner.target import Target
@@ -19,15 +18,14 @@ def plan_runner(
     *,
     tensor_parallel_size: int = 1,
     quantization: str | None = None,
-    kv_format: KVFormat | str | None = None,
     staging: Term | None = None,
 ) -> RunnerPlan:
     """The plan of one rank. A context that was left open shrinks to what fits; whatever else does not fit raises.
 
-    `quantization`, `kv_format` and more ranks than one are for plans: no engine of this version takes them. `staging` is
-    what loading will hold beside the weights; without it a GPU is charged the most that loading may hold.
+    `quantization` and more ranks than one are for plans: no engine of this version takes them. `staging` is what
+    loading will hold beside the weights; without it a GPU is charged the most that loading may hold.
     """
-    wish = Wish(config, blueprint, target, tensor_parallel_size, quantization, kv_format, staging)
+    wish = Wish(config, blueprint, target, tensor_parallel_size, quantization, staging)
     try:
         return fit_runner(wish)
     except MemoryPlanError as error:
@@ -43,8 +41,7 @@ def plan_unfitting(
     *,
     tensor_parallel_size: int = 1,
     quantization: str | None = None,
-    kv_format: KVFormat | str | None = None,
     staging: Term | None = None,
 ) -> RunnerPlan:
     """The same with pages for one longest sequence, whether it fits or not: what a refusal can be drawn from."""
-    return unfitting_runner(Wish(config, blueprint, target, tensor_parallel_size, quantization, kv_format, staging))
+    return unfitting_runner(Wish(config, blueprint, target, tensor_parallel_size, quantization, staging))

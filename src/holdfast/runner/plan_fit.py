@@ -14,9 +14,8 @@ from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprint import Blueprint
 from holdfast.models.blueprint_weights import find_quantization
-from holdfast.quant.formats import KV_FORMATS, KVFormat
 from holdfast.runner.plan_terms import Layout, Needs, list_needs
-from holdfast.runner.resolve import KV_IS_ASKED, Choice, Resolved, resolve
+from holdfast.runner.resolve import KV_IS_ASKED, Resolved, resolve
 from holdfast.runner.target import Target
 
 NO_RANKS = "tensor parallelism is not in this version"
@@ -30,8 +29,6 @@ class Wish(NamedTuple):
     target: Target
     tensor_parallel_size: int = 1
     quantization: str | None = None
-    kv_format: KVFormat | str | None = None
-    """In place of the config's kv_cache_dtype."""
     staging: Term | None = None
     """What loading holds beside the weights, where that is known."""
 
@@ -81,6 +78,23 @@ class RunnerPlan(NamedTuple):
     def max_concurrency(self) -> float:
         """Sequences of the longest context that fit together."""
         return self.kv_tokens / self.resolved.limits.max_model_len
+
+    def with_protected(self, layers: tuple[int, ...], reason: str) -> "RunnerPlan":
+        """The same bytes with as many other layers in the wider format."""
+        protected = self.resolved.protected
+        assert self.cache is not None, f"{self.blueprint.name} has no layers to protect"
+        assert len(layers) == len(protected.layers), f"{layers} were not planned for, {protected.layers} were"
+        protected = protected._replace(layers=layers, is_open=False, reason=reason)
+        formats = protected.formats(self.resolved.kv_format, len(self.cache.layers))
+        caches = tuple(
+            replace(layer, format=kv_format) for layer, kv_format in zip(self.cache.layers, formats, strict=True)
+        )
+        specs = (replace(spec, cache=cache) for spec, cache in zip(self.attention_specs, caches, strict=True))
+        return self._replace(
+            resolved=self.resolved.with_protected(protected),
+            cache=replace(self.cache, layers=caches),
+            attention_specs=tuple(specs),
+        )
 
 
 def fit_runner(wish: Wish) -> RunnerPlan:
@@ -169,13 +183,7 @@ def settle(wish: Wish) -> tuple[Layout, Resolved]:
     wish.blueprint.check_ranks(wish.tensor_parallel_size)
     quantization, eager = find_quantization(wish.quantization), wish.config.enforce_eager
     layout = Layout(wish.blueprint, wish.target, wish.tensor_parallel_size, quantization, eager, wish.staging)
-    resolved = resolve(wish.config, wish.blueprint, wish.target)
-    if wish.kv_format is None:
-        wish.blueprint.check_format(resolved.kv_format)
-        return layout, resolved
-    found = wish.blueprint.check_format(wish.kv_format)
-    kept = tuple(choice for choice in resolved.choices if choice.name != "kv_cache_dtype")
-    return layout, replace(resolved, kv_format=found, choices=(*kept, Choice("kv_cache_dtype", found.name, "asked")))
+    return layout, resolve(wish.config, wish.blueprint, wish.target)
 
 
 def missing_here(wish: Wish) -> tuple[str, ...]:
@@ -184,10 +192,6 @@ def missing_here(wish: Wish) -> tuple[str, ...]:
     quantization = find_quantization(wish.quantization)
     if quantization is not None:
         reasons.append(no_quantization(quantization))
-    if wish.kv_format is not None:
-        found = wish.blueprint.check_format(wish.kv_format)
-        if found.name not in KV_FORMATS:
-            reasons.append(no_kv_format(found.name))
     if wish.tensor_parallel_size > 1:
         reasons.append(NO_RANKS)
     return tuple(reasons)
@@ -195,10 +199,6 @@ def missing_here(wish: Wish) -> tuple[str, ...]:
 
 def no_quantization(name: str) -> str:
     return f"weights in {name} are not in this version"
-
-
-def no_kv_format(name: str) -> str:
-    return f"KV pages in {name} are not in this version"
 
 
 def _has_room(layout: Layout, resolved: Resolved) -> bool:

@@ -1,20 +1,20 @@
 """Everything a runner holds beside its pages, as terms of a plan: from shapes, by owner and phase; no torch."""
 
-from collections.abc import Sequence
+from collections import Counter
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from holdfast.attention.declarations import DECLARATIONS, choose_declaration
+from holdfast.attention.declarations import choose_declaration
 from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.cache.padding import kv_padding_term
-from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
+from holdfast.cache.spec import CacheSpec, LayerCache, mixed_cache, uniform_cache
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprint import Blueprint
 from holdfast.models.blueprint_anatomy import HeadGeometry, StepShape
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
+from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.runner.batch_terms import batch_terms
 from holdfast.runner.graph_terms import graph_term
 from holdfast.runner.resolve import Resolved
@@ -29,8 +29,6 @@ COLLECTIVE_BYTES = 512 * 2**20
 """Buffers of NCCL between ranks; assumed, not measured."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
-ASSUMED_BACKEND = {"cpu": "torch_paged", "cuda": "triton_paged"}
-"""Whose scratch is planned for pages that no backend of this version reads."""
 
 
 class Layout(NamedTuple):
@@ -47,8 +45,18 @@ class Layout(NamedTuple):
     def heads(self) -> HeadGeometry | None:
         return self.blueprint.anatomy.heads(self.num_ranks)
 
+    def formats(self, resolved: Resolved) -> tuple[KVFormat, ...]:
+        """One entry a layer."""
+        return resolved.protected.formats(resolved.kv_format, self.blueprint.num_layers)
+
     def bytes_per_token(self, resolved: Resolved) -> Fraction:
-        return self.blueprint.kv_bytes_per_token(resolved.kv_format, self.num_ranks)
+        """Of all layers; where formats are mixed they have the same heads, so that only the numbers of layers count."""
+        protected, num_layers = resolved.protected, self.blueprint.num_layers
+        token_bytes = self.blueprint.kv_bytes_per_token(resolved.kv_format, self.num_ranks)
+        if not protected.layers:
+            return token_bytes
+        wider_bytes = self.blueprint.kv_bytes_per_token(protected.format, self.num_ranks)
+        return token_bytes + (wider_bytes - token_bytes) * len(protected.layers) / num_layers
 
     def page_bytes(self, resolved: Resolved) -> int:
         """Of one page of all layers; rows that stand for several tokens are rounded up to whole bytes."""
@@ -59,8 +67,7 @@ class Layout(NamedTuple):
         heads = self.heads()
         if heads is None:
             return None
-        limits, num_layers = resolved.limits, self.blueprint.num_layers
-        return uniform_cache(num_layers, resolved.kv_format, heads.num_kv_heads, heads.head_dim, limits.page_tokens)
+        return mixed_cache(self.formats(resolved), heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
 
     def attention_spec(self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry) -> AttentionSpec:
         return AttentionSpec(
@@ -88,7 +95,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     blueprint, target, limits = layout.blueprint, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
-    declaration = _declaration(specs, resolved, target.kind) if specs else None
+    declaration = choose_declaration(specs) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
     step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind)
@@ -110,22 +117,22 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
 
 
 def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, ...]:
-    """One layer for each that differs: they differ by their window alone."""
+    """One layer for each that differs, by its window or its format."""
     heads = layout.heads()
     if heads is None:
         return ()
-    first_of = {window: layer for layer, window in reversed(list(enumerate(heads.windows)))}
+    by_layer = layout.formats(resolved)
+    everywhere = tuple(dict.fromkeys(by_layer)) if resolved.protected.is_open else ()
+    first_of: dict[tuple[KVFormat, int | None], int] = {}
+    for layer, (own, window) in enumerate(zip(by_layer, heads.windows, strict=True)):
+        # Where weights will say which layers are protected, any layer may have any of the formats.
+        for kv_format in everywhere or (own,):
+            first_of.setdefault((kv_format, window), layer)
     caches = (
-        LayerCache(layer, "attention", resolved.kv_format, heads.num_kv_heads, heads.head_dim)
-        for layer in sorted(first_of.values())
+        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim)
+        for (kv_format, _), layer in first_of.items()
     )
     return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
-
-
-def _declaration(specs: Sequence[AttentionSpec], resolved: Resolved, kind: str) -> BackendDeclaration:
-    if resolved.kv_format.name in KV_FORMATS:
-        return choose_declaration(specs)
-    return next(declaration for declaration in DECLARATIONS if declaration.name == ASSUMED_BACKEND[kind])
 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
@@ -141,11 +148,13 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     """What pages cost beyond their number: alignment, and what a sequence keeps whatever its length."""
     terms, heads = [], layout.heads()
     if heads is not None:
-        one = uniform_cache(1, resolved.kv_format, heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
-        padding, num_layers = kv_padding_term(one), layout.blueprint.num_layers
-        if padding.num_bytes:
-            reason = f"{num_layers} layers, each with {padding.reason}"
-            terms.append(Term(padding.owner, num_layers * padding.num_bytes, reason, padding.phases))
+        shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
+        counts = Counter(layout.formats(resolved)).items()
+        paddings = [(count, kv_padding_term(uniform_cache(1, kv_format, *shape))) for kv_format, count in counts]
+        if any(padding.num_bytes for _, padding in paddings):
+            num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
+            reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
+            terms.append(Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES))
     sequence_bytes = layout.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks)
     if sequence_bytes:
         num_seqs = resolved.limits.max_num_seqs

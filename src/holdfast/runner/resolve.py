@@ -7,9 +7,10 @@ from typing import NamedTuple
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import ConfigError
 from holdfast.memory.sizes import format_bytes, parse_bytes
-from holdfast.models.blueprint import Blueprint
+from holdfast.models.blueprint import Blueprint, spec_blueprint
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.formats import KV_FORMATS, KVFormat
+from holdfast.quant.formats import KVFormat
+from holdfast.runner.protected_layers import ProtectedLayers, choose_protected, listed
 from holdfast.runner.target import Target
 
 CPU_KV_BYTES = 1024**3
@@ -18,6 +19,9 @@ KV_IS_ASKED = "kv_cache_memory"
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+PAGE_TOKENS = 16
+CODED_PAGE_TOKENS = 64
+"""Kernels over coded pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
 
 
 class Choice(NamedTuple):
@@ -35,6 +39,8 @@ class Resolved:
     device: str
     dtype: str
     kv_format: KVFormat
+    """Of all layers but the protected ones."""
+    protected: ProtectedLayers
     limits: Limits
     may_shorten: bool
     """max_model_len was left open, so it may shrink to what fits."""
@@ -48,24 +54,38 @@ class Resolved:
         """The same with a shorter context."""
         limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
         choice = Choice("max_model_len", str(max_model_len), reason)
-        kept = tuple(choice for choice in self.choices if choice.name != "max_model_len")
-        return dataclasses.replace(self, limits=limits, choices=(*kept, choice))
+        return dataclasses.replace(self, limits=limits, choices=self._with_choice(choice))
+
+    def with_protected(self, protected: ProtectedLayers) -> "Resolved":
+        """The same with other layers protected."""
+        choice = Choice("kv_protected_layers", listed(protected.layers), protected.reason)
+        return dataclasses.replace(self, protected=protected, choices=self._with_choice(choice))
+
+    def _with_choice(self, choice: Choice) -> tuple[Choice, ...]:
+        return (*(other for other in self.choices if other.name != choice.name), choice)
 
 
 def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) -> Resolved:
     """Settle every open setting for a device that is settled already."""
+    if isinstance(model, ModelSpec):
+        model = spec_blueprint(model, model.architecture)
     choices: list[Choice] = []
     dtype = _dtype(config, model, target.kind, choices)
-    kv_name = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
     if config.kv_cache_dtype == "auto":
-        choices.append(Choice("kv_cache_dtype", kv_name, "the same as dtype"))
-    limits = _limits(config, model, target.kind, choices)
+        choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
+    kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    protected = choose_protected(config, model, kv_format, dtype)
+    if protected.reason:
+        choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
+    page_tokens = _page_tokens(config, model, kv_format, choices)
+    limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes = _budget(config, target)
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
     return Resolved(
         target.name,
         dtype,
-        KV_FORMATS[kv_name],
+        kv_format,
+        protected,
         limits,
         config.max_model_len is None,
         budget_bytes,
@@ -76,7 +96,7 @@ def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) 
     )
 
 
-def _dtype(config: EngineConfig, model: Blueprint | ModelSpec, kind: str, choices: list[Choice]) -> str:
+def _dtype(config: EngineConfig, model: Blueprint, kind: str, choices: list[Choice]) -> str:
     if config.dtype != "auto":
         return config.dtype
     if kind == "cpu":
@@ -89,13 +109,22 @@ def _dtype(config: EngineConfig, model: Blueprint | ModelSpec, kind: str, choice
     return dtype
 
 
-def _limits(config: EngineConfig, model: Blueprint | ModelSpec, kind: str, choices: list[Choice]) -> Limits:
+def _page_tokens(config: EngineConfig, model: Blueprint, kv_format: KVFormat, choices: list[Choice]) -> int:
+    if config.page_tokens is not None:
+        return config.page_tokens
+    if not kv_format.is_coded or model.anatomy.heads(1) is None:
+        return PAGE_TOKENS
+    reason = f"attention over coded pages works in tiles of {CODED_PAGE_TOKENS} tokens"
+    choices.append(Choice("page_tokens", str(CODED_PAGE_TOKENS), reason))
+    return CODED_PAGE_TOKENS
+
+
+def _limits(config: EngineConfig, model: Blueprint, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:
     max_model_len, longest = config.max_model_len, model.max_position
-    has_learned = model.rope is None if isinstance(model, ModelSpec) else model.has_learned_positions
     if max_model_len is None:
         max_model_len = longest
         choices.append(Choice("max_model_len", str(max_model_len), "what the model was made for"))
-    elif has_learned and max_model_len > longest:
+    elif model.has_learned_positions and max_model_len > longest:
         raise ConfigError(
             f"max_model_len={max_model_len} was asked",
             f"the model has learned {longest} positions",
@@ -105,7 +134,7 @@ def _limits(config: EngineConfig, model: Blueprint | ModelSpec, kind: str, choic
         choices.append(Choice("max_model_len", str(max_model_len), f"asked, beyond the model's {longest}"))
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
     max_num_batched_tokens = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[kind]
-    return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, config.page_tokens)
+    return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, page_tokens)
 
 
 def _max_kv_reason(config: EngineConfig, max_kv_bytes: int | None) -> str:

@@ -1,8 +1,8 @@
 """Runner: one step on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -61,7 +61,7 @@ class Runner:
         self._backend = backend
         self._buffers = buffers
         self._sampler = sampler
-        self._device = device
+        self.device = device
         self._min_rows = min_rows
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: StepGraphs | None = None
@@ -80,6 +80,19 @@ class Runner:
             token_id, logprobs = next(samples) if rows.sample is not None else (None, None)
             results.append(SequenceResult(token_id, logprobs, ()))
         return StepResult(tuple(results))
+
+    @torch.inference_mode()
+    def hidden_rows(self, step: Step) -> torch.Tensor:
+        """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
+        with self._handing_over():
+            batch = self._fill(step, list(range(step.num_tokens)))
+            return self._decoder.hidden(batch, self._backend.plan(batch))[: step.num_tokens]
+
+    @torch.inference_mode()
+    def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """float32 logits of up to PROMPT_ROWS of these rows: [R, V], valid until the next call or step."""
+        with self._handing_over():
+            return self._decoder.logits(hidden_RH)
 
     @torch.inference_mode()
     def warm(self, graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
@@ -121,6 +134,18 @@ class Runner:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """On the runner's stream, after what the caller's stream has begun and before what it begins next."""
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
 
     def _fill(self, step: Step, logit_rows: list[int]) -> Batch:
         """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""

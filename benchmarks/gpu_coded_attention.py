@@ -1,0 +1,311 @@
+"""Attention over compressed pages, against torch SDPA in bfloat16 in the same run: python benchmarks/gpu_coded_attention.py
+
+Decode at several batch sizes and contexts, and chunks of a long prompt over what is stored already, for every format, with
+pages of 64 tokens in shuffled order and tiles from the backend's own plan. SDPA gets plain bfloat16 keys and values, as in
+gpu_attention.py. Correctness comes first: a mixed step of each format against plain torch over the decoded pages.
+
+On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_coded_attention.py --tiny --device cpu
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gpu_attention import FLOPS_PER_PAIR, READ_BYTES_PER_SECOND, ROTATED_BYTES, Rig, seconds_per_call
+from gpu_records import make_record, options, print_table, write_record
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from holdfast.attention.batch import Batch, SequenceRows
+from holdfast.attention.declarations import TritonPagedDeclaration
+from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.cache.spec import uniform_cache
+from holdfast.cache.storage import PageStorage
+from holdfast.kernels.coded_attention import coded_attention_reference
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.tensor_spec import arena_bytes
+from holdfast.quant.formats import KV_FORMATS
+
+MAX_LAYERS = 24
+MAX_ERROR = 0.02
+LONG_CONTEXT = 2**20
+FORMATS = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded)
+
+
+class Shape(NamedTuple):
+    """What is run."""
+
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    decode: tuple[tuple[int, int], ...] = (
+        (1, 131072),
+        (8, 8192),
+        (32, 8192),
+        (64, 2048),
+        (8, 32768),
+        (4, 262144),
+    )
+    prefill: tuple[tuple[int, int], ...] = ((30720, 2048), (129024, 2048))
+    """Stored tokens, and rows that follow them."""
+    max_model_len: int = 262144
+    bounds: StepBounds = StepBounds(256, 8192, 64)
+    mixed: tuple[tuple[int, int], ...] = ((0, 1), (63, 1), (64, 1), (999, 1), (4096, 1), (300, 200), (60, 5), (0, 130))
+
+
+FULL = Shape()
+TINY = Shape(
+    8, 1, 64, "float16", ((1, 300), (3, 70)), ((60, 40),), 512, StepBounds(8, 64, 64), ((0, 1), (299, 1), (20, 30))
+)
+
+
+def fill(name: str, plane: torch.Tensor, bits: int | None) -> None:
+    """Any codes, e4m3 numbers that are finite, scales near one twentieth."""
+    if plane.dtype == torch.float16:
+        plane.uniform_(0.02, 0.08)
+    elif bits == 8:
+        plane.random_(0, 120).bitwise_or_(torch.randint_like(plane, 0, 2) << 7)
+    else:
+        plane.random_(0, 256)
+
+
+def make_rig(
+    shape: Shape,
+    format_name: str,
+    rows: Sequence[tuple[int, int]],
+    num_layers: int,
+    device: torch.device,
+    num_padding: int = 0,
+) -> Rig:
+    """`rows` are start and number of rows of each sequence."""
+    page_tokens, kv_format = shape.bounds.page_tokens, KV_FORMATS[format_name]
+    num_pages = [-(-(start + count) // page_tokens) for start, count in rows]
+    cache = uniform_cache(num_layers, kv_format, shape.num_kv_heads, shape.head_dim, page_tokens)
+    scale, dtype = shape.head_dim**-0.5, getattr(torch, shape.dtype)
+    specs = tuple(
+        AttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda")
+        for layer in cache.layers
+    )
+    storage = PageStorage(cache, sum(num_pages), device, Ledger())
+    for layer in range(num_layers):
+        for plane in cache.layers[layer].planes:
+            fill(
+                plane.name,
+                storage.plane(layer, plane.name),
+                kv_format.key_bits if plane.name[0] == "k" else kv_format.value_bits,
+            )
+    places = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(0)).tolist()
+    table_NP = torch.zeros(len(rows), -(-shape.max_model_len // page_tokens), dtype=torch.int32)
+    sequences, row = [], 0
+    for index, ((start, count), needed) in enumerate(zip(rows, num_pages, strict=True)):
+        pages, places = places[:needed], places[needed:]
+        table_NP[index, :needed] = torch.tensor(pages, dtype=torch.int32)
+        sequences.append(SequenceRows(row, count, start, pages, index))
+        row += count
+    rows_T = torch.zeros(row + num_padding, dtype=torch.int64, device=device)
+    batch = Batch(rows_T, rows_T, rows_T, tuple(sequences), None, table_NP.to(device))
+    q_THD = torch.randn(len(rows_T), shape.num_heads, shape.head_dim, device=device).to(dtype)
+    out_TX = torch.full((len(rows_T), shape.num_heads * shape.head_dim), float("nan"), dtype=dtype, device=device)
+    scratch = tuple(
+        torch.full(spec.shape, float("nan"), dtype=getattr(torch, spec.dtype), device=device)
+        for spec in TritonPagedDeclaration().scratch(specs, shape.bounds)
+    )
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return Rig(storage, specs, batch, q_THD, out_TX, scratch, shape.bounds, num_sms)
+
+
+def check(shape: Shape, format_name: str, device: torch.device) -> float:
+    """The largest error of a row of a mixed step with padding, relative to its length; NaN where one is not finite."""
+    rig = make_rig(shape, format_name, shape.mixed, 1, device, num_padding=3)
+    found_TX = rig.calls(batch_invariant=False, captured=True)[0]().float()
+    backend = TritonPagedAttention(rig.specs, rig.storage, rig.bounds, rig.num_sms)
+    plan = backend.plan(rig.batch, captured=True)
+    exact_TX = torch.zeros_like(rig.out_TX, dtype=torch.float32)
+    assert rig.batch.page_table_NP is not None, "the batch has no page table"
+    coded_attention_reference(
+        rig.q_THD,
+        backend._pages[0].planes,
+        rig.batch.page_table_NP,
+        next(iter(plan.work.values())),
+        rig.specs[0].scale,
+        None,
+        exact_TX,
+        exact_TX,
+        exact_TX,
+        rig.num_sms,
+    )
+    error_T = (found_TX - exact_TX).norm(dim=1) / exact_TX.norm(dim=1).clamp(min=1e-6)
+    return float(error_T.max()) if bool(torch.isfinite(error_T).all()) else float("nan")
+
+
+def layers_for(num_bytes: float, device: torch.device) -> int:
+    return min(MAX_LAYERS, max(2, round(ROTATED_BYTES / num_bytes))) if device.type == "cuda" else 1
+
+
+@torch.inference_mode()
+def plain_decode(shape: Shape, num_seqs: int, length: int, device: torch.device) -> float:
+    """Seconds of SDPA with the query heads of a key head folded into rows."""
+    dtype = getattr(torch, shape.dtype)
+    num_bytes = num_seqs * length * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    q_NKGD = torch.randn(
+        num_seqs, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim, device=device
+    ).to(dtype)
+    kv = [
+        tuple(
+            torch.empty(num_seqs, shape.num_kv_heads, length, shape.head_dim, dtype=dtype, device=device).normal_()
+            for _ in "kv"
+        )
+        for _ in range(layers_for(num_bytes, device))
+    ]
+    return seconds_per_call([lambda k=k, v=v: F.scaled_dot_product_attention(q_NKGD, k, v) for k, v in kv], device)
+
+
+@torch.inference_mode()
+def coded_decode(
+    shape: Shape, format_name: str, num_seqs: int, length: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds, and bytes of keys and values."""
+    kv_format = KV_FORMATS[format_name]
+    token_bytes = sum(plane.bytes_per_token for plane in kv_format.planes(shape.num_kv_heads, shape.head_dim))
+    kv_bytes = float(num_seqs * length * token_bytes)
+    rig = make_rig(shape, format_name, [(length - 1, 1)] * num_seqs, layers_for(kv_bytes, device), device)
+    return seconds_per_call(rig.calls(batch_invariant=False, captured=True), device), kv_bytes
+
+
+def decode_rows(shape: Shape, num_seqs: int, length: int, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each format."""
+    plain = plain_decode(shape, num_seqs, length, device)
+    rows = []
+    for name in FORMATS:
+        seconds, kv_bytes = coded_decode(shape, name, num_seqs, length, device)
+        rows.append(
+            {
+                "measure": f"decode, {num_seqs} x {length}, {name}",
+                "format": name,
+                "shape": [num_seqs, length],
+                "unit": "ms",
+                "values": {"holdfast": round(seconds * 1e3, 5), "torch SDPA bf16": round(plain * 1e3, 5)},
+                "percent_of_roof": round(100 * kv_bytes / seconds / READ_BYTES_PER_SECOND, 2),
+                "speed_against_sdpa": round(plain / seconds, 3),
+            }
+        )
+    return rows
+
+
+@torch.inference_mode()
+def prefill_rows(shape: Shape, stored: int, count: int, device: torch.device) -> list[dict[str, Any]]:
+    """`count` rows behind `stored` tokens; SDPA's flash kernel has all keys visible, so it is compared by its TFLOPS."""
+    dtype, total = getattr(torch, shape.dtype), stored + count
+    q_1HLD = torch.randn(1, shape.num_heads, count, shape.head_dim, device=device).to(dtype)
+    k_1HLD = torch.empty(1, shape.num_heads, total, shape.head_dim, dtype=dtype, device=device).normal_()
+    v_1HLD = torch.empty_like(k_1HLD).normal_()
+    backends = [SDPBackend.FLASH_ATTENTION] if device.type == "cuda" else [SDPBackend.MATH]
+
+    def flash() -> torch.Tensor:
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(q_1HLD, k_1HLD, v_1HLD)
+
+    plain = seconds_per_call([flash] * 2, device)
+    flops = FLOPS_PER_PAIR * shape.num_heads * shape.head_dim * count
+    plain_rate = flops * total / plain / 1e12
+    rows = []
+    for name in FORMATS:
+        rig = make_rig(shape, name, [(stored, count)], 1, device)
+        seconds = seconds_per_call(rig.calls(batch_invariant=False, captured=False) * 2, device)
+        rate = flops * (stored + (count + 1) / 2) / seconds / 1e12
+        rows.append(
+            {
+                "measure": f"prefill, {count} behind {stored}, {name}",
+                "format": name,
+                "unit": "TFLOPS",
+                "values": {"holdfast": round(rate, 1), "torch SDPA bf16": round(plain_rate, 1)},
+                "milliseconds": {
+                    "holdfast": round(seconds * 1e3, 4),
+                    "torch SDPA bf16, no mask": round(plain * 1e3, 4),
+                },
+                "speed_against_sdpa": round(rate / plain_rate, 3),
+            }
+        )
+    return rows
+
+
+def scratch_bytes(shape: Shape, max_model_len: int) -> int:
+    """What all layers together work in at this context, work lists and rotation included."""
+    cache = uniform_cache(
+        1, KV_FORMATS["turboquant_k8v4"], shape.num_kv_heads, shape.head_dim, shape.bounds.page_tokens
+    )
+    specs = (AttentionSpec(cache.layers[0], shape.num_heads, 1.0, None, max_model_len, shape.dtype, "cuda"),)
+    declaration = TritonPagedDeclaration()
+    held = sum(term.num_bytes for term in declaration.terms(specs, shape.bounds))
+    return arena_bytes(declaration.scratch(specs, shape.bounds)) + held
+
+
+def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """What has to be shown."""
+    ms = {(row["format"], *row.get("shape", ())): row for row in results}
+    main = {"turboquant_k8v4": 0.137, "turboquant_4bit_nc": 0.11, "turboquant_3bit_nc": 0.10}
+    least = {"turboquant_k8v4": 45, "turboquant_4bit_nc": 40, "turboquant_3bit_nc": 30}
+    decode = [row for row in results if "percent_of_roof" in row]
+    found = {
+        f"{name} at 32 x 8192 in at most {limit} ms": ms[name, 32, 8192]["values"]["holdfast"] <= limit
+        for name, limit in main.items()
+        if (name, 32, 8192) in ms
+    }
+    for name, percent in least.items():
+        rows = [row for row in decode if row["format"] == name]
+        found[f"{name} everywhere at least {percent} % of the roof"] = all(
+            row["percent_of_roof"] >= percent for row in rows
+        )
+    found["decode always faster than SDPA in bfloat16"] = all(row["speed_against_sdpa"] > 1 for row in decode)
+    prefill = [row for row in results if row["unit"] == "TFLOPS"]
+    found["prefill at least 60 % of SDPA's flash kernel"] = all(row["speed_against_sdpa"] >= 0.6 for row in prefill)
+    return found
+
+
+def main() -> None:
+    """Check, measure, show."""
+    arguments = options("Attention over compressed pages against torch SDPA in bfloat16").parse_args()
+    shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
+    torch.manual_seed(0)
+    errors = {name: check(shape, name, device) for name in FORMATS}
+    print(f"errors against plain torch: {errors}", flush=True)
+    results: list[dict[str, Any]] = []
+    parts: list[Callable[[], list[dict[str, Any]]]] = [
+        *(lambda pair=pair: decode_rows(shape, *pair, device) for pair in shape.decode),
+        *(lambda pair=pair: prefill_rows(shape, *pair, device) for pair in shape.prefill),
+    ]
+    for part in parts:
+        results += part()
+        for row in results[-len(FORMATS) :]:
+            print(row["measure"], row["values"], row.get("percent_of_roof"), row["speed_against_sdpa"], flush=True)
+    facts = {
+        "check": {"errors": errors, "is_right": all(error <= MAX_ERROR for error in errors.values())},
+        "verdicts": verdicts(results),
+        "scratch_bytes": {str(length): scratch_bytes(shape, length) for length in (shape.max_model_len, LONG_CONTEXT)},
+        "read_bytes_per_second": READ_BYTES_PER_SECOND,
+    }
+    words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, pages of {shape.bounds.page_tokens}, shuffled"
+    record = make_record("gpu-coded-attention", results, "Attention over compressed pages", words, arguments, facts)
+    columns = ("", "ours", "SDPA bf16", "unit", "% of roof", "speed against SDPA")
+    print_table(
+        "Attention over compressed pages",
+        columns,
+        [
+            (
+                row["measure"],
+                *row["values"].values(),
+                row["unit"],
+                row.get("percent_of_roof"),
+                row["speed_against_sdpa"],
+            )
+            for row in results
+        ],
+    )
+    print(f"\n{facts['verdicts']}; scratch {facts['scratch_bytes']}")
+    write_record(record, "coded-attention", arguments)
+
+
+if __name__ == "__main__":
+    main()

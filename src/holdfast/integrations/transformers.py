@@ -1,0 +1,319 @@
+"""TurboQuantCache: a `past_key_values` for `generate` of transformers that keeps older tokens as codes and scales.
+
+N sequences, K key/value heads, T tokens, D head dim
+
+The newest tokens, the tail, stay as they came. When there are enough of them, the oldest leave it in blocks and are coded
+for good. A token is coded after the call that brought it, so a prompt attends to itself exactly. Keys and values come back
+decoded and rotated back, so that any implementation of attention reads them.
+
+It saves memory, not time: all older tokens are decoded again in every call, a bounded piece at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError, shown
+from holdfast.integrations.coded_tokens import CodedTokens
+from holdfast.quant.formats import CODED_HEAD_DIM, DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat, kv_format
+from holdfast.quant.rotation import rotate_heads
+
+try:
+    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+except ImportError as error:
+    raise ConfigError(
+        "TurboQuantCache was asked",
+        f"transformers cannot be imported ({str(error).partition(chr(10))[0]})",
+        "run pip install 'holdfast[transformers]'",
+    ) from error
+
+BLOCK_TOKENS = 16
+"""So many tokens leave the tail at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """Bytes of a cache."""
+
+    planes: dict[str, int] = field(default_factory=dict)
+    """By plane: the coded tokens, exactly what the format says of them."""
+    spare: int = 0
+    """Room in the planes for tokens to come."""
+    tail: int = 0
+    """The newest tokens, as they came."""
+    plain: int = 0
+    """Layers that are not coded, such as those with a sliding window."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.planes.values()) + self.spare + self.tail + self.plain
+
+    def __add__(self, other: "CacheMemory") -> "CacheMemory":
+        names = dict.fromkeys((*self.planes, *other.planes))
+        planes = {name: self.planes.get(name, 0) + other.planes.get(name, 0) for name in names}
+        return CacheMemory(planes, self.spare + other.spare, self.tail + other.tail, self.plain + other.plain)
+
+
+class Rotations:
+    """The rotation of each head dim and device, once for all layers."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def of(self, head_dim: int, device: torch.device) -> torch.Tensor:
+        """[D, D] in float32; symmetric, and its own inverse."""
+        key = head_dim, device
+        if key not in self._made:
+            self._made[key] = rotate_heads(torch.eye(head_dim, device=device))
+        return self._made[key]
+
+
+class CodedLayer(DynamicLayer):
+    """The keys and values of one layer. Its own `keys` and `values` are the tail alone."""
+
+    # After a rollback tokens that left the tail stay coded: what comes next could differ in a late digit.
+    is_croppable = False
+
+    def __init__(self, format: KVFormat, tail: int, rotations: Rotations) -> None:
+        super().__init__()
+        self.format = format
+        self._rotations = rotations
+        self._tail = tail
+        self._block = BLOCK_TOKENS if tail else 1
+        self._coded: tuple[CodedTokens, ...] = ()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is stored yet; shapes, type and device are those of the tensors."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
+        bits = (self.format.key_bits, self.format.value_bits)
+        coded = []
+        for side, like_NKTD, side_bits in zip("kv", (self.keys, self.values), bits, strict=True):
+            assert side_bits is not None, f"{self.format.name} is not coded"
+            num_heads, head_dim = like_NKTD.shape[1], like_NKTD.shape[-1]
+            if head_dim % CODED_HEAD_DIM:
+                raise ConfigError(
+                    f"TurboQuantCache was asked for heads of {head_dim}",
+                    f"codes take multiples of {CODED_HEAD_DIM}",
+                    "leave past_key_values out for this model",
+                )
+            planes = [plane for plane in self.format.planes(num_heads, head_dim) if plane.name.startswith(side)]
+            rotation_DD = self._rotations.of(head_dim, self.device) if side_bits < 8 else None
+            coded.append(CodedTokens(planes, side_bits, like_NKTD, rotation_DD))
+        self._coded = tuple(coded)
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ANN401 - what a newer transformers may pass
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in the newest tokens, and give back all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys_NKTD, values_NKTD = self._tails
+        tails = torch.cat([keys_NKTD, key_states], dim=-2), torch.cat([values_NKTD, value_states], dim=-2)
+        keys_NKTD, values_NKTD = (_whole(coded, tail) for coded, tail in zip(self._coded, tails, strict=True))
+        leaving = (tails[0].shape[-2] - self._tail) // self._block * self._block
+        if leaving > 0:
+            for coded, tail_NKTD in zip(self._coded, tails, strict=True):
+                coded.append(tail_NKTD[:, :, :leaving])
+            # Copies: a view would keep the tokens that left.
+            tails = tails[0][:, :, leaving:].clone(), tails[1][:, :, leaving:].clone()
+        self.keys, self.values = tails
+        return keys_NKTD, values_NKTD
+
+    def get_seq_length(self) -> int:
+        """Tokens that are stored, coded or not."""
+        return self._coded[0].length + self._tails[0].shape[-2] if self.is_initialized else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the newest tokens, given as a negative number, as transformers does."""
+        if tokens_to_remove > 0:
+            raise ConfigError(
+                f"crop({tokens_to_remove}) was asked",
+                "the number of tokens to remove is negative",
+                f"pass {-tokens_to_remove} to remove {tokens_to_remove}",
+            )
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        length = max(0, self.get_seq_length() + tokens_to_remove)
+        for coded in self._coded:
+            coded.truncate(min(coded.length, length))
+        in_tail = length - self._coded[0].length
+        self.keys, self.values = (tail_NKTD[:, :, :in_tail].clone() for tail_NKTD in self._tails)
+
+    def reset(self) -> None:
+        """Forget everything, shapes and type too."""
+        self._coded = ()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """The sequences in another order, some of them perhaps twice."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence so many times."""
+        if self.is_initialized:
+            self._select(torch.arange(self._tails[0].shape[0], device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """These sequences alone, by number or by mask."""
+        if self.is_initialized:
+            self._select(torch.arange(self._tails[0].shape[0], device=self.device)[indices])
+
+    def memory_bytes(self) -> CacheMemory:
+        """What this layer holds."""
+        if not self.is_initialized:
+            return CacheMemory()
+        planes = {name: size for coded in self._coded for name, size in coded.used_bytes.items()}
+        spare = sum(coded.held_bytes for coded in self._coded) - sum(planes.values())
+        return CacheMemory(planes, spare, tail=sum(tail_NKTD.nbytes for tail_NKTD in self._tails))
+
+    def _select(self, indices: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        indices = indices.to(self.device)
+        for coded in self._coded:
+            coded.select(lambda plane_NKR: plane_NKR.index_select(0, indices))
+        self.keys, self.values = (tail_NKTD.index_select(0, indices) for tail_NKTD in self._tails)
+
+    @property
+    def _tails(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None, "no keys were stored yet"
+        assert self.values is not None, "no values were stored yet"
+        return self.keys, self.values
+
+
+class TurboQuantCache(Cache):
+    """`model.generate(..., past_key_values=TurboQuantCache(model.config))`, for decoders with standard attention.
+
+    Layers with a sliding window, and those that keep something else than keys and values, get the cache layer that
+    transformers has for them; `memory_bytes().plain` is theirs. Without a config every layer is coded.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,  # noqa: ANN401 - a config class of transformers
+        format: str = "turboquant_k8v4",
+        protected_layers: int | Sequence[int] | None = None,
+        protected_format: str = "fp8",
+        tail: int = 64,
+    ) -> None:
+        """Protected layers are numbers of layers, or how many (from both ends); None is the default of the format."""
+        self.format, self.protected_format = _coded_format(format), _coded_format(protected_format)
+        if not isinstance(tail, int) or isinstance(tail, bool) or tail < 0:
+            raise ConfigError(f"tail={shown(tail)} was asked", "it is a number of tokens", "pass 0 or more, such as 64")
+        self.tail = tail
+        self._rotations = Rotations()
+        layers = [] if config is None else _plain_layers(config)
+        num_layers = None if config is None else len(layers)
+        self.protected_layers = _protected(protected_layers, DEFAULT_PROTECTED_LAYERS[self.format.name], num_layers)
+        super().__init__(
+            layers=[
+                self._coded_layer(number) if type(layer) is DynamicLayer else layer
+                for number, layer in enumerate(layers)
+            ]
+        )
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,  # noqa: ANN401 - what a newer transformers may pass
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in the newest tokens of a layer, and give back all of that layer."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self._coded_layer(len(self.layers)))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def memory_bytes(self) -> CacheMemory:
+        """What is held: codes and scales by plane, the tail, and the rest."""
+        found = CacheMemory()
+        for layer in self.layers:
+            if isinstance(layer, CodedLayer):
+                found += layer.memory_bytes()
+            else:
+                found += CacheMemory(plain=sum(tensor.nbytes for tensor in _tensors_of(layer)))
+        return found
+
+    def _coded_layer(self, number: int) -> CodedLayer:
+        is_protected = number in self.protected_layers
+        return CodedLayer(self.protected_format if is_protected else self.format, self.tail, self._rotations)
+
+
+def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a cache layer of transformers
+    """What it keeps, be it keys and values or states by number."""
+    for value in vars(layer).values():
+        kept = value.values() if isinstance(value, dict) else (value,)
+        yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor))
+
+
+def _whole(coded: CodedTokens, tail_NKTD: torch.Tensor) -> torch.Tensor:
+    """Decoded tokens and the tail behind them."""
+    if coded.length == 0:
+        return tail_NKTD
+    batch, heads, in_tail, head_dim = tail_NKTD.shape
+    whole_NKTD = tail_NKTD.new_empty((batch, heads, coded.length + in_tail, head_dim))
+    coded.read(whole_NKTD[:, :, : coded.length])
+    whole_NKTD[:, :, coded.length :] = tail_NKTD
+    return whole_NKTD
+
+
+def _coded_format(name: str) -> KVFormat:
+    found = kv_format(name)
+    if not found.is_coded:
+        names = [other.name for other in KV_FORMATS.values() if other.is_coded]
+        raise ConfigError(f"{name} was asked of TurboQuantCache", "it has no codes", f"pass {' or '.join(names)}")
+    return found
+
+
+def _plain_layers(config: Any) -> list[Any]:  # noqa: ANN401 - classes of transformers
+    """The cache layers that transformers would use, of which some can be coded."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"TurboQuantCache was asked for {type(config).__name__}",
+            "it has an encoder, whose cross attention keeps another cache",
+            "leave past_key_values out for this model",
+        )
+    layers = DynamicCache(config=config).layers
+    if not any(type(layer) is DynamicLayer for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ConfigError(
+            f"TurboQuantCache was asked for {type(config).__name__}",
+            f"none of its layers keeps the keys and values of all tokens ({kinds})",
+            "leave past_key_values out for this model",
+        )
+    return layers
+
+
+def _protected(asked: int | Sequence[int] | None, default: int, num_layers: int | None) -> tuple[int, ...]:
+    """Numbers of layers, rising. Where only their number is said, they are those at both ends, which suffer most."""
+    count = default if asked is None else asked
+    highest = None if num_layers is None else num_layers - 1
+    if not isinstance(count, int):
+        if all(isinstance(layer, int) and layer >= 0 and (highest is None or layer <= highest) for layer in count):
+            return tuple(sorted(set(count)))
+    elif count == 0:
+        return ()
+    elif num_layers is None:
+        raise ConfigError(
+            f"{count} protected layers {'are the default' if asked is None else 'were asked'}",
+            "without a config nobody knows which layers are the last",
+            "pass model.config, or the numbers of the layers as protected_layers",
+        )
+    elif asked is None or 0 < count <= num_layers:
+        count = min(count, num_layers // 2) if asked is None else count
+        first = (count + 1) // 2
+        return (*range(first), *range(num_layers - (count - first), num_layers))
+    raise ConfigError(
+        f"protected_layers={shown(asked)} was asked",
+        f"the layers are {'0 and higher' if highest is None else f'0 to {highest}'}",
+        "list some of these, or say how many",
+    )

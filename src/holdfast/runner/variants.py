@@ -1,0 +1,91 @@
+"""Variants: runners of one model that differ in their settings, side by side over one set of weights."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.errors import MemoryPlanError
+from holdfast.loading.source import OpenModel
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.sizes import format_bytes
+from holdfast.runner.build import HELD_BY_CUDA, MakeBackend, RunnerBuild, plan_model, refuse_out_of_memory
+from holdfast.runner.device_target import choose_device, device_target
+from holdfast.runner.plan import RunnerPlan
+from holdfast.runner.runner import Runner
+
+
+class Variant(NamedTuple):
+    """How one runner is to be."""
+
+    config: EngineConfig
+    make_backend: MakeBackend | None = None
+    """Builds another attention than the plan's own, over its pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltVariants:
+    """Runners that are ready, in the order that was asked for."""
+
+    runners: tuple[Runner, ...]
+    plans: tuple[RunnerPlan, ...]
+    release: Callable[[], None]
+    """Gives everything back; no runner can be used afterwards."""
+
+
+def build_variants(
+    variants: Sequence[Variant], model: OpenModel, on_progress: Callable[[int, int], None]
+) -> BuiltVariants:
+    """Plan all of them, load once, assemble each. Nothing is warmed or captured: they are for measuring what they compute."""
+    device, _ = choose_device(variants[0].config)
+    target = device_target(device)
+    planned = [plan_model(variant.config, model, target) for variant in variants]
+    plans = [plan for _, plan in planned]
+    assert len({(plan.resolved.device, plan.resolved.dtype) for plan in plans}) == 1, "weights of two types were asked"
+    _refuse_crowd(plans)
+    builds = [
+        RunnerBuild(variant.config, model, plan, Ledger(), torch.device(device))
+        for variant, plan in zip(variants, plans, strict=True)
+    ]
+
+    def release() -> None:
+        for build in reversed(builds):
+            build.release()
+
+    try:
+        first, *others = builds
+        first.load(planned[0][0], on_progress)
+        for build in others:
+            build.share(first)
+        runners = [build.assemble(variant.make_backend) for build, variant in zip(builds, variants, strict=True)]
+    except BaseException as error:
+        # Frames that the error has left behind still name tensors, and somebody may keep the error.
+        traceback.clear_frames(error.__traceback__)
+        release()
+        refuse_out_of_memory(error, plans[0])
+        raise
+    return BuiltVariants(tuple(runners), tuple(build.plan for build in builds), release)
+
+
+def own_bytes(plan: RunnerPlan) -> int:
+    """What one more runner takes where the weights are loaded already: pages, workspace, buffers."""
+    terms = (term for term in plan.memory.terms if "serve" in term.phases and term.group != "weights")
+    return plan.memory.kv_bytes + sum(term.num_bytes for term in terms if term.owner not in HELD_BY_CUDA)
+
+
+def _refuse_crowd(plans: Sequence[RunnerPlan]) -> None:
+    """Each plan fits alone; all of them must."""
+    first, *others = plans
+    memory, own = first.memory, [own_bytes(plan) for plan in others]
+    if memory.peak_bytes + sum(own) <= memory.budget_bytes or not own:
+        return
+    raise MemoryPlanError(
+        f"{len(plans)} runners over one set of weights need {format_bytes(memory.peak_bytes + sum(own))}, "
+        f"each but the first up to {format_bytes(max(own))}",
+        f"the budget is {format_bytes(memory.budget_bytes)} ({memory.budget_reason})",
+        "ask for fewer at once or for shorter windows",
+        memory.table("serve"),
+    )

@@ -1,0 +1,252 @@
+"""A step's work as tiles, made in host memory here, whatever runs it: over plain pages, and over coded ones."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from attention.work_lists import MILLION, ListCase, Ranges, check_work, made_up_batch
+from holdfast.attention.batch import SequenceRows
+from holdfast.attention.declarations import SPLIT_ROWS, split_rows
+from holdfast.attention.spec import StepBounds
+from holdfast.attention.tile_lists import StepRows
+
+PLAIN, CODED = ListCase(), ListCase(coded=True)
+BOTH = pytest.mark.parametrize("case", [PLAIN, CODED], ids=["plain", "coded"])
+
+
+@st.composite
+def cases(draw):
+    """Lists, and a step for them: up to 64 sequences of up to a million tokens, decoding and not."""
+    group = draw(st.sampled_from([1, 2, 4, 7, 8, 16, 71, 128]))
+    num_kv_heads = draw(st.sampled_from([1, 2, 8]))
+    max_model_len = draw(st.sampled_from([16, 256, 257, 1000, 40960, MILLION]))
+    bounds = StepBounds(draw(st.integers(1, 64)), draw(st.integers(1, 2048)), 16)
+    case = ListCase(
+        group * num_kv_heads,
+        num_kv_heads,
+        draw(st.sampled_from([None, 1, 5, 1024, 4096])),
+        max_model_len,
+        bounds,
+        draw(st.sampled_from([1, 2, 40, 132])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+    rows: list[tuple[int, int]] = []
+    left = bounds.max_num_rows
+    counts = st.one_of(st.just(1), st.just(1), st.integers(1, 20), st.integers(1, 2048))
+    for count in draw(st.lists(counts, max_size=bounds.max_num_seqs)):
+        count = min(count, left, max_model_len)
+        if count == 0:
+            break
+        longest = max_model_len - count
+        rows.append((draw(st.one_of(st.integers(0, longest), st.just(longest), st.just(0))), count))
+        left -= count
+    return case, rows, draw(st.integers(0, min(left, 8)))
+
+
+@hypothesis_settings(max_examples=250)
+@given(made=cases(), captured=st.booleans())
+def test_every_token_that_a_row_may_see_is_in_one_tile(made, captured):
+    case, rows, num_padding = made
+    batch = made_up_batch(rows, num_padding)
+    check_work(case, batch, case.work(batch, captured), captured)
+
+
+@hypothesis_settings(max_examples=60)
+@given(made=cases(), num_sms=st.sampled_from([1, 132]))
+def test_a_batch_invariant_row_is_split_by_its_own_length_alone(made, num_sms):
+    case, rows, num_padding = made
+    case = replace(case, batch_invariant=True, num_sms=num_sms)
+    together = case.ranges(rows, num_padding)
+    row = 0
+    for start, count in rows[:12]:
+        alone = replace(case, num_sms=40).ranges([(start, count)])
+        assert [together[row + i] for i in range(count)] == [alone[i] for i in range(count)]
+        row += count
+
+
+def items_and_longest(case: ListCase, ranges: Ranges) -> tuple[int, int]:
+    """(tile, key head) pairs of steps whose sequences have a row each, and the longest of them in blocks."""
+    sizes = [-(-(high - low) // 64) for row in ranges.values() for low, high in row]
+    return case.num_kv_heads * len(sizes), max(sizes)
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, MILLION), st.integers(1, 2000)), min_size=1, max_size=256)
+
+
+@hypothesis_settings(max_examples=150)
+@given(lengths=LENGTHS, num_kv_heads=st.sampled_from([1, 2, 8]), num_sms=st.sampled_from([1, 40, 132]))
+@example(lengths=[131072], num_kv_heads=8, num_sms=132)
+@example(lengths=32 * [8192], num_kv_heads=8, num_sms=132)
+@example(lengths=[131072, *(65 * [64])], num_kv_heads=8, num_sms=132)
+@example(lengths=[131072, *(66 * [64])], num_kv_heads=8, num_sms=132)
+def test_coded_steps_take_no_turn_more_than_they_must(lengths, num_kv_heads, num_sms):
+    """No more items than programs where that can be; and no smaller share would do it."""
+    bounds = StepBounds(256, 256, 16)
+    case = replace(
+        CODED,
+        num_heads=8 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        num_sms=num_sms,
+        bounds=bounds,
+        max_model_len=MILLION,
+    )
+    ranges = case.ranges([(length - 1, 1) for length in lengths])
+    programs = num_sms * case.geometry.small_programs(len(lengths))
+    turns = -(-len(lengths) * num_kv_heads // programs)
+    items, longest = items_and_longest(case, ranges)
+    assert items <= turns * programs
+    blocks = [-(-length // 64) for length in lengths]
+    fair_share = max(1, -(-sum(lengths) * num_kv_heads // (64 * programs)))
+    if longest > fair_share:
+        cut = [-(-count // (longest - 1)) for count in blocks]
+        pairs = sum(count for count in cut if count > 1)
+        assert sum(cut) * num_kv_heads > turns * programs or pairs > case.room.max_pairs, "a smaller share would do"
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "splits"), [(1, 131072, 64), (8, 8192, 8), (32, 8192, 2), (64, 2048, 1), (4, 262144, 16)]
+)
+def test_splits_of_coded_steps_fill_an_h200(num_seqs, num_tokens, splits):
+    """528 programs, 8 key heads: 66 tiles at most, in whole blocks."""
+    case = replace(CODED, given=CODED.geometry._replace(small_programs_per_sm=4, few_rows=0))
+    assert case.splits(num_seqs * [(num_tokens - 1, 1)]) == num_seqs * [splits]
+
+
+@BOTH
+@pytest.mark.parametrize("num_seqs", [1, 2, 7, 32, 64])
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000, 40960, MILLION])
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "balanced"])
+def test_partial_results_keep_to_their_cap(case, num_seqs, num_tokens, batch_invariant):
+    splits = replace(case, batch_invariant=batch_invariant).splits(num_seqs * [(num_tokens - 1, 1)])
+    assert sum(count for count in splits if count > 1) <= SPLIT_ROWS
+
+
+@BOTH
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("num_seqs", [1, 30, 64])
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "balanced"])
+def test_several_rows_of_a_sequence_count_each(case, group, num_seqs, batch_invariant):
+    """As many rows as a small tile takes, each with partial results of its own: fewer splits, not more memory."""
+    case = replace(case, num_heads=group, num_kv_heads=1, batch_invariant=batch_invariant)
+    count = case.geometry.small_rows
+    splits = case.splits(num_seqs * [(MILLION - count, count)])
+    assert count * sum(number for number in splits if number > 1) <= SPLIT_ROWS
+
+
+@BOTH
+def test_a_lone_long_context_keeps_the_whole_machine_busy(case):
+    (splits,) = case.splits([(40959, 1)])
+    most = 132 * case.geometry.small_programs(1) / case.num_kv_heads
+    assert 0.9 * most <= splits <= most
+    assert replace(case, num_sms=1).splits([(MILLION - 1, 1)]) == [1]
+
+
+def test_steps_of_few_rows_have_programs_of_their_own():
+    (few,) = CODED.splits([(MILLION - 1, 1)])
+    many, *_ = CODED.splits([(MILLION - 1, 1), *(3 * [(0, 1)])])
+    assert 0.9 * 4 * 132 / 8 <= few <= 4 * 132 / 8 < many <= 5 * 132 / 8
+
+
+@BOTH
+def test_a_full_machine_splits_nothing(case):
+    assert case.splits(64 * [(0, 1)]) == 64 * [1]
+    assert replace(case, num_sms=8).splits(16 * [(40959, 1)] + 48 * [(63, 1)])[16:] == 48 * [1]
+
+
+@BOTH
+def test_long_prompts_alone_are_split_too(case):
+    """A few tiles for 264 programs: so each is cut, unless rows must not depend on it."""
+    (splits,) = case.splits([(40000, 32)])
+    assert splits > 7
+    assert replace(case, batch_invariant=True).splits([(40000, 32)]) == [1]
+    assert case.splits([(0, 1024)]) == [1]
+
+
+@BOTH
+def test_splits_of_prompts_share_what_room_is_left(case):
+    """All tiles get the same, instead of the first ones all of it."""
+    case = replace(case, num_heads=8, num_kv_heads=1, num_sms=528)
+    batch = made_up_batch([(200000, 64), *(6 * [(3000, 1)])])
+    ranges = check_work(case, batch, case.work(batch))
+    splits = {len(ranges[row]) for row in range(64)}
+    assert len(splits) == 1
+    assert splits.pop() > 1
+
+
+def test_short_models_are_never_split():
+    case = replace(PLAIN, max_model_len=256)
+    assert split_rows(256, case.bounds) == 0
+    assert case.splits([(255, 1), (200, 56), (0, 1)]) == [1, 1, 1]
+
+
+@BOTH
+def test_the_longest_large_tiles_come_first(case):
+    work = case.work(made_up_batch([(0, 64), (5000, 64), (100, 64)]))
+    num_small, num_large = work.tiles_X8[0, :2].tolist()
+    assert num_small == 0
+    used = work.tiles_X8[1 : 1 + num_large]
+    sizes = (used[:, 5] - used[:, 4]).tolist()
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("window", "plain", "coded"),
+    [(1, (39999, 40001), (39936, 40001)), (5, (39995, 40001), (39936, 40001)), (64, (39936, 40001), (39936, 40001))],
+)
+def test_ranges_behind_a_window_begin_with_a_block_of_codes(window, plain, coded):
+    """The second row sees the last token, the first one `window` of them, and the kernel hides the others."""
+    for case, expected in ((PLAIN, plain), (CODED, coded)):
+        case = replace(case, num_heads=8, num_kv_heads=8, window=window, num_sms=1)
+        assert case.ranges([(39999, 2)]) == {0: [expected], 1: [expected]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "captured", "expected"),
+    [
+        ([(9, 1), (300, 1)], False, (True, False, False)),
+        ([(9, 1), (300, 1)], True, (True, False, True)),
+        ([], True, (True, False, True)),
+        ([(0, 100)], False, (False, True, False)),
+        ([(0, 100)], True, (True, True, True)),
+        ([(0, 100), (40000, 1)], False, (True, True, True)),
+    ],
+    ids=str,
+)
+def test_which_kernels_a_step_takes(rows, captured, expected):
+    num_sms = 1 if len(rows) != 2 or rows[0][1] == 1 else 132
+    work = replace(PLAIN, num_sms=num_sms).work(made_up_batch(rows), captured)
+    assert (work.has_small, work.has_large, work.has_merge) == expected
+
+
+def test_padding_alone_is_merged_into_zeros():
+    work = replace(PLAIN, num_sms=1).work(made_up_batch([(9, 1)], num_padding=3))
+    assert work.has_merge
+    assert work.rows_T2[:4, 1].tolist() == [1, 0, 0, 0]
+
+
+@BOTH
+def test_lists_lie_where_the_first_ones_lay(case):
+    """A graph has read these addresses for good; nothing of a larger step stays behind in what counts."""
+    lists = case.lists()
+    places = None
+    for rows in ([(40000, 1)] * 30, [(0, 1)], [(700, 300), (3, 1)], []):
+        batch = made_up_batch(rows, num_padding=2)
+        work = lists.fill(StepRows.of(batch.sequences, batch.num_rows), captured=False)
+        check_work(case, batch, work)
+        places = places or (work.tiles_X8.data_ptr(), work.rows_T2.data_ptr())
+        assert places == (work.tiles_X8.data_ptr(), work.rows_T2.data_ptr())
+        assert lists.tile_bytes + lists.row_bytes == work.tiles_X8.nbytes + work.rows_T2.nbytes
+
+
+def test_columns_of_a_step():
+    step = StepRows.of([SequenceRows(0, 3, 40, [1, 2], 7), SequenceRows(3, 1, 9, [5], 0)], 6)
+    assert step.columns_4N.tolist() == [[7, 0], [0, 3], [3, 1], [40, 9]]
+    assert step.num_rows == 6
+    assert not step.is_decode
+    nobody = StepRows.of([], 2)
+    assert nobody.columns_4N.tolist() == [[], [], [], []]
+    assert nobody.is_decode

@@ -1,0 +1,87 @@
+"""Windows of a text: whole, one behind the other, with what the tokenizer puts first; and texts that are too short."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from engine.fakes import BOS, EOS, VOCAB_SIZE, byte_tokenizer, shared_tokenizer
+from holdfast.engine.text_windows import beginning, cut_windows
+from holdfast.errors import PromptError
+from holdfast.text.tokenizer import Tokenizer
+
+
+def processed(template: str) -> Tokenizer:
+    """A tokenizer of bytes that adds its own tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer._backend.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
+    )
+    return tokenizer
+
+
+@given(st.text(max_size=200), st.integers(2, 40), st.integers(0, 300))
+def test_windows_are_the_text_in_order_and_only_the_end_is_left_out(text: str, window: int, max_tokens: int) -> None:
+    ids = list(text.encode())
+    tokenizer = shared_tokenizer()
+    bound = max_tokens or None
+    if len(ids) < window:
+        with pytest.raises(PromptError, match=f"the whole text has {len(ids)}"):
+            cut_windows(tokenizer, text, window, bound, VOCAB_SIZE)
+        return
+    windows = cut_windows(tokenizer, text, window, bound, VOCAB_SIZE)
+    assert {len(own) for own in windows} == {window}
+    flat = [token for own in windows for token in own]
+    assert [tokenizer.token_text(token) for token in flat] == [
+        tokenizer.token_text(token) for token in tokenizer.encode(text)[: len(flat)]
+    ]
+    assert len(windows) == min(len(ids) // window, max(1, max_tokens // window) if bound else 10**9)
+
+
+def test_every_window_begins_with_what_the_tokenizer_puts_first() -> None:
+    tokenizer = processed("<bos> $A")
+    assert beginning(tokenizer) == [BOS]
+    windows = cut_windows(tokenizer, "abcdefgh", 4, None, VOCAB_SIZE)
+    assert [len(own) for own in windows] == [4, 4]
+    assert [own[0] for own in windows] == [BOS, BOS]
+    assert [tokenizer.decode(own) for own in windows] == ["abc", "def"]
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix"), [("$A", []), ("$A <eos>", []), ("<bos> <eos> $A <eos>", [BOS, EOS])], ids=str
+)
+def test_what_comes_behind_a_text_is_no_part_of_a_window(template: str, prefix: list[int]) -> None:
+    tokenizer = processed(template)
+    assert beginning(tokenizer) == prefix
+    windows = cut_windows(tokenizer, "abcdefgh", 5, None, VOCAB_SIZE)
+    assert all(EOS not in own[len(prefix) :] for own in windows)
+
+
+def test_a_window_with_no_room_for_text_is_refused() -> None:
+    with pytest.raises(PromptError, match=r"windows of 2 tokens .* ask for 3 or more"):
+        cut_windows(processed("<bos> <eos> $A"), "abcdefgh", 2, None, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("text", "do"), [("", "give a longer text"), ("abc", "or ask for windows of 3")])
+def test_a_short_text_is_refused_with_what_it_has(text: str, do: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        cut_windows(shared_tokenizer(), text, 1024, None, VOCAB_SIZE)
+    assert caught.value.do.endswith(do)
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    with pytest.raises(PromptError, match="the vocabulary has 50 tokens"):
+        cut_windows(shared_tokenizer(), "zzzz", 2, None, 50)
+
+
+def test_text_beyond_the_last_window_is_not_tokenized() -> None:
+    lengths = []
+
+    class Counting(Tokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            lengths.append(len(text))
+            return super().encode(text, add_special_tokens)
+
+    windows = cut_windows(byte_tokenizer(Counting), "a" * 1_000_000, 16, 64, VOCAB_SIZE)
+    assert len(windows) == 4
+    assert max(lengths) < 10_000

@@ -1,0 +1,473 @@
+"""TurboQuantCache: under `generate` of transformers it behaves as its own caches do, and holds what its format says."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from holdfast.errors import ConfigError
+from holdfast.integrations.transformers import BLOCK_TOKENS, CacheMemory, CodedLayer, TurboQuantCache
+from holdfast.quant.formats import KV_FORMATS
+from loading.tiny_models import save_tiny
+
+FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+every_format = pytest.mark.parametrize("name", FORMATS)
+NOTHING_CODED = 10_000
+"""A tail that everything fits into."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two layers, two key/value heads of 16."""
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three layers, the last two with a sliding window of 8."""
+    return save_tiny("qwen2_window", tmp_path_factory.mktemp("windowed"))
+
+
+def prompts(batch: int = 1, length: int = 20, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 259, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def answer(model: Any, cache: Any, ids_NT: torch.Tensor, num_new: int = 12, **options: Any) -> list[list[int]]:
+    """Greedy tokens, whatever the model would end with."""
+    settings = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=num_new, eos_token_id=None, pad_token_id=0, **options
+    )
+    mask_NT = (ids_NT != 0).long()
+    with torch.inference_mode():
+        out_NT = model.generate(ids_NT, attention_mask=mask_NT, past_key_values=cache, generation_config=settings)
+    return out_NT[:, ids_NT.shape[1] :].tolist()
+
+
+def heads(batch: int, num_tokens: int, dim: int = 16, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, 2, num_tokens, dim)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def filled(num_tokens: int = 50, batch: int = 3, **options: Any) -> tuple[TurboQuantCache, torch.Tensor, torch.Tensor]:
+    """A cache of one layer, without a config, and what was put into it, one call."""
+    cache = TurboQuantCache(**options)
+    keys, values = heads(batch, num_tokens)
+    cache.update(keys, values, 0)
+    return cache, keys, values
+
+
+def contents(cache: TurboQuantCache, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All that a layer would give back, by a call that adds nothing."""
+    nothing = like.new_empty((cache.layers[0].keys.shape[0], *like.shape[1:2], 0, like.shape[-1]))
+    return cache.update(nothing, nothing, 0)
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that an object holds, however deep."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from tensors_in(value)
+    elif isinstance(thing, list | tuple):
+        for value in thing:
+            yield from tensors_in(value)
+    elif hasattr(thing, "__dict__"):
+        yield from tensors_in(vars(thing))
+
+
+# Under generate.
+
+
+@every_format
+def test_while_all_is_in_the_tail_nothing_differs(tiny: Any, name: str) -> None:
+    cache = TurboQuantCache(tiny.config, format=name, tail=NOTHING_CODED)
+    assert answer(tiny, cache, prompts(2)) == answer(tiny, DynamicCache(config=tiny.config), prompts(2))
+    assert cache.get_seq_length() == 20 + 12 - 1
+
+
+@every_format
+def test_logits_stay_near(tiny: Any, name: str) -> None:
+    ids_NT = prompts(1, 60)
+    cache, exact = TurboQuantCache(tiny.config, format=name, protected_layers=(), tail=0), DynamicCache()
+    with torch.inference_mode():
+        for piece in (ids_NT[:, :40], *ids_NT[:, 40:].split(1, dim=1)):
+            ours = tiny(piece, past_key_values=cache).logits
+            theirs = tiny(piece, past_key_values=exact).logits
+    error = (ours - theirs).square().mean() / theirs.square().mean()
+    limit = {"fp8": 0.002, "turboquant_k8v4": 0.02, "turboquant_4bit_nc": 0.04}.get(name, 0.15)
+    assert 0 < error < limit
+    assert cache.memory_bytes().tail == 0
+
+
+def test_a_prompt_attends_to_itself_exactly(tiny: Any) -> None:
+    ids_NT = prompts(1, 60)
+    with torch.inference_mode():
+        ours = tiny(ids_NT, past_key_values=TurboQuantCache(tiny.config, "turboquant_3bit_nc", tail=0)).logits
+        theirs = tiny(ids_NT, past_key_values=DynamicCache()).logits
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("tail", [0, 8])
+def test_padding_on_the_left_changes_nothing(tiny: Any, tail: int) -> None:
+    long, short = prompts(1, 24), prompts(1, 15, seed=1)
+    both = torch.cat((long, torch.cat((torch.zeros(1, 9, dtype=torch.int64), short), dim=1)))
+    cache = TurboQuantCache(tiny.config, "fp8", tail=tail)
+    together = answer(tiny, cache, both)
+    assert cache.memory_bytes().planes["k_codes"] > 0
+    alone = [answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=tail), ids_NT)[0] for ids_NT in (long, short)]
+    assert together == alone
+
+
+def test_beam_search(tiny: Any) -> None:
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
+    exact = answer(tiny, DynamicCache(config=tiny.config), prompts(2), **options)
+    assert answer(tiny, TurboQuantCache(tiny.config, tail=NOTHING_CODED), prompts(2), **options) == exact
+    coded = answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=0), prompts(2), **options)
+    assert [len(tokens) for tokens in coded] == [12] * 4
+
+
+def test_assisted_decoding_rolls_back(tiny: Any) -> None:
+    ids_NT = prompts(1, 10).repeat(1, 3)
+    exact = answer(tiny, DynamicCache(config=tiny.config), ids_NT, 24)
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    assert answer(tiny, TurboQuantCache(tiny.config, tail=NOTHING_CODED), ids_NT, 24, **options) == exact
+    cache = TurboQuantCache(tiny.config, "fp8", tail=0)
+    assert len(answer(tiny, cache, ids_NT, 24, **options)[0]) == 24
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(tiny: Any) -> None:
+    first = prompts(1, 20)
+    ours, theirs = TurboQuantCache(tiny.config, tail=NOTHING_CODED), DynamicCache(config=tiny.config)
+    for cache in (ours, theirs):
+        second = torch.cat((first, torch.tensor(answer(tiny, cache, first)), prompts(1, 7, seed=3)), dim=1)
+        cache.answer = answer(tiny, cache, second)  # type: ignore[attr-defined]
+    assert ours.answer == theirs.answer  # type: ignore[attr-defined]
+
+
+def test_after_a_reset_it_is_as_new(tiny: Any) -> None:
+    cache = TurboQuantCache(tiny.config, "turboquant_4bit_nc", tail=4)
+    first = answer(tiny, cache, prompts(2))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.memory_bytes() == CacheMemory()
+    assert answer(tiny, cache, prompts(1, seed=5)) == answer(
+        tiny, TurboQuantCache(tiny.config, "turboquant_4bit_nc", tail=4), prompts(1, seed=5)
+    )
+    cache.reset()
+    assert answer(tiny, cache, prompts(2)) == first
+
+
+def test_without_a_config_layers_come_as_they_are_used(tiny: Any) -> None:
+    cache = TurboQuantCache(format="fp8", tail=0)
+    assert answer(tiny, cache, prompts()) == answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=0), prompts())
+    assert len(cache) == 2
+
+
+def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
+    cache = TurboQuantCache(windowed.config, "fp8", tail=NOTHING_CODED)
+    assert [type(layer).__name__ for layer in cache.layers] == ["CodedLayer", *["DynamicSlidingWindowLayer"] * 2]
+    ids_NT = prompts(2)
+    assert answer(windowed, cache, ids_NT) == answer(windowed, DynamicCache(config=windowed.config), ids_NT)
+    window_bytes = 2 * 2 * 2 * (8 - 1) * 16 * 4
+    assert 2 * window_bytes <= cache.memory_bytes().plain <= 2 * window_bytes + 64
+
+
+def test_layers_without_keys_are_left_to_transformers() -> None:
+    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    kinds = [type(layer) for layer in TurboQuantCache(config).layers]
+    assert [kind is CodedLayer for kind in kinds] == [kind == "full_attention" for kind in config.layer_types]
+    assert CodedLayer in kinds
+    assert CodedLayer is not kinds[0]
+
+
+def test_a_model_in_half_precision(tiny: Any) -> None:
+    model = copy.deepcopy(tiny).half()
+    cache = TurboQuantCache(model.config, "turboquant_4bit_nc", tail=4)
+    assert len(answer(model, cache, prompts())[0]) == 12
+    assert 0 < cache.memory_bytes().tail <= 2 * 2 * (4 + BLOCK_TOKENS) * 2 * 16 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@every_format
+def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype) -> None:
+    cache = TurboQuantCache(format=name, protected_layers=(), tail=4)
+    keys, values = (x.to(dtype) for x in heads(2, 40))
+    cache.update(keys, values, 0)
+    for found, given in zip(contents(cache, keys), (keys, values), strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found[:, :, -4:], given[:, :, -4:])
+        assert (found - given).norm() < 0.25 * given.norm()
+
+
+# The layer by itself.
+
+
+@pytest.mark.parametrize("tail", [0, 1, 20, 31, 50, 200])
+@every_format
+def test_the_tail_is_exact_and_the_rest_is_coded(name: str, tail: int) -> None:
+    cache, keys, values = filled(format=name, tail=tail, protected_layers=())
+    found_keys, found_values = contents(cache, keys)
+    coded = max(0, (50 - tail) // BLOCK_TOKENS * BLOCK_TOKENS) if tail else 50
+    for found, given in ((found_keys, keys), (found_values, values)):
+        assert torch.equal(found[:, :, coded:], given[:, :, coded:])
+        if coded:
+            error = (found - given)[:, :, :coded].square().mean() / given.square().mean()
+            assert 1e-5 < error < 0.05
+
+
+def test_a_tail_grows_by_a_block_and_gives_it_away() -> None:
+    cache = TurboQuantCache(tail=10)
+    for length in range(1, 60):
+        cache.update(*heads(1, 1, seed=length), 0)
+        coded = cache.memory_bytes().planes["k_scale"] // (2 * 2)
+        assert coded % BLOCK_TOKENS == 0
+        assert min(length, 10) <= length - coded < 10 + BLOCK_TOKENS
+        assert cache.get_seq_length() == length
+
+
+def test_how_tokens_came_does_not_matter() -> None:
+    keys, values = heads(2, 70)
+    whole, one_by_one = TurboQuantCache(tail=9), TurboQuantCache(tail=9)
+    whole.update(keys, values, 0)
+    for token in range(70):
+        one_by_one.update(keys[:, :, token : token + 1], values[:, :, token : token + 1], 0)
+    for ours, theirs in zip(contents(whole, keys), contents(one_by_one, keys), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    assert whole.memory_bytes() == one_by_one.memory_bytes()
+
+
+@pytest.mark.parametrize("tail", [0, 9])
+def test_sequences_change_places(tail: int) -> None:
+    cache, keys, _ = filled(tail=tail)
+    before = contents(cache, keys)
+    cache.reorder_cache(torch.tensor([2, 0, 2]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([True, False, True, True, False, True]))
+    order = torch.tensor([2, 0, 0, 2])
+    for found, given in zip(contents(cache, keys), before, strict=True):
+        torch.testing.assert_close(found, given[order], rtol=0, atol=2e-6)
+    cache.batch_select_indices(torch.tensor([-1]))
+    torch.testing.assert_close(contents(cache, keys)[0], before[0][2:], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("tail", [0, 9, 200])
+@pytest.mark.parametrize("removed", [0, 1, 5, 30, 49, 50, 80])
+def test_cropping(tail: int, removed: int) -> None:
+    cache, keys, _ = filled(tail=tail)
+    before = contents(cache, keys)
+    cache.crop(-removed)
+    left = max(0, 50 - removed)
+    assert cache.get_seq_length() == left
+    for found, given in zip(contents(cache, keys), before, strict=True):
+        assert torch.equal(found, given[:, :, :left])
+    more, _ = cache.update(*heads(3, 4, seed=9), 0)
+    assert torch.equal(more[:, :, left:], heads(3, 4, seed=9)[0])
+
+
+def test_cropping_forgets_bytes_and_declines_lengths() -> None:
+    cache, _, _ = filled(tail=9)
+    cache.crop(-45)
+    assert cache.memory_bytes().tail == 0
+    assert cache.memory_bytes().planes["k_codes"] == 3 * 2 * 5 * 16
+    with pytest.raises(ConfigError, match="the number of tokens to remove is negative; pass -3"):
+        cache.crop(3)
+
+
+def test_nothing_happens_to_an_empty_cache() -> None:
+    cache = TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=2))
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.get_mask_sizes(7, 0) == (7, 0)
+    assert cache.memory_bytes().total == 0
+    assert not cache.is_compileable
+
+
+def test_masks_cover_what_comes_back() -> None:
+    cache, _, _ = filled(tail=9)
+    assert cache.get_mask_sizes(4, 0) == (54, 0)
+    assert cache.update(*heads(3, 4), 0)[0].shape == (3, 2, 54, 16)
+
+
+def test_a_copy_lives_its_own_life() -> None:
+    cache, keys, _ = filled(tail=9)
+    twin = copy.deepcopy(cache)
+    before = contents(twin, keys)
+    cache.update(*heads(3, 40, seed=4), 0)
+    cache.reorder_cache(torch.tensor([1, 1, 1]))
+    assert torch.equal(contents(twin, keys)[0], before[0])
+
+
+def test_keys_and_values_may_have_heads_of_their_own() -> None:
+    keys, _ = heads(1, 40, dim=48)
+    _, values = heads(1, 40, dim=32)
+    cache = TurboQuantCache(format="turboquant_3bit_nc", protected_layers=(), tail=0)
+    cache.update(keys, values, 0)
+    found = cache.update(keys[:, :, :0], values[:, :, :0], 0)
+    assert [x.shape for x in found] == [keys.shape, values.shape]
+    assert cache.memory_bytes().planes["k_codes"] == 2 * 40 * 48 // 4
+    assert cache.memory_bytes().planes["v_signs"] == 2 * 40 * 32 // 8
+
+
+@pytest.mark.gpu
+@every_format
+def test_a_gpu_gives_what_the_cpu_gives(name: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        cache = TurboQuantCache(format=name, protected_layers=(), tail=4)
+        keys, values = (x.to(device) for x in heads(2, 90))
+        cache.update(keys, values, 0)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        found.append(contents(cache, keys))
+        assert found[-1][0].device.type == device
+    for ours, theirs in zip(*found, strict=True):
+        # A number next to a boundary may fall to either side.
+        assert ((ours - theirs.cpu()).abs() > 1e-4).float().mean() < 0.01
+
+
+def test_gradients_reach_the_newest_tokens_alone() -> None:
+    cache = TurboQuantCache(tail=0)
+    keys, values = (x.requires_grad_() for x in heads(1, 5))
+    cache.update(keys, values, 0)
+    new_keys, new_values = (x.requires_grad_() for x in heads(1, 1, seed=2))
+    cache.update(new_keys, new_values, 0)[0].sum().backward()
+    assert new_keys.grad is not None
+    assert keys.grad is None or not keys.grad.any()
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("tail", [0, 64])
+@every_format
+def test_memory_is_the_arithmetic_of_the_format(name: str, tail: int) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=6)
+    cache = TurboQuantCache(config, name, tail=tail)
+    for layer in range(6):
+        for num_tokens in (300, 1, 1, 50):
+            cache.update(*(x.to(torch.bfloat16) for x in heads(3, num_tokens, dim=80)), layer)
+    coded = (352 - tail) // BLOCK_TOKENS * BLOCK_TOKENS if tail else 352
+    wanted: dict[str, int] = {}
+    for layer in range(6):
+        kv_format = KV_FORMATS["fp8" if layer in cache.protected_layers else name]
+        for plane in kv_format.planes(2, 80):
+            wanted[plane.name] = wanted.get(plane.name, 0) + 3 * coded * plane.bytes_per_token
+    memory = cache.memory_bytes()
+    assert memory.planes == wanted
+    assert memory.tail == 6 * 3 * (352 - coded) * 2 * 2 * 80 * 2
+    assert memory.plain == 0
+    assert 0 < memory.spare < 6 * 3 * 64 * 2 * 2 * 82
+    assert memory.total == sum(wanted.values()) + memory.tail + memory.spare
+
+
+def test_no_tensor_is_held_beyond_what_is_reported() -> None:
+    cache = TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=2), "turboquant_k8v4", tail=32)
+    for layer in range(2):
+        cache.update(*heads(2, 500), layer)
+        cache.update(*heads(2, 1), layer)
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(cache)}
+    rotation = 16 * 16 * 4
+    assert sum(held.values()) == cache.memory_bytes().total + rotation
+    full = 2 * 2 * 2 * 2 * 501 * 16 * 4
+    assert cache.memory_bytes().total < 0.45 * full
+
+
+# What is declined, and how.
+
+
+def test_layers_are_protected_from_both_ends() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=9)
+    for asked, layers in [(None, (0, 1, 7, 8)), (3, (0, 1, 8)), (0, ()), ((5, 2, 5), (2, 5)), (9, tuple(range(9)))]:
+        cache = TurboQuantCache(config, "turboquant_4bit_nc", asked)
+        assert cache.protected_layers == layers
+        formats = [layer.format.name for layer in cache.layers]
+        assert [number for number, name in enumerate(formats) if name == "fp8"] == list(layers)
+    assert TurboQuantCache(config).protected_layers == ()
+    assert TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=3), FORMATS[-1]).protected_layers == (0,)
+    k8v4 = TurboQuantCache(config, "turboquant_3bit_nc", (4,), "turboquant_k8v4").layers[4]
+    assert k8v4.format.name == "turboquant_k8v4"
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"format": "turboquant_k8v5"}, "kv_cache_dtype='turboquant_k8v5' was asked; .*; try turboquant_k8v4"),
+    ({"format": "bfloat16"}, "bfloat16 was asked of TurboQuantCache; it has no codes; pass fp8 or turboquant_k8v4"),
+    ({"protected_format": "float32"}, "float32 was asked of TurboQuantCache"),
+    ({"tail": -1}, "tail=-1 was asked; it is a number of tokens; pass 0 or more"),
+    ({"tail": 1.5}, r"tail=1\.5 was asked"),
+    ({"tail": True}, "tail=True was asked"),
+    ({"protected_layers": (0, -1)}, r"protected_layers=\(0, -1\) was asked; the layers are 0 to 3; list some"),
+    ({"protected_layers": (4,)}, r"protected_layers=\(4,\) was asked; the layers are 0 to 3"),
+    ({"protected_layers": 5}, "protected_layers=5 was asked; the layers are 0 to 3"),
+    ({"protected_layers": -1}, "protected_layers=-1 was asked"),
+    ({"protected_layers": ("0",)}, "protected_layers=.* was asked"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[str(options) for options, _ in REFUSALS])
+def test_wrong_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=4), **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.T5Config(num_layers=2), "T5Config; it has an encoder, .*; leave past_key_values out"),
+        (
+            transformers.MistralConfig(num_hidden_layers=2, sliding_window=8),
+            r"none of its layers keeps the keys and values of all tokens \(DynamicSlidingWindowLayer\)",
+        ),
+    ],
+    ids=["an encoder", "windows alone"],
+)
+def test_models_that_are_declined(config: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TurboQuantCache(config)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 100])
+def test_other_head_dims_are_declined_in_words(head_dim: int) -> None:
+    cache = TurboQuantCache()
+    with pytest.raises(
+        ConfigError, match=f"for heads of {head_dim}; codes take multiples of 16; leave past_key_values"
+    ):
+        cache.update(*heads(1, 3, dim=head_dim), 0)
+
+
+def test_without_a_config_the_last_layers_are_unknown() -> None:
+    with pytest.raises(ConfigError, match="4 protected layers are the default; without a config nobody knows"):
+        TurboQuantCache(format="turboquant_4bit_nc")
+    with pytest.raises(ConfigError, match="2 protected layers were asked"):
+        TurboQuantCache(protected_layers=2)
+    assert TurboQuantCache(format="turboquant_4bit_nc", protected_layers=(0, 99)).protected_layers == (0, 99)
+
+
+def test_without_transformers_there_is_one_sentence() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "try:\n    import holdfast.integrations.transformers\n"
+        "except ValueError as error:\n    print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("ConfigError TurboQuantCache was asked; transformers cannot be imported (")
+    assert done.stdout.endswith("; run pip install 'holdfast[transformers]'\n")
+    assert done.stdout.count("\n") == 1
+
+
+def test_it_is_a_layer_of_transformers() -> None:
+    cache, _, _ = filled()
+    assert isinstance(cache.layers[0], DynamicLayer)
+    assert isinstance(cache, transformers.Cache)
+    assert Path(str(sys.modules[CodedLayer.__module__].__file__)).name == "transformers.py"

@@ -1,0 +1,72 @@
+"""The few assembler instructions of a GPU that kernels have inline, over arrays of registers: what they do where none is."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+Register = np.ndarray
+"""uint32, one for every thread."""
+
+
+def run_assembler(text: str, inputs: Sequence[np.ndarray], num_outputs: int) -> list[Register]:
+    """Outputs are $0 and on, inputs those behind them, whose bytes are cut into registers."""
+    registers = {f"${num_outputs + i}": np.ascontiguousarray(x).view(np.uint32) for i, x in enumerate(inputs)}
+    shape = next(iter(registers.values())).shape
+
+    def read(name: str) -> Register:
+        return registers[name] if name in registers else np.full(shape, int(name, 0), dtype=np.uint32)
+
+    for line in text.strip().removeprefix("{").removesuffix("}").strip().split("\n"):
+        name, out, *sources = re.findall(r"\{.*?\}|[\w.$]+", line)
+        if name == ".reg":
+            continue
+        if out.startswith("{"):
+            assert name == "mov.b32", f"{name} into two registers is not known here"
+            for i, half in enumerate(re.findall(r"\w+", out)):
+                registers[half] = read(sources[0]) >> np.uint32(16 * i) & np.uint32(0xFFFF)
+        else:
+            registers[out] = _result(name, [read(source) for source in sources])
+            assert registers[out].dtype == np.uint32
+    return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+def _result(name: str, sources: list[Register]) -> Register:
+    if name == "mov.b32":
+        return sources[0]
+    if name == "and.b32":
+        return sources[0] & sources[1]
+    if name == "shl.b32":
+        return sources[0] << sources[1]
+    if name == "shr.u32":
+        return sources[0] >> sources[1]
+    if name == "lop3.b32":
+        return _by_table(sources[:3], int(sources[3].flat[0]))
+    if name == "prmt.b32":
+        return _permuted(*sources)
+    if name == "cvt.rn.f16x2.e4m3x2":
+        pairs = np.ascontiguousarray(sources[0].astype(np.uint16)).view(np.uint8)
+        return torch.from_numpy(pairs).view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
+    # Exact in float64, so each instruction rounds once.
+    a, b, *c = (np.ascontiguousarray(source).view(np.float16).astype(np.float64) for source in sources)
+    results = {"add.rn.f16x2": a + b, "mul.rn.f16x2": a * b, "fma.rn.f16x2": a * b + sum(c)}
+    return results[name].astype(np.float16).view(np.uint32)
+
+
+def _by_table(sources: list[Register], table: int) -> Register:
+    """Bit by bit: the bits of three sources, the first of them the highest, say which bit of the table it is."""
+    result = np.zeros_like(sources[0])
+    for case in range(8):
+        if table >> case & 1:
+            a, b, c = (x if case >> 2 - i & 1 else ~x for i, x in enumerate(sources))
+            result |= a & b & c
+    return result
+
+
+def _permuted(low: Register, high: Register, selector: Register) -> Register:
+    """Four bytes of eight."""
+    assert not (selector & 0x8888).any(), "a selector with this bit copies a sign, which is not known here"
+    both = np.stack((low, high), axis=-1).view(np.uint8)
+    chosen = [np.take_along_axis(both, (selector >> np.uint32(4 * i) & 7)[..., None], -1) for i in range(4)]
+    return np.concatenate(chosen, axis=-1).view(np.uint32)[..., 0]
