@@ -321,6 +321,18 @@ def test_keys_and_values_may_have_heads_of_their_own() -> None:
     assert cache.memory_bytes().planes["v_signs"] == 2 * 40 * 32 // 8
 
 
+def test_inference_mode_may_come_and_go() -> None:
+    cache, calm = TurboQuantCache(tail=0), TurboQuantCache(tail=0)
+    for step in range(6):
+        with torch.inference_mode(step % 2 == 0), torch.no_grad():
+            found = cache.update(*heads(2, 40, seed=step), 0)
+            cache.reorder_cache(torch.tensor([1, 0]))
+        wanted = calm.update(*heads(2, 40, seed=step), 0)
+        calm.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
 @pytest.mark.gpu
 @every_format
 def test_a_gpu_gives_what_the_cpu_gives(name: str) -> None:

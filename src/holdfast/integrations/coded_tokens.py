@@ -45,6 +45,8 @@ class CodedTokens:
         """With the room for tokens to come."""
         return sum(plane_NKR.nbytes for plane_NKR in self._planes.values())
 
+    # Planes outlive the call: one made in inference mode could not be written outside of it.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def append(self, x_NKTD: torch.Tensor) -> None:
         """Code the newest tokens."""
@@ -69,6 +71,7 @@ class CodedTokens:
         assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
         self.length = length
 
+    @torch.inference_mode(False)
     def select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Repeat, reorder or drop sequences: the same change of the first dimension for every plane."""
         self._planes = {name: change(plane_NKR) for name, plane_NKR in self._planes.items()}

@@ -215,8 +215,6 @@ def _attend_kernel(
     EARLY: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
     first_tile = 1 + num_small if LARGE else 1
@@ -304,6 +302,8 @@ def _attend_kernel(
             tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out)
             tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_m)
     if EARLY:
+        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
 
 
