@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 UTILIZATION = 0.98
 GOAL_TOKENS = 720_000
 FILLED = 0.99
+MADE_UP_IDS = count(-(10**6), -1)
+"""Of sequences that no scheduler knows."""
 
 
 class Shape(NamedTuple):
@@ -114,7 +117,7 @@ def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) 
     items = []
     for index in range(batch):
         sequence = Sequence(
-            -1000 - index, [1] * length, length - num_steps - 8, params, seed=0, max_tokens=num_steps + 8
+            next(MADE_UP_IDS), [1] * length, length - num_steps - 8, params, seed=0, max_tokens=num_steps + 8
         )
         sequence.pages = pages[index * per_sequence : (index + 1) * per_sequence]
         items.append(sequence)

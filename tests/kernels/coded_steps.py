@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from holdfast.kernels.coded_attention import BLOCK_TOKENS, coded_attention, coded_attention_reference, coded_geometry
@@ -16,6 +17,10 @@ from red_zones import RedZones
 
 # T rows, H query heads, K key/value heads, D head dim, L stored tokens of a sequence
 
+# Numpy, on which the interpreter runs, warns of logarithms of zero, and where NaN or an infinity is right.
+QUIET = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
+)
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
 """Of an output as a share of its length: operands are half precision, and the result is rounded once more."""
 

@@ -117,6 +117,7 @@ def tiled_attention(
             BLOCK_D=block_d,
             NUM_STAGES=num_stages,
             EARLY=early,
+            FEW=not large and num_rows <= FEW_ROWS,
             num_warps=num_warps,
             **launched_early(early),
         )
@@ -213,8 +214,11 @@ def _attend_kernel(
     BLOCK_D: constexpr,
     NUM_STAGES: constexpr,
     EARLY: constexpr,
+    FEW: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
+    if EARLY and FEW:
+        tl.extra.cuda.gdc_launch_dependents()
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
     first_tile = 1 + num_small if LARGE else 1
@@ -302,8 +306,9 @@ def _attend_kernel(
             tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out)
             tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_m)
     if EARLY:
-        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
-        tl.extra.cuda.gdc_launch_dependents()
+        if not FEW:
+            # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
 
 
