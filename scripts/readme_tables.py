@@ -153,6 +153,29 @@ SECTIONS: Mapping[str, Columns] = {
         "torch SDPA, ms": _value("milliseconds", "torch SDPA"),
         "speed against it": _value("speed_against_sdpa"),
     },
+    "gpu-coded-attention": {
+        "": _value("measure"),
+        "ours": _value("values", "holdfast"),
+        "torch SDPA, bf16": _value("values", "torch SDPA bf16"),
+        "unit": _value("unit"),
+        "% of the roof": _value("percent_of_roof"),
+        "speed against it": _value("speed_against_sdpa"),
+    },
+    "gpu-coded-engine": {
+        "": _value("measure"),
+        "bfloat16 pages": _value("values", "bfloat16"),
+        "turboquant_k8v4 pages": _value("values", "turboquant_k8v4"),
+        "unit": _value("unit"),
+        "k8v4 against bfloat16": _value("against_bfloat16", "turboquant_k8v4"),
+    },
+    "kv-quality": {
+        "": _value("measure"),
+        "bytes a token": _value("bytes_per_token"),
+        "perplexity": _value("perplexity"),
+        "mean KL": _value("mean_kl"),
+        "p99 KL": _value("p99_kl"),
+        "same top token": _value("agreement"),
+    },
 }
 
 

@@ -121,6 +121,18 @@ def coded_step(
     return CodedStep(bits, rows, q, tokens, page_tokens, window, head_dim**-0.5, seed)
 
 
+def peaked_step(bits: int, num_tokens: int, gap: float, peak: int, head_dim: int = 16) -> CodedStep:
+    """All scores are zero but that of one token, which is `gap` above them, as a power of two."""
+    step = coded_step((bits, bits), [(num_tokens - 1, 1)], head_dim, group=2)
+    k, _ = step.tokens[0]
+    k.zero_()
+    direction = torch.ones(head_dim)
+    k[peak] = rotate_heads(direction) if bits < 8 else direction  # alike in all coordinates, where it is coded
+    step.q[:] = 1.0
+    step.scale = gap / head_dim / LOG2_E
+    return step
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a sequence becomes tiles: in `splits` ranges of whole blocks, as even as can be, or at `bounds`."""

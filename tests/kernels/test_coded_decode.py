@@ -1,10 +1,22 @@
+from itertools import product
+
 import pytest
 import torch
 
-from holdfast.kernels.coded_attention import coded_attention_reference, coded_geometry
-from holdfast.quant.rotation import rotate_heads
-from kernels.coded_cases import FORMATS, HEAD_DIMS
-from kernels.coded_steps import NAN, QUIET, CodedStep, Cut, assert_near, coded_step, cut_tiles, judge, run_tiles
+from holdfast.kernels.coded_attention import coded_geometry
+from kernels.coded_cases import BITS, FORMATS, HEAD_DIMS
+from kernels.coded_steps import (
+    NAN,
+    QUIET,
+    CodedStep,
+    Cut,
+    assert_near,
+    coded_step,
+    cut_tiles,
+    judge,
+    peaked_step,
+    run_tiles,
+)
 from kernels.exactness import random, same_bits
 
 pytestmark = QUIET
@@ -25,8 +37,9 @@ def test_every_format(device, key_bits, value_bits, dtype):
     judge(step, [HALVES, SMALL, SMALL], device, num_padding=1)
 
 
-@CODERS
-@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
+@pytest.mark.parametrize(
+    ("head_dim", "bits"), [*product(HEAD_DIMS, (4, 3)), (16, 8), (80, 8), (256, 8)], ids=lambda number: str(number)
+)
 def test_every_head_dim(device, head_dim, bits):
     judge(coded_step((bits, bits), [(65, 1)], head_dim, group=2), SMALL, device)
 
@@ -35,7 +48,7 @@ def test_every_head_dim(device, head_dim, bits):
 def test_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = coded_geometry(group, 1, 4, 4).small_rows
-    step = coded_step((4, 4), [(64 - rows, rows), (67, 1)], 32, group, num_kv_heads=2, seed=group)
+    step = coded_step((4, 4), [(64 - rows, rows), (67, 1)], 16, group, num_kv_heads=2 if group < 9 else 1, seed=group)
     judge(step, [SMALL, HALVES], device)
 
 
@@ -47,27 +60,25 @@ def test_every_page_size(device, page_tokens):
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 1000])
 def test_every_length(device, num_tokens):
     step = coded_step((4, 3), [(num_tokens - 1, 1)], 32, group=8, page_tokens=64)
-    judge(step, SMALL, device)
-    judge(step, Cut(splits=3), device)
+    judge(step, Cut(splits=3) if num_tokens % 2 else SMALL, device)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 8])
-@pytest.mark.parametrize("start", [0, 61, 64, 126], ids=lambda start: f"from {start}")
+@pytest.mark.parametrize(("start", "count"), [(0, 3), (61, 5), (64, 2), (126, 8)], ids=str)
 def test_short_queries_see_no_token_behind_their_own(device, start, count):
     """Rows of a tile that end in different blocks."""
     judge(coded_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
 
 
-@pytest.mark.parametrize("cut", [SMALL, HALVES], ids=["whole", "halves"])
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 1000], ids=lambda window: f"window of {window}")
-def test_every_window(device, window, cut):
-    judge(coded_step((4, 4), [(190, 1), (126, 3), (0, 3)], 16, group=2, window=window), cut, device)
+def test_every_window(device, window):
+    step = coded_step((4, 4), [(190, 1), (126, 3), (0, 3)], 16, group=2, window=window)
+    judge(step, [HALVES, SMALL, SMALL], device)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 4, 5])
+@pytest.mark.parametrize("splits", [3, 4, 5])
 def test_every_number_of_splits(device, splits):
     """More than there are blocks, too: those that get none weigh nothing."""
-    judge(coded_step((8, 4), [(250, 1), (100, 3)], 16, group=2), Cut(splits=splits), device)
+    judge(coded_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=splits), device)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +111,7 @@ def hostile(step: CodedStep, device: torch.device, at_least: float = 0.0) -> Non
 
 
 @CODERS
-@pytest.mark.parametrize("factor", [1e-4, 30, 1000], ids=lambda factor: f"times {factor:g}")
+@pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
 def test_keys_and_values_of_any_size(device, bits, factor):
     for which in (0, 1):
         step = coded_step((bits, bits), [(100, 2)], group=2)
@@ -144,54 +155,32 @@ def test_values_of_zeros_are_zeros(device, bits):
         assert not out.any(), "a scale of zero"
 
 
-def peaked(bits: int, num_tokens: int, gap: float, peak: int, head_dim: int = 16) -> CodedStep:
-    """All scores are zero but that of one token, which is `gap` above them, as a power of two."""
-    step = coded_step((bits, bits), [(num_tokens - 1, 1)], head_dim, group=2)
-    k, _ = step.tokens[0]
-    k.zero_()
-    direction = torch.ones(head_dim)
-    # Along the first row of the rotation a coded key is exact in its direction only as far as its codes are alike.
-    k[peak] = rotate_heads(direction) if bits < 8 else direction
-    step.q[:] = 1.0
-    step.scale = gap / head_dim / 1.4426950408889634
-    return step
-
-
 @CODERS
-@pytest.mark.parametrize("gap", [3, 20, 60, 3000], ids=lambda gap: f"2^{gap}")
-def test_a_value_of_zeros_at_the_highest_score(device, bits, gap):
+@pytest.mark.parametrize(("gap", "peak"), [(3, 0), (20, 0), (60, 70), (3000, 70)], ids=lambda number: str(number))
+def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):
     """Nothing is left of the others but what their weights are; no weight is infinite, and none is NaN."""
-    for peak in (0, 70):
-        step = peaked(bits, 100, gap, peak)
-        step.tokens[0][1][peak] = 0
-        length = float(step.tokens[0][1].norm(dim=-1).mean())
-        hostile(step, device, at_least=length * 2.0**-20)
+    step = peaked_step(bits, 100, gap, peak)
+    step.tokens[0][1][peak] = 0
+    hostile(step, device, at_least=1e-3)
 
 
-@CODERS
-def test_small_weights_of_many_tokens_do_not_vanish(device, bits):
-    """A token 2^20 above 4095 others: together they weigh 1/256 of it, and are most of what is seen where it is zero."""
-    step = peaked(bits, 4096, 20, 1234)
+def test_small_weights_of_many_tokens_do_not_vanish(device):
+    """A token 2^20 above 4095 others, which together weigh 1/256 of it: all there is where its value is zero."""
+    step = peaked_step(8, 4096, 20, 1234)
     _, v = step.tokens[0]
     v[:] = random(1, 1, 16, seed=5) + 0.2 * random(4096, 1, 16, seed=6)
-    v[1234] = 0
-    out = run_tiles(step, cut_tiles(step, [Cut(splits=3)]), device)
-    expected = step.exact()
-    assert 2e-3 < float(expected.norm() / v.norm(dim=-1).mean()) < 2e-2, "the case is not what it says"
-    assert_near(out, expected, step)
-    v[1234, 0, :8] = 1.0
+    v[1234, :, 8:] = 0
     out, expected = run_tiles(step, cut_tiles(step, [SMALL]), device), step.exact()
     assert_near(out, expected, step)
-    if bits == 8:  # not rotated, so the other half of the coordinates is theirs alone
-        off = (out.double() - expected).view(-1, 16)[:, 8:]
-        assert float(off.norm() / expected.view(-1, 16)[:, 8:].norm()) < 1e-3
+    others, theirs = (x.double().view(-1, 16)[:, 8:] for x in (out, expected))
+    assert 1e-3 < float(theirs.norm() / v.norm(dim=-1).mean()) < 1e-2, "the case is not what it says"
+    assert float((others - theirs).norm() / theirs.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("cut", [SMALL, HALVES], ids=["whole", "halves"])
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, cut, bad):
+def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
     step = coded_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
-    tiles = cut_tiles(step, [cut, cut])
+    tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
     for row in (1, 3):
         hurt = coded_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
@@ -207,19 +196,26 @@ def test_a_token_that_is_no_number_stays_in_its_sequence(device, which, bits):
     cuts = [SMALL, HALVES, SMALL]
     clean = run_tiles(step, cut_tiles(step, cuts), device)
     step.tokens[1][which][20] = NAN
-    for function in (None, coded_attention_reference):
-        out = run_tiles(step, cut_tiles(step, cuts), device) if function is None else None
-        if out is not None:
-            assert same_bits(out[[0, 2]], clean[[0, 2]])
-            assert out[1].isnan().all()
+    out = run_tiles(step, cut_tiles(step, cuts), device)
+    assert same_bits(out[[0, 2]], clean[[0, 2]])
+    assert out[1].isnan().all()
 
 
 @pytest.mark.gpu
-@DTYPES
-@FORMATS
-@pytest.mark.parametrize(("group", "head_dim"), [(8, 128), (7, 64), (1, 80), (16, 112), (4, 192), (8, 256)])
-def test_long_contexts_on_a_gpu(device, group, head_dim, key_bits, value_bits, dtype):
+@pytest.mark.parametrize(
+    ("bits", "group", "head_dim", "dtype"),
+    [
+        *((bits, 8, 128, torch.bfloat16) for bits in BITS),
+        ((4, 4), 7, 64, torch.float16),
+        ((3, 3), 1, 80, torch.bfloat16),
+        ((3, 3), 16, 112, torch.float16),
+        ((4, 4), 4, 192, torch.bfloat16),
+        ((3, 4), 8, 256, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_long_contexts_on_a_gpu(device, bits, group, head_dim, dtype):
     rows = [(3000, 1), (4095, 1), (2999, 1), (64, 1), (0, 1), (777, 1)]
-    step = coded_step((key_bits, value_bits), rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
+    step = coded_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
     cuts = [Cut(splits=30), Cut(splits=9), SMALL, SMALL, SMALL, Cut(splits=4)]
     judge(step, cuts, device, num_padding=5, num_sms=132)

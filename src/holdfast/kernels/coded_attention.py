@@ -30,11 +30,6 @@ SMALL_COLUMNS = 8
 SMALL_PROGRAMS_PER_SM = 8
 SMALL_REGISTERS = 232
 """Of a thread: so many that a multiprocessor has room for just the programs it is to get, and none gets more than another."""
-FEW_ROWS = 2
-import os
-
-FEW = os.environ.get("HF_FEW") == "1"
-SMALL_REGISTERS = int(os.environ.get("HF_REGS", 232))
 FEW_MERGED_ROWS = 8
 MERGED_HEADS = 8
 
@@ -127,7 +122,6 @@ def coded_attention(
             BLOCK_D=max(16, pow2(head_dim)),
             KEY_COLUMNS=max(16, pow2(head_dim // key_parts)),
             NUM_STAGES=2 if planes.key_bits == planes.value_bits == 8 else 3,
-            FEW=FEW and len(q_THD) <= FEW_ROWS,
             num_warps=1,
             **limited,
             **launched_early(early),

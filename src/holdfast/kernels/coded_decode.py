@@ -73,11 +73,8 @@ def decode_kernel(
     NUM_STAGES: constexpr,
     PLAIN: constexpr,
     EARLY: constexpr,
-    FEW: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
-    if EARLY and FEW:
-        tl.extra.cuda.gdc_launch_dependents()
     num_tiles = tl.load(p_tiles)
     o_g = tl.arange(0, BLOCK_G)
     o_n = tl.arange(0, BLOCK_N)
@@ -211,9 +208,8 @@ def decode_kernel(
             store_parts(b_acc, b_scale, p_partial_out, o_pair * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
             tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_g)
     if EARLY:
-        if not FEW:
-            # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
-            tl.extra.cuda.gdc_launch_dependents()
+        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
 
 
