@@ -5,8 +5,10 @@ kernels. The functions that launch kernels run as they are, over tensors in host
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +20,14 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from holdfast.kernels import begin_rows, layer_norm, skinny_linear, tiled_attention, write_codes  # noqa: E402
+from holdfast.kernels import begin_rows, coded_attention, layer_norm, skinny_linear, tiled_attention, write_codes  # noqa: E402
 from holdfast.kernels.coded_planes import CodedPlanes  # noqa: E402
 from holdfast.kernels.write_heads import HeadNorm, Rotary  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
+from holdfast.quant.rotation import rotation_table  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
-LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NAMES |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -54,7 +57,23 @@ class CompiledOnly:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self._kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=HOPPER, options=options)
+        _check_assembler(compiled.asm["ttgir"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
+
+
+def _check_assembler(program: str) -> None:
+    """Assembler over four bytes a register must get neighbours: with any other layout it would mix columns in silence."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", program, re.MULTILINE))
+    for line in program.splitlines():
+        if "elementwise_inline_asm" not in line or "packed_element = 4" not in line:
+            continue
+        found = re.search(r"tensor<\w+, (#ttg\.dot_op<\{.*?\}>|#\w+)>", line)
+        assert found is not None, f"no layout in {line}"
+        layout = layouts.get(found[1], found[1])
+        operand = re.search(r"opIdx = 0, .*kWidth = (\d+)", layout)
+        row = re.search(r"sizePerThread = \[1, (\d+)\].*order = \[1, 0\]", layout)
+        neighbours = int((operand or row or [0, 1])[1])
+        assert neighbours % 4 == 0, f"four bytes of {layout}"
 
 
 def _type_of(value: object) -> str:
@@ -104,14 +123,16 @@ def layer_norm_of(dtype: torch.dtype) -> None:
     layer_norm.layer_norm(x, x[0], x[1], 1e-5, x)
 
 
-def planes_of(dtype: torch.dtype, key_bits: int, value_bits: int, head_dim: int, num_kv_heads: int = 2) -> CodedPlanes:
+def planes_of(
+    dtype: torch.dtype, key_bits: int, value_bits: int, head_dim: int, num_kv_heads: int = 2, page_tokens: int = 16
+) -> CodedPlanes:
     """Compressed planes of two pages."""
     storage = {
-        plane.name: torch.empty(32, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        plane.name: torch.empty(2 * page_tokens, *plane.token_shape, dtype=getattr(torch, plane.dtype))
         for plane in KVFormat("any", "uint8", "uint8", key_bits, value_bits).planes(num_kv_heads, head_dim)
     }
     rotation, mean = torch.empty(head_dim, head_dim, dtype=dtype), torch.empty(num_kv_heads, head_dim)
-    return CodedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, 16, rotation, mean)
+    return CodedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation, mean)
 
 
 def codes_of(
@@ -124,6 +145,24 @@ def codes_of(
         planes = planes_of(dtype, key_bits, value_bits, head_dim)
         qkv = torch.empty(3, 18 * head_dim, dtype=dtype)
         write_codes.write_codes(qkv, numbers, numbers, planes, norm, Rotary(table, table))
+
+
+def coded_of(
+    dtype: torch.dtype,
+    bits: tuple[int, int],
+    group: int,
+    head_dim: int,
+    window: int | None = None,
+    small: bool = True,
+    page_tokens: int = 64,
+) -> None:
+    """Attention to compressed pages: large tiles, the merge, and small tiles where asked."""
+    planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
+    planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
+    q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
+    work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=True, has_merge=True)
+    partial = torch.empty(8, 2 * group * head_dim)
+    coded_attention.coded_attention(q, planes, numbers, work, 0.1, window, partial, partial, q.view(16, -1), 132)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -145,13 +184,24 @@ CASES: dict[str, Callable[[], None]] = {
     "codes D128, one format": lambda: codes_of(BF16, 128, formats=((4, 4),)),
     "codes D256": lambda: codes_of(BF16, 256),
     "codes in float32": lambda: codes_of(torch.float32, 128, formats=((4, 4),)),
+    "coded 8/8 D128": lambda: coded_of(BF16, (8, 8), 16, 128),
+    "coded 8/4 D128": lambda: coded_of(BF16, (8, 4), 7, 128),
+    "coded 4/4 D128": lambda: coded_of(BF16, (4, 4), 8, 128),
+    "coded 3/4 D128": lambda: coded_of(BF16, (3, 4), 1, 128),
+    "coded 3/3 D128, window": lambda: coded_of(BF16, (3, 3), 8, 128, window=4096),
+    "coded 4/4 D64": lambda: coded_of(FP16, (4, 4), 7, 64, page_tokens=16),
+    "coded 3/3 D64": lambda: coded_of(FP16, (3, 3), 16, 64),
+    "coded 4/4 D80": lambda: coded_of(BF16, (4, 4), 1, 80),
+    "coded 3/3 D80": lambda: coded_of(BF16, (3, 3), 8, 80, page_tokens=16),
+    "coded 4/4 D256": lambda: coded_of(BF16, (4, 4), 8, 256),
+    "coded 3/3 D256, large tiles": lambda: coded_of(BF16, (3, 3), 8, 256, small=False),
     "layer norm": lambda: layer_norm_of(BF16),
 }
 
 
 def main() -> None:
     """The cases that were named, early launches included."""
-    modules: list[ModuleType] = [begin_rows, layer_norm, skinny_linear, tiled_attention, write_codes]
+    modules: list[ModuleType] = [begin_rows, coded_attention, layer_norm, skinny_linear, tiled_attention, write_codes]
     kernels = []
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
