@@ -14,6 +14,7 @@ WORDS = {
     "chat.py": "prompt tokens cached",
     "logprobs.py": "perplexity of the prompt: ",
     "streaming.py": "kv pages ",
+    "turboquant_cache.py": "KiB, the newest tokens as they came",
 }
 
 

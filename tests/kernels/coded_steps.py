@@ -41,6 +41,7 @@ class CodedStep:
     window: int | None
     scale: float
     seed: int
+    """Of the order of pages."""
 
     @property
     def group(self) -> int:
@@ -51,9 +52,11 @@ class CodedStep:
         return [sum(count for _, count in self.rows[:index]) for index in range(len(self.rows))]
 
     def pages(self) -> list[list[int]]:
-        """Of each sequence, in random order among some that belong to none."""
+        """Of each sequence, in random order among some that belong to none. Page 0, which masked loads read, is in use if the seed is odd."""
         counts = [-(-len(k) // self.page_tokens) for k, _ in self.tokens]
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        if self.seed % 2 == 0:
+            order.remove(0)
         return [[order.pop() for _ in range(count)] for count in counts]
 
     def planes(self, device: torch.device, zones: RedZones) -> CodedPlanes:
