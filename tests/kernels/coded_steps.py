@@ -52,10 +52,10 @@ class CodedStep:
         return [sum(count for _, count in self.rows[:index]) for index in range(len(self.rows))]
 
     def pages(self) -> list[list[int]]:
-        """Of each sequence, in random order among some that belong to none. Page 0, which masked loads read, is in use if the seed is odd."""
+        """Of each sequence, in random order among some that belong to none."""
         counts = [-(-len(k) // self.page_tokens) for k, _ in self.tokens]
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        if self.seed % 2 == 0:
+        if self.seed % 2 == 0:  # that masked loads read page 0 shows only where it is poison
             order.remove(0)
         return [[order.pop() for _ in range(count)] for count in counts]
 

@@ -17,7 +17,7 @@ from kernels.coded_steps import (
     peaked_step,
     run_tiles,
 )
-from kernels.exactness import random, same_bits
+from kernels.exactness import same_bits
 
 pytestmark = QUIET
 
@@ -92,15 +92,14 @@ def test_a_range_that_only_the_later_rows_of_a_tile_see(device):
     judge(coded_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
-@pytest.mark.parametrize("part", ["codes", "scales"])
-def test_the_window_hides_what_it_has_passed(device, part):
+@pytest.mark.parametrize("number", [NAN, 6e4])
+def test_the_window_hides_what_it_has_passed(device, number):
     """A token that no row sees any more may hold anything, also in a block that is read for others."""
     step = coded_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
     tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
     for (k, v), first_seen in zip(step.tokens, (92, 119), strict=True):
-        for x in (k, v):
-            x[:first_seen] = NAN if part == "codes" else 6e4
+        k[:first_seen] = v[:first_seen] = number
     assert same_bits(run_tiles(step, tiles, device), clean)
 
 
@@ -165,15 +164,15 @@ def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):
 
 
 def test_small_weights_of_many_tokens_do_not_vanish(device):
-    """A token 2^20 above 4095 others, which together weigh 1/256 of it: all there is where its value is zero."""
+    """A token 2^20 above 4095 others, which weigh 1/256 of it together: all there is where its value is zero."""
     step = peaked_step(8, 4096, 20, 1234)
     _, v = step.tokens[0]
-    v[:] = random(1, 1, 16, seed=5) + 0.2 * random(4096, 1, 16, seed=6)
-    v[1234, :, 8:] = 0
+    v[:] = torch.tensor(4 * [1.53, -0.2, 0.9, -1.53])  # alike, so that their weights are rounded alike
+    v[1234] = torch.tensor(8 * [1.0] + 8 * [0.0])
     out, expected = run_tiles(step, cut_tiles(step, [SMALL]), device), step.exact()
     assert_near(out, expected, step)
     others, theirs = (x.double().view(-1, 16)[:, 8:] for x in (out, expected))
-    assert 1e-3 < float(theirs.norm() / v.norm(dim=-1).mean()) < 1e-2, "the case is not what it says"
+    assert 1e-3 < float(theirs.norm() / v[0].norm()) < 1e-2, "the case is not what it says"
     assert float((others - theirs).norm() / theirs.norm()) < 2e-3
 
 
