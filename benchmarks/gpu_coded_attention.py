@@ -23,6 +23,7 @@ from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.coded_attention import coded_attention_reference
+from holdfast.kernels.coded_planes import CodedPlanes
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.tensor_spec import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
@@ -124,9 +125,11 @@ def check(shape: Shape, format_name: str, device: torch.device) -> float:
     plan = backend.plan(rig.batch, captured=True)
     exact_TX = torch.zeros_like(rig.out_TX, dtype=torch.float32)
     assert rig.batch.page_table_NP is not None, "the batch has no page table"
+    planes = backend._pages[0].planes
+    assert isinstance(planes, CodedPlanes), f"{format_name} is not coded"
     coded_attention_reference(
         rig.q_THD,
-        backend._pages[0].planes,
+        planes,
         rig.batch.page_table_NP,
         next(iter(plan.work.values())),
         rig.specs[0].scale,

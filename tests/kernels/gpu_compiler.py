@@ -154,13 +154,14 @@ def coded_of(
     head_dim: int,
     window: int | None = None,
     small: bool = True,
+    large: bool = True,
     page_tokens: int = 64,
 ) -> None:
-    """Attention to compressed pages: large tiles, the merge, and small tiles where asked."""
+    """Attention to compressed pages, and the merge."""
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
     planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
-    work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=True, has_merge=True)
+    work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
     coded_attention.coded_attention(q, planes, numbers, work, 0.1, window, partial, partial, q.view(16, -1), 132)
 
@@ -185,13 +186,13 @@ CASES: dict[str, Callable[[], None]] = {
     "codes D256": lambda: codes_of(BF16, 256),
     "codes in float32": lambda: codes_of(torch.float32, 128, formats=((4, 4),)),
     "coded 8/8 D128": lambda: coded_of(BF16, (8, 8), 16, 128),
-    "coded 8/4 D128": lambda: coded_of(BF16, (8, 4), 7, 128),
+    "coded 8/4 D128, large tiles": lambda: coded_of(BF16, (8, 4), 7, 128, small=False),
     "coded 4/4 D128": lambda: coded_of(BF16, (4, 4), 8, 128),
-    "coded 3/4 D128": lambda: coded_of(BF16, (3, 4), 1, 128),
+    "coded 3/4 D128, small tiles": lambda: coded_of(BF16, (3, 4), 1, 128, large=False),
     "coded 3/3 D128, window": lambda: coded_of(BF16, (3, 3), 8, 128, window=4096),
     "coded 4/4 D64": lambda: coded_of(FP16, (4, 4), 7, 64, page_tokens=16),
-    "coded 3/3 D64": lambda: coded_of(FP16, (3, 3), 16, 64),
-    "coded 4/4 D80": lambda: coded_of(BF16, (4, 4), 1, 80),
+    "coded 3/3 D64, small tiles": lambda: coded_of(FP16, (3, 3), 16, 64, large=False),
+    "coded 4/4 D80, large tiles": lambda: coded_of(BF16, (4, 4), 1, 80, small=False),
     "coded 3/3 D80": lambda: coded_of(BF16, (3, 3), 8, 80, page_tokens=16),
     "coded 4/4 D256": lambda: coded_of(BF16, (4, 4), 8, 256),
     "coded 3/3 D256, large tiles": lambda: coded_of(BF16, (3, 3), 8, 256, small=False),
