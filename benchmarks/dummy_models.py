@@ -1,4 +1,4 @@
-"""Folders with the settings of a catalogue model and a byte tokenizer, for engines with made-up weights."""
+"""Folders with the settings of a catalogue model and a byte tokenizer, for engines with made-up weights; no torch."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,28 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from holdfast.models.catalogue import find_model
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+"""In place of a model's own shapes, where a script only shows that it runs."""
+TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+"""The same for a mixture of experts, whose shared expert is as wide as an MLP would be."""
+
+
+def tiny_settings(name: str) -> dict[str, int]:
+    """What replaces the shapes of a catalogue model to make it tiny."""
+    config = find_model(name)[1]
+    if "num_experts" not in config:
+        return TINY
+    shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}
+    return TINY | TINY_EXPERTS | (shared if "shared_expert_intermediate_size" in config else {})
 
 
 def write_dummy_model(folder: Path, name: str, **settings: object) -> Path:

@@ -8,7 +8,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from dummy_models import write_dummy_model
+from dummy_models import TINY as TINY
+from dummy_models import tiny_settings, write_dummy_model
 
 import holdfast.engine.build as engine_build
 from holdfast.engine.engine import Engine
@@ -17,16 +18,6 @@ from holdfast.engine.prompt import TokensPrompt
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
 
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
-"""In place of a model's own shapes, where a script only shows that it runs."""
 OWNERS = (
     (r"\._workspace\b", "workspace"),
     (r"\b_(k_|v_)?planes\b", "kv pages"),
@@ -57,7 +48,7 @@ class OpenEngine(NamedTuple):
 
 def open_engine(name: str, folder: Path, tiny: bool, device: str, **settings: Any) -> OpenEngine:  # noqa: ANN401
     """An engine of a catalogue model's shapes; `settings` are those of LLM."""
-    path = write_dummy_model(folder, name, **(TINY if tiny else {}))
+    path = write_dummy_model(folder, name, **(tiny_settings(name) if tiny else {}))
     kept: list[BuiltRunner] = []
     build_runner = engine_build.build_runner
 

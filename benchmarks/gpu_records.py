@@ -25,8 +25,8 @@ from holdfast.cli import bench_record
 ROOT = Path(__file__).parent.parent
 RECORDS = Path("benchmarks") / "records"
 COMMIT_VARIABLE = "HOLDFAST_COMMIT"
-PRIVATE_OPTIONS = ("--out", "--commit")
-"""Where a record goes and what it is of: no part of the command that measures."""
+PRIVATE_OPTIONS = ("--out", "--commit", "--folder")
+"""Where a record goes, what it is of and where files lie meanwhile: no part of the command that measures."""
 POLL_SECONDS = 0.05
 NUM_TOLD_LINES = 25
 """Of what a failed process has said."""

@@ -92,10 +92,10 @@ def verdicts(qualities: list[Quality]) -> list[dict[str, object]]:
     return [
         {
             "format": ours.name,
-            "bytes_of_theirs": ours.bytes_per_token / theirs.bytes_per_token,
+            "bytes_of_theirs": ours.size_bytes / theirs.size_bytes,
             "kl_of_theirs": ours.mean_kl / theirs.mean_kl if theirs.mean_kl else None,
             "p99_of_theirs": ours.p99_kl / theirs.p99_kl if theirs.p99_kl else None,
-            "holds": ours.mean_kl <= theirs.mean_kl and ours.bytes_per_token <= theirs.bytes_per_token,
+            "holds": ours.mean_kl <= theirs.mean_kl and ours.size_bytes <= theirs.size_bytes,
         }
         for ours, theirs in pairs
     ]

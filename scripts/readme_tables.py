@@ -113,6 +113,45 @@ def _percent(*path: str) -> Callable[[Result], object]:
     return found
 
 
+def _mib(*path: str) -> Callable[[Result], object]:
+    """The same number, which is of bytes, in MiB."""
+
+    def found(result: Result) -> object:
+        value = _value(*path)(result)
+        return value / 2**20 if isinstance(value, int | float) else None
+
+    return found
+
+
+def _load_rate(result: Result) -> object:
+    """GB/s of what was read, or why there is no such figure."""
+    return result.get("error") or _value("values", "holdfast")(result)
+
+
+def _best_seconds(result: Result) -> object:
+    """Of the fastest of several loads."""
+    return min(result.get("seconds", ()), default=None)
+
+
+def _plan_error(result: Result) -> object:
+    """MiB by which the measured peak of live tensors differs from the planned one."""
+    measured, planned = _value("peak", "allocated")(result), result.get("predicted_peak")
+    if not isinstance(measured, int | float) or planned is None:
+        return None
+    return f"{(measured - planned) / 2**20:+.3f}"
+
+
+def _load_host(result: Result) -> object:
+    """MiB of the host that the second load of a process took: the first one's compiled kernels are in its figure too."""
+    found = [_mib("host", name, "RssAnon")(result) for name in ("second load", "first load")]
+    return next((value for value in found if value is not None), None)
+
+
+def _by_weights(figure: str, words: str) -> Columns:
+    """A column for each kind of weights that are compared."""
+    return {f"{name}, {words}": _value(figure, name) for name in ("fp8", "bfloat16")}
+
+
 def _violations(result: Result) -> object:
     """Whatever a stretch of steps, or a comparison, should not have."""
     names = ("num_allocations", "num_segments", "num_syncs", "num_moved", "num_errors", "num_different", "num_wild")
@@ -171,6 +210,34 @@ SECTIONS: Mapping[str, Columns] = {
     "kv-quality": {
         "": _value("measure"),
         "bytes a token": _value("bytes_per_token"),
+        "perplexity": _value("perplexity"),
+        "mean KL": _value("mean_kl"),
+        "p99 KL": _value("p99_kl"),
+        "same top token": _value("agreement"),
+    },
+    "gpu-load": {
+        "": _value("measure"),
+        "GB/s": _load_rate,
+        "seconds": _best_seconds,
+        "bytes read against the source": _value("read_share"),
+        "peak over final, MiB: allocated": _mib("over_final", "allocated"),
+        "reserved": _mib("over_final", "reserved"),
+        "used": _mib("over_final", "used"),
+        "peak against the plan, MiB": _plan_error,
+        "host, MiB": _load_host,
+    },
+    "gpu-quantized": {
+        "": _value("measure"),
+        **_by_weights("values", "tokens/s"),
+        **_by_weights("milliseconds", "ms"),
+        **_by_weights("percent_of_roof", "% of the roof"),
+        **_by_weights("percent_of_roof_as_routed", "% as routed"),
+        "fp8 against bfloat16": _value("against_unquantized", "fp8"),
+    },
+    "weight-quality": {
+        "": _value("measure"),
+        "MiB": _mib("weight_bytes"),
+        "against 16 bit": _value("ratio_to_16_bit"),
         "perplexity": _value("perplexity"),
         "mean KL": _value("mean_kl"),
         "p99 KL": _value("p99_kl"),

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 import readme_tables
 
@@ -24,6 +26,12 @@ gpu_memory = import_module("gpu_memory")
 gpu_decode = import_module("gpu_decode")
 gpu_steady = import_module("gpu_steady")
 gpu_attention = import_module("gpu_attention")
+checkpoints = import_module("checkpoints")
+memory_watch = import_module("memory_watch")
+load_case = import_module("load_case")
+gpu_load = import_module("gpu_load")
+gpu_quantized = import_module("gpu_quantized")
+dummy_models = import_module("dummy_models")
 MIB = 2**20
 
 
@@ -450,6 +458,261 @@ def test_verdicts_are_those_of_the_issue() -> None:
     assert list(gpu_attention.verdicts(rows).values()) == [True, True, True]
     rows = [decode("32 x 8192", 84, 1.2), decode("1 x 8192", 40, 0.90), {**prefill, "speed_against_sdpa": 0.69}]
     assert list(gpu_attention.verdicts(rows).values()) == [False, False, False]
+
+
+# --- loads
+
+
+MOE = "Qwen1.5-MoE-A2.7B"
+
+
+def tiny_checkpoint(folder: Path, name: str = MOE, **settings):
+    return checkpoints.write_checkpoint(folder, name, **{**dummy_models.tiny_settings(name), **settings})
+
+
+def test_a_checkpoint_is_shuffled_over_files_and_holds_plausible_numbers(tmp_path: Path) -> None:
+    made = tiny_checkpoint(tmp_path, num_files=3)
+    files = sorted(made.path.glob("*.safetensors"))
+    stored = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            names = list(opened.offset_keys())
+            assert names != sorted(names)
+            stored |= {name: opened.get_tensor(name) for name in names}
+    assert len(files) == 3
+    assert len(stored) == made.num_tensors
+    assert sum(tensor.nbytes for tensor in stored.values()) == made.num_bytes
+    assert {name.split(".")[5] for name in stored if ".mlp.experts." in name} == {str(expert) for expert in range(8)}
+    matrix, norm = (stored[f"model.{name}.weight"].float() for name in ("layers.0.mlp.experts.7.up_proj", "norm"))
+    assert matrix.std() == pytest.approx(0.02, rel=0.1)
+    assert norm.mean() == pytest.approx(1.0, abs=0.1)
+    assert not stored["model.layers.0.mlp.experts.6.up_proj.weight"].equal(matrix)
+    assert checkpoints.read_seconds(made.path) > 0
+
+
+def test_a_tensor_longer_than_the_numbers_at_hand_takes_them_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoints, "BUFFER_VALUES", 1000)
+    made = tiny_checkpoint(tmp_path, "Qwen3-8B", num_files=1)
+    with safe_open(next(made.path.glob("*.safetensors")), "pt") as opened:
+        values = opened.get_tensor("lm_head.weight").flatten().view(torch.int16)
+    assert values[-1000:].equal(values[-2000:-1000])
+    assert len(values.unique()) > 100
+
+
+def test_headers_alone_are_as_long_and_take_no_room(tmp_path: Path) -> None:
+    whole, headers = (tiny_checkpoint(tmp_path / str(alone), headers_only=alone) for alone in (False, True))
+    for one, other in zip(sorted(whole.path.glob("*")), sorted(headers.path.glob("*")), strict=True):
+        assert (one.name, one.stat().st_size) == (other.name, other.stat().st_size)
+    blocks = [sum(file.stat().st_blocks for file in made.path.glob("*.safetensors")) for made in (whole, headers)]
+    assert blocks[1] < blocks[0] / 2
+
+
+def test_writing_stops_when_the_time_is_over(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError):
+        tiny_checkpoint(tmp_path, stop_at=0.0)
+
+
+def test_memory_that_comes_and_goes_is_seen() -> None:
+    with memory_watch.MemoryWatch("cpu", 0.001) as watch:
+        block = bytearray(b"1") * (64 * MIB)
+        time.sleep(0.05)
+        del block
+    assert 60 * MIB < watch.taken["RssAnon"] < 200 * MIB
+    assert watch.num_looks > 3
+
+
+@pytest.mark.parametrize(("scheme", "load_format"), [("fp8", "auto"), ("bfloat16", "auto"), ("mxfp4", "dummy")])
+def test_a_load_is_measured(tmp_path: Path, scheme: str, load_format: str) -> None:
+    made = tiny_checkpoint(tmp_path)
+    headers = str(made.path) if load_format == "dummy" else None
+    case = load_case.Case(MOE, scheme, str(made.path), load_format, headers, num_loads=2)
+    found = json.loads(json.dumps(load_case.run_case(case, "cpu")))
+    row = gpu_load.finding(case._asdict(), "M", found)
+    assert row["read_bytes"] == row["source_bytes"] == made.num_bytes
+    assert len(row["seconds"]) == 2
+    assert row["predicted_final"] > made.num_bytes / 4
+    assert (row["num_quantized"] == 0) == (scheme == "bfloat16")
+    assert row["host"]["second load"]["RssAnon"] < 64 * MIB
+    if headers is not None:
+        assert all(row["same_plan"][name] for name in ("weights", "moves", "final bytes"))
+        bare = load_case._plan(case._replace(scheme="bfloat16")).plan
+        same = load_case.compare_plans(load_case._plan(case).plan, bare, "cpu")
+        assert [name for name, is_same in same.items() if is_same] == ["staging bytes"]
+
+
+def test_one_byte_makes_other_weights() -> None:
+    weights = {"a": torch.arange(300.0), "b": torch.ones(4, dtype=torch.bfloat16)}
+    before = load_case.fingerprint(weights)
+    assert load_case.fingerprint({name: tensor.clone() for name, tensor in weights.items()}) == before
+    weights["a"].view(torch.uint8)[77] ^= 1
+    assert load_case.fingerprint(weights) != before
+
+
+def load_arguments(tmp_path: Path, *more: str):
+    given = gpu_load.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "records"), *more])
+    given.commit = "c"
+    return given
+
+
+def test_every_kind_of_load_is_recorded(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(load_case.CACHE_VARIABLE, "")  # put back afterwards
+    models = ["--models", f"{MOE},Qwen3-8B", "--cache-model", MOE, "--max-bytes", "450000", "--schemes", "fp8,bfloat16"]
+    given = load_arguments(tmp_path, *models)
+
+    def run_case(case, seconds: float) -> dict:
+        return json.loads(json.dumps(load_case.run_case(load_case.Case(**{"num_loads": 2, **case}), "cpu")))
+
+    run = gpu_load.Run(given, gpu_records.Budget(1000.0), run_case)
+    run.all(tmp_path)
+    assert [row["measure"] for row in run.results] == [
+        "Qwen3-32B, fp8, made-up weights",
+        "Qwen3-8B, fp8",
+        "Qwen3-8B, bfloat16",
+        f"{MOE}, fp8, made-up weights",
+        f"{MOE}, bfloat16, made-up weights",
+    ]
+    assert "were allowed" in run.checkpoints[MOE]["not_written"]
+    assert run.checkpoints["Qwen3-8B"]["num_files"] == 4
+    given.max_bytes, given.models, given.dummy = float("inf"), (MOE,), ""
+    run.all(tmp_path)
+    gpu_load.show(run.results)
+    last = run.results[-1]
+    assert last["measure"] == f"{MOE}, fp8, from the cache"
+    assert last["verdicts"]["the same weights from the cache"]
+    assert 0.5 < last["read_share"] < 0.9, "the embedding is a large part of so small a model"
+    (record,) = (tmp_path / "records").glob("*-load.json")
+    assert [row["measure"] for row in readme_tables.read_record(record)["results"]][-1] == last["measure"]
+    assert list(tmp_path.glob("*/*.safetensors")) == [], "what was written is gone"
+    assert "from the cache: cache bytes <= 0.6 x" in capsys.readouterr().out
+
+
+def test_a_load_without_time_is_left_out_and_one_that_failed_is_a_row(tmp_path: Path, capsys) -> None:
+    given = load_arguments(tmp_path, "--models", "Qwen3-8B", "--dummy", "")
+    late = gpu_load.Run(given, gpu_records.Budget(1.0), lambda case, seconds: {})
+    late.all(tmp_path)
+    assert (late.results, late.left_out) == ([], ["Qwen3-8B"])
+    failed = gpu_load.Run(given, gpu_records.Budget(1000.0), lambda case, seconds: {"error": "no room"})
+    failed.all(tmp_path)
+    assert [row["error"] for row in failed.results] == ["no room"] * 3
+    gpu_load.show(failed.results)
+    assert "Qwen3-8B, fp8, from the cache: no room" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_written(tmp_path: Path) -> None:
+    assert gpu_load.no_room(tmp_path, 10**6, float("inf")) is None
+    assert "1.0 were allowed" in gpu_load.no_room(tmp_path, 2 * 10**9, 1e9)
+    assert "the disk has" in gpu_load.no_room(tmp_path, 10**18, float("inf"))
+
+
+def device_load(over: int = 48 * MIB, seconds: float = 1.0, host: int = 200 * MIB) -> dict:
+    final = dict.fromkeys(("allocated", "reserved", "used"), 1000 * MIB)
+    return {
+        "seconds": seconds,
+        "plan_seconds": 0.1,
+        **dict.fromkeys(("read_bytes", "source_bytes"), 30 * 10**9),
+        **dict.fromkeys(("num_weights", "num_quantized", "num_moves", "num_readers", "predicted_host"), 1),
+        **{f"{part}_seconds": seconds / 2 for part in ("read", "copy", "place")},
+        "predicted_final": 1000 * MIB,
+        "predicted_peak": 1048 * MIB,
+        "pinned_bytes": 192 * MIB,
+        "final": final,
+        "peak": {name: num + over for name, num in final.items()},
+        "left": dict.fromkeys(final, 0),
+        "host": {"RssAnon": host},
+        "host_with_plan": host,
+        "host_left": 0,
+    }
+
+
+def test_verdicts_on_loads_are_those_of_the_issue() -> None:
+    case = {"model": "M", "scheme": "fp8", "load_format": "auto"}
+    unwatched = {name: value for name, value in device_load(seconds=0.75).items() if name != "host"}
+    row = gpu_load.finding(case, "M", {"loads": [device_load(host=999 * MIB), device_load(), unwatched]})
+    assert row["values"] == {"holdfast": 40.0}
+    assert row["gb_per_second_of_each"] == dict.fromkeys(("read", "copy", "place"), 80.0)
+    assert len(gpu_load.verdicts(row)) == 6
+    assert all(gpu_load.verdicts(row).values())
+    row = gpu_load.finding(case, "M", {"loads": [device_load(), device_load(65 * MIB, 1.3, 257 * MIB)]})
+    assert [holds for words, holds in gpu_load.verdicts(row).items() if "GB/s" not in words] == [False] * 5
+    row = gpu_load.finding(case, "M", {"loads": [device_load(seconds=1.3)]})
+    assert not gpu_load.verdicts(row)[">= 25 GB/s"]
+    made_up = gpu_load.finding({**case, "load_format": "dummy"}, "M", {"loads": [device_load(seconds=1.3)]})
+    assert ">= 25 GB/s" not in gpu_load.verdicts(made_up)
+
+
+# --- quantized weights
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(1, 8.0), (2, 15.5), (10**6, 128.0)])
+def test_tokens_that_choose_at_random_touch_so_many_experts(batch: int, expected: float) -> None:
+    assert gpu_quantized.touched_experts(128, 8, batch) == pytest.approx(expected)
+
+
+def test_a_mean_of_draws_is_near_the_expected_number_of_experts() -> None:
+    dice = random.Random(0)
+    draws = [len({e for _ in range(8) for e in dice.sample(range(60), 4)}) for _ in range(500)]
+    assert gpu_quantized.touched_experts(60, 4, 8) == pytest.approx(sum(draws) / len(draws), rel=0.02)
+
+
+def test_a_step_reads_all_but_the_embedding_and_some_experts() -> None:
+    sizes = {"embed.weight": 100, "layers.0.qkv.weight": 7, "layers.0.experts.down.weight": 80, "lm_head.weight": 50}
+    step = gpu_quantized.step_weights(sizes, False, 8, 2)
+    assert step == gpu_quantized.StepBytes(57, 10, 8, 2)
+    assert step.of(2.5) == 82
+    assert gpu_quantized.step_weights({"embed.weight": 100}, True, 0, 0).of(0.0) == 100
+
+
+def test_schemes_stand_side_by_side_with_their_roofs(tmp_path: Path, capsys) -> None:
+    shape = gpu_quantized.Shape(lengths=(1, 11))
+
+    def engine(seconds: float, dense: int) -> dict:
+        entry = {"batch": 1, "seconds": {"1": [1.0], "11": [1.0 + seconds]}, "graph_seconds": seconds / 20}
+        step = {"dense": dense, "expert": dense // 4, "num_experts": 16, "top_k": 4}
+        return {"decode": [{**entry, "touched": 0.0}], "step_bytes": step, "kv_bytes_per_token": 0}
+
+    found = {
+        ("Qwen3-32B", "fp8"): engine(0.1, int(4.37e9)),
+        ("Qwen3-32B", "none"): engine(0.2, int(8.74e9)),
+        ("Qwen3-8B", "fp8"): {"error": "no room"},
+    }
+    (row,) = gpu_quantized.rows_of(found, shape, "cuda")
+    assert row["values"] == {"fp8": 100.0, "bfloat16": 50.0}
+    assert row["milliseconds"] == {"fp8": 10.0, "bfloat16": 20.0}
+    assert row["roof"] == {"fp8": 500.0, "bfloat16": 250.0}
+    assert row["percent_of_roof"] == {"fp8": 20.0, "bfloat16": 20.0}
+    assert row["percent_of_roof_as_routed"] == {"fp8": 10.0, "bfloat16": 10.0}
+    assert row["graph_alone"] == {"fp8": 200.0, "bfloat16": 100.0}
+    assert row["against_unquantized"] == {"fp8": 2.0}
+    assert row["verdicts"] == {"fp8 >= 105 tokens/s": False}
+    gpu_quantized.show([row])
+    assert "NO   Qwen3-32B, batch 1: fp8 >= 105 tokens/s" in capsys.readouterr().out
+    gpu_quantized.write(found, shape, arguments(tmp_path))
+    (path,) = tmp_path.glob("*-quantized.json")
+    assert readme_tables.read_record(path)["engines"]["Qwen3-8B, fp8"] == {"error": "no room"}
+
+
+@pytest.mark.parametrize(("model", "quantization"), [("Qwen3-32B", "fp8"), (MOE, "fp8"), (MOE, "none")])
+def test_a_tiny_quantized_engine_is_timed_and_its_experts_counted(model: str, quantization: str) -> None:
+    _, shape = gpu_quantized.parse(["--tiny", "--batches", "2"])
+    found = json.loads(json.dumps(gpu_quantized.run_engine(model, quantization, shape, True, "cpu")))
+    (row,) = gpu_quantized.rows_of({(model, quantization): found}, shape, "cpu")
+    assert row["values"].keys() == {quantization if quantization != "none" else "float32"}
+    embedding = dummy_models.TINY["vocab_size"] * dummy_models.TINY["hidden_size"] * 4
+    step = gpu_quantized.StepBytes(**found["step_bytes"])
+    read = step.of(step.num_experts)
+    assert found["weight_bytes"] - embedding - 20_000 < read <= found["weight_bytes"] - embedding, "padding aside"
+    if model == MOE:
+        assert 2.0 <= found["decode"][0]["touched"] <= 4.0
+        assert (step.num_experts, step.top_k) == (8, 2)
+    else:
+        assert "touched" not in found["decode"][0]
+
+
+def test_a_model_without_batches_of_its_own_needs_some(capsys) -> None:
+    with pytest.raises(SystemExit):
+        gpu_quantized.parse(["--models", "Qwen3-4B"])
+    assert "Qwen3-4B: no batches are known" in capsys.readouterr().err
+    assert gpu_quantized.parse(["--models", "Qwen3-4B", "--batches", "1,8"])[1].batches == (1, 8)
 
 
 # --- the README

@@ -5,9 +5,11 @@ import math
 
 import pytest
 
-from holdfast.config import ALIASES, EngineConfig, parse_layers
+from holdfast.config import ALIASES, EngineConfig, parse_layers, parse_patterns
 from holdfast.errors import ConfigError, shown
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import INT8, WEIGHT_SCHEMES
 
 WRONG = [
     ("dtype", "float8"),
@@ -15,6 +17,25 @@ WRONG = [
     ("kv_cache_dtype", "fp32"),
     ("load_format", "pickle"),
     ("quantization", "int4"),
+    ("quantization", 8),
+    ("quantization", ["fp8"]),
+    ("quantized_embeddings", "heads"),
+    ("quantized_embeddings", None),
+    ("quantized_embeddings", True),
+    ("quantization_ignore", None),
+    ("quantization_ignore", 7),
+    ("quantization_ignore", "  "),
+    ("quantization_ignore", "a,,b"),
+    ("quantization_ignore", ["re:("]),
+    ("quantization_ignore", ["re:"]),
+    ("quantization_ignore", [b"lm_head"]),
+    ("quantization_ignore", ["x"] * 300),
+    ("allow_nonfinite", "yes"),
+    ("save_quantized", ""),
+    ("save_quantized", "a\0b"),
+    ("save_quantized", 7),
+    ("weight_cache", "maybe"),
+    ("weight_cache", True),
     ("max_model_len", 0),
     ("max_model_len", -1),
     ("max_model_len", 2**31),
@@ -98,6 +119,10 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
         *(("kv_cache_dtype", name) for name in KV_FORMATS),
         *(("kv_protected_dtype", name) for name in ("auto", *KV_FORMATS)),
         *(("kv_protected_layers", value) for value in (None, 0, 4, "4", "7,", "0,1,30,31")),
+        *(("quantization", name) for name in (None, "none", *WEIGHT_SCHEMES)),
+        *(("quantized_embeddings", name) for name in ("none", "head", "all")),
+        *(("weight_cache", name) for name in ("auto", "off")),
+        ("allow_nonfinite", True),
         ("device", "cuda:7"),
         ("memory_utilization", 1),
         ("memory_limit", "20GiB"),
@@ -125,6 +150,47 @@ def test_a_sound_value_is_kept(name: str, value: object) -> None:
 )
 def test_layers_are_a_count_or_a_list(value: object, layers: object) -> None:
     assert parse_layers(value, "x") == layers
+
+
+@pytest.mark.parametrize(
+    ("value", "patterns"),
+    [
+        ((), ()),
+        ("", ()),
+        ("lm_head", ("lm_head",)),
+        (" lm_head, *.down_proj ,lm_head", ("lm_head", "*.down_proj")),
+        (["re:.*[qk]_proj{1,2}", "a"], ("re:.*[qk]_proj{1,2}", "a")),
+    ],
+)
+def test_patterns_are_a_text_with_commas_or_a_list(value: object, patterns: tuple[str, ...]) -> None:
+    assert parse_patterns(value, "x") == patterns
+
+
+def test_a_recipe_of_a_config() -> None:
+    assert EngineConfig().recipe == WeightRecipe()
+    assert not EngineConfig(quantization="none").is_quantized
+    config = EngineConfig(quantization="int8", quantized_embeddings="all", quantization_ignore="a,b")
+    assert config.is_quantized
+    assert config.recipe == WeightRecipe(INT8, "all", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("quantization_ignore", "lm_head"), ("save_quantized", "folder"), ("weight_cache", "on")]
+)
+def test_what_is_for_quantized_weights_alone_says_so(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}' was asked; nothing is quantized without quantization"):
+        EngineConfig.from_options(**{name: value})
+    config = EngineConfig.from_options(quantization="fp8", **{name: value})
+    assert getattr(config, name) == value
+    assert config.with_quantization("mxfp4") == dataclasses.replace(config, quantization="mxfp4")
+    assert config.with_quantization(None) == EngineConfig(), "what made sense with it goes too"
+
+
+def test_a_scheme_that_is_nearly_one() -> None:
+    with pytest.raises(ConfigError, match=r"quantization='fp8_blok' was asked; .*; try fp8_block"):
+        EngineConfig(quantization="fp8_blok")
+    with pytest.raises(ConfigError, match=r"quantized_embeddings='heads' was asked; .*; try head"):
+        EngineConfig(quantized_embeddings="heads")
 
 
 @pytest.mark.parametrize(

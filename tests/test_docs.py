@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,17 @@ import docs_rules as rules
 from architecture_rules import Source, read_sources
 from holdfast.cache.spec import mixed_cache, uniform_cache
 from holdfast.config import EngineConfig
+from holdfast.loading.dummy import DummySource
+from holdfast.loading.plan import PINNED_CHUNKS, plan_load
 from holdfast.memory.sizes import format_bytes
+from holdfast.models.blueprint import read_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.families import parameters
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.runner.plan_terms import STAGING_BYTES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = rules.documents(ROOT)
@@ -167,6 +176,42 @@ def test_figures_about_coded_pages_are_those_of_the_planner(name: str) -> None:
     is_mixed = found.is_coded and found is not wider
     row = f"| {sizes[0]} | {sizes[1]} | {64 * 8 * sizes[1]} | {mixed if is_mixed else ''} |".replace("|  |", "| |")
     assert f"| {name} | {found.key_bits or 16} and {found.value_bits or 16} {row}" in DOCUMENTS["docs/memory.md"]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", *WEIGHT_SCHEMES])
+def test_figures_about_weights_are_those_of_the_planner(name: str) -> None:
+    scheme, shape = WEIGHT_SCHEMES.get(name), (4096, 4096)
+    one = 2 * prod(shape) if scheme is None else sum(plane.num_bytes for plane in scheme.planes(shape))
+    models = ("Llama-3.1-8B", "Qwen3-32B", "Qwen3-30B-A3B")
+    blueprints = [read_blueprint(CATALOGUE[model], model) for model in models]
+    sizes = [format_bytes(found.weight_bytes("bfloat16", WeightRecipe(scheme))) for found in blueprints]
+    (row,) = (
+        line for line in DOCUMENTS["docs/memory.md"].splitlines() if line.startswith(f"| {name} |") and "N K" in line
+    )
+    assert row.endswith(f"| {one} | {' | '.join(sizes)} |")
+    if scheme is not None:
+        assert f"| `{name}` |" in README
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("cuda", "48.00 MiB: 3 chunks of 16 MiB"), ("cpu", "12.00 MiB: 3 chunks of 4 MiB")]
+)
+def test_figures_about_loads_are_those_of_their_plan(kind: str, words: str) -> None:
+    spec = read_blueprint(CATALOGUE["Qwen3-0.6B"], "Qwen3-0.6B").spec
+    assert spec is not None, "it runs"
+    wanted = parameters(spec)
+    made_up = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16")
+    plan = dataclasses.replace(made_up, writer_specs=())
+    chunks = 3 * plan.chunk_bytes(kind)
+    assert words.startswith(f"{format_bytes(chunks)}: ")
+    assert words in DOCUMENTS["docs/memory.md"]
+    findings = plan.staging_bytes(kind) - chunks
+    assert 0 <= findings - 12 * len(plan.moves) < 2 * 256, "12 bytes for each move, and padding"
+    assert (
+        f"{format_bytes(PINNED_CHUNKS * plan.chunk_bytes('cuda'))}: {PINNED_CHUNKS} pinned chunks"
+        in DOCUMENTS["docs/memory.md"]
+    )
+    assert f"{format_bytes(STAGING_BYTES)} of staging" in DOCUMENTS["docs/memory.md"]
 
 
 def test_the_readme_names_no_machine_of_ours() -> None:

@@ -146,10 +146,93 @@ def test_a_broken_record_is_named(tmp_path: Path, text: str) -> None:
 
 def test_the_readme_shows_the_records_that_are_committed() -> None:
     document = readme_tables.DOCUMENT.read_text(encoding="utf-8")
-    shown = readme_tables.replaced(
-        document, readme_tables.tables(readme_tables.RECORDS), readme_tables.BEGIN, readme_tables.END
-    )
-    assert document == shown, "run: make docs"
+    assert document == readme_tables.written(document, readme_tables.RECORDS), "run: make docs"
+
+
+MIB = 2**20
+LOADED = {
+    "measure": "A-Model, fp8",
+    "unit": "GB/s",
+    "values": {"holdfast": 31.42},
+    "seconds": [1.8, 0.53, 0.5],
+    "predicted_peak": 1000 * MIB,
+    "peak": {"allocated": 1000 * MIB + 512, "reserved": 1002 * MIB, "used": 1004 * MIB},
+    "over_final": {"allocated": 48 * MIB, "reserved": 50 * MIB, "used": 52 * MIB},
+    "host": {"first load": {"RssAnon": 300 * MIB}, "second load": {"RssAnon": 192 * MIB}},
+}
+FAILED = {"measure": "B-Model, fp8", "unit": "GB/s", "values": {"holdfast": 0.0}, "error": "no room"}
+DECODED = {
+    "measure": "A-Model, batch 1",
+    "unit": "tokens/s",
+    "values": {"fp8": 110.04, "bfloat16": 62.51},
+    "milliseconds": {"fp8": 9.09, "bfloat16": 16.0},
+    "percent_of_roof": {"fp8": 84.2, "bfloat16": 91.7},
+    "against_unquantized": {"fp8": 1.76},
+}
+QUALITY = {
+    "measure": "mxfp4",
+    "unit": "perplexity",
+    "values": {"perplexity": 25.0},
+    "weight_bytes": 85 * MIB,
+    "ratio_to_16_bit": 3.164,
+    "perplexity": 25.0,
+}
+
+
+def shown_section(folder: Path, section: str, *results: dict[str, object]) -> list[list[str]]:
+    """The cells of a section's table, line by line; its title first."""
+    (folder / "a.json").write_text(json.dumps({**RECORD, "section": section, "results": results}))
+    lines = readme_tables.section_tables(folder, section).splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|") and "---" not in line]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_loads_are_shown_with_their_peaks_and_failures(tmp_path: Path) -> None:
+    titles, loaded, failed = shown_section(tmp_path, "gpu-load", LOADED, FAILED)
+    assert dict(zip(titles, loaded, strict=True)) == {
+        "": "A-Model, fp8",
+        "GB/s": "31.4",
+        "seconds": "0.5",
+        "peak over final, MiB: allocated": "48",
+        "reserved": "50",
+        "used": "52",
+        "peak against the plan, MiB": "+0.000",
+        "host, MiB": "192",
+    }
+    assert failed == ["B-Model, fp8", "no room", *[""] * 6]
+
+
+def test_a_first_load_stands_for_a_second_that_nobody_watched(tmp_path: Path) -> None:
+    host = {"first load": {"RssAnon": 300 * MIB}, "second load": None}
+    titles, loaded = shown_section(tmp_path, "gpu-load", {**LOADED, "host": host, "read_share": 0.5128})
+    row = dict(zip(titles, loaded, strict=True))
+    assert (row["host, MiB"], row["bytes read against the source"]) == ("300", "0.513")
+
+
+def test_speeds_of_both_weights_stand_side_by_side(tmp_path: Path) -> None:
+    titles, decoded = shown_section(tmp_path, "gpu-quantized", DECODED)
+    row = dict(zip(titles, decoded, strict=True))
+    assert (row["fp8, tokens/s"], row["bfloat16, tokens/s"]) == ("110", "62.5")
+    assert (row["fp8, % of the roof"], row["fp8 against bfloat16"]) == ("84.2", "1.76")
+    assert not any("as routed" in title for title in titles), "a column without a figure is left out"
+
+
+def test_a_scheme_is_shown_with_its_size(tmp_path: Path) -> None:
+    titles, scheme = shown_section(tmp_path, "weight-quality", QUALITY)
+    assert dict(zip(titles, scheme, strict=True)) == {
+        "": "mxfp4",
+        "MiB": "85",
+        "against 16 bit": "3.16",
+        "perplexity": "25",
+    }
+
+
+@pytest.mark.parametrize("section", readme_tables.SECTIONS)
+def test_a_section_without_a_record_says_so(tmp_path: Path, section: str) -> None:
+    assert readme_tables.section_tables(tmp_path, section) == "No record is committed yet."
+    begin, end = readme_tables.section_marks(section)
+    document = f"{readme_tables.BEGIN}\n{readme_tables.END}\n{begin}\nold\n{end}\n"
+    assert "old" not in readme_tables.written(document, tmp_path)
 
 
 def test_pip_keeps_its_words_and_its_exit_status_and_loses_the_noise(

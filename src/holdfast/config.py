@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import parse_bytes
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_recipe import EMBEDDING_CHOICES, REGEX_PREFIX, WeightRecipe
+from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+WEIGHT_CACHES = ("auto", "on", "off")
+MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
 PAGE_TOKENS = tuple(2**power for power in range(9))
 ALIASES = {
@@ -50,7 +54,17 @@ class EngineConfig:
     kv_protected_dtype: str = "fp8"
     """That wider format: the name of one, or auto for the dtype."""
     quantization: str | None = None
-    """Weight quantization on load; none is available yet."""
+    """Scheme in which weights are kept, made while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
+    quantized_embeddings: str = "head"
+    """What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding) or none."""
+    quantization_ignore: tuple[str, ...] | str = ()
+    """Weights that stay as they are: globs over their names, or regular expressions behind "re:"; commas part them in a text."""
+    allow_nonfinite: bool = False
+    """Go on where weights hold a NaN or an infinity, with a warning, instead of refusing."""
+    save_quantized: str | None = None
+    """Folder that gets a copy of the model with its weights quantized, which opens like any model."""
+    weight_cache: str = "auto"
+    """Quantized weights of earlier starts: auto uses them where it can, on insists, off neither reads nor writes them."""
     load_format: str = "auto"
     """auto, safetensors, gguf, or dummy (made-up weights from config.json alone)."""
     max_model_len: int | None = None
@@ -86,10 +100,7 @@ class EngineConfig:
         _choice("kv_protected_dtype", self.kv_protected_dtype, ("auto", *KV_FORMATS))
         parse_layers(self.kv_protected_layers, "kv_protected_layers")
         _choice("load_format", self.load_format, LOAD_FORMATS)
-        if self.quantization is not None:
-            raise ConfigError(
-                f"quantization={shown(self.quantization)} was asked", "weights are kept as they are", "leave it out"
-            )
+        self._check_quantization()
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
             _count(name, getattr(self, name))
         _page_size("page_tokens", self.page_tokens)
@@ -99,7 +110,7 @@ class EngineConfig:
                 parse_bytes(getattr(self, name), name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed={shown(self.seed)} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
-        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager"):
+        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "allow_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
@@ -110,6 +121,45 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name}={shown(value)} was asked", "a path as a string works", "pass str(path)")
+
+    @property
+    def recipe(self) -> WeightRecipe:
+        """Which weights are quantized, and how."""
+        patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
+        return WeightRecipe(find_scheme(self.quantization), self.quantized_embeddings, patterns)  # type: ignore[arg-type]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are to be quantized as they load."""
+        return self.quantization not in (None, UNQUANTIZED)
+
+    def with_quantization(self, name: str | None) -> "EngineConfig":
+        """The same with weights in another scheme; what only makes sense with one goes where there is none."""
+        if name not in (None, UNQUANTIZED):
+            return dataclasses.replace(self, quantization=name)
+        bare = {"quantization_ignore": (), "save_quantized": None, "weight_cache": "auto"}
+        return dataclasses.replace(self, quantization=name, **bare)  # type: ignore[arg-type]
+
+    def _check_quantization(self) -> None:
+        find_scheme(self.quantization)
+        _choice("quantized_embeddings", self.quantized_embeddings, EMBEDDING_CHOICES)
+        patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
+        _choice("weight_cache", self.weight_cache, WEIGHT_CACHES)
+        folder = self.save_quantized
+        if folder is not None and (not isinstance(folder, str) or not folder.strip() or "\0" in folder):
+            raise ConfigError(
+                f"save_quantized={shown(folder)} was asked", "a folder as a string works", "name a folder"
+            )
+        if self.is_quantized:
+            return
+        needing = {"quantization_ignore": patterns, "save_quantized": folder, "weight_cache": self.weight_cache == "on"}
+        for name, value in needing.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={shown(getattr(self, name))} was asked",
+                    "nothing is quantized without quantization",
+                    "add quantization, such as fp8, or leave it out",
+                )
 
     @classmethod
     def from_options(cls, **options: object) -> "EngineConfig":
@@ -128,6 +178,37 @@ class EngineConfig:
                 )
             known[target] = value
         return cls(**known)  # type: ignore[arg-type]
+
+
+def parse_patterns(value: object, name: str) -> tuple[str, ...]:
+    """Patterns over names of weights, each once: a text with commas between them, or a list of them."""
+    listed = value.split(",") if isinstance(value, str) and value.strip() else value
+    if listed == "":
+        listed = ()
+    if not isinstance(listed, list | tuple) or len(listed) > MAX_PATTERNS:
+        has = f"a text with commas or a list of up to {MAX_PATTERNS} patterns works"
+        raise ConfigError(f"{name}={shown(value)} was asked", has, 'try "lm_head,*.down_proj"')
+    for pattern in listed:
+        problem = _pattern_problem(pattern)
+        if problem is not None:
+            do = 'try "*.down_proj", or "re:.*(q|k)_proj.*"'
+            raise ConfigError(f"{name}: the pattern {shown(pattern)} was asked", problem, do)
+    return tuple(dict.fromkeys(pattern.strip() for pattern in listed))
+
+
+def _pattern_problem(pattern: object) -> str | None:
+    """None, or why it matches nothing whatever the model, in words."""
+    if not isinstance(pattern, str):
+        return "it is no text"
+    expression = pattern.strip().removeprefix(REGEX_PREFIX)
+    if not expression:
+        return "it is empty"
+    if pattern.strip().startswith(REGEX_PREFIX):
+        try:
+            re.compile(expression)
+        except (re.error, RecursionError, OverflowError) as error:
+            return f"it is no regular expression ({error})"
+    return None
 
 
 def parse_layers(value: object, name: str) -> int | tuple[int, ...] | None:

@@ -17,9 +17,9 @@ BASE = {
 }
 
 
-def quality(name: str, bytes_per_token: float, **figures) -> Quality:
+def quality(name: str, size_bytes: float, **figures) -> Quality:
     """One format."""
-    return Quality(name=name, bytes_per_token=bytes_per_token, **(BASE | figures))
+    return Quality(name=name, size_bytes=size_bytes, **(BASE | figures))
 
 
 def view(*others: Quality) -> EvalView:

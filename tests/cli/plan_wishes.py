@@ -10,7 +10,7 @@ from holdfast.runner.target import Target, gpu_target, memory_target
 
 
 def wish(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None = None, **options: Any) -> Wish:
-    """A wish; `quantization` and `tensor_parallel_size` stand beside the config's options."""
-    beside = {name: options.pop(name) for name in ("quantization", "tensor_parallel_size") if name in options}
+    """A wish; `tensor_parallel_size` stands beside the config's options."""
+    beside = {name: options.pop(name) for name in ("tensor_parallel_size",) if name in options}
     target: Target = gpu_target(find_gpu(gpu)) if memory is None else memory_target(memory)
     return Wish(EngineConfig(**options), open_blueprint(model), target, **beside)

@@ -14,6 +14,7 @@ from holdfast.cli.options import (
 )
 from holdfast.config import ALIASES, EngineConfig
 from holdfast.errors import ConfigError
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
 
 
@@ -48,15 +49,30 @@ def test_nothing_given_is_nothing_set() -> None:
     assert parsed() == ({}, {})
 
 
-def test_quantization_reaches_its_field_and_is_refused_there() -> None:
-    engine, _ = parsed("--quantization", "fp8")
-    with pytest.raises(ConfigError, match="quantization='fp8' was asked"):
-        EngineConfig.from_options(**engine)
+QUANTIZED = ("quantization", "quantization_ignore", "save_quantized", "quantized_embeddings")
+"""Options whose values are no others', or that need a quantization beside them."""
+
+
+def test_quantization_and_what_belongs_to_it_reach_their_fields() -> None:
+    engine, _ = parsed(
+        *("--quantization", "fp8", "--quantized-embeddings", "all", "--save-quantized", "folder"),
+        *("--quantization-ignore", "*down_proj*, lm_head", "--quantization-ignore", "re:.*up.*"),
+    )
+    config = EngineConfig.from_options(**engine)
+    assert (config.quantization, config.quantized_embeddings, config.save_quantized) == ("fp8", "all", "folder")
+    assert config.quantization_ignore == ("*down_proj*", "lm_head", "re:.*up.*")
+    with pytest.raises(ConfigError, match="the pattern '' was asked; it is empty"):
+        EngineConfig.from_options(**parsed("--quantization", "fp8", "--quantization-ignore", "a,,b")[0])
+
+
+def test_the_help_of_quantization_names_every_scheme() -> None:
+    (setting,) = (setting for setting in ENGINE_SETTINGS if setting.name == "quantization")
+    assert all(f"{name} (" in setting.help for name in WEIGHT_SCHEMES)
 
 
 @pytest.mark.parametrize(
     "setting",
-    [setting for setting in ENGINE_SETTINGS if setting.name != "quantization"],
+    [setting for setting in ENGINE_SETTINGS if setting.name not in QUANTIZED],
     ids=lambda setting: setting.name,
 )
 def test_every_other_engine_option_reaches_its_field(setting) -> None:

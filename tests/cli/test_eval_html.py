@@ -53,7 +53,7 @@ def test_dots_lie_where_their_numbers_are() -> None:
 def test_what_a_dot_says() -> None:
     _, chart, _ = charts(FP8)
     said = named(chart)["fp8"].all("title")[0].text
-    assert said == "fp8: 1,040 bytes a token, mean KL 0.000512, p99 0.0123, same top-1 99.12%, perplexity 12.6250"
+    assert said == "fp8: 1,040 bytes, mean KL 0.000512, p99 0.0123, same top-1 99.12%, perplexity 12.6250"
 
 
 def test_names_do_not_lie_on_each_other() -> None:
@@ -107,7 +107,7 @@ def test_all_is_inside_the_picture() -> None:
 
 @pytest.mark.parametrize("qualities", [(), (BROKEN,), (quality("zero", 10.0),), (FP8,), (FP8, FP8)], ids=len)
 def test_few_or_no_formats_are_sound(qualities: tuple) -> None:
-    read_page(page("t", size_chart(qualities), place_chart(qualities, 2)))
+    read_page(page("t", size_chart(qualities, "bytes"), place_chart(qualities, 2)))
     read_page(eval_page(view(*qualities)))
 
 

@@ -13,6 +13,7 @@ WORDS = {
     "basic.py": "'def fibonacci(n):' -> ",
     "chat.py": "prompt tokens cached",
     "logprobs.py": "perplexity of the prompt: ",
+    "quantized_weights.py": "MiB of weights -> ",
     "streaming.py": "kv pages ",
     "turboquant_cache.py": "KiB, the newest tokens as they came",
 }

@@ -8,6 +8,7 @@ import pytest
 from cli.plan_wishes import wish
 from holdfast.cli.plan_sweep import BAR_CELLS, EIGHTHS, Cell, bar, sweep, sweep_lines
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.runner.alternatives import in_scheme
 from holdfast.runner.plan_fit import Wish, find_fit, settle
 
 ASKED = wish("Qwen3-8B", "rtx4090", max_num_seqs=64)
@@ -20,10 +21,10 @@ def in_format(name: str) -> Wish:
 
 def test_every_cell_is_the_plan_of_its_formats() -> None:
     for cell in CELLS:
-        alone = find_fit(in_format(cell.kv_cache_dtype)._replace(quantization=cell.quantization))
+        alone = find_fit(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
         assert cell.kv_tokens == alone.kv_tokens
         assert cell.kv_protected_layers == len(alone.resolved.protected.layers)
-        assert cell.runs == (cell.quantization == "none")
+        assert cell.runs
     assert [cell for cell in CELLS if cell.is_asked] == [CELLS[0]]
 
 
@@ -39,7 +40,9 @@ def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
 def test_what_was_asked_is_always_among_them() -> None:
     cells = sweep(wish("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
     assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_asked] == [("fp8", "int8")]
-    assert {cell.quantization for cell in cells if cell.runs} == {"none"}
+    assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}
+    on_old = sweep(wish("Qwen3-8B", "a100-80g"))
+    assert {cell.quantization for cell in on_old} == {"none", "int8", "mxfp4"}, "it has no products in fp8"
     assert not any(cell.runs for cell in sweep(wish("Qwen3-8B", "h200", tensor_parallel_size=2)))
 
 

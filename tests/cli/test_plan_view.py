@@ -65,7 +65,10 @@ def test_the_command_is_there_where_it_would_work() -> None:
     assert smallest.option == "max_model_len"
     assert f"--max-model-len {smallest.value}" in (changed.command or "")
     assert view_of(TOO_LARGE, None).command is None, "another GPU is no option"
-    assert view_of(FITTING._replace(quantization="fp8"), None).command is None, "nothing runs it yet"
+    ranks = FITTING._replace(tensor_parallel_size=2)
+    assert view_of(ranks, None).command is None, "nothing runs it yet"
+    quantized = FITTING._replace(config=FITTING.config.with_quantization("fp8"))
+    assert "--quantization fp8 " in (view_of(quantized, None).command or "")
 
 
 def test_json_has_stable_names_and_plain_values() -> None:

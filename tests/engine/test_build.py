@@ -112,8 +112,8 @@ def test_a_closed_engine_has_given_all_its_memory_back(model, monkeypatch):
         engine, _ = build(model)
     engine.add_request("a", "hello", GREEDY)
     run(engine)
-    assert len(taken) >= 4
-    assert all(storage() is not None for storage in taken)
+    assert len(taken) >= 5
+    assert sum(storage() is None for storage in taken) == 1, "staging was given back"
     engine.close()
     assert all(storage() is None for storage in taken)
     engine.close()
@@ -124,9 +124,9 @@ def test_a_closed_engine_has_given_all_its_memory_back(model, monkeypatch):
 def test_a_model_that_is_shut_down_has_given_all_its_memory_back(model, monkeypatch, kind):
     with watched_arenas(monkeypatch) as taken:
         llm = kind(str(model))
-    assert all(storage() is not None for storage in taken)
+    assert sum(storage() is None for storage in taken) == 1, "staging was given back"
     llm.shutdown()
-    assert len(taken) >= 4
+    assert len(taken) >= 5
     assert all(storage() is None for storage in taken)
     llm.shutdown()
 

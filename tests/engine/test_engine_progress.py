@@ -37,7 +37,10 @@ def test_a_person_sees_bytes_while_loading(monkeypatch):
     with LoadingBar() as bar:
         bar(0, 2**20)
         bar(2**19, 2**20)
-    assert "Loading weights" in terminal.getvalue()
+    shown = terminal.getvalue()
+    assert "Loading weights" in shown
+    assert "left" in shown
+    assert "0.5/1.0 MiB" in shown
 
 
 def test_nobody_sees_anything_when_it_is_not_wanted(monkeypatch):

@@ -100,7 +100,7 @@ def test_protection_in_the_dtype_reaches_eight_bits_too(folders) -> None:
         opened = open_contenders([reference_entry(config), format_entry(config, model, "fp8")], model, lambda *_: None)
     heads, head_dim = 2, 16
     assert [contender.note for contender in opened.contenders] == ["", "layers 0, in float32"]
-    assert opened.contenders[1].bytes_per_token == heads * 2 * (head_dim + 2) + heads * 2 * head_dim * 4
+    assert opened.contenders[1].size_bytes == heads * 2 * (head_dim + 2) + heads * 2 * head_dim * 4
     opened.release()
 
 
@@ -116,7 +116,7 @@ def test_an_entry_may_say_its_own_bytes(folders) -> None:
         entries[1] = entries[1]._replace(bytes_per_token=77, note="odd")  # type: ignore[arg-type]
         opened = open_contenders(entries, model, lambda *_: None)
     assert [contender.name for contender in opened.contenders] == ["float32", "another", "x"]
-    assert [contender.bytes_per_token for contender in opened.contenders] == [512, 77, 512]
+    assert [contender.size_bytes for contender in opened.contenders] == [512, 77, 512]
     assert opened.contenders[1].note == "odd"
     assert opened.plain_bytes_per_token == 256
     opened.release()

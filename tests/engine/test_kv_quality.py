@@ -124,7 +124,7 @@ def test_fewer_bits_are_further_away(qualities: dict[str, Quality]) -> None:
 
 def test_bytes_are_the_formats_own(opened: OpenedContenders) -> None:
     heads, head_dim, layers = 2, 16, 2
-    by_name = {contender.name: contender.bytes_per_token for contender in opened.contenders}
+    by_name = {contender.name: contender.size_bytes for contender in opened.contenders}
     assert by_name["float32"] == layers * heads * head_dim * 2 * 4
     assert by_name["float16"] == opened.plain_bytes_per_token == layers * heads * head_dim * 2 * 2
     assert by_name["fp8"] == layers * heads * 2 * (head_dim + 2)
@@ -193,7 +193,7 @@ def test_what_is_no_number_is_counted_and_ruins_only_its_own(wrong: float) -> No
 
 
 def test_a_reference_that_is_no_number_is_refused() -> None:
-    with pytest.raises(HoldfastError, match=r"against ref pages.*not finite.*float32"):
+    with pytest.raises(HoldfastError, match=r"a comparison with ref was asked.*not finite.*float32"):
         measure(fake("ref", 11, with_nan), [fake("other", 11)], [[1] * 40], silent)
 
 

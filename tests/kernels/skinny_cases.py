@@ -1,15 +1,43 @@
-"""Products of few rows, tried amid poison: operands between NaN, results and scratch NaN before and between red zones."""
+"""Products of few rows, tried amid poison: operands between NaN, results and scratch NaN before and between red zones.
 
-from dataclasses import dataclass
+Weights are numbers, or codes with a scale a row: then peaks come with the rows, and are left behind with the results.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels.begin_rows import NormedRows, SkinnyScratch
-from holdfast.kernels.skinny_linear import BLOCK_N, MAX_ROWS, MIN_SQUARE_COLUMNS, num_parts
-from kernels.exactness import random
+from holdfast.kernels import skinny_coded
+from holdfast.kernels.begin_rows import NormedRows, PeakScratch, SkinnyScratch
+from holdfast.kernels.row_peaks import RowPeaks
+from holdfast.kernels.skinny_coded_row import NUM_GATE_PEAKS
+from holdfast.kernels.skinny_linear import (
+    BLOCK_N,
+    MAX_ROWS,
+    MIN_SQUARE_COLUMNS,
+    linear_add,
+    linear_add_reference,
+    normed_linear,
+    normed_linear_reference,
+    num_parts,
+)
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import WeightScheme
+from kernels.exactness import assert_as_exact_as_torch, random, same_bits
+from kernels.quantized_cases import (
+    HALF_SLACK,
+    codable_rows,
+    exact_rows,
+    exact_weight,
+    random_weight,
+    slack,
+    weight_amid,
+    weight_on,
+)
 from kernels.tiled_cases import NAN, amid
 from red_zones import RedZones
 
+CPU = torch.device("cpu")
 EPS = 1e-5
 ROWS = tuple(sorted({count for count in (1, 2, 3, 8, 16, 17, 31, 32, MAX_ROWS - 1, MAX_ROWS) if count <= MAX_ROWS}))
 MANY = MAX_ROWS - 1
@@ -21,7 +49,7 @@ class SkinnyCase:
     """One product, and everything that goes into it, in host memory."""
 
     x_MK: torch.Tensor
-    weight_NK: torch.Tensor
+    weight_NK: torch.Tensor | QuantizedWeight
     bias_N: torch.Tensor | None
     residual_MN: torch.Tensor
     """What a residual product adds to."""
@@ -36,8 +64,9 @@ class SkinnyCase:
     def to(self, device: torch.device) -> "SkinnyCase":
         """The same product on a device, where large ones are copied sooner."""
         bias = None if self.bias_N is None else self.bias_N.to(device)
-        tensors = (self.x_MK, self.weight_NK, self.residual_MN, self.norm_N)
-        x, weight, residual, norm = (tensor.to(device) for tensor in tensors)
+        weight = self.weight_NK
+        weight = weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device)
+        x, residual, norm = (tensor.to(device) for tensor in (self.x_MK, self.residual_MN, self.norm_N))
         return SkinnyCase(x, weight, bias, residual, norm, self.gated)
 
     def rows(self, which: list[int]) -> "SkinnyCase":
@@ -68,6 +97,22 @@ def skinny_case(
     )
 
 
+def coded_case(
+    num_rows: int,
+    size_n: int,
+    size_k: int,
+    dtype: torch.dtype,
+    scheme: WeightScheme,
+    gated: bool = False,
+    with_bias: bool = False,
+    seed: int = 0,
+) -> SkinnyCase:
+    """The same with a weight as codes, and rows whose codes are beyond doubt."""
+    case = skinny_case(num_rows, size_n, 1, dtype, gated, with_bias, seed)
+    weight = random_weight(case.weight_NK.shape[0], size_k, scheme, seed + 1)
+    return replace(case, x_MK=codable_rows(num_rows, size_k, seed).to(dtype), weight_NK=weight)
+
+
 class Guarded:
     """Scratch that is exactly as large as it has to be, and results, all between red zones on one device."""
 
@@ -76,12 +121,20 @@ class Guarded:
         self._device = device
         num_rows, size_n, size_k = len(case.x_MK), case.num_outputs, case.x_MK.shape[1]
         num_blocks = -(-size_n // (MIN_SQUARE_COLUMNS if num_rows == 1 else BLOCK_N))
-        parts = 1 if case.gated or num_rows == 1 else num_parts(size_n, size_k)
+        is_coded = isinstance(case.weight_NK, QuantizedWeight)
+        count = skinny_coded.num_parts if is_coded else num_parts
+        parts = 1 if case.gated or num_rows == 1 else count(size_n, size_k)
+        size_j = max(num_rows * num_squares, num_rows * num_blocks)
         self.scratch = SkinnyScratch(
-            self.filled((max(num_rows * num_squares, num_rows * num_blocks),), torch.float32),
+            self.filled((size_j,), torch.float32),
             self.filled((parts * num_rows * size_n if parts > 1 else 0,), torch.float32),
             self._zones.allocate(-(-size_n // BLOCK_N) if parts > 1 else 0, dtype=torch.int32),
+            self._peaks(num_rows, size_j) if is_coded else None,
         )
+
+    def _peaks(self, num_rows: int, size_j: int) -> PeakScratch:
+        gated = self._zones.allocate(num_rows * NUM_GATE_PEAKS, dtype=torch.int32)
+        return PeakScratch(self.filled((size_j,), torch.float32), self.filled((num_rows,), torch.float32), gated)
 
     def filled(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """NaN between red zones."""
@@ -104,43 +157,95 @@ def run_normed(
     guarded = Guarded(case, device, num_squares)
     num_rows = len(case.x_MK)
     guarded.scratch.squares[: num_rows * num_squares] = squares_of(case.x_MK, num_squares).flatten()
+    if guarded.scratch.peaks is not None:
+        guarded.scratch.peaks.normed[: num_rows * num_squares] = peaks_of(case.x_MK, num_squares).flatten()
     rows = NormedRows(amid(case.x_MK, device), num_squares, EPS)
     y = guarded.filled((num_rows, case.num_outputs), out_dtype or case.x_MK.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
-    assert function(rows, amid(case.weight_NK, device), bias, case.gated, y, guarded.scratch) is y
+    assert function(rows, case_weight_amid(case, device), bias, case.gated, y, guarded.scratch) is y
     guarded.check()
+    if guarded.scratch.peaks is not None:
+        _check_gate_peaks(case, y, guarded.scratch.peaks)
     return y.cpu()
 
 
+def case_weight_amid(case: SkinnyCase, device: torch.device) -> torch.Tensor | QuantizedWeight:
+    weight = case.weight_NK
+    return weight_amid(weight, device) if isinstance(weight, QuantizedWeight) else amid(weight, device)
+
+
+def _check_gate_peaks(case: SkinnyCase, y_MN: torch.Tensor, peaks: PeakScratch) -> None:
+    """What a gated product leaves for the next one to code it by; nothing where that takes rows as they are."""
+    assert isinstance(case.weight_NK, QuantizedWeight), "only coded products leave peaks"
+    assert peaks.inputs.isnan().all(), "the peaks of others were written"
+    if not case.gated or not case.weight_NK.scheme.codes_activations:
+        assert not peaks.gated.any(), "peaks were raised and nobody asked"
+        return
+    left = peaks.gated.view(torch.float32).view(len(y_MN), NUM_GATE_PEAKS).amax(-1)
+    expected = y_MN.float().abs().amax(-1)
+    finite = expected.isfinite()
+    assert same_bits(left[finite], expected[finite]), f"{left=} {expected=}"
+
+
 def run_add(
-    function, case: SkinnyCase, device: torch.device
+    function, case: SkinnyCase, device: torch.device, num_peaks: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, NormedRows]:
-    """`linear_add` or its reference: x, x scaled for the next norm, the squares of each row, and what it returned."""
+    """`linear_add` or its reference: x, x scaled for the next norm, the squares of each row, and what it returned.
+
+    So many peaks come with a row that is to be coded: those of a gated product as bits, as it leaves them.
+    """
     guarded = Guarded(case, device)
     x = guarded.copied(case.residual_MN)
     scaled = guarded.filled(tuple(x.shape), x.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
-    operands = amid(case.x_MK, device), amid(case.weight_NK, device), bias
-    rows = function(*operands, x, amid(case.norm_N, device), EPS, scaled, guarded.scratch)
+    more = {}
+    if isinstance(case.weight_NK, QuantizedWeight) and case.weight_NK.scheme.codes_activations:
+        values = amid(peaks_of(case.x_MK, num_peaks).flatten(), device)
+        more["peaks"] = RowPeaks(values.view(torch.int32) if num_peaks == NUM_GATE_PEAKS else values, num_peaks)
+    operands = amid(case.x_MK, device), case_weight_amid(case, device), bias
+    rows = function(*operands, x, amid(case.norm_N, device), EPS, scaled, guarded.scratch, **more)
     guarded.check()
     assert rows.scaled_MK is scaled
     assert rows.eps == EPS
     used = guarded.scratch.squares[: len(x) * rows.num_squares].cpu()
     assert guarded.scratch.squares[len(x) * rows.num_squares :].isnan().all(), "more squares were written than told"
+    if guarded.scratch.peaks is not None:
+        peaks = guarded.scratch.peaks.normed.cpu()
+        assert peaks[len(x) * rows.num_squares :].isnan().all(), "more peaks were written than told"
+        peaks_M = peaks[: len(x) * rows.num_squares].view(len(x), rows.num_squares).amax(-1)
+        expected_M = scaled.cpu().float().abs().amax(-1)
+        finite = expected_M.isfinite()
+        assert same_bits(peaks_M[finite], expected_M[finite]), f"{peaks_M=} {expected_M=}"
+        assert not guarded.scratch.peaks.gated.any(), "peaks of a gated product were raised by another"
     return x.cpu(), scaled.cpu(), used.view(len(x), rows.num_squares), rows
 
 
 def squares_of(x_MK: torch.Tensor, num_squares: int) -> torch.Tensor:
     """Squares of each row in so many blocks, the last of them perhaps of nothing: [M, J]."""
     size = -(-x_MK.shape[1] // num_squares)
-    padded = torch.nn.functional.pad(x_MK.float().square(), (0, size * num_squares - x_MK.shape[1]))
+    padded = torch.nn.functional.pad(x_MK.double().square(), (0, size * num_squares - x_MK.shape[1]))
     return padded.view(len(x_MK), num_squares, size).sum(-1)
+
+
+def peaks_of(x_MK: torch.Tensor, num_peaks: int) -> torch.Tensor:
+    """The largest magnitudes of each row in so many blocks, the last of them perhaps of nothing: [M, J]."""
+    size = -(-x_MK.shape[1] // num_peaks)
+    padded = torch.nn.functional.pad(x_MK.float().abs(), (0, size * num_peaks - x_MK.shape[1]))
+    return padded.view(len(x_MK), num_peaks, size).amax(-1)
+
+
+def exact_sums(case: SkinnyCase) -> torch.Tensor:
+    """x @ weight.T in float64, of codes where there are any."""
+    weight = case.weight_NK
+    if isinstance(weight, QuantizedWeight):
+        return exact_rows(case.x_MK, weight.scheme) @ exact_weight(weight).T
+    return case.x_MK.double() @ weight.double().T
 
 
 def exact_normed(case: SkinnyCase) -> torch.Tensor:
     """In float64, from the scaled rows."""
     x = case.x_MK.double()
-    y = x @ case.weight_NK.double().T * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    y = exact_sums(case) * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     y = y if case.bias_N is None else y + case.bias_N.double()
     if case.gated:
         gate, up = y.chunk(2, dim=-1)
@@ -150,5 +255,31 @@ def exact_normed(case: SkinnyCase) -> torch.Tensor:
 
 def exact_add(case: SkinnyCase) -> torch.Tensor:
     """x + a @ weight.T + bias in float64."""
-    y = case.x_MK.double() @ case.weight_NK.double().T
+    y = exact_sums(case)
     return case.residual_MN.double() + (y if case.bias_N is None else y + case.bias_N.double())
+
+
+def judge_normed(case: SkinnyCase, device: torch.device, num_squares: int = 1, out_dtype=None) -> None:
+    """As exact as torch."""
+    y = run_normed(normed_linear, case, device, num_squares, out_dtype)
+    in_torch = run_normed(normed_linear_reference, case, CPU, num_squares, out_dtype)
+    assert_as_exact_as_torch(y, in_torch, exact_normed(case), magnitude=10.0 * _slack(case, device))
+
+
+def judge_add(case: SkinnyCase, device: torch.device, num_peaks: int = 1) -> None:
+    """The sum is as exact as torch's; and what the next norm gets follows from what was stored, to the bit."""
+    x, scaled, squares, _ = run_add(linear_add, case, device, num_peaks)
+    in_torch, *_ = run_add(linear_add_reference, case, CPU, num_peaks)
+    assert_as_exact_as_torch(x, in_torch, exact_add(case), magnitude=10.0 * _slack(case, device))
+    assert same_bits(scaled, (x.float() * case.norm_N.float()).to(x.dtype))
+    exact_squares = x.double().square().sum(-1)
+    magnitude = 8 * float(exact_squares.max())
+    assert_as_exact_as_torch(squares.sum(-1), x.float().square().sum(-1), exact_squares, magnitude)
+
+
+def _slack(case: SkinnyCase, device: torch.device) -> float:
+    if not isinstance(case.weight_NK, QuantizedWeight):
+        return 1.0
+    num_rows, size_k = case.x_MK.shape
+    begins_in_half = num_rows == 1 and case.weight_NK.scheme.codes_activations and size_k % 128 == 0
+    return max(slack(device, case.weight_NK.scheme), HALF_SLACK if begins_in_half else 1.0)

@@ -1,7 +1,9 @@
 """In processes of their own: a library that is loaded stays, and a compiler that fails must not be this process's."""
 
+import ctypes
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -187,3 +189,15 @@ def test_kernels_take_float32_on_the_cpu_laid_out_in_order():
 def test_every_signature_is_in_the_library(native):
     for name, arguments in SIGNATURES.items():
         assert getattr(native, name).argtypes == arguments
+
+
+def test_every_signature_counts_the_arguments_that_its_function_has():
+    """What C takes for a pointer, a long or a float is given as one, and nothing in C is out of reach."""
+    found = {}
+    for source in native_library.SOURCES.glob("*.c"):
+        for name, arguments in re.findall(r"^void (holdfast_\w+)\(([^)]*)\)", source.read_text(), re.MULTILINE):
+            kinds = ["*" if "*" in argument else argument.split()[0] for argument in arguments.split(",")]
+            found[name] = [
+                {"*": ctypes.c_void_p, "long": ctypes.c_long, "float": ctypes.c_float}[kind] for kind in kinds
+            ]
+    assert found == SIGNATURES

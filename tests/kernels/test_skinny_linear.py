@@ -17,14 +17,13 @@ from holdfast.kernels.skinny_linear import (
     MAX_ROWS,
     PROGRAMS,
     linear_add,
-    linear_add_reference,
     normed_linear,
-    normed_linear_reference,
     num_parts,
 )
 from holdfast.kernels.triton_compat import INTERPRET_VARIABLE
-from kernels.exactness import assert_as_exact_as_torch, random, same_bits
-from kernels.skinny_cases import EPS, MANY, ROWS, exact_add, exact_normed, run_add, run_normed, skinny_case
+from kernels.exactness import random, same_bits
+from kernels.quantized_cases import widest_on
+from kernels.skinny_cases import EPS, MANY, ROWS, judge_add, judge_normed, run_add, run_normed, skinny_case
 from kernels.tiled_cases import NAN
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
@@ -34,7 +33,6 @@ HALF = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 BIAS = pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 EVERY_ROWS = pytest.mark.parametrize("num_rows", ROWS, ids=lambda count: f"{count} rows")
-CPU = torch.device("cpu")
 LEAST_WIDTH = 1 if os.environ.get(INTERPRET_VARIABLE) == "1" else 2
 """A width of one is compiled in as a constant, which the kernels do not expect, and no model has it."""
 WIDTHS = (LEAST_WIDTH, 63, 64, 65, 200)
@@ -42,25 +40,7 @@ WIDTHS = (LEAST_WIDTH, 63, 64, 65, 200)
 
 @pytest.fixture
 def widest(device) -> torch.dtype:
-    """Float32 in the interpreter. A GPU would multiply it as tf32, and nobody asks for that: half precision there."""
-    return torch.float32 if device.type == "cpu" else torch.float16
-
-
-def judge_normed(case, device, num_squares=1, out_dtype=None) -> None:
-    y = run_normed(normed_linear, case, device, num_squares, out_dtype)
-    in_torch = run_normed(normed_linear_reference, case, CPU, num_squares, out_dtype)
-    assert_as_exact_as_torch(y, in_torch, exact_normed(case), magnitude=10.0)
-
-
-def judge_add(case, device) -> None:
-    """The sum is as exact as torch's; and what the next norm gets follows from what was stored, to the bit."""
-    x, scaled, squares, _ = run_add(linear_add, case, device)
-    in_torch, *_ = run_add(linear_add_reference, case, CPU)
-    assert_as_exact_as_torch(x, in_torch, exact_add(case), magnitude=10.0)
-    assert same_bits(scaled, (x.float() * case.norm_N.float()).to(x.dtype))
-    exact_squares = x.double().square().sum(-1)
-    magnitude = 8 * float(exact_squares.max())
-    assert_as_exact_as_torch(squares.sum(-1), x.float().square().sum(-1), exact_squares, magnitude)
+    return widest_on(device)
 
 
 @EVERY_ROWS
@@ -139,7 +119,7 @@ def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
     seed=st.integers(0, 99),
 )
 def test_any_product(device, num_rows, size_n, blocks_k, gated, with_bias, num_squares, seed):
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    dtype = widest_on(device)
     size_n = max(LEAST_WIDTH, size_n)
     judge_normed(skinny_case(num_rows, size_n, 64 * blocks_k, dtype, gated, with_bias, seed), device, num_squares)
     judge_add(skinny_case(num_rows, size_n, 64 * blocks_k, dtype, False, with_bias, seed), device)

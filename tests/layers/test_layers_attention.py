@@ -2,9 +2,13 @@ import pytest
 import torch
 
 from holdfast.attention.batch import Batch, LogitRows
+from holdfast.kernels.quantize_rows import CodedRows
 from holdfast.kernels.write_heads import HeadNorm, Rotary
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.linear import Linear
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.quant.weight_schemes import FP8
 from kernels.exactness import random, same_bits
 
 NAN = float("nan")
@@ -98,3 +102,21 @@ def test_its_weights_are_within_reach(parts):
     assert layer.qkv.bias_N is qkv_bias
     assert layer.o.weight_NK is o_weight
     assert layer.o.bias_N is o_bias
+
+
+def test_quantized_products_code_their_rows_in_the_room_that_is_given(parts):
+    """The projection of all rows, then that of the wanted ones, in the same room."""
+    layer, backend, _, _, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
+    coded = [
+        QuantizedWeight(FP8, (len(weight), weight.shape[1]), *quantize(weight, FP8))
+        for weight in (qkv_weight, o_weight)
+    ]
+    layer.qkv, layer.o = Linear(coded[0], qkv_bias), Linear(coded[1], o_bias)
+    room = CodedRows(torch.zeros(NUM_ROWS * 8).to(torch.float8_e4m3fn), torch.zeros(NUM_ROWS))
+    x, out = random(NUM_ROWS, HIDDEN, seed=3), torch.full((NUM_ROWS, HIDDEN), NAN)
+    y = layer(x, make_batch([1, 4]), torch.tensor([1, 4]), buffers()._replace(coded=room), out, wanted_only=True)
+    qkv = backend.calls[0][1]
+    torch.testing.assert_close(qkv, x @ dequantize(coded[0]).T + qkv_bias, rtol=0.1, atol=0.3)
+    attended = 2 * qkv[[1, 4], :8]
+    torch.testing.assert_close(y, attended @ dequantize(coded[1]).T + o_bias, rtol=0.1, atol=0.5)
+    assert torch.equal(room.scales_TB[:2], attended.abs().amax(-1) / 448), "two rows were coded last"

@@ -1,7 +1,11 @@
 import pytest
 import torch
 
+from holdfast.kernels.quantize_rows import CodedRows
 from holdfast.layers.linear import Linear
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import random
 
 
@@ -28,3 +32,17 @@ def test_part_of_a_buffer_is_enough():
     layer = Linear(weight)
     torch.testing.assert_close(layer(x, buffer[:2]), x @ weight.T)
     assert buffer[2:].isnan().all()
+
+
+def test_codes_in_the_place_of_a_weight():
+    """Rows are coded in the room that is given, and nothing else is."""
+    values, x = random(6, 40), random(3, 40, seed=1)
+    for scheme in (FP8, INT8):
+        weight = QuantizedWeight(scheme, (6, 40), *quantize(values, scheme))
+        room = CodedRows(torch.zeros(4, 50).to(torch.float8_e4m3fn), torch.zeros(4, 1))
+        layer = Linear(weight, torch.ones(6))
+        y = layer(x, torch.full((3, 6), float("nan")), room)
+        torch.testing.assert_close(y, x @ dequantize(weight).T + 1, rtol=0.1, atol=0.3)
+        assert bool(room.scales_TB[:3].all()) == scheme.codes_activations
+    with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
+        Linear(QuantizedWeight(FP8, (6, 40), *quantize(values, FP8)))(x, torch.empty(3, 6))

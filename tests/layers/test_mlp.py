@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from holdfast.kernels.quantize_rows import CodedRows
 from holdfast.layers.linear import Linear
 from holdfast.layers.mlp import GatedMLP, MLPBuffers, PlainMLP
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
@@ -96,6 +97,26 @@ def test_one_set_of_buffers_serves_layers_one_after_the_other():
     expected = run(gated, x, 5)
     for _ in range(2):
         assert same_bits(gated(x, buffers, torch.empty(7, HIDDEN)), expected)
+
+
+@pytest.mark.parametrize("kind", ["gated", "plain"])
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_both_products_get_the_room_for_codes(kind, activation):
+    mlp, x, seen = make(kind, 5, activation), random(2, HIDDEN), []
+    room = CodedRows(torch.empty(2, 64).to(torch.float8_e4m3fn), torch.empty(2, 1))
+
+    class Watched(Linear):
+        def __call__(self, x_TK, out_TN, coded=None):
+            seen.append(coded)
+            return super().__call__(x_TK, out_TN, coded)
+
+    first, second = ("gate_up", "down") if kind == "gated" else ("_up", "_down")
+    for name in (first, second):
+        product = getattr(mlp, name)
+        setattr(mlp, name, Watched(product.weight_NK, product.bias_N))
+    wide, active = torch.empty(2, 10 if kind == "gated" else 5), torch.empty(2, 5)
+    mlp(x, MLPBuffers(wide, active, room), torch.empty(2, HIDDEN))
+    assert seen == [room, room]
 
 
 def test_the_gated_weights_are_within_reach():

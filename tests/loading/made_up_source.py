@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from holdfast.loading.source import TensorEntry
 from holdfast.models.parameters import Parameter, Part
 
 
 class MadeUpSource:
-    """Entries without data, or with tensors given beforehand."""
+    """Entries without data, or with tensors given beforehand, listed in the order in which they are given."""
 
-    def __init__(self, entries=(), tensors=None, ignorable=frozenset()) -> None:
+    def __init__(self, entries=(), tensors=None, ignorable=frozenset(), on_read=None) -> None:
         self.tensors = tensors or {}
         self._entries = {entry.name: entry for entry in entries} | {
             name: TensorEntry(
@@ -18,7 +20,8 @@ class MadeUpSource:
             for name, tensor in self.tensors.items()
         }
         self._ignorable = frozenset(ignorable)
-        self.reads: list[tuple[str, int, int]] = []
+        self._on_read = on_read or (lambda name, row_start, row_end: None)
+        self.reads: list[tuple[str, int, int, tuple[int, int] | None]] = []
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -28,9 +31,18 @@ class MadeUpSource:
     def ignorable(self) -> frozenset[str]:
         return self._ignorable
 
-    def read_rows(self, name, row_start, row_end):
-        self.reads.append((name, row_start, row_end))
-        return self.tensors[name][row_start:row_end]
+    @property
+    def scratch_bytes_per_reader(self) -> int:
+        return 0
+
+    def read_into(self, name, row_start, row_end, out, columns=None) -> None:
+        self._on_read(name, row_start, row_end)
+        self.reads.append((name, row_start, row_end, columns))
+        tensor = self.tensors[name]
+        rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+        rows = rows[row_start:row_end, slice(*columns) if columns else slice(None)].contiguous()
+        assert rows.nbytes == len(out), f"{name}: {rows.shape} {rows.dtype} into {len(out)} bytes"
+        torch.frombuffer(out, dtype=torch.uint8).copy_(rows.view(-1).view(torch.uint8))
 
     def close(self) -> None: ...
 

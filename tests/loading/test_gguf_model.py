@@ -2,6 +2,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
 from holdfast.loading.default_model import find_default_model
 from holdfast.loading.gguf_model import open_gguf
 from holdfast.loading.plan import plan_load
+from holdfast.loading.read_rows import read_rows
 from holdfast.models.families import read_spec
 
 gguf = pytest.importorskip("gguf")
@@ -144,7 +146,7 @@ def test_parameters_equal_those_of_the_hugging_face_checkpoint(tmp_path, arch, t
         rows = []
         for part in parameter.parts:
             for start in range(0, part.shape[0], 11):
-                chunk = opened.source.read_rows(part.tensor, start, min(start + 11, part.shape[0]))
+                chunk = read_rows(opened.source, part.tensor, start, min(start + 11, part.shape[0]))
                 rows.append(chunk.float().clone())
         wanted = torch.cat([expected[part.tensor] for part in parameter.parts])
         assert torch.equal(torch.cat(rows), wanted), parameter.name
@@ -162,7 +164,7 @@ def test_llama_with_biases(tmp_path):
     opened = open_gguf(tmp_path / "tiny.gguf")
     assert (opened.spec.qkv_bias, opened.spec.o_bias, opened.spec.mlp_bias) == (True, False, False)
     plan_load(opened.parameters, opened.source, "float32")
-    read = opened.source.read_rows
+    read = partial(read_rows, opened.source)
     assert torch.equal(read("model.layers.1.self_attn.q_proj.bias", 0, 64), torch.from_numpy(bias))
     assert torch.equal(read("model.layers.1.self_attn.k_proj.bias", 3, 20), torch.from_numpy(key_bias[3:20]))
     assert torch.equal(read("model.layers.1.self_attn.v_proj.bias", 0, 32), torch.from_numpy(key_bias))
@@ -235,7 +237,8 @@ def test_mutated_models_open_or_are_refused(tmp_path):
             continue
         num_planned += 1
         move = plan.moves[int(rng.integers(len(plan.moves)))]
-        assert found.source.read_rows(move.tensor, 0, move.shape[0]).shape == move.shape
+        rows = read_rows(found.source, move.tensor, 0, move.part.source_rows)
+        assert rows.numel() == move.part.source_rows * move.part.source_columns
         found.source.close()
     assert 0 < num_planned < 1000
 
@@ -286,6 +289,6 @@ def test_default_model_is_dequantized_bit_for_bit(default_path):
             theirs = theirs.unflatten(0, (-1, 32, 2)).transpose(1, 2).flatten(0, 2)
         num_rows = theirs.shape[0]
         for start in range(0, num_rows, 10_000):
-            ours = opened.source.read_rows(names[stored.name], start, min(start + 10_000, num_rows))
+            ours = read_rows(opened.source, names[stored.name], start, min(start + 10_000, num_rows))
             assert torch.equal(ours.view(torch.int32), theirs[start : start + 10_000].view(torch.int32)), stored.name
     opened.source.close()

@@ -1,9 +1,13 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
+from holdfast.loading import gguf_source
 from holdfast.loading.gguf_file import read_gguf
 from holdfast.loading.gguf_source import GGUFSource, hugging_face_name
+from holdfast.loading.read_rows import read_rows
 
 gguf = pytest.importorskip("gguf")
 
@@ -84,10 +88,55 @@ def test_every_row_range_of_every_type(stored):
         ranges = {(0, num_rows), (0, 0), (num_rows, num_rows), (0, 1), (num_rows - 1, num_rows), (3, 5)}
         ranges |= {(start, min(start + 13, num_rows)) for start in range(0, num_rows, 13)}
         for start, end in ranges:
-            rows = source.read_rows(name, start, end)
+            rows = read_rows(source, name, start, end)
             assert rows.dtype == whole.dtype
-            assert rows.device.type == "cpu"
             torch.testing.assert_close(rows, whole[start:end], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("step_elements", [1, 300, 5000])
+def test_any_columns_of_every_type_in_steps_of_any_size(stored, step_elements, monkeypatch):
+    _, expected, source = stored
+    monkeypatch.setattr(gguf_source, "STEP_ELEMENTS", step_elements)
+    for name, whole in expected.items():
+        width = whole.shape[-1] if whole.ndim > 1 else 1
+        for columns in {(0, width), (0, max(1, width // 2)), (width // 2, width), (width // 3, width // 3 + 1)}:
+            for start, end in ((0, len(whole)), (3, 6)):
+                wanted = whole[start:end, columns[0] : columns[1]] if whole.ndim > 1 else whole[start:end]
+                assert torch.equal(read_rows(source, name, start, end, columns), wanted), (name, columns)
+
+
+def test_threads_have_buffers_of_their_own(stored):
+    _, expected, source = stored
+    names = list(expected)
+
+    def read(number):
+        name = names[number % len(names)]
+        start = number % 5
+        return torch.equal(read_rows(source, name, start, len(expected[name])), expected[name][start:])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(60)))
+
+
+def test_rows_of_stacked_matrices_are_counted_through(tmp_path):
+    raw = stored_bytes("Q8_0", (3, 4, 64), 0)
+    source = GGUFSource(write(tmp_path / "model.gguf", {"blk.0.ffn_up_exps.weight": ("Q8_0", raw)}), None)
+    whole = values("Q8_0", raw.reshape(12, -1))
+    assert torch.equal(read_rows(source, "blk.0.ffn_up_exps.weight", 3, 11), whole[3:11])
+
+
+def test_scratch_is_bounded_whatever_is_read(tmp_path):
+    """A step's blocks, picked and not, and its values; a matrix of a thousand times as many rows needs no more."""
+    small, large = (stored_bytes("Q4_0", (rows, 64), 0) for rows in (4096, 8 * 4096))
+    needed = [
+        GGUFSource(write(tmp_path / f"{n}.gguf", {"output.weight": ("Q4_0", raw)}), None).scratch_bytes_per_reader
+        for n, raw in enumerate((small, large))
+    ]
+    assert needed[0] == needed[1] < 4 * 2**20
+    source = GGUFSource(write(tmp_path / "used.gguf", {"output.weight": ("Q4_0", large)}), None)
+    read_rows(source, "lm_head.weight", 0, 8 * 4096, (1, 63))
+    held = len(source._buffers.raw) + source._buffers.values.nbytes
+    assert held <= source.scratch_bytes_per_reader - gguf_source.DEQUANT_BYTES
 
 
 def test_rows_stay_as_they_are_without_interleaved_heads(tmp_path):
@@ -95,8 +144,8 @@ def test_rows_stay_as_they_are_without_interleaved_heads(tmp_path):
     file = write(tmp_path / "model.gguf", {"blk.3.attn_q.weight": ("F32", raw), "blk.3.attn_k.weight": ("F32", raw)})
     plain, reordered = GGUFSource(file, None), GGUFSource(file, HEAD_DIM)
     for name in plain.entries:
-        assert torch.equal(plain.read_rows(name, 0, 2 * HEAD_DIM), torch.from_numpy(raw))
-        assert torch.equal(reordered.read_rows(name, 0, 2 * HEAD_DIM), half_split(torch.from_numpy(raw)))
+        assert torch.equal(read_rows(plain, name, 0, 2 * HEAD_DIM), torch.from_numpy(raw))
+        assert torch.equal(read_rows(reordered, name, 0, 2 * HEAD_DIM), half_split(torch.from_numpy(raw)))
     plain.close()
     reordered.close()
 
@@ -118,7 +167,7 @@ def test_reordered_rows_turn_halves_as_stored_rows_turn_neighbours(tmp_path):
         return torch.stack(turn(head[0::2], head[1::2], position), dim=-1).flatten()
 
     def halves(name: str, x: torch.Tensor, position: int) -> torch.Tensor:
-        rows = source.read_rows(f"model.layers.0.self_attn.{name[-1]}_proj.weight", 0, HEAD_DIM)
+        rows = read_rows(source, f"model.layers.0.self_attn.{name[-1]}_proj.weight", 0, HEAD_DIM)
         head = rows @ x
         return torch.cat(turn(head[: HEAD_DIM // 2], head[HEAD_DIM // 2 :], position))
 
@@ -132,13 +181,14 @@ def test_reordered_rows_turn_halves_as_stored_rows_turn_neighbours(tmp_path):
 def test_buffers_are_reused_and_let_go(tmp_path):
     raw = stored_bytes("Q8_0", (64, NUM_COLUMNS), 0)
     source = GGUFSource(write(tmp_path / "model.gguf", {"output.weight": ("Q8_0", raw)}), None)
-    first = source.read_rows("lm_head.weight", 0, 64)
-    second = source.read_rows("lm_head.weight", 10, 20)
-    assert first.data_ptr() == second.data_ptr()
-    kept = second.clone()
+    read_rows(source, "lm_head.weight", 0, 64)
+    held = source._buffers.raw
+    kept = read_rows(source, "lm_head.weight", 10, 20)
+    assert source._buffers.raw is held
     source.close()
     source.close()
-    assert torch.equal(source.read_rows("lm_head.weight", 10, 20), kept)
+    assert not hasattr(source._buffers, "raw")
+    assert torch.equal(read_rows(source, "lm_head.weight", 10, 20), kept)
     source.close()
 
 

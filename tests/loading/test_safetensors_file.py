@@ -53,6 +53,19 @@ def test_bytes_are_read_from_any_place(tmp_path):
     file.close()
 
 
+def test_buffers_are_filled_one_after_the_other_as_far_as_the_file_goes(tmp_path):
+    path = write(tmp_path / "m.safetensors", GOOD)
+    data, file = path.read_bytes(), SafetensorsFile(path)
+    for sizes, is_filled in (((3, 0, 20, 1), True), ((len(data), 1), False)):
+        buffers = [bytearray(size) for size in sizes]
+        offset = 5 if is_filled else 0
+        assert file.scatter(offset, [memoryview(buffer) for buffer in buffers]) == is_filled
+        assert b"".join(buffers)[: len(data)] == data[offset:][: sum(sizes)]
+    path.write_bytes(data + b"!")
+    assert not file.scatter(0, [memoryview(bytearray(3))]), "the file is not the one that was checked"
+    file.close()
+
+
 @pytest.mark.parametrize(
     ("change", "is_open"),
     [("truncate", False), ("grow", False), ("replace", False), ("truncate", True), ("grow", True)],

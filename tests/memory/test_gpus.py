@@ -40,6 +40,13 @@ def test_every_gpu_is_a_little_smaller_than_its_box_says() -> None:
         assert gpu.source.endswith(SAME_AS_H200) or gpu.source.startswith("total and context measured"), key
 
 
+def test_capabilities_are_those_of_the_generations() -> None:
+    capable = {key for key, gpu in GPUS.items() if gpu.capability >= (8, 9)}
+    old = {"rtx3060", "t4", "v100-16g", "v100-32g", "a10", "rtx3090", "a100-40g", "a100-80g", "rtxa6000"}
+    assert GPUS.keys() - capable == old, "these have no products in fp8"
+    assert GPUS["h200"].capability == GPUS["h100"].capability == (9, 0)
+
+
 def test_the_smallest_come_first() -> None:
     sizes = [gpu.total_bytes for gpu in GPUS.values()]
     assert sizes == sorted(sizes)

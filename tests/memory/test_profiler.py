@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.memory.planner import Term, plan_memory
-from holdfast.memory.profiler import DeviceBytes, PhaseProfile, measure, take_peak_bytes
+from holdfast.memory.profiler import DeviceBytes, PhaseProfile, anonymous_bytes, measure, take_peak_bytes
 
 MIB = 2**20
 
@@ -143,3 +143,18 @@ def test_a_gpu_is_asked() -> None:
     second = profile.end("serve")
     assert second is not None
     assert second.peak_allocated_bytes == held.nbytes
+
+
+def test_anonymous_memory_grows_with_what_is_written_and_is_none_where_nobody_tells(tmp_path: Path) -> None:
+    before = anonymous_bytes()
+    if before is None:
+        pytest.skip("the system does not tell")
+    block = bytearray(64 * 2**20)
+    grown = (anonymous_bytes() or 0) - before
+    assert 60 * 2**20 < grown < 80 * 2**20
+    del block
+    assert anonymous_bytes(tmp_path / "absent") is None
+    (tmp_path / "status").write_text("Name: x\nRssAnon:\t   12 kB\n")
+    assert anonymous_bytes(tmp_path / "status") == 12 * 1024
+    (tmp_path / "status").write_text("RssAnon: none kB\n")
+    assert anonymous_bytes(tmp_path / "status") is None

@@ -9,13 +9,18 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import skinny_linear
-from holdfast.kernels.begin_rows import NormedRows, SkinnyScratch
+from holdfast.kernels import skinny_coded, skinny_linear
+from holdfast.kernels.begin_rows import NormedRows, PeakScratch, SkinnyScratch
+from holdfast.kernels.expert_blocks import order_specs
+from holdfast.kernels.row_peaks import RowPeaks
+from holdfast.kernels.skinny_coded_row import NUM_GATE_PEAKS
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import (
+    CODES,
     FEW,
     FEW_BLOCK,
+    FEW_GATE_PEAKS,
     FEW_LEAST_COLUMNS,
     FEW_PART_COLUMNS,
     FEW_ROWS,
@@ -25,7 +30,10 @@ from holdfast.models.activations import (
     few_request,
     takes_few,
 )
-from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_recipe import AS_STORED, EMBEDDING_CHOICES, WeightRecipe
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme
 
 QWEN = ModelSpec(
     architecture="Qwen3ForCausalLM",
@@ -90,6 +98,64 @@ def test_an_mlp_is_as_wide_as_its_products():
     assert shapes(plain) == {"wide": ((7, 4096), "float16"), "active": ((7, 4096), "float16")}
 
 
+EXPERTS = ExpertsSpec(num_experts=60, top_k=4, intermediate_size=1408, shared_size=5632, has_shared_gate=True)
+
+
+def test_experts_hold_every_pair_of_a_row_and_an_expert():
+    request = activations.experts_request(EXPERTS, 2048, 7, "bfloat16")
+    assert (request.lane, request.owner) == (LAYERS, "experts")
+    order = order_specs(7, 4, 60)
+    assert shapes(request) == {
+        "router": ((7, 60), "float32"),
+        "expert_ids": ((7, 4), "int32"),
+        "shares": ((7, 4), "float32"),
+        "active": ((28, 1408), "bfloat16"),
+        "routed": ((28, 2048), "bfloat16"),
+        "shared_wide": ((7, 2 * 5632), "bfloat16"),
+        "shared_active": ((7, 5632), "bfloat16"),
+        "shared": ((7, 2048), "bfloat16"),
+        "shared_logit": ((7, 1), "float32"),
+    } | {spec.name: (spec.shape, spec.dtype) for spec in order}
+    assert request.specs[-len(order) :] == order
+    alone = activations.experts_request(ExpertsSpec(60, 4, 1408), 2048, 7, "bfloat16")
+    assert [name for name in shapes(alone) if "shared" in name] == []
+    ungated = activations.experts_request(replace(EXPERTS, has_shared_gate=False), 2048, 7, "bfloat16")
+    assert [name for name in shapes(ungated) if "shared" in name] == ["shared_wide", "shared_active", "shared"]
+
+
+MOE = replace(QWEN, hidden_size=2048, num_heads=16, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "recipe", "num_codes", "num_scales"),
+    [
+        (QWEN, WeightRecipe(FP8), 7 * 25600, 7),
+        (QWEN, WeightRecipe(FP8_BLOCK), 7 * 25600, 7 * 200),
+        (replace(QWEN, intermediate_size=576), WeightRecipe(FP8_BLOCK), 7 * 8192, 7 * 64),
+        (MOE, WeightRecipe(FP8), 7 * 4 * 1408, 28),
+        (MOE, WeightRecipe(FP8_BLOCK), 7 * 4 * 1408, 28 * 11),
+        (OPT_350M, WeightRecipe(FP8), 7 * 4096, 7),
+    ],
+)
+def test_codes_have_room_for_the_inputs_of_any_product(spec, recipe, num_codes, num_scales):
+    request = activations.codes_request(spec, 7, 3, recipe)
+    assert (request.lane, request.owner) == (CODES, "codes")
+    assert shapes(request) == {"codes": ((num_codes,), "float8_e4m3fn"), "scales": ((num_scales,), "float32")}
+
+
+def test_codes_of_logits_alone():
+    """A head takes its inputs as they are; what projects them before it does not."""
+    for embeddings in EMBEDDING_CHOICES:
+        recipe = WeightRecipe(FP8, embeddings)
+        assert shapes(activations.codes_request(QWEN, 0, 64, recipe))["codes"][0] == (0,)
+        assert shapes(activations.codes_request(OPT_350M, 0, 64, recipe))["codes"][0] == (64 * 1024,)
+
+
+@pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8), WeightRecipe(MXFP4), WeightRecipe(MXFP4, "all")])
+def test_who_leaves_inputs_as_they_are_needs_no_codes(recipe):
+    assert activations.codes_request(MOE, 7, 3, recipe).specs == ()
+
+
 def test_logits_are_float32():
     for spec, width in ((QWEN, 5120), (OPT_350M, 512)):
         request = activations.head_request(spec, 3, "bfloat16")
@@ -110,10 +176,12 @@ def test_only_embeddings_that_are_projected_or_placed_take_room():
 
 
 def test_the_numbers_of_the_kernels_are_known_without_them():
-    assert FEW_ROWS == skinny_linear.MAX_ROWS
-    assert FEW_BLOCK == skinny_linear.BLOCK_N
+    assert FEW_ROWS == skinny_linear.MAX_ROWS == skinny_coded.MAX_ROWS
+    assert FEW_BLOCK == skinny_linear.BLOCK_N == skinny_coded.BLOCK_N
     assert FEW_LEAST_COLUMNS == skinny_linear.MIN_SQUARE_COLUMNS
     assert FEW_PART_COLUMNS == 2 * skinny_linear.PROGRAMS * skinny_linear.BLOCK_N
+    assert FEW_PART_COLUMNS == 2 * skinny_coded.PROGRAMS * skinny_coded.BLOCK_N
+    assert FEW_GATE_PEAKS == NUM_GATE_PEAKS
 
 
 def test_scratch_of_qwen3_32b():
@@ -124,6 +192,43 @@ def test_scratch_of_qwen3_32b():
         "parts": ((FEW_ROWS * 16384,), "float32"),
         "arrived": ((-(-151936 // 64),), "int32"),
     }
+
+
+@pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
+def test_scratch_of_qwen3_32b_in_eight_bits_has_peaks_too(scheme):
+    plain, coded = few_request(QWEN), few_request(QWEN, WeightRecipe(scheme))
+    assert (coded.lane, coded.owner) == (FEW, "few")
+    assert coded.specs[:3] == plain.specs
+    assert shapes(Request(FEW, "few", coded.specs[3:])) == {
+        "peaks": (plain.specs[0].shape, "float32"),
+        "input_peaks": ((16,), "float32"),
+        "gate_peaks": ((16 * 64,), "int32"),
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"recipe": WeightRecipe(FP8)},
+        {"recipe": WeightRecipe(FP8, "none")},
+        {"recipe": WeightRecipe(FP8, ignore=("*.mlp.gate",))},
+        {"recipe": WeightRecipe(FP8_TENSOR, "all")},
+        {"recipe": WeightRecipe(INT8)},
+        {"experts": ExpertsSpec(128, 8, 768)},
+        {"experts": ExpertsSpec(60, 4, 1400, shared_size=5000, has_shared_gate=True), "intermediate_size": 5001},
+        {"experts": ExpertsSpec(128, 8, 768), "recipe": WeightRecipe(FP8)},
+        {"head_dim": 80, "num_heads": 64},
+        {"tied_embeddings": True},
+        {"vocab_size": 259},
+    ],
+    ids=str,
+)
+def test_who_takes_the_kernels_for_few_rows(change):
+    """The widths of experts are not theirs: experts have kernels of their own. What is ignored shows when weights are there."""
+    recipe = change.get("recipe", AS_STORED)
+    spec = replace(QWEN, **{name: value for name, value in change.items() if name != "recipe"})
+    assert takes_few(spec, "bfloat16", "cuda", recipe)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +246,18 @@ def test_scratch_of_qwen3_32b():
         {"hidden_size": 5120 + 32},
         {"intermediate_size": 25600 + 32},
         {"head_dim": 63, "num_heads": 1},
+        {"experts": ExpertsSpec(128, 8, 768, dense_layers=frozenset({0})), "intermediate_size": 25600 + 32},
+        {"recipe": WeightRecipe(MXFP4)},
+        {"recipe": WeightRecipe(FP8_BLOCK)},
+        {"recipe": WeightRecipe(INT8), "dtype": "float16"},
     ],
     ids=str,
 )
 def test_who_does_not_take_the_kernels_for_few_rows(change):
-    where = {"dtype": "bfloat16", "device_kind": "cuda"} | change
-    dtype, device_kind = where.pop("dtype"), where.pop("device_kind")
-    assert takes_few(QWEN, "bfloat16", "cuda")
-    assert not takes_few(replace(QWEN, **where), dtype, device_kind)
+    where = {"dtype": "bfloat16", "device_kind": "cuda", "recipe": AS_STORED} | change
+    others = [where.pop(name) for name in ("dtype", "device_kind", "recipe")]
+    assert takes_few(QWEN, "bfloat16", "cuda", AS_STORED)
+    assert not takes_few(replace(QWEN, **where), *others)
 
 
 class Launches:
@@ -182,22 +291,49 @@ def specs(draw) -> ModelSpec:
     return spec
 
 
-@hypothesis_settings(max_examples=300)
-@given(spec=specs(), num_rows=st.one_of(st.just(1), st.integers(1, FEW_ROWS), st.just(FEW_ROWS)))
-def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows):
-    squares, parts, arrived = (spec.shape[0] for spec in few_request(spec).specs)
-    assert squares >= num_rows, "the first norm leaves one sum a row"
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+def made_up_weight(size_n: int, size_k: int, scheme: WeightScheme | None) -> torch.Tensor | QuantizedWeight:
+    if scheme is None:
+        return empty(size_n, size_k)
+    planes = scheme.planes((size_n, size_k))
+    codes, scales = (empty(*plane.shape, dtype=getattr(torch, plane.dtype)) for plane in planes)
+    return QuantizedWeight(scheme, (size_n, size_k), codes, scales)
+
+
+@hypothesis_settings(max_examples=300)
+@given(
+    spec=specs(),
+    num_rows=st.one_of(st.just(1), st.integers(1, FEW_ROWS), st.just(FEW_ROWS)),
+    scheme=st.sampled_from([None, FP8, FP8_TENSOR, INT8]),
+)
+def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, scheme):
+    squares, parts, arrived, *peaks = (one.shape[0] for one in few_request(spec, WeightRecipe(scheme)).specs)
+    assert squares >= num_rows, "the first norm leaves one sum a row"
+    scratch = SkinnyScratch(*(empty(0) for _ in range(3)))
+    given_peaks = None
+    if scheme is not None:
+        normed_peaks, input_peaks, gate_peaks = peaks
+        assert normed_peaks >= squares, "a block leaves a peak beside its squares"
+        assert input_peaks >= num_rows
+        assert gate_peaks >= num_rows * NUM_GATE_PEAKS
+        scratch = replace(scratch, peaks=PeakScratch(*(empty(0) for _ in range(3))))
+        given_peaks = RowPeaks(empty(0), 1)
 
     def needs(launch, size_n: int, size_k: int) -> None:
-        row, rows = Launches(), Launches()
+        launches = Launches()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(skinny_linear, "_row_kernel", row)
-            patch.setattr(skinny_linear, "_rows_kernel", rows)
+            for module, name in (
+                (skinny_linear, "_row_kernel"),
+                (skinny_linear, "_rows_kernel"),
+                (skinny_coded, "coded_row_kernel"),
+                (skinny_coded, "coded_rows_kernel"),
+            ):
+                patch.setattr(module, name, launches)
             left = launch(empty(num_rows, size_k), size_n)
-        ((num_blocks, *more),) = row.grids + rows.grids
+        ((num_blocks, *more),) = launches.grids
         num_parts = more[0] if more else 1
         if num_parts > 1:
             assert num_parts * num_rows * size_n <= parts, f"{size_n=} {size_k=} {num_parts=}"
@@ -206,17 +342,15 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows):
             assert left.num_squares == num_blocks
             assert num_rows * left.num_squares <= squares, f"{size_n=} {size_k=} {left.num_squares=}"
 
-    scratch = SkinnyScratch(*(empty(0) for _ in range(3)))
-
     def normed(x: torch.Tensor, size_n: int, gated: bool = False) -> torch.Tensor:
-        weight = empty(size_n * (2 if gated else 1), x.shape[1])
+        weight = made_up_weight(size_n * (2 if gated else 1), x.shape[1], scheme)
         rows = NormedRows(x, 1, 1e-6)
         return skinny_linear.normed_linear(rows, weight, None, gated, empty(num_rows, size_n), scratch)
 
     def added(x: torch.Tensor, size_n: int) -> NormedRows:
         stream, scaled = empty(num_rows, size_n), empty(num_rows, size_n)
-        weight = empty(size_n, x.shape[1])
-        return skinny_linear.linear_add(x, weight, None, stream, empty(size_n), 1e-6, scaled, scratch)
+        weight, norm = made_up_weight(size_n, x.shape[1], scheme), empty(size_n)
+        return skinny_linear.linear_add(x, weight, None, stream, norm, 1e-6, scaled, scratch, given_peaks)
 
     needs(normed, spec.qkv_size, spec.hidden_size)
     needs(added, spec.hidden_size, spec.query_size)

@@ -10,13 +10,18 @@ from holdfast.models.blueprint import PLANNED_FAMILIES, read_blueprint, spec_blu
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import FAMILIES, parameters, read_spec
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import FP8, MXFP4
 
 QWEN = CATALOGUE["Qwen3-8B"]
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["Qwen3-0.6B", "OPT-125m", "Qwen2.5-0.5B-Instruct", "SmolLM2-135M"])
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3-0.6B", "OPT-125m", "Qwen2.5-0.5B-Instruct", "SmolLM2-135M", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B"],
+)
 def test_weight_bytes_are_those_of_the_arena_that_is_loaded_into(name: str, dtype: str) -> None:
     spec = read_spec(CATALOGUE[name])
     arena = arena_bytes(TensorSpec(parameter.name, parameter.shape, dtype) for parameter in parameters(spec))
@@ -41,26 +46,27 @@ def test_numbers_of_a_decoder() -> None:
 def test_halves_and_quarters() -> None:
     blueprint = read_blueprint(QWEN, "x")
     plain = blueprint.weight_bytes("bfloat16")
-    assert 0.53 < blueprint.weight_bytes("bfloat16", "fp8") / plain < 0.55, "the embedding stays"
-    assert 0.32 < blueprint.weight_bytes("bfloat16", "mxfp4") / plain < 0.33
+    assert 0.53 < blueprint.weight_bytes("bfloat16", WeightRecipe(FP8)) / plain < 0.55, "the embedding stays"
+    assert 0.33 < blueprint.weight_bytes("bfloat16", WeightRecipe(MXFP4)) / plain < 0.35, "the head has eight bits"
+    assert blueprint.weight_bytes("bfloat16", AS_STORED) == plain
     tied = read_blueprint(CATALOGUE["Qwen3-4B"], "x")
-    head_bytes = 151936 * 2560 * 2
-    assert tied.weight_bytes("bfloat16", "mxfp4") > head_bytes, "a head that is the embedding stays too"
-    assert blueprint.weight_bytes("bfloat16", "none") == plain
+    kept, coded = (tied.group_bytes("bfloat16", WeightRecipe(MXFP4, own))["embed"][1] for own in ("none", "head"))
+    assert kept == 151936 * 2560 * 2
+    assert coded == 151936 * (2560 + 4), "an embedding that is the head is quantized as one"
 
 
 def test_the_checkpoint_s_own_scheme_counts() -> None:
     r1 = read_blueprint(CATALOGUE["DeepSeek-R1"], "r1")
-    assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", None, 1)
+    assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", AS_STORED, 1)
     assert abs(r1.weight_bytes("bfloat16") / 2**30 - 641.3) < 1
     unpacked = read_blueprint({**CATALOGUE["DeepSeek-R1"], "quantization_config": None}, "r1")
     assert abs(unpacked.weight_bytes("bfloat16") / r1.weight_bytes("bfloat16") - 2) < 0.02
 
 
-def test_a_quantized_checkpoint_of_a_family_that_runs_can_be_planned_only() -> None:
-    blueprint = read_blueprint({**QWEN, "quantization_config": FP8}, "Qwen3-8B-FP8")
-    assert blueprint.spec is None
-    assert blueprint.not_runnable == "checkpoints in fp8_block are not read in this version"
+def test_a_quantized_checkpoint_of_a_family_that_runs_is_planned_as_it_is() -> None:
+    blueprint = read_blueprint({**QWEN, "quantization_config": STORED}, "Qwen3-8B-FP8")
+    assert blueprint.spec == read_spec(QWEN)
+    assert blueprint.not_runnable is None
     assert blueprint.weight_bytes("bfloat16") < 0.6 * read_blueprint(QWEN, "x").weight_bytes("bfloat16")
     assert blueprint.kv_bytes_per_token("bfloat16") == 147456
 
@@ -73,7 +79,7 @@ def test_a_quantized_checkpoint_of_a_family_that_runs_can_be_planned_only() -> N
             "quant_method = 'awq'; checkpoints in fp8, or not quantized, can be planned",
         ),
         ({"bits": 4}, "quant_method = ''"),
-        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
+        (STORED | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
         ([1], "quantization_config"),
     ],
 )
@@ -118,11 +124,6 @@ def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
             assert blueprint.check_format(name) is KV_FORMATS[name]
 
 
-def test_an_unknown_quantization() -> None:
-    with pytest.raises(ConfigError, match="quantization='gptq' was asked"):
-        read_blueprint(QWEN, "x").weight_bytes("bfloat16", "gptq")
-
-
 def test_dtype_of_a_checkpoint_that_cannot_be_one() -> None:
     with pytest.raises(ModelFormatError, match="torch_dtype = 'int4'"):
         read_blueprint({**CATALOGUE["DeepSeek-R1"], "torch_dtype": "int4"}, "x")
@@ -131,5 +132,5 @@ def test_dtype_of_a_checkpoint_that_cannot_be_one() -> None:
 def test_asking_twice_lists_once() -> None:
     blueprint = read_blueprint(QWEN, "x")
     assert blueprint.parameters() is blueprint.parameters()
-    assert blueprint.group_bytes("bfloat16") is blueprint.group_bytes("bfloat16", "none")
+    assert blueprint.group_bytes("bfloat16") is blueprint.group_bytes("bfloat16", AS_STORED)
     assert replace(blueprint, name="y").parameters() == blueprint.parameters()

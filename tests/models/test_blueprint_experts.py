@@ -4,8 +4,10 @@ from math import prod
 
 import pytest
 
+from holdfast.models.activations import experts_request
 from holdfast.models.blueprint_anatomy import StepShape
 from holdfast.models.blueprint_experts import Experts
+from holdfast.models.spec import ExpertsSpec
 
 EXPERTS = Experts(
     num_experts=6, top_k=2, intermediate_size=24, shared_size=48, has_shared_gate=True, has_router_bias=True
@@ -45,16 +47,10 @@ def test_what_does_not_divide() -> None:
 
 
 def test_a_step_holds_every_chosen_expert_s_rows() -> None:
-    shapes = {spec.name: spec.shape for spec in EXPERTS.request(STEP, 32, 2).specs}
-    assert shapes == {
-        "router": (10, 6),
-        "wide": (20, 24),
-        "active": (20, 12),
-        "routed": (20, 32),
-        "shared_wide": (10, 48),
-        "shared_active": (10, 24),
-    }
-    assert "shared_wide" not in {spec.name for spec in EXPERTS._replace(shared_size=0).request(STEP, 32, 2).specs}
+    rank = ExpertsSpec(6, 2, intermediate_size=12, shared_size=24, has_shared_gate=True)
+    assert EXPERTS.request(STEP, 32, 2) == experts_request(rank, 32, 10, "float16")
+    plain = EXPERTS._replace(shared_size=0, has_shared_gate=False)
+    assert plain.request(STEP, 32, 1) == experts_request(ExpertsSpec(6, 2, 24), 32, 10, "float16")
 
 
 def test_natively_quantized_experts_beside_plain_routers() -> None:

@@ -9,12 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, ModelFormatError
-from holdfast.models.activations import attention_request, head_request, mlp_request, stream_request
+from holdfast.loading.dummy import DummySource
+from holdfast.loading.plan import plan_load
+from holdfast.models.activations import (
+    attention_request,
+    codes_request,
+    head_request,
+    mlp_request,
+    stream_request,
+)
 from holdfast.models.blueprint import Blueprint, read_blueprint, spec_blueprint
 from holdfast.models.blueprint_anatomy import StepShape
 from holdfast.models.catalogue import CATALOGUE, find_model
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightScheme
 from models.meta_models import count_elements
 
 TINY_MOE: dict[str, Any] = {
@@ -65,8 +75,20 @@ def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
     spec = read_spec(CATALOGUE[name])
-    loaded = [(parameter.name, parameter.shape) for parameter in parameters(spec)]
-    assert [(weight.name, weight.shape) for weight in spec_blueprint(spec, name).parameters()] == loaded
+    loaded = [(parameter.name, parameter.shape, parameter.kind) for parameter in parameters(spec)]
+    planned = spec_blueprint(spec, name).parameters()
+    assert [(weight.name, weight.shape, weight.kind) for weight in planned] == loaded
+
+
+@pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme and scheme.name)
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe"])
+def test_planned_bytes_of_experts_are_those_that_are_loaded(family: str, scheme: WeightScheme | None) -> None:
+    """Of an arena for the load that was planned from the headers of a dummy, whatever is quantized."""
+    sizes = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 96}
+    spec = read_spec(moe(family, **sizes, intermediate_size=160, mlp_only_layers=[1]))
+    recipe, listed = WeightRecipe(scheme, "all"), parameters(spec)
+    plan = plan_load(listed, DummySource(listed, "bfloat16"), "bfloat16", recipe)
+    assert spec_blueprint(spec, "x").weight_bytes("bfloat16", recipe) == plan.final_bytes
 
 
 def test_kinds() -> None:
@@ -75,7 +97,7 @@ def test_kinds() -> None:
         for weight in read_blueprint(config, "x").parameters():
             kinds.setdefault(weight.kind, set()).add(weight.name.rpartition("layers.")[2].lstrip("0123456789."))
     assert kinds["embedding"] == {"embed.weight", "positions.weight"}
-    assert kinds["head"] == {"lm_head.weight"}
+    assert kinds["head"] == {"lm_head.weight", "embed.weight"}, "an embedding that is the head is a head"
     assert kinds["linear"] == {"qkv.weight", "o.weight", "up.weight", "down.weight", "gate_up.weight"}
     assert all(name.endswith(".bias") for name in kinds["bias"])
     assert all(name.endswith("norm.weight") for name in kinds["norm"])
@@ -145,6 +167,17 @@ def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
     assert part["stream"] == whole["stream"]
     assert part["mlp"].specs[0].shape == (8, 2 * 12288 // 4)
     assert part["attention"].specs[1].shape == (8, 32 // 4, 128)
+
+
+@pytest.mark.parametrize("scheme", [FP8, INT8])
+def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
+    anatomy = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x").anatomy
+    recipe = WeightRecipe(scheme)
+    requests = {request.owner: request for request in anatomy.requests(STEP._replace(recipe=recipe), 2, ())}
+    spec = anatomy._rank(2)  # type: ignore[attr-defined]
+    wanted = codes_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
+    assert requests.get("codes") == (wanted if scheme is FP8 else None)
+    assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)
 
 
 def test_experts_take_the_place_of_the_mlp() -> None:

@@ -5,6 +5,7 @@ import pytest
 from holdfast.models.checkpoint_names import LLAMA_NAMES, list_parameters
 from holdfast.models.families import parameters, read_spec
 from loading.tiny_models import FAMILIES, save_tiny
+from models.tiny_experts import EXPERT_MODELS, config_of, make_tiny, tensors_of
 
 LAYER = {"attn_norm.weight", "qkv.weight", "o.weight", "mlp_norm.weight", "gate_up.weight", "down.weight"}
 OUTSIDE = {"embed.weight", "final_norm.weight", "lm_head.weight"}
@@ -39,6 +40,61 @@ def test_names_are_those_that_the_decoder_asks_for():
     opt = {name.replace("gate_up", "up") for name in LAYER} | {"embed.weight", "final_norm.weight", "positions.weight"}
     opt |= {name.replace("weight", "bias") for name in opt - {"embed.weight", "positions.weight"}}
     assert names(architectures=["OPTForCausalLM"]) == opt
+
+
+def test_experts_take_the_place_of_the_mlp_in_sparse_layers():
+    sparse = (LAYER - {"gate_up.weight", "down.weight"}) | {
+        "router.weight",
+        "experts.gate_up.weight",
+        "experts.down.weight",
+    }
+    qwen3 = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "num_experts_per_tok": 1}
+    norms = {"q_norm.weight", "k_norm.weight"}
+    assert names(**qwen3) == sparse | OUTSIDE | norms
+    assert names(**qwen3, mlp_only_layers=[0]) == LAYER | OUTSIDE | norms
+    shared = {"shared.gate_up.weight", "shared.down.weight", "shared.gate.weight", "qkv.bias"}
+    qwen2 = qwen3 | {"architectures": ["Qwen2MoeForCausalLM"]}
+    assert names(**qwen2) == sparse | OUTSIDE | shared
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_every_tensor_of_a_mixture_is_used_exactly_once(name):
+    model = make_tiny(name)
+    listed = parameters(read_spec(config_of(model)))
+    parts = [part for parameter in listed for part in parameter.parts]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(model, "separate").items()}
+    assert {part.tensor: part.shape for part in parts} == shapes
+    assert len(parts) == len(shapes)
+    for parameter in listed:
+        parameter.check()
+
+
+ROWS = {"embed", "lm_head", "qkv", "gate_up", "up"}
+COLUMNS = {"o", "down"}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_MODELS])
+def test_kinds_and_splits(family):
+    prefix, settings = (FAMILIES | EXPERT_MODELS)[family]
+    spec = read_spec({"architectures": [f"{prefix}ForCausalLM"]} | settings)
+    for parameter in parameters(spec):
+        *path, module, end = parameter.name.split(".")
+        split = "rows" if module in ROWS else "columns" if module in COLUMNS else "none"
+        if end == "bias":
+            assert (parameter.kind, parameter.split) == ("bias", "rows" if split == "rows" else "none")
+            continue
+        kind = "linear"
+        if module == "lm_head" or (module == "embed" and spec.tied_embeddings):
+            kind = "head"
+        elif module in ("embed", "positions"):
+            kind = "embedding"
+        elif module.endswith("norm"):
+            kind = "norm"
+        elif module == "router" or (path[-1:] == ["shared"] and module == "gate"):
+            kind = "router"
+        elif path[-1:] == ["experts"]:
+            kind = "expert"
+        assert (parameter.kind, parameter.split) == (kind, split), parameter.name
 
 
 def test_fused_rows_are_query_key_value_and_gate_up():

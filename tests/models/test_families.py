@@ -9,16 +9,21 @@ from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
 from holdfast.models.families import FAMILIES, parameters, read_spec
 from holdfast.models.spec import ModelSpec
 from loading.tiny_models import FAMILIES as TINY
+from models.tiny_experts import EXPERT_MODELS
 
 CONFIG_CLASSES = {
     "LlamaForCausalLM": "LlamaConfig",
     "MistralForCausalLM": "MistralConfig",
     "Qwen2ForCausalLM": "Qwen2Config",
     "Qwen3ForCausalLM": "Qwen3Config",
+    "Qwen2MoeForCausalLM": "Qwen2MoeConfig",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "OPTForCausalLM": "OPTConfig",
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
+QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 4}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2}
 OPT = {"architectures": ["OPTForCausalLM"]}
 
 REAL: dict[str, tuple[dict[str, Any], int]] = {
@@ -89,6 +94,31 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
         },
         8_190_735_360,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "mlp_only_layers": [],
+            "max_window_layers": 21,
+            "use_sliding_window": False,
+            "norm_topk_prob": False,
+        },
+        14_315_784_192,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "head_dim": 128,
+            "num_hidden_layers": 48,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+        30_532_122_624,
+    ),
     "opt-125m": (OPT, 125_239_296),
     "opt-350m": (
         OPT
@@ -110,7 +140,8 @@ def expected_from(config: Any, architecture: str) -> dict[str, Any]:
     is_opt = architecture == "OPTForCausalLM"
     kinds = getattr(config, "layer_types", None)
     windows: tuple[int | None, ...] = ()
-    if architecture == "MistralForCausalLM" and config.sliding_window is not None:
+    whole = ("MistralForCausalLM", "Qwen3MoeForCausalLM")
+    if architecture in whole and config.sliding_window is not None:
         windows = (config.sliding_window,) * config.num_hidden_layers
     elif kinds and "sliding_attention" in kinds:
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
@@ -126,12 +157,28 @@ def expected_from(config: Any, architecture: str) -> dict[str, Any]:
         "activation": config.activation_function if is_opt else config.hidden_act,
         "tied_embeddings": config.tie_word_embeddings,
         "sliding_windows": windows,
-        "qk_norm": architecture == "Qwen3ForCausalLM",
-        "qkv_bias": {"OPTForCausalLM": getattr(config, "enable_bias", None), "Qwen2ForCausalLM": True}.get(
-            architecture, getattr(config, "attention_bias", False)
-        ),
+        "qk_norm": architecture.startswith("Qwen3"),
+        "qkv_bias": {
+            "OPTForCausalLM": getattr(config, "enable_bias", None),
+            "Qwen2ForCausalLM": True,
+            "Qwen2MoeForCausalLM": getattr(config, "qkv_bias", None),
+        }.get(architecture, getattr(config, "attention_bias", False)),
+        "o_bias": getattr(config, "enable_bias", getattr(config, "attention_bias", False)),
         "norm_first": getattr(config, "do_layer_norm_before", True),
     }
+    if "Moe" in architecture:
+        facts["experts.num_experts"] = config.num_experts
+        facts["experts.top_k"] = config.num_experts_per_tok
+        facts["experts.intermediate_size"] = config.moe_intermediate_size
+        facts["experts.shared_size"] = getattr(config, "shared_expert_intermediate_size", 0)
+        facts["experts.normalizes"] = config.norm_topk_prob
+        facts["experts.dense_layers"] = {
+            layer
+            for layer in range(config.num_hidden_layers)
+            if layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
+        }
+    else:
+        facts["experts"] = None
     if not is_opt:
         rope = config.rope_parameters
         facts["rope.theta"] = rope["rope_theta"]
@@ -163,11 +210,11 @@ def test_keys_left_out_take_the_value_that_transformers_gives_them(architecture)
     assert FAMILIES[architecture].eos_token_ids == (() if eos is None else (eos,))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*TINY, *EXPERT_MODELS])
 def test_configs_that_transformers_writes_mean_the_same_here(name):
     import transformers
 
-    prefix, overrides = TINY[name]
+    prefix, overrides = (TINY | EXPERT_MODELS)[name]
     architecture = f"{prefix}ForCausalLM"
     theirs = getattr(transformers, f"{prefix}Config")(**overrides, architectures=[architecture], dtype="bfloat16")
     spec = read_spec(json.loads(theirs.to_json_string(use_diff=False)))
@@ -230,6 +277,20 @@ def test_opt_350m_projects_its_embedding_and_norms_last():
             },
             (8, None),
         ),
+        (QWEN2_MOE | {"sliding_window": 0}, ()),
+        (QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (8, None, 8, None)),
+        (QWEN2_MOE | {"use_sliding_window": True, "max_window_layers": 0}, ()),
+        (
+            QWEN2_MOE
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            },
+            (None, 8, None, None),
+        ),
+        (QWEN3_MOE | {"sliding_window": 8}, ()),
+        (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 8}, (8, 8)),
         ({"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}, (4096, 4096)),
         ({"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2, "sliding_window": None}, ()),
     ],
@@ -251,6 +312,9 @@ def test_sliding_windows_by_layer(config, windows):
         (QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         (LLAMA | {"sliding_window": 128}, "sliding_window"),
         (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+        (QWEN2 | {"num_experts": 8}, "num_experts"),
+        (QWEN3_MOE | {"hidden_act": "gelu"}, "experts are gated with silu"),
+        (QWEN3_MOE | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN2 | {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
@@ -296,6 +360,8 @@ def test_an_unknown_architecture_lists_the_known_ones():
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types"),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        (QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
+        (QWEN2_MOE | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
         (OPT | {"max_position_embeddings": 2**40}, "max_position_embeddings"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

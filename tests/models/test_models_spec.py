@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -34,6 +34,19 @@ def test_windows_are_per_layer_or_absent() -> None:
     assert [SPEC.window(layer) for layer in range(3)] == [None, None, None]
     windowed = dataclasses.replace(SPEC, sliding_windows=(4096, None, 1))
     assert [windowed.window(layer) for layer in range(3)] == [4096, None, 1]
+
+
+def test_experts_take_the_place_of_the_mlp_in_all_layers_but_some() -> None:
+    assert SPEC.has_mlp
+    assert [SPEC.layer_experts(layer) for layer in range(3)] == [None, None, None]
+    experts = ExpertsSpec(6, 2, 24)
+    sparse = dataclasses.replace(SPEC, experts=experts)
+    assert not sparse.has_mlp
+    assert [sparse.layer_experts(layer) for layer in range(3)] == [experts] * 3
+    mixed = dataclasses.replace(experts, dense_layers=frozenset({1}))
+    sparse = dataclasses.replace(SPEC, experts=mixed)
+    assert sparse.has_mlp
+    assert [sparse.layer_experts(layer) for layer in range(3)] == [mixed, None, mixed]
 
 
 def test_a_spec_is_a_frozen_value() -> None:

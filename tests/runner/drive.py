@@ -28,6 +28,7 @@ from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState, Step
 from holdfast.runner.batch_buffers import BatchBuffers
@@ -46,15 +47,16 @@ class LoadedModel:
     """What stays the same for every runner of a model."""
 
     spec: ModelSpec
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor | QuantizedWeight]
 
 
 def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
     """A model from disk, by the engine's own loader."""
     model = open_model(str(folder), "auto")
-    weights = load_weights(plan_load(model.parameters, model.source, dtype), model.source, "cpu", Ledger(), _silent)
+    plan = plan_load(model.parameters, model.source, dtype)
+    loaded = load_weights(plan, model.source, "cpu", Ledger(), _silent)
     model.source.close()
-    return LoadedModel(model.spec, weights)
+    return LoadedModel(model.spec, loaded.weights)
 
 
 def _silent(done: int, total: int) -> None: ...

@@ -46,6 +46,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 300,
         "max_window_layers": 1,
     },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "mlp_only_layers": [1],
+    },
+    "shared": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 256,
+    },
 }
 """Tiny, and wide enough for the kernels of few rows."""
 SMALL: dict[str, Any] = {

@@ -26,7 +26,7 @@ def blueprint(name: str) -> Blueprint:
 
 def wish(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> Wish:
     """A wish; options that no config has go beside it."""
-    beside = {key: options.pop(key) for key in ("tensor_parallel_size", "quantization", "staging") if key in options}
+    beside = {key: options.pop(key) for key in ("tensor_parallel_size", "staging") if key in options}
     return Wish(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
 
 
@@ -37,7 +37,7 @@ def changed(wish: Wish, alternative: Alternative) -> Wish:
         config = replace(wish.config, memory_limit=None)
         return wish._replace(target=gpu_target(GPUS[value]), config=config, staging=None)
     if option == "quantization":
-        return wish._replace(quantization=value)
+        return wish._replace(config=wish.config.with_quantization(value))
     if option == "tensor_parallel_size":
         return wish._replace(tensor_parallel_size=int(value))
     typed: object = value or None

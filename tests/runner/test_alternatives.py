@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from holdfast.memory.gpus import GPUS
 from holdfast.models.blueprint import spec_blueprint
-from holdfast.models.blueprint_weights import QUANTIZATIONS
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.alternatives import alternatives, list_alternatives, smallest_change
 from holdfast.runner.plan_fit import Wish, find_fit, try_fit
@@ -61,7 +60,8 @@ def test_every_advice_works(wanted: Wish) -> None:
         (wish("Qwen3-8B", RTX4090, max_model_len=8192, max_num_seqs=16384, max_num_batched_tokens=64), "max_num_seqs"),
         (wish("Llama-3.1-8B", RTX4090, max_model_len=131072), "max_model_len"),
         (wish("Qwen3-8B", HOST, max_model_len=64, memory_utilization=0.98), "dtype"),
-        (wish("Qwen3-32B", RTX4090), "gpu"),
+        (wish("Qwen3-32B", RTX4090), "quantization"),
+        (wish("Llama-3.1-70B", RTX4090), "gpu"),
         (wish("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096), "kv_cache_memory"),
         (wish("Qwen3-0.6B", HOST, memory_limit="1GiB", max_model_len=64), "memory_limit"),
     ],
@@ -98,7 +98,8 @@ def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None
     assert by_option["max_model_len"] == ["40960", "32768"]
     assert by_option["kv_cache_dtype"] == CODED
     assert not [item for item in listed if item.option == "kv_cache_dtype" and item.not_in_this_version]
-    assert by_option["quantization"] == list(QUANTIZATIONS)
+    assert by_option["quantization"] == ["fp8", "mxfp4"], "one for each number of bits"
+    assert not [item for item in listed if item.option == "quantization" and item.not_in_this_version]
     assert by_option["tensor_parallel_size"] == ["2", "4", "8"]
     assert len(by_option["gpu"]) == 3
     assert "h200" not in by_option["gpu"]
@@ -111,7 +112,7 @@ def test_what_is_already_so_is_no_change() -> None:
     )
     values = {(item.option, item.value) for item in listed}
     assert ("kv_cache_dtype", "fp8") not in values
-    assert ("quantization", "int8") not in values
+    assert {value for option, value in values if option == "quantization"} == {"mxfp4"}
     assert {value for option, value in values if option == "tensor_parallel_size"} == {"8"}
     assert ("kv_cache_dtype", "bfloat16") in values
 

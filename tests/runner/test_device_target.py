@@ -32,6 +32,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats if reserved or has_worked else {})
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         return device_target("cuda:1")
 
     return pretend

@@ -9,9 +9,9 @@ from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.config import EngineConfig
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.models.blueprint import spec_blueprint
-from holdfast.models.blueprint_weights import QUANTIZATIONS
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.runner.batch_terms import batch_terms
 from holdfast.runner.graph_terms import graph_term
 from holdfast.runner.plan_fit import Wish, settle
@@ -42,12 +42,13 @@ def by_owner(found: Needs) -> dict[str, Term]:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_weights_add_up_to_their_arena(name: str) -> None:
-    for quantization in (None, *QUANTIZATIONS):
+    is_stored = blueprint(name).stored_recipe is not None
+    for quantization in (None, *(() if is_stored else WEIGHT_SCHEMES)):
         wanted = wish(name, quantization=quantization)
-        terms = list_needs(*settle(wanted)).terms
-        weights = sum(term.num_bytes for term in terms if term.group == "weights")
-        dtype = settle(wanted)[1].dtype
-        assert weights == wanted.blueprint.weight_bytes(dtype, quantization)
+        layout, resolved = settle(wanted)
+        weights = [term for term in list_needs(layout, resolved).terms if term.group == "weights"]
+        assert sum(term.num_bytes for term in weights) == wanted.blueprint.weight_bytes(resolved.dtype, resolved.recipe)
+        assert resolved.recipe.scheme is None or resolved.recipe.scheme.name in weights[0].reason
 
 
 def test_owners_on_a_gpu() -> None:

@@ -40,7 +40,17 @@ MODES = [
     pytest.param("qwen3", {}, id="qwen3"),
     pytest.param("windows", {}, id="windows"),
     pytest.param("qwen3", {"dtype": "float16"}, id="float16, without kernels for few rows"),
+    pytest.param("experts", {}, id="experts"),
+    pytest.param("qwen3", {"quantization": "fp8"}, id="fp8"),
+    pytest.param("experts", {"quantization": "fp8"}, id="experts in fp8"),
 ]
+SCHEMES = [
+    pytest.param("qwen3", {"quantization": "int8"}, id="int8"),
+    pytest.param("qwen3", {"quantization": "fp8_block"}, id="fp8_block"),
+    pytest.param("shared", {"quantization": "mxfp4"}, id="shared expert, mxfp4"),
+    pytest.param("shared", {"quantization": "fp8_tensor", "quantization_ignore": ("*.o_proj",)}, id="some left alone"),
+]
+"""What differs from the modes in its products alone."""
 
 
 @pytest.fixture
@@ -83,7 +93,7 @@ def fill_context(built: BuiltRunner, one: Known, num_tokens: int, first_page: in
         run(built, one, min(256, num_tokens - one.position), first_page)
 
 
-@pytest.mark.parametrize(("name", "options"), MODES)
+@pytest.mark.parametrize(("name", "options"), MODES + SCHEMES)
 def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, options):
     built = build(name, **options)
     checked = CheckedReplays(built)
@@ -93,7 +103,7 @@ def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, options):
     assert {(size, False) for size in (64, 128, 256)} <= set(checked.sizes)
 
 
-@pytest.mark.parametrize(("name", "options"), MODES)
+@pytest.mark.parametrize(("name", "options"), MODES + SCHEMES)
 def test_with_and_without_graphs_logits_are_near(build, name, options):
     """Not the same to the bit: steps without graphs are not padded, and products of other sizes round otherwise."""
     logits = []
@@ -314,6 +324,25 @@ def test_a_release_gives_all_back(build):
     assert torch.cuda.memory_allocated() - before >= tensor_bytes(built)
     built.release()
     assert torch.cuda.memory_allocated() - before <= LIBRARY_BYTES
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("name", ["qwen3", "experts", "shared"])
+def test_logits_are_those_of_a_cpu(build, name, quantization):
+    """The same weights in float32 on a CPU, through the references; a GPU rounds to bfloat16 all the way."""
+    logits = []
+    for where in ({"device": "cpu", "dtype": "float32", "kv_cache_memory": "64MiB"}, {"device": "cuda"}):
+        built = build(name, quantization=quantization, **where)
+        with recorded(built) as kept:
+            for step in traffic(built).steps(12, asks_prompts=True):
+                built.runner.execute(step)
+        logits.append([rows.cpu() for rows in kept])
+        built.release()
+    near = torch.cat(
+        [torch.cosine_similarity(left.float(), right.float()) for left, right in zip(*logits, strict=True)]
+    )
+    assert float(near.median()) > 0.99
+    assert float(near.min()) > 0.8, "more than an expert that another rounding has chosen"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

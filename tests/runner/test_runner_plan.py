@@ -26,7 +26,8 @@ def test_a_plan() -> None:
     [
         ("Qwen3-32B", A100, {"max_model_len": 40960}, r"raise memory_utilization to 0\.\d\d, which fits"),
         ("Llama-3.1-8B", RTX4090, {"max_model_len": 131072}, r"lower max_model_len to \d+, which fits"),
-        ("Qwen3-32B", RTX4090, {}, r"take h100, which fits"),
+        ("Qwen3-32B", RTX4090, {}, r"keep weights in mxfp4, which fits"),
+        ("Llama-3.1-70B", RTX4090, {}, r"take b200, which fits"),
         (
             "Qwen3-0.6B",
             HOST,

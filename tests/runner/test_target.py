@@ -18,6 +18,7 @@ def test_a_gpu_by_name_is_free(key: str) -> None:
     assert target.held_by_others_bytes == 0
     assert target.context_bytes == gpu.context_bytes
     assert target.reason == gpu.source
+    assert target.capability == gpu.capability
 
 
 def test_a_gpu_by_size() -> None:
@@ -25,6 +26,7 @@ def test_a_gpu_by_size() -> None:
     assert (target.kind, target.total_bytes, target.context_bytes) == ("cuda", 24 * GIB, CONTEXT_BYTES)
     assert target == memory_target(24 * GIB)
     assert "24.00 GiB" in target.name
+    assert target.capability is cpu_target().capability is None
 
 
 @pytest.mark.parametrize("size", ["0", "-1GiB", "110%", "twenty", "", 0, -5, "1" * 30 + "GiB", True, None])

@@ -152,7 +152,7 @@ def test_a_crowd_that_does_not_fit_is_refused_although_each_would(folder: Path, 
 
 
 def test_weights_of_two_types_are_never_shared(folder: Path) -> None:
-    with model_of(folder) as model, pytest.raises(AssertionError, match="two types"):
+    with model_of(folder) as model, pytest.raises(AssertionError, match="weights of 2 kinds"):
         build_variants([Variant(CONFIG), Variant(replace(CONFIG, dtype="bfloat16"))], model, silent)
 
 

@@ -33,7 +33,11 @@ class UnreadableSource:
     def ignorable(self):
         return self._source.ignorable
 
-    def read_rows(self, name, row_start, row_end):
+    @property
+    def scratch_bytes_per_reader(self):
+        return self._source.scratch_bytes_per_reader
+
+    def read_into(self, name, row_start, row_end, out, columns=None):
         raise AssertionError(f"{name} was read")
 
     def close(self) -> None: ...

@@ -10,6 +10,7 @@ import torch
 from holdfast.cli.bench_cases import Case, Timing, TokenIds
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.gguf_config import gguf_config
+from holdfast.loading.read_rows import read_rows
 from holdfast.loading.source import OpenModel
 
 ROWS_AT_ONCE = 4096
@@ -125,4 +126,4 @@ def _copy_weights(opened: OpenModel, state: Mapping[str, torch.Tensor]) -> None:
             continue
         for begin in range(0, entry.shape[0], ROWS_AT_ONCE):
             end = min(begin + ROWS_AT_ONCE, entry.shape[0])
-            state[name][begin:end].copy_(source.read_rows(name, begin, end))
+            state[name][begin:end].copy_(read_rows(source, name, begin, end))

@@ -17,6 +17,7 @@ from holdfast.cli.options import (
     PLAN_SETTINGS,
     SAMPLING_SETTINGS,
     SEVERAL_SETTINGS,
+    WEIGHT_EVAL_SETTINGS,
     Given,
     takes,
 )
@@ -77,6 +78,17 @@ MemoryReport = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+QualityPage = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page that draws quality against bytes.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Window = Annotated[str, typer.Option(metavar="TOKENS", help="Tokens that are read together, from an empty cache.")]
 
 app = typer.Typer(
     name="holdfast",
@@ -204,10 +216,6 @@ def _plan(
         str | None,
         typer.Option(metavar="SIZE", help="A GPU of that size, such as 24GiB.", rich_help_panel=MEMORY),
     ] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Weights in none, fp8, int8, mxfp4 and others.", rich_help_panel=MODEL),
-    ] = None,
     tensor_parallel_size: Annotated[
         str | None,
         typer.Option(
@@ -235,11 +243,11 @@ def _plan(
     Examples:
       holdfast plan Qwen3-32B --gpu h200
       holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json
-      holdfast plan Llama-3.1-70B --gpu h100 -tp 2 --kv-cache-dtype fp8 --sweep --html plan.html
+      holdfast plan Qwen3-32B --gpu rtx5090 --quantization mxfp4 --kv-cache-dtype fp8 --sweep --html plan.html
     """
     from holdfast.cli.plan_command import PlanOptions, plan
 
-    options = PlanOptions(model, gpu, memory, quantization, tensor_parallel_size, as_json, sweep, html)
+    options = PlanOptions(model, gpu, memory, tensor_parallel_size, as_json, sweep, html)
     raise typer.Exit(plan(options, engine))
 
 
@@ -330,23 +338,13 @@ def _eval_kv(
         str,
         typer.Option(metavar="NAMES", help="KV formats, with commas between; all: every one below the dtype."),
     ] = "all",
-    window: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Tokens that are read together, from an empty cache.")
-    ] = "1024",
+    window: Window = "1024",
     tokens: Annotated[
         str | None,
         typer.Option(metavar="N", help="Most tokens of the text, such as 16K. Left out: all.", show_default=False),
     ] = None,
     json_file: JsonFile = None,
-    html: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a page that draws quality against bytes.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    html: QualityPage = None,
 ) -> None:
     """Read a text over pages of every KV format at once, and tell how far predictions move from those over full precision.
 
@@ -361,3 +359,40 @@ def _eval_kv(
     from holdfast.cli.eval_command import EvalOptions, eval_kv
 
     eval_kv(EvalOptions(model, text, formats, window, tokens, json_file, html), engine)
+
+
+@evaluate.command("weights")
+@takes(engine=WEIGHT_EVAL_SETTINGS)
+def _eval_weights(
+    engine: Given,
+    model: ModelArgument = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plain text (UTF-8) that is read. Left out: what Python's own help knows of the language.",
+            show_default=False,
+        ),
+    ] = None,
+    schemes: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="Weight schemes, with commas between; all: every one that can run."),
+    ] = "all",
+    window: Window = "512",
+    tokens: Annotated[str, typer.Option(metavar="N", help="Most tokens of the text, such as 16K.")] = "1024",
+    json_file: JsonFile = None,
+    html: QualityPage = None,
+) -> None:
+    """Read a text with weights in one scheme after the other, and tell how far predictions move from those in float32.
+
+    For each scheme: bytes of all weights, perplexity, mean and 99th percentile of the KL divergence, and how often the likeliest token is the same. The reference has the weights as stored, in float32, and stays loaded beside the scheme whose turn it is.
+
+    \b
+    Examples:
+      holdfast eval weights
+      holdfast eval weights path/to/model --text book.txt --tokens 16K --schemes fp8,mxfp4 --html quality.html
+      holdfast eval weights model.gguf --schemes int8 --quantized-embeddings none --json record.json
+    """
+    from holdfast.cli.eval_weights import WeightEvalOptions, eval_weights
+
+    eval_weights(WeightEvalOptions(model, text, schemes, window, tokens, json_file, html), engine)

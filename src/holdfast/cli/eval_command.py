@@ -52,7 +52,7 @@ def eval_kv(options: EvalOptions, engine: Given) -> None:
     """Measure, and tell. Everything that was typed is checked before a model is touched."""
     names = read_formats(options.formats)
     window, max_tokens = read_window(options.window), read_tokens(options.tokens)
-    json_file, html = _json_file(options.json_file), None
+    json_file, html = record_file(options.json_file), None
     if options.html is not None:
         html = page_file(options.html, "--html")
     config = EngineConfig.from_options(model=options.model, **engine)
@@ -64,7 +64,7 @@ def eval_kv(options: EvalOptions, engine: Given) -> None:
         view = _measure(config, model, names, text, Path(str(options.text)).name, window, max_tokens)
     finally:
         model.source.close()
-    _tell(view, text, json_file, html)
+    tell(view, text, json_file, html)
 
 
 def _measure(
@@ -110,7 +110,8 @@ def _entries(config: EngineConfig, model: OpenModel, names: tuple[str, ...] | No
     return [reference_entry(config), *(format_entry(config, model, name) for name in names if name != config.dtype)]
 
 
-def _tell(view: EvalView, text: str, json_file: str | None, html: Path | None) -> None:
+def tell(view: EvalView, text: str, json_file: str | None, html: Path | None) -> None:
+    """The table on stdout, and what else was asked for."""
     if html is not None:
         from holdfast.cli.eval_html import write_eval_page
 
@@ -187,7 +188,8 @@ def read_text(file: str | None) -> str:
         ) from error
 
 
-def _json_file(option: str | None) -> str | None:
+def record_file(option: str | None) -> str | None:
+    """Where --json is to be written, refused before a model is touched."""
     if option not in (None, STDOUT) and not Path(str(option)).absolute().parent.is_dir():
         raise ConfigError(f"--json {shown(option)} was asked", "its folder does not exist", "make it first")
     return option

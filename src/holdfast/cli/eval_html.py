@@ -1,11 +1,11 @@
-"""The quality of KV formats as a page: divergence against bytes, divergence along a window, and the table; no torch."""
+"""The quality of KV formats, or of weight schemes, as a page: divergence against bytes, divergence along a window, and the table; no torch."""
 
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli.eval_table import HEADINGS, EvalView, broken_words, kl_words, meaning, note_words, quality_cells
+from holdfast.cli.eval_table import EvalView, broken_words, headings, kl_words, meaning, note_words, quality_cells
 from holdfast.cli.web_page import PALETTE, Html, page, table, tag
 
 if TYPE_CHECKING:
@@ -29,17 +29,18 @@ def write_eval_page(file: Path, view: EvalView) -> None:
 def eval_page(view: EvalView) -> str:
     """The whole file."""
     rows = [("", cells) for cells in quality_cells(view)]
+    words = view.subject
     return page(
         view.title,
         tag("h1", view.title),
         tag("p", view.asked),
-        tag("h2", "Mean KL divergence against bytes of a token; the thin line reaches to the 99th percentile"),
-        size_chart(view.qualities[1:]),
+        tag("h2", f"Mean KL divergence against {words.size_words}; the thin line reaches to the 99th percentile"),
+        size_chart(view.qualities[1:], words.size_words),
         tag("h2", "Mean KL divergence along a window"),
         place_chart(view.qualities[1:], view.window),
         tag("p", POINT, id="readout", class_="quiet"),
-        tag("h2", "By format"),
-        table(HEADINGS, rows, len(HEADINGS) - 1),
+        tag("h2", f"By {words.row}"),
+        table(headings(view), rows, len(headings(view)) - 1),
         *(tag("p", words, class_="quiet") for words in (meaning(view), *note_words(view))),
         *(tag("p", tag("b", words)) for words in broken_words(view)),
     )
@@ -76,18 +77,18 @@ def ticks(scale: Scale) -> list[float]:
     return inside[0] if len(inside[0]) >= 3 else inside[1]
 
 
-def size_chart(qualities: "Sequence[Quality]") -> Html:
-    """A dot for each format: its bytes and its mean divergence, both in decades. What is 0 or no number has no place."""
+def size_chart(qualities: "Sequence[Quality]", size_words: str) -> Html:
+    """A dot for each format or scheme: its bytes and its mean divergence, both in decades. What is 0 or no number has no place."""
     drawn = [(place, quality) for place, quality in enumerate(qualities) if _has_place(quality.mean_kl)]
-    x_scale = log_scale([quality.bytes_per_token for _, quality in drawn], LEFT, WIDTH - RIGHT)
+    x_scale = log_scale([quality.size_bytes for _, quality in drawn], LEFT, WIDTH - RIGHT)
     levels = [kl for _, quality in drawn for kl in (quality.mean_kl, quality.p99_kl) if _has_place(kl)]
     y_scale = log_scale(levels, HEIGHT - BOTTOM, TOP)
     heights = label_heights([y_scale(quality.mean_kl) for _, quality in drawn])
     marks = [
-        _mark(place, quality, x_scale(quality.bytes_per_token), y_scale, height)
+        _mark(place, quality, x_scale(quality.size_bytes), y_scale, height)
         for (place, quality), height in zip(drawn, heights, strict=True)
     ]
-    axes = (*_x_axis(x_scale, ticks(x_scale), "bytes of a token, all layers"), *_y_axis(y_scale, x_scale))
+    axes = (*_x_axis(x_scale, ticks(x_scale), size_words), *_y_axis(y_scale, x_scale))
     return _picture("Divergence against bytes", *axes, tag("g", *marks))
 
 
@@ -130,7 +131,7 @@ def _points(quality: "Quality", window: int, x_scale: Scale, y_scale: Scale) -> 
 def _mark(place: int, quality: "Quality", x: float, y_scale: Scale, label_y: float) -> Html:
     y, look = y_scale(quality.mean_kl), f"c{place % len(PALETTE)}"
     told = (
-        f"{quality.name}: {quality.bytes_per_token:,.10g} bytes a token, mean KL {kl_words(quality.mean_kl)}, "
+        f"{quality.name}: {quality.size_bytes:,.10g} bytes, mean KL {kl_words(quality.mean_kl)}, "
         f"p99 {kl_words(quality.p99_kl)}, same top-1 {quality.agreement:.2%}, perplexity {quality.perplexity:.4f}"
     )
     top = y_scale(quality.p99_kl) if _has_place(quality.p99_kl) else y

@@ -10,7 +10,7 @@ NUM_LINES = 10
 
 
 class EvalBar:
-    """`bar(done, total)` in tokens that some format has read."""
+    """`bar(done, total)` in tokens that some format or scheme has read."""
 
     def __init__(self) -> None:
         self._started_at = self._shown_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The record of an evaluation: where, when and from what, and every figure of every format; no torch."""
+"""The record of an evaluation: where, when and from what, and every figure of every format or scheme; no torch."""
 
 import datetime
 import shlex
@@ -8,14 +8,11 @@ from dataclasses import asdict
 from holdfast.cli import bench_record
 from holdfast.cli.eval_table import EvalView
 
-SECTION = "kv-quality"
-"""Where the README shows such records."""
-
 
 def quality_record(view: EvalView, command: Sequence[str], facts: Mapping[str, object]) -> dict[str, object]:
     """One run on this machine, now; the first result is the reference."""
     return {
-        "section": SECTION,
+        "section": view.subject.section,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": bench_record.machine(),
         "model": view.model,
@@ -30,7 +27,7 @@ def quality_record(view: EvalView, command: Sequence[str], facts: Mapping[str, o
         "window": view.window,
         "num_windows": view.num_windows,
         "reference": view.qualities[0].name,
-        "plain_bytes_per_token": view.plain_bytes_per_token,
+        f"plain_{view.subject.size_key}": view.plain_bytes,
         **facts,
     }
 
@@ -42,7 +39,8 @@ def _result(view: EvalView, place: int) -> dict[str, object]:
         "measure": figures.pop("name"),
         "unit": "nats",
         "values": {"mean_kl": quality.mean_kl},
+        view.subject.size_key: figures.pop("size_bytes"),
         **figures,
-        "ratio_to_16_bit": view.plain_bytes_per_token / quality.bytes_per_token,
+        "ratio_to_16_bit": view.plain_bytes / quality.size_bytes,
         "perplexity_change": quality.perplexity / view.qualities[0].perplexity - 1,
     }

@@ -1,4 +1,4 @@
-"""The quality of KV formats as lines of a terminal; no torch."""
+"""The quality of KV formats, or of weight schemes, as lines of a terminal; no torch."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,7 @@ from holdfast.cli.plan_table import Line
 if TYPE_CHECKING:
     from holdfast.engine.kv_quality import Quality
 
-HEADINGS = (
-    "format",
-    "bytes/token",
+FIGURES = (
     "against 16 bit",
     "perplexity",
     "change",
@@ -22,6 +20,44 @@ HEADINGS = (
     "tokens/s",
 )
 NOT_FINITE = "not finite"
+
+
+class Subject(NamedTuple):
+    """What is compared, in the words of a table, a record and a page."""
+
+    title: str
+    row: str
+    """What one row is."""
+    size: str
+    """The heading over its bytes."""
+    size_words: str
+    """What these bytes are of."""
+    against: str
+    """What a distribution is compared with; {} is the reference."""
+    section: str
+    """Where the README shows such records."""
+    size_key: str
+    """What the bytes are called in a record."""
+
+
+KV_PAGES = Subject(
+    "KV formats",
+    "format",
+    "bytes/token",
+    "bytes of a token, all layers",
+    "that over {} pages",
+    "kv-quality",
+    "bytes_per_token",
+)
+WEIGHTS = Subject(
+    "Weight schemes",
+    "scheme",
+    "bytes",
+    "bytes of all weights",
+    "that of {} weights",
+    "weight-quality",
+    "weight_bytes",
+)
 
 
 class EvalView(NamedTuple):
@@ -34,14 +70,15 @@ class EvalView(NamedTuple):
     """The name of the text."""
     window: int
     num_windows: int
-    plain_bytes_per_token: float
-    """What a token takes in half precision."""
+    plain_bytes: float
+    """What a token, or what all weights take in half precision."""
     qualities: "Sequence[Quality]"
     """The reference first."""
+    subject: Subject = KV_PAGES
 
     @property
     def title(self) -> str:
-        return f"KV formats of {self.model}"
+        return f"{self.subject.title} of {self.model}"
 
     @property
     def asked(self) -> str:
@@ -55,7 +92,8 @@ class EvalView(NamedTuple):
 
 def quality_lines(view: EvalView) -> list[Line]:
     """The table, and what its columns mean."""
-    heading, *rows = aligned([HEADINGS, *quality_cells(view)], right=tuple(range(1, len(HEADINGS))))
+    names = headings(view)
+    heading, *rows = aligned([names, *quality_cells(view)], right=tuple(range(1, len(names))))
     return [
         Line(view.asked, "bold"),
         Line(""),
@@ -68,8 +106,13 @@ def quality_lines(view: EvalView) -> list[Line]:
     ]
 
 
+def headings(view: EvalView) -> tuple[str, ...]:
+    """Over every column."""
+    return (view.subject.row, view.subject.size, *FIGURES)
+
+
 def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
-    """A row for each format; of the reference only what does not compare it with itself."""
+    """A row for each format or scheme; of the reference only what does not compare it with itself."""
     reference = view.qualities[0]
     rows = []
     for place, quality in enumerate(view.qualities):
@@ -82,8 +125,8 @@ def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
         rows.append(
             (
                 quality.name,
-                f"{quality.bytes_per_token:,.10g}",
-                f"{view.plain_bytes_per_token / quality.bytes_per_token:.2f}x",
+                f"{quality.size_bytes:,.10g}",
+                f"{view.plain_bytes / quality.size_bytes:.2f}x",
                 number_words(quality.perplexity, ".4f"),
                 *(compared if place else ("", "", "", "")),
                 f"{(quality.num_predictions + view.num_windows) / max(quality.seconds, 1e-9):.1f}",
@@ -95,13 +138,14 @@ def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
 def meaning(view: EvalView) -> str:
     """How to read the table."""
     return (
-        f"KL: divergence of the next token's distribution from that over {view.qualities[0].name} pages, in nats; "
+        f"KL: divergence of the next token's distribution from {view.subject.against.format(view.qualities[0].name)}, "
+        "in nats; "
         "same top-1: how often the likeliest token is the same"
     )
 
 
 def note_words(view: EvalView) -> list[str]:
-    """What there is to know of pages, and of whose."""
+    """What there is to know of some, and of whom."""
     names: dict[str, list[str]] = {}
     for quality in view.qualities:
         if quality.note:
@@ -110,7 +154,7 @@ def note_words(view: EvalView) -> list[str]:
 
 
 def broken_words(view: EvalView) -> list[str]:
-    """A sentence for each format that computed something else than numbers."""
+    """A sentence for each that computed something else than numbers."""
     return [
         f"{quality.name}: {quality.num_broken:,} of {quality.num_predictions:,} predictions are no numbers"
         for quality in view.qualities

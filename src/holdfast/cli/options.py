@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.values import read_biases, read_count, read_integers, read_number, read_share
+from holdfast.cli.values import read_biases, read_count, read_integers, read_number, read_patterns, read_share
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
 
 MODEL, MEMORY, SAMPLING, OUTPUT, BENCHMARK = "Model", "Memory", "Sampling", "Output", "Benchmark"
@@ -68,6 +69,18 @@ def _format_words() -> str:
     )
 
 
+def _scheme_words() -> str:
+    """Every scheme, with what its scales are for."""
+    told = {
+        "fp8": "8 bits, a scale a row; activations in fp8 too",
+        "fp8_tensor": "a scale a tensor",
+        "fp8_block": "a scale for 128 x 128",
+        "int8": "8 bits, a scale a row; weights alone",
+        "mxfp4": "4 bits, a scale for 32; weights alone",
+    }
+    return ", ".join((UNQUANTIZED, *(f"{name} ({told[name]})" for name in WEIGHT_SCHEMES)))
+
+
 def _default_words() -> str:
     """How many layers each format protects."""
     counts = [f"{count} for {name}" for name, count in DEFAULT_PROTECTED_LAYERS.items() if count]
@@ -80,7 +93,35 @@ ENGINE_SETTINGS = (
     _engine("tokenizer", MODEL, "Folder or GGUF file of another tokenizer than the model's own.", "PATH"),
     _engine("chat_template", MODEL, "Jinja file, or the template itself, in place of the model's own.", "PATH"),
     _engine("load_format", MODEL, f"{', '.join(LOAD_FORMATS)} (made-up weights).", "NAME"),
-    _engine("quantization", MODEL, "Weight quantization on load; none is available yet.", "NAME"),
+    _engine("quantization", MODEL, f"Weights in fewer bits, made while they load: {_scheme_words()}.", "NAME"),
+    _engine(
+        "quantized_embeddings",
+        MODEL,
+        "What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding), none. "
+        "They get fp8, or int8 beside int8.",
+        "NAME",
+    ),
+    Setting(
+        EngineConfig,
+        "quantization_ignore",
+        MODEL,
+        "Weights that stay as they are: names with * in them, commas between, such as '*down_proj*,lm_head'; "
+        "'re:' begins a regular expression. May be repeated.",
+        "PATTERNS",
+        read_patterns,
+        is_repeated=True,
+    ),
+    _engine(
+        "weight_cache",
+        MODEL,
+        "Quantized weights of earlier starts: auto (read and written where weights are quantized), on (an error where "
+        "that cannot be done), off.",
+        "NAME",
+    ),
+    _engine(
+        "save_quantized", MODEL, "Folder that gets the model with its quantized weights, to be opened later.", "PATH"
+    ),
+    _engine("allow_nonfinite", MODEL, "Go on where weights hold a NaN or an infinity."),
     _engine("batch_invariant", MODEL, "Refuse to start unless logits are the same, to the bit, in any company."),
     _engine("enforce_eager", MODEL, "Never capture graphs."),
     _engine(
@@ -132,6 +173,9 @@ PLAN_SETTINGS = tuple(
     if setting.name
     in (
         "dtype",
+        "quantization",
+        "quantized_embeddings",
+        "quantization_ignore",
         "enforce_eager",
         "kv_cache_dtype",
         "kv_protected_layers",
@@ -143,7 +187,7 @@ PLAN_SETTINGS = tuple(
         "max_num_batched_tokens",
     )
 )
-"""Those that change how much memory is needed; a plan has its own words for weights that no engine takes yet."""
+"""Those that change how much memory is needed."""
 
 EVAL_SETTINGS = tuple(
     setting
@@ -154,6 +198,10 @@ EVAL_SETTINGS = tuple(
         "device",
         "tokenizer",
         "load_format",
+        "quantization",
+        "quantized_embeddings",
+        "quantization_ignore",
+        "allow_nonfinite",
         "kv_protected_layers",
         "kv_protected_dtype",
         "memory_limit",
@@ -162,7 +210,28 @@ EVAL_SETTINGS = tuple(
         "max_num_batched_tokens",
     )
 )
-"""Those that mean something where one text is read and nothing is generated."""
+"""Those that mean something where one text is read over pages of several formats, and nothing is generated."""
+
+WEIGHT_EVAL_SETTINGS = tuple(
+    setting
+    for setting in ENGINE_SETTINGS
+    if setting.name
+    in (
+        "dtype",
+        "device",
+        "tokenizer",
+        "load_format",
+        "quantized_embeddings",
+        "quantization_ignore",
+        "allow_nonfinite",
+        "kv_cache_dtype",
+        "memory_limit",
+        "memory_utilization",
+        "page_tokens",
+        "max_num_batched_tokens",
+    )
+)
+"""The same where weights are in several schemes, one after the other."""
 
 SAMPLING_SETTINGS = (
     Setting(

@@ -33,7 +33,6 @@ class PlanOptions(NamedTuple):
     model: str | None = None
     gpu: str | None = None
     memory: str | None = None
-    quantization: str | None = None
     tensor_parallel_size: str | None = None
     as_json: bool = False
     sweep: bool = False
@@ -82,7 +81,7 @@ def read_wish(options: PlanOptions, engine: Given) -> Wish:
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"
-    return Wish(config, blueprint, target, ranks, options.quantization)
+    return Wish(config, blueprint, target, ranks)
 
 
 def read_target(options: PlanOptions) -> Target:

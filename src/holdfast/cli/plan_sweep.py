@@ -7,8 +7,9 @@ from typing import NamedTuple
 from holdfast.cli.columns import aligned
 from holdfast.cli.plan_table import LATER, Line
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
-from holdfast.models.blueprint_weights import QUANTIZATIONS, UNQUANTIZED
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import UNQUANTIZED
+from holdfast.runner.alternatives import in_scheme, narrower_schemes
 from holdfast.runner.plan_fit import Wish, find_fit, settle
 from holdfast.runner.plan_terms import list_needs
 
@@ -42,18 +43,19 @@ class _Pages(NamedTuple):
 
 def sweep(wish: Wish) -> tuple[Cell, ...]:
     """Every KV format that takes no more than the asked one, with weights as they are and in fewer bits."""
-    asked, quantization = settle(wish)[1].kv_format.name, wish.quantization or UNQUANTIZED
+    asked, quantization = settle(wish)[1].kv_format.name, wish.config.quantization or UNQUANTIZED
+    schemes = _schemes(wish, quantization)
     return tuple(
         Cell(
             pages.name,
             scheme,
-            _tokens(pages.wish._replace(quantization=scheme)),
+            _tokens(in_scheme(pages.wish, scheme)),
             is_asked=(pages.name, scheme) == (asked, quantization),
-            runs=scheme == UNQUANTIZED and wish.blueprint.not_runnable is None and wish.tensor_parallel_size == 1,
+            runs=wish.blueprint.not_runnable is None and wish.tensor_parallel_size == 1,
             kv_protected_layers=pages.num_protected,
         )
         for pages in _formats(wish, asked)
-        for scheme in _schemes(quantization)
+        for scheme in schemes
     )
 
 
@@ -109,10 +111,9 @@ def _pages(wish: Wish, name: str) -> _Pages | None:
     return _Pages(name, moved, layout.bytes_per_token(resolved), len(resolved.protected.layers))
 
 
-def _schemes(asked: str) -> list[str]:
-    """Weights as they are, and the first scheme of each number of bits; the asked one in any case."""
-    by_bits = {scheme.bits: name for name, scheme in reversed(tuple(QUANTIZATIONS.items()))}
-    return list(dict.fromkeys((UNQUANTIZED, *(by_bits[bits] for bits in sorted(by_bits, reverse=True)), asked)))
+def _schemes(wish: Wish, asked: str) -> list[str]:
+    """Weights as they are, and the first scheme of each number of bits that can be had; the asked one in any case."""
+    return list(dict.fromkeys((UNQUANTIZED, *narrower_schemes(in_scheme(wish, UNQUANTIZED)), asked)))
 
 
 def _tokens(wish: Wish) -> int:

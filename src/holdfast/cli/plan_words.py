@@ -6,13 +6,13 @@ from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.memory.sizes import format_bytes
-from holdfast.models.blueprint_weights import find_quantization
 from holdfast.runner.alternatives import Alternative
 from holdfast.runner.plan_fit import Wish, settle
 from holdfast.runner.resolve import Resolved
 
 STARTING = (
-    *("dtype", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype"),
+    *("dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
+    *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization"),
 )
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
@@ -20,11 +20,11 @@ STARTING = (
 
 def asked_words(wish: Wish, resolved: Resolved) -> str:
     """What the plan is of, on one line."""
-    limits, ranks = resolved.limits, wish.tensor_parallel_size
+    limits, ranks, scheme = resolved.limits, wish.tensor_parallel_size, resolved.recipe.scheme
     device = "the CPU of this machine" if wish.target.kind == "cpu" else wish.target.name
     return (
         f"{printable(wish.blueprint.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
-        f"weights in {find_quantization(wish.quantization) or resolved.dtype}, KV pages in {format_words(wish, resolved)}, "
+        f"weights in {resolved.dtype if scheme is None else scheme.name}, KV pages in {format_words(wish, resolved)}, "
         f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
         f"{_token_count_words(limits.max_num_batched_tokens)} a step"
     )
@@ -81,7 +81,7 @@ def start_command(wish: Wish, model: str | None, change: Alternative | None = No
         if value is True or value == "true":
             words.append(f"--{name.replace('_', '-')}")
         elif value is not False and value != _default(name):
-            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [f"--{name.replace('_', '-')}", _typed(value)]
     return shlex.join(words)
 
 
@@ -90,6 +90,13 @@ def _model_words(wish: Wish, model: str | None) -> list[str]:
     if model is None:
         return []
     return [model if Path(model).expanduser().exists() else f"path/to/{wish.blueprint.name}"]
+
+
+def _typed(value: object) -> str:
+    """A value as a person types it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _default(name: str) -> object:

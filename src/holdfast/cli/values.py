@@ -50,6 +50,11 @@ def read_integers(texts: Sequence[str]) -> list[int | str]:
     return [int(part) if re.fullmatch(r"-?[0-9]{1,18}", part) else part for part in parts]
 
 
+def read_patterns(texts: Sequence[str]) -> tuple[str, ...]:
+    """Patterns, each in a text of its own or several with commas between them."""
+    return tuple(part.strip() for text in texts for part in text.split(","))
+
+
 def read_biases(texts: Sequence[str]) -> dict[int, float]:
     """Token ids and what is added to their logits, as 42=-100."""
     biases: dict[int, float] = {}

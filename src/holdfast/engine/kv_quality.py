@@ -32,14 +32,14 @@ NUM_BINS = 8
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A runner over pages of some format."""
+    """A runner over pages of some format, or with weights in some scheme."""
 
     name: str
     runner: Runner
-    bytes_per_token: Fraction
-    """Of KV pages, all layers."""
+    size_bytes: Fraction
+    """Of what is compared: KV pages of a token, or all weights."""
     note: str = ""
-    """What else there is to know of its pages, such as layers in another format."""
+    """What else there is to know of it, such as layers in another format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Quality:
     """How one contender did. Of predictions whose logits are no numbers the divergence is infinite."""
 
     name: str
-    bytes_per_token: float
+    size_bytes: float
+    """Of what is compared: KV pages of a token, or all weights."""
     num_predictions: int
     perplexity: float
     mean_kl: float
@@ -121,7 +122,7 @@ class Tally:
         bins = np.array_split(kl_NP, min(NUM_BINS, kl_NP.shape[1]), axis=1)
         return Quality(
             name=contender.name,
-            bytes_per_token=float(contender.bytes_per_token),
+            size_bytes=float(contender.size_bytes),
             num_predictions=count,
             perplexity=_exp(self.loss_NP.mean(dtype=np.float64)),
             mean_kl=float(kl_NP.mean()),
@@ -194,15 +195,16 @@ def _compare(
             with tally.timed(runner.device):
                 logits_RV = contender.runner.row_logits(hidden_TH[rows])
             if piece is None:
-                _refuse_broken(contender, logits_RV)
+                refuse_broken(contender, logits_RV)
                 piece = ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device))
             tally.add(window, first, piece, logits_RV)
 
 
-def _refuse_broken(reference: Contender, logits_RV: torch.Tensor) -> None:
+def refuse_broken(reference: Contender, logits_RV: torch.Tensor) -> None:
+    """Nothing can be compared with a reference whose logits are no numbers."""
     if not bool(logits_RV.isfinite().all()):
         raise HoldfastError(
-            f"the quality of KV formats was asked against {reference.name} pages",
+            f"a comparison with {reference.name} was asked",
             "the model's own logits there are not finite",
             "run it in another dtype, such as float32",
         )

@@ -28,7 +28,14 @@ class LoadingBar:
     """`bar(done, total)` in bytes; shows nothing where nobody watches."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+        columns = (
+            TextColumn("Loading weights"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+        )
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_watched())
         self._task = self._progress.add_task("", total=None)
 

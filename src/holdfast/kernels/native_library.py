@@ -1,7 +1,7 @@
 """The one door to C: compile the CPU kernels once, keep the library in the user's cache, and load it.
 
 Triton has no CPU; a BLAS copies the whole weight for the few rows of a decode step, and rounds a row differently in other
-company. Four small C files do neither. Where no compiler is found the torch references run instead.
+company. Some small C files do neither. Where no compiler is found the torch references run instead.
 """
 
 import ctypes
@@ -28,6 +28,7 @@ COMPILE_SECONDS = 120
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
     "holdfast_linear": [_POINTER] * 4 + [_LONG] * 3,
+    "holdfast_coded_linear": [_POINTER] * 5 + [_LONG] * 6,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_activate": [_POINTER] + [_LONG] * 2,

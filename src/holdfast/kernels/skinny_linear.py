@@ -23,7 +23,10 @@ a row's bits do not depend on the others.
 import torch
 
 from holdfast.kernels.begin_rows import NormedRows, SkinnyScratch, begin_rows_reference
+from holdfast.kernels.row_peaks import RowPeaks
+from holdfast.kernels.skinny_coded import coded_sums_reference, gate_peaks_reference, launch_coded
 from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 MAX_ROWS = 16
 """Beyond it cuBLAS is faster, with the norms, gates and sums as kernels of their own."""
@@ -46,20 +49,23 @@ def num_parts(size_n: int, size_k: int) -> int:
 
 def normed_linear(
     rows: NormedRows,
-    weight_NK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias_N: torch.Tensor | None,
     gated: bool,
     y_MN: torch.Tensor,
     scratch: SkinnyScratch,
 ) -> torch.Tensor:
     """norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
-    _launch(rows.scaled_MK, weight_NK, bias_N, y_MN, scratch, rows=rows, gated=gated)
+    if isinstance(weight, QuantizedWeight):
+        launch_coded(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
+    else:
+        _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
     return y_MN
 
 
 def normed_linear_reference(
     rows: NormedRows,
-    weight_NK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias_N: torch.Tensor | None,
     gated: bool,
     y_MN: torch.Tensor,
@@ -69,42 +75,60 @@ def normed_linear_reference(
     num_rows, size_k = rows.scaled_MK.shape
     squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
     scale_M1 = (squares_MJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
-    y = rows.scaled_MK.float() @ weight_NK.float().t() * scale_M1
+    if isinstance(weight, QuantizedWeight):
+        assert scratch.peaks is not None, "a coded product needs peaks"
+        sums = coded_sums_reference(rows.scaled_MK, weight, RowPeaks(scratch.peaks.normed, rows.num_squares))
+    else:
+        sums = rows.scaled_MK.float() @ weight.float().t()
+    y = sums * scale_M1
     if bias_N is not None:
         y = y + bias_N.float()
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up
-    return y_MN.copy_(y.to(y_MN.dtype))
+    y_MN.copy_(y.to(y_MN.dtype))
+    if gated and isinstance(weight, QuantizedWeight):
+        gate_peaks_reference(y_MN, weight, scratch)
+    return y_MN
 
 
 def linear_add(
     a_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias_N: torch.Tensor | None,
     x_MN: torch.Tensor,
     norm_weight_N: torch.Tensor,
     eps: float,
     scaled_MN: torch.Tensor,
     scratch: SkinnyScratch,
+    peaks: RowPeaks | None = None,
 ) -> NormedRows:
-    """x += a @ weight.T + bias, and x as the next norm's half-done input."""
-    num_blocks = _launch(a_MK, weight_NK, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN)
+    """x += a @ weight.T + bias, and x as the next norm's half-done input; `peaks` are those of `a`, for a weight that wants codes."""
+    if isinstance(weight, QuantizedWeight):
+        num_blocks = launch_coded(
+            a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, peaks=peaks
+        )
+    else:
+        num_blocks = _launch(a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN)
     return NormedRows(scaled_MN, num_blocks, eps)
 
 
 def linear_add_reference(
     a_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias_N: torch.Tensor | None,
     x_MN: torch.Tensor,
     norm_weight_N: torch.Tensor,
     eps: float,
     scaled_MN: torch.Tensor,
     scratch: SkinnyScratch,
+    peaks: RowPeaks | None = None,
 ) -> NormedRows:
     """The same in plain torch; the squares of a row are summed as one block."""
-    y = a_MK.float() @ weight_NK.float().t()
+    if isinstance(weight, QuantizedWeight):
+        y = coded_sums_reference(a_MK, weight, peaks)
+    else:
+        y = a_MK.float() @ weight.float().t()
     if bias_N is not None:
         y = y + bias_N.float()
     x_MN.copy_((x_MN.float() + y.to(x_MN.dtype).float()).to(x_MN.dtype))
@@ -125,9 +149,8 @@ def _launch(
     """Launch the kernel for this many rows; how many blocks of outputs it was cut into."""
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
-    num_squares = rows.num_squares if rows else 1
+    num_squares, eps = (rows.num_squares, rows.eps) if rows else (1, 0.0)
     early = can_launch_early(x_MK)
-    options = launched_early(early)
     arguments = (
         x_MK,
         weight_NK,
@@ -149,8 +172,8 @@ def _launch(
         "SCALED": rows is not None,
         "BLOCK_J": next_power_of_two(num_squares),
         "EARLY": early,
+        **launched_early(early),
     }
-    eps = rows.eps if rows else 0.0
     if num_rows == 1:
         block_n, block_k, num_warps = _row_blocks(size_k, gated)
         num_blocks = -(-size_n // block_n)
@@ -163,7 +186,6 @@ def _launch(
             BLOCK_K=block_k,
             num_warps=num_warps,
             **flags,
-            **options,
         )
         return num_blocks
     parts = 1 if gated else num_parts(size_n, size_k)
@@ -181,7 +203,6 @@ def _launch(
         NUM_STAGES=4 if gated else 5,
         num_warps=4,
         **flags,
-        **options,
     )
     return num_blocks
 

@@ -6,6 +6,7 @@ import torch
 
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.batch import Batch
+from holdfast.kernels.quantize_rows import CodedRows
 from holdfast.kernels.write_heads import HeadNorm, Rotary
 from holdfast.layers.linear import Linear
 
@@ -18,6 +19,8 @@ class AttentionBuffers(NamedTuple):
     attended_TX: torch.Tensor
     scratch: tuple[torch.Tensor, ...]
     """The backend's own."""
+    coded: CodedRows | None = None
+    """Room for the rows of either product as codes; None where no weight takes them so."""
 
 
 class AttentionLayer:
@@ -49,9 +52,9 @@ class AttentionLayer:
         wanted_only: bool = False,
     ) -> torch.Tensor:
         """All rows leave their keys and values; all, or those whose logits are wanted, attend: [T, H] or [R, H]."""
-        self.qkv(x_TH, buffers.qkv_TX)
+        self.qkv(x_TH, buffers.qkv_TX, buffers.coded)
         attended_RX = self.attend(batch, plan, buffers, wanted_only)
-        return self.o(attended_RX, out_TH[: attended_RX.shape[0]])
+        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.coded)
 
     def attend(
         self,

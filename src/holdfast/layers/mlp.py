@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activate import activate
+from holdfast.kernels.quantize_rows import CodedRows
 from holdfast.kernels.silu_mul import silu_mul
 from holdfast.layers.linear import Linear
 
@@ -14,6 +15,8 @@ class MLPBuffers(NamedTuple):
 
     wide_TX: torch.Tensor
     active_TI: torch.Tensor
+    coded: CodedRows | None = None
+    """Room for the rows of either product as codes; None where no weight takes them so."""
 
 
 class GatedMLP:
@@ -25,11 +28,12 @@ class GatedMLP:
         self._activation = activation
 
     def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        wide_TX = self.gate_up(x_TH, buffers.wide_TX)
+        wide_TX = self.gate_up(x_TH, buffers.wide_TX, buffers.coded)
         if self._activation == "silu":
-            return self.down(silu_mul(wide_TX, buffers.active_TI), out_TH)
+            return self.down(silu_mul(wide_TX, buffers.active_TI), out_TH, buffers.coded)
         gate_TI, up_TI = wide_TX.chunk(2, dim=-1)
-        return self.down(activate(gate_TI, self._activation, buffers.active_TI).mul_(up_TI), out_TH)
+        active_TI = activate(gate_TI, self._activation, buffers.active_TI).mul_(up_TI)
+        return self.down(active_TI, out_TH, buffers.coded)
 
 
 class PlainMLP:
@@ -41,5 +45,5 @@ class PlainMLP:
         self._activation = activation
 
     def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        wide_TI = self._up(x_TH, buffers.wide_TX)
-        return self._down(activate(wide_TI, self._activation, buffers.active_TI), out_TH)
+        wide_TI = self._up(x_TH, buffers.wide_TX, buffers.coded)
+        return self._down(activate(wide_TI, self._activation, buffers.active_TI), out_TH, buffers.coded)

@@ -3,12 +3,15 @@
 What a name does not need is not imported: a plan from the catalogue answers before a reader of files is loaded.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ModelError, ModelNotFoundError
 from holdfast.models.blueprint import Blueprint, read_blueprint, spec_blueprint
 
 CONFIG_FILE = "config.json"
+MANIFEST_FILE = "holdfast-weights.json"
+QUANTIZATION = "quantization_config"
 
 
 def open_blueprint(model: str | None) -> Blueprint:
@@ -56,10 +59,37 @@ def _read_folder(folder: Path) -> Blueprint:
         raise ModelNotFoundError(
             f"{folder} cannot be read", str(error.strerror or error), "check the path and its permissions"
         ) from error
+    stored = _stored_in_headers(folder, name, has_file(folder, MANIFEST_FILE) or bool(config.get(QUANTIZATION)))
+    if stored is not None:
+        return stored
     blueprint = read_blueprint(config, name)
     if blueprint.spec is not None and config.get("dtype") is None and config.get("torch_dtype") is None:
         return _typed_by_weights(folder, blueprint)
     return blueprint
+
+
+def _stored_in_headers(folder: Path, name: str, is_quantized: bool) -> Blueprint | None:
+    """A quantized model whose weights are there is planned by what their headers say; None: by its settings alone."""
+    if not is_quantized:
+        return None
+    from holdfast.loading.directory import open_directory
+    from holdfast.loading.plan import plan_load
+    from holdfast.loading.quantized_source import QuantizedSource, plan_quantized
+
+    try:
+        opened = open_directory(folder)
+    except (ModelError, OSError):
+        return None
+    try:
+        dtype, source = opened.spec.checkpoint_dtype, opened.source
+        if isinstance(source, QuantizedSource):
+            plan = plan_quantized(opened.parameters, source, dtype)
+        else:
+            plan = plan_load(opened.parameters, source, dtype, stored=opened.stored)
+    finally:
+        opened.source.close()
+    schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
+    return replace(spec_blueprint(opened.spec, name), stored=schemes)
 
 
 def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:

@@ -7,8 +7,11 @@ from pathlib import Path
 from holdfast.errors import ModelNotFoundError
 from holdfast.loading.dummy import DummySource
 from holdfast.loading.json_file import read_json_object
+from holdfast.loading.quantization_config import read_stored_schemes
+from holdfast.loading.quantized_source import has_saved_weights, open_quantized
 from holdfast.loading.safetensors_source import SafetensorsSource
 from holdfast.loading.source import GenerationDefaults, OpenModel, TensorEntry
+from holdfast.loading.stored_schemes import StoredSchemes
 from holdfast.loading.weight_files import file_inside, has_file, open_weight_files
 from holdfast.models.families import FAMILIES, Family, parameters, read_spec
 from holdfast.models.settings import Settings, listed
@@ -16,6 +19,7 @@ from holdfast.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+QUANTIZATION = "quantization_config"
 
 
 def open_directory(folder: Path) -> OpenModel:
@@ -23,10 +27,14 @@ def open_directory(folder: Path) -> OpenModel:
     spec, config = _read_config(folder)
     family = FAMILIES[spec.architecture]
     generation = _read_generation(folder, config, family)
+    stored = _read_stored(config)
+    if has_saved_weights(folder):
+        return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
     source = SafetensorsSource(open_weight_files(folder), family.renames)
-    if config.values.get("dtype") is None and config.values.get("torch_dtype") is None:
+    has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
+    if not has_dtype and stored is None:
         spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
-    return OpenModel(folder, "directory", spec, parameters(spec), source, generation)
+    return OpenModel(folder, "directory", spec, parameters(spec), source, generation, stored=stored)
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
@@ -47,7 +55,15 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
             f"pass {folder / gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
         )
     config = read_json_object(file_inside(folder, CONFIG_FILE))
-    return read_spec(config, CONFIG_FILE), Settings(config, CONFIG_FILE)
+    # How weights are stored is no matter of what is computed.
+    return read_spec({**config, QUANTIZATION: None}, CONFIG_FILE), Settings(config, CONFIG_FILE)
+
+
+def _read_stored(config: Settings) -> StoredSchemes | None:
+    value = config.values.get(QUANTIZATION)
+    if value is not None and not isinstance(value, dict):
+        raise config.refuse(QUANTIZATION, value, "an object")
+    return read_stored_schemes(value, CONFIG_FILE)
 
 
 def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:

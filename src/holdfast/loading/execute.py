@@ -1,53 +1,50 @@
-"""Carries out a load plan: one arena is allocated once, and row chunks stream from the source straight into their place."""
+"""Carries out a load plan: two arenas are allocated once, and chunks of rows stream through one into their place in the other."""
 
+import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from math import prod
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from holdfast.errors import MemoryPlanError, ModelFormatError, shown
-from holdfast.loading.plan import CHUNK_BYTES, PINNED_CHUNKS, LoadPlan, Move
-from holdfast.loading.source import RowWriter, WeightSource, WritingSource
+from holdfast.loading.chunks import Chunk, cut_chunks
+from holdfast.loading.feeds import Feed, HostFeed, PinnedFeed, WriterFeed
+from holdfast.loading.load_report import LoadReport
+from holdfast.loading.move import Move
+from holdfast.loading.placing import Placer
+from holdfast.loading.plan import PINNED_CHUNKS, LoadPlan
+from holdfast.loading.source import WeightSource, WritingSource
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.profiler import anonymous_bytes
 from holdfast.memory.sizes import format_bytes
-from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.observability.log import get_logger
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import SCALE_SUFFIX
 
-WRITE_BYTES = 256 * 2**20
-"""Most bytes that a source writes itself at once: few calls for a large model, and progress all the same."""
+log = get_logger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Bytes of the checkpoint that are done, and in all."""
+SECONDS_BETWEEN_PROGRESS = 0.05
+CPU_READERS = 2
+"""Threads that read while another one places on the same processor."""
+POISON = 0x7F
+"""A byte that is no number in e4m3, and none to be overlooked elsewhere."""
+
+OUT_OF_MEMORY = ("alloc", "out of memory", "Cannot allocate")
+"""How torch, CUDA and a mapping say it; not all of them have an exception of their own."""
 
 
-class PinnedLink:
-    """The way to a GPU: through a fixed pair of pinned chunks, of which one is filled while the other travels."""
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Every weight by name, on the device, and what it took."""
 
-    def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(PINNED_CHUNKS)]
-        self._arrivals = [torch.cuda.Event() for _ in self._chunks] if is_cuda else None
-        self._stream = torch.cuda.current_stream(device) if is_cuda else None
-        self._next = 0
-
-    def send(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write rows of any type into their place. They may be overwritten as soon as this returns."""
-        step = CHUNK_BYTES // out.element_size()  # a row may be longer than a chunk
-        for values, place in zip(rows.reshape(-1).split(step), out.view(-1).split(step), strict=True):
-            chunk = self._free_chunk(out.dtype)[: place.numel()]
-            chunk.copy_(values)
-            place.copy_(chunk, non_blocking=True)
-            self._mark_travelling()
-
-    def _free_chunk(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._arrivals is not None:
-            self._arrivals[self._next].synchronize()
-        return self._chunks[self._next].view(dtype)
-
-    def _mark_travelling(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals[self._next].record(self._stream)
-        self._next = (self._next + 1) % PINNED_CHUNKS
+    weights: dict[str, torch.Tensor | QuantizedWeight]
+    report: LoadReport
 
 
 def load_weights(
@@ -55,17 +52,27 @@ def load_weights(
     source: WeightSource,
     device: str,
     ledger: Ledger,
-    on_progress: Callable[[int, int], None],
-) -> dict[str, torch.Tensor]:
-    """Every parameter by name, on the device, in the plan's dtype; each is in the ledger as weights/NAME.
+    on_progress: Progress,
+    allow_nonfinite: bool = False,
+    poison: bool = False,
+    chunk_bytes: int | None = None,
+) -> LoadedWeights:
+    """Read, convert and quantize every weight into one arena; each of its tensors is in the ledger as weights/NAME.
 
-    `on_progress` gets the bytes read so far and in all. Whatever stops a load leaves no entry and no tensor behind.
+    Whatever stops a load leaves no entry, no tensor and no thread behind. `poison` fills the arena beforehand, so that a row
+    that nobody wrote would show; `chunk_bytes` cuts smaller chunks than the plan has room for, with the same result.
     """
     target = torch.device(device)
+    start = time.perf_counter()
     with _lack_of_memory_in_words(plan, target, "as much in one piece"):
         arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
     try:
-        _fill(plan, source, target, ledger, arena.tensors, on_progress)
+        if poison:
+            for tensor in arena.tensors.values():
+                tensor.view(-1).view(torch.uint8).fill_(POISON)
+        load = _Load(plan, source, target, arena.tensors, on_progress)
+        load.run(ledger, allow_nonfinite, chunk_bytes)
+        return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start))
     except BaseException as error:
         # Frames that the error has left behind still name rows of the arena.
         traceback.clear_frames(error.__traceback__)
@@ -74,114 +81,174 @@ def load_weights(
     finally:
         if target.type == "cuda":
             torch.cuda.empty_cache()  # what has been freed goes back to the device, not into a hoard
-    return arena.tensors
 
 
-def _fill(
-    plan: LoadPlan,
-    source: WeightSource,
-    device: torch.device,
-    ledger: Ledger,
-    weights: dict[str, torch.Tensor],
-    on_progress: Callable[[int, int], None],
-) -> None:
-    with _row_writer(plan, source, device, ledger) as write:
-        _move_all(plan, source, write, weights, on_progress)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+class _Load:
+    """One load under way."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        source: WeightSource,
+        device: torch.device,
+        tensors: dict[str, torch.Tensor],
+        on_progress: Progress,
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._device = device
+        self._tensors = tensors
+        self._moves = (*plan.moves, *plan.twins)
+        self._progress = _Progress(plan.read_bytes, on_progress)
+        self._num_readers = _count_readers(plan, device)
+        self._seconds = (0.0, 0.0, 0.0)
+        self._peaks: tuple[int, int, int] | None = None
+
+    def run(self, ledger: Ledger, allow_nonfinite: bool, chunk_bytes: int | None) -> None:
+        plan, device = self._plan, self._device
+        most_bytes = plan.chunk_bytes(device.type)
+        chunk_bytes = most_bytes if chunk_bytes is None else chunk_bytes
+        assert chunk_bytes <= most_bytes, f"{chunk_bytes=} with room for {most_bytes}"
+        with _lack_of_memory_in_words(plan, device, "the staging to load them through"):
+            staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows on their way")
+        try:
+            self._stream(staging.tensors, cut_chunks(plan.moves, plan.twins, chunk_bytes), allow_nonfinite)
+        finally:
+            staging.release()
+
+    def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> None:
+        placer = Placer(self._plan.moves, self._plan.twins, self._tensors, staging["findings"], staging["peaks"])
+        self._progress.begin()
+        with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
+            for chunk, views in feed:
+                for piece in chunk.pieces:
+                    placer.place(piece, views)
+                self._progress.add(chunk.done_bytes)
+        self._seconds = feed.read_seconds, feed.copy_seconds, feed.place_seconds
+        if self._device.type == "cuda":
+            self._peaks = _device_peaks(self._device)
+        _judge(placer.wrong_rows(), self._source, allow_nonfinite)
+        self._progress.end()
+
+    def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
+        places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
+        if isinstance(self._source, WritingSource):
+            return WriterFeed(self._source.writer(staging), self._moves, chunks, places)
+        if self._device.type == "cpu":
+            return HostFeed(self._source, self._moves, chunks, places, self._num_readers)
+        with _lack_of_memory_in_words(self._plan, self._device, "the pinned host memory to load them through"):
+            return PinnedFeed(self._source, self._moves, chunks, places, self._num_readers, PINNED_CHUNKS)
+
+    def report(self, seconds: float) -> LoadReport:
+        read_seconds, copy_seconds, place_seconds = self._seconds
+        allocated, reserved, used = self._peaks or (None, None, None)
+        return LoadReport(
+            seconds=seconds,
+            read_bytes=self._plan.read_bytes,
+            read_seconds=read_seconds,
+            num_readers=self._num_readers,
+            copy_seconds=copy_seconds,
+            place_seconds=place_seconds,
+            final_bytes=self._plan.final_bytes,
+            staging_bytes=self._plan.staging_bytes(self._device.type),
+            pinned_bytes=self._plan.pinned_bytes(self._device.type),
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            device_used_bytes=used,
+            peak_anonymous_bytes=self._progress.peak_anonymous_bytes,
+        )
 
 
-@contextmanager
-def _row_writer(plan: LoadPlan, source: WeightSource, device: torch.device, ledger: Ledger) -> Iterator[RowWriter]:
-    """How rows get to their place, and the staging that it takes."""
-    if not isinstance(source, WritingSource):
-        with _lack_of_memory_in_words(plan, device, "the pinned host memory to load them through"):
-            link = PinnedLink(device) if device.type == "cuda" else None
-        yield partial(_read_and_copy, source, link)
-        return
-    with _lack_of_memory_in_words(plan, device, "the staging to make them with"):
-        staging = Arena("staging", source.writer_specs, device, ledger, "tables of made-up rows")
-    try:
-        yield source.writer(staging.tensors)
-    finally:
-        staging.release()
+class _Progress:
+    """Tells how far a load is, at most some times a second, and looks at the host's memory when it does."""
+
+    def __init__(self, total_bytes: int, tell: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._tell = tell
+        self._done = 0.0
+        self._next_seconds = 0.0
+        self.peak_anonymous_bytes: int | None = None
+
+    def begin(self) -> None:
+        self._say(0)
+
+    def add(self, num_bytes: float) -> None:
+        self._done += num_bytes
+        if time.monotonic() >= self._next_seconds:
+            self._say(min(int(self._done), self._total_bytes))
+
+    def end(self) -> None:
+        self._say(self._total_bytes)
+
+    def _say(self, done_bytes: int) -> None:
+        self._next_seconds = time.monotonic() + SECONDS_BETWEEN_PROGRESS
+        anonymous = anonymous_bytes()
+        if anonymous is not None:
+            self.peak_anonymous_bytes = max(anonymous, self.peak_anonymous_bytes or 0)
+        self._tell(done_bytes, self._total_bytes)
 
 
-def _read_and_copy(source: WeightSource, link: PinnedLink | None, name: str, row_start: int, out: torch.Tensor) -> None:
-    rows = _read(source, name, row_start, out)
-    if link is None:
-        out.copy_(rows)
-    else:
-        link.send(rows, out)
+def _count_readers(plan: LoadPlan, device: torch.device) -> int:
+    if plan.writer_specs:
+        return 0
+    num_processors = os.cpu_count() or 1
+    return min(plan.num_readers, num_processors, CPU_READERS if device.type == "cpu" else PINNED_CHUNKS)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are started on the current device, whichever has the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _device_peaks(device: torch.device) -> tuple[int, int, int]:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total_bytes - free_bytes
+
+
+def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | QuantizedWeight]:
+    weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+    for weight in plan.weights:
+        held: torch.Tensor | QuantizedWeight = tensors[weight.name]
+        if weight.scheme is not None:
+            held = QuantizedWeight(weight.scheme, weight.shape, held, tensors[weight.name + SCALE_SUFFIX])
+            held.check()
+        weights[weight.name] = held
+    return weights
+
+
+def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSource, allow_nonfinite: bool) -> None:
+    """Raise what was found while rows were placed; rows that are not finite may be allowed."""
+    nonfinite = [(move, row) for move, row, _ in wrong if row is not None]
+    if nonfinite:
+        move, row = nonfinite[0]
+        found = f"{source.entries[move.tensor].file}: {shown(move.tensor)} is not finite in row {row}"
+        others = f", and {len(nonfinite) - 1} more tensors are not" if len(nonfinite) > 1 else ""
+        if not allow_nonfinite:
+            raise ModelFormatError(
+                found + others,
+                f"a NaN or an infinity, or a number too large for {move.target}, makes every result of the model one",
+                "use the model's own weights, or --allow-nonfinite to go on",
+            )
+        log.warning("%s%s; loaded all the same, as was asked", found, others)
+    for move, _, row in wrong:
+        if row is not None:
+            raise ModelFormatError(
+                f"{source.entries[move.tensor].file}: {shown(move.tensor)} differs from the embedding in row {row}",
+                "the model's settings say that they are one tensor (tie_word_embeddings)",
+                "set tie_word_embeddings to false, or use the model's own weights",
+            )
 
 
 @contextmanager
 def _lack_of_memory_in_words(plan: LoadPlan, device: torch.device, what: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         told = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in told and "out of memory" not in told:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(word in told for word in OUT_OF_MEMORY):
             raise
         raise MemoryPlanError(
             f"the weights need {format_bytes(plan.final_bytes)} on {device}",
             f"{what} could not be allocated",
             "free some memory, or take a smaller model or dtype",
         ) from error
-
-
-def _move_all(
-    plan: LoadPlan,
-    source: WeightSource,
-    write: RowWriter,
-    weights: dict[str, torch.Tensor],
-    on_progress: Callable[[int, int], None],
-) -> None:
-    num_done = 0
-    on_progress(0, plan.read_bytes)
-    at_once_bytes = CHUNK_BYTES if plan.writer_bytes is None else WRITE_BYTES
-    for move in plan.moves:
-        for row_start, row_end in _row_ranges(move, source, at_once_bytes):
-            write(move.tensor, row_start, _rows(weights, move, row_start, row_end))
-            on_progress(num_done + move.num_bytes * row_end // move.shape[0], plan.read_bytes)
-        num_done += move.num_bytes
-    for twin in plan.twins:
-        for row_start, row_end in _row_ranges(twin, source, CHUNK_BYTES):
-            _check_twin(twin, row_start, _rows(weights, twin, row_start, row_end), source)
-            on_progress(num_done + twin.num_bytes * row_end // twin.shape[0], plan.read_bytes)
-        num_done += twin.num_bytes
-
-
-def _row_ranges(move: Move, source: WeightSource, at_once_bytes: int) -> Iterator[tuple[int, int]]:
-    """The rows of a tensor, as many at a time as the bytes allow, but at least one."""
-    row_bytes = prod(move.shape[1:]) * DTYPE_BYTES[source.entries[move.tensor].dtype]
-    step = max(1, at_once_bytes // row_bytes)
-    return ((start, min(start + step, move.shape[0])) for start in range(0, move.shape[0], step))
-
-
-def _rows(weights: dict[str, torch.Tensor], move: Move, row_start: int, row_end: int) -> torch.Tensor:
-    return weights[move.parameter][move.row_start + row_start : move.row_start + row_end]
-
-
-def _read(source: WeightSource, name: str, row_start: int, like_rows: torch.Tensor) -> torch.Tensor:
-    """As many rows as are asked for, valid until the next read."""
-    rows = source.read_rows(name, row_start, row_start + like_rows.shape[0])
-    assert rows.shape == like_rows.shape, f"{name}: {rows.shape=} from {row_start=} for {like_rows.shape=}"
-    return rows
-
-
-def _check_twin(twin: Move, row_start: int, loaded: torch.Tensor, source: WeightSource) -> None:
-    """Bits are compared, in the final dtype: a difference that rounding removes changes no result.
-
-    The loaded rows come to the host for it, so that a GPU holds nothing but them.
-    """
-    bits = torch.int16 if loaded.element_size() == 2 else torch.int32
-    rows = _read(source, twin.tensor, row_start, loaded).to(loaded.dtype)
-    differs = (loaded.cpu().view(bits) != rows.view(bits)).flatten(1).any(dim=1)
-    if bool(differs.any()):
-        raise ModelFormatError(
-            f"{source.entries[twin.tensor].file}: {shown(twin.tensor)} differs from the embedding "
-            f"in row {row_start + int(differs.nonzero()[0])}",
-            "the model's settings say that they are one tensor (tie_word_embeddings)",
-            "set tie_word_embeddings to false, or use the model's own weights",
-        )

@@ -1,52 +1,51 @@
 """The tensor data of a GGUF file, by positional reads; no mapping, no torch."""
 
-import os
 from array import array
-from typing import BinaryIO
+from threading import Lock
 
 from holdfast.errors import ModelFormatError, shown
 from holdfast.loading.gguf_file import GGUFFile, GGUFTensor
+from holdfast.loading.open_file import OpenFile
 
 
 class GGUFData:
-    """Opened at the first read, and only if the file is still the one whose header was checked."""
+    """Opened at the first read, and only if the file is still the one whose header was checked; any thread may read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
-        self._open_file: BinaryIO | None = None
+        self._lock = Lock()
+        self._opened: OpenFile | None = None
 
     def read_into(self, tensor: GGUFTensor, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes of a tensor from its byte `start` on."""
         assert 0 <= start <= start + len(buffer) <= tensor.num_bytes, f"{tensor.name}: {start=} {len(buffer)=}"
-        done = 0
-        while done < len(buffer):
-            try:
-                descriptor = self._descriptor()
-                num_read = os.preadv(descriptor, [buffer[done:]], tensor.offset + start + done)
-            except OSError as error:
-                raise ModelFormatError(
-                    f"{self._file.path.name}: tensor {shown(tensor.name)} cannot be read",
-                    error.strerror or str(error),
-                    "check the file and the disk",
-                ) from error
-            if num_read == 0:
-                raise self._changed()
-            done += num_read
+        try:
+            num_read = self._open().read(tensor.offset + start, buffer)
+        except OSError as error:
+            raise ModelFormatError(
+                f"{self._file.path.name}: tensor {shown(tensor.name)} cannot be read",
+                error.strerror or str(error),
+                "check the file and the disk",
+            ) from error
+        if num_read < len(buffer):
+            raise self._changed()
 
     def close(self) -> None:
-        """Let go of the file; may be called twice. A later read opens it again."""
-        if self._open_file is not None:
-            self._open_file.close()
-            self._open_file = None
+        """Let go of the file; may be called twice. A later read opens it again, and one that goes on ends well."""
+        with self._lock:
+            self._opened = None
 
-    def _descriptor(self) -> int:
-        if self._open_file is None:
-            self._open_file = open(self._file.path, "rb", buffering=0)  # noqa: SIM115 - held until `close`
-            status = os.fstat(self._open_file.fileno())
-            if (status.st_size, status.st_mtime_ns) != (self._file.file_bytes, self._file.modified_ns):
-                self.close()
-                raise self._changed()
-        return self._open_file.fileno()
+    def _open(self) -> OpenFile:
+        with self._lock:
+            if self._opened is None:
+                opened = OpenFile(self._file.path)
+                if (opened.status.st_size, opened.status.st_mtime_ns) != (
+                    self._file.file_bytes,
+                    self._file.modified_ns,
+                ):
+                    raise self._changed()
+                self._opened = opened
+            return self._opened
 
     def _changed(self) -> ModelFormatError:
         return ModelFormatError(

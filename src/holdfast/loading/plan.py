@@ -1,192 +1,230 @@
-"""From headers to a plan: which checkpoint tensor fills which rows, with everything wrong found before a weight is read; no torch."""
+"""From headers to a plan: which checkpoint rows fill which rows of which weight, and everything that is wrong, before a weight is read; no torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.loading.coverage import check_coverage, check_sources
+from holdfast.loading.layout_choice import Choice, choose_all
+from holdfast.loading.move import Move
+from holdfast.loading.plan_faults import refuse_missing, refuse_scheme, refuse_unexpected, refuse_wrong_tensors
+from holdfast.loading.planned_weight import PlannedWeight
 from holdfast.loading.source import TensorEntry, WeightSource, WritingSource
+from holdfast.loading.stored_schemes import StoredPlanes, StoredSchemes
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.tensor_spec import TensorSpec, aligned, arena_bytes
 from holdfast.models.parameters import Parameter, Part
-from holdfast.models.settings import listed
-from holdfast.quant.formats import bytes_for
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import WeightScheme
 
-FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Types of checkpoint tensors that are converted on the way in."""
 CHUNK_BYTES = 16 * 2**20
-"""Most bytes of a source's rows that are read at once; a single row may have more."""
-READ_CHUNKS = 3
-"""Chunks that reading holds in host memory: as stored, in another order (GGUF heads), and as values or as compared."""
-PINNED_CHUNKS = 2
-"""Chunks of pinned host memory before a GPU: one is filled while the other is on its way."""
-EMBEDDING = "embed.weight"
-HEAD = "lm_head.weight"
+"""Of one chunk of staging: rows as they are read, of one or several moves. A single row, or block of rows, may have more."""
+DEVICE_CHUNKS = 3
+"""Chunks of staging on a GPU."""
+PINNED_CHUNKS = 12
+"""Chunks of pinned host memory on the way to a GPU."""
+CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3
+"""Host memory of a load on a CPU."""
+MAX_READERS = 12
+"""Threads that read at once."""
+MAX_READER_BYTES = 32 * 2**20
+"""Host memory that they hold together beside the chunks, as far as one alone does with less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One checkpoint tensor and the rows of a parameter that it fills."""
-
-    tensor: str
-    parameter: str
-    row_start: int
-    shape: tuple[int, ...]
-    num_bytes: int
-    """On disk."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadPlan:
-    """Every row of every parameter is filled by exactly one move."""
+    """Every row of every weight is filled by exactly one move."""
 
     dtype: str
-    parameters: tuple[Parameter, ...]
+    weights: tuple[PlannedWeight, ...]
     moves: tuple[Move, ...]
     """In the order in which the source lists its tensors, so that files are read from front to back."""
     twins: tuple[Move, ...]
-    """Tensors that must equal what has been loaded into their rows: the head of a model with tied embeddings."""
-    chunk_bytes: int
-    """Most bytes of rows that are read at once: less than CHUNK_BYTES where no tensor has as many."""
-    writer_bytes: int | None
-    """Device memory that a source needs to write rows itself; None for one that reads them."""
+    """Compared, not written, when all moves are done: the head of a model with tied embeddings."""
+    recipe: WeightRecipe
+    writer_specs: tuple[TensorSpec, ...]
+    """What a source that writes rows itself works with; nothing for one that reads them."""
+    reader_bytes: int
+    """Host memory that one reader holds beside its chunk."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The final tensors, in the order in which they lie in their arena."""
-        return tuple(TensorSpec(parameter.name, parameter.shape, self.dtype) for parameter in self.parameters)
+        return tuple(spec for weight in self.weights for spec in weight.specs)
 
     @property
     def parameter_bytes(self) -> dict[str, int]:
-        """Final bytes of every parameter."""
-        return {spec.name: spec.num_bytes for spec in self.specs}
+        """Final bytes of every weight, its scales included."""
+        return {weight.name: weight.num_bytes for weight in self.weights}
 
     @property
     def final_bytes(self) -> int:
-        """Bytes of the one arena that holds every parameter."""
+        """Bytes of the one arena that holds every weight."""
         return arena_bytes(self.specs)
 
     @property
     def read_bytes(self) -> int:
         return sum(move.num_bytes for move in (*self.moves, *self.twins))
 
-    def staging_bytes(self, device_kind: str) -> int:
-        """Most memory of the device ("cpu" or "cuda") that a load holds beside the final tensors.
+    @property
+    def num_quantized(self) -> int:
+        """Weights that are codes and scales."""
+        return sum(weight.scheme is not None for weight in self.weights)
 
-        A GPU holds none of what is read: rows get their final type on the way into pinned memory, where the CPU has to
-        touch them anyway, and then go straight to their place. So the bus carries no more than the final bytes, and the
-        bits are those of a load on a CPU.
+    def chunk_bytes(self, device_kind: str) -> int:
+        """Bytes of a chunk: less where the checkpoint has less in all, more where a row or a block of rows has more."""
+        most_bytes = CPU_CHUNK_BYTES if device_kind == "cpu" else CHUNK_BYTES
+        all_bytes, least_bytes = self._row_bytes
+        return aligned(max(least_bytes, min(most_bytes, all_bytes)))
+
+    @cached_property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of all rows as they are read, and of the largest row or block of rows; found once for thousands of moves."""
+        moves = (*self.moves, *self.twins)
+        all_bytes = sum(aligned(move.chunk_bytes) for move in moves)
+        return all_bytes, max((move.least_bytes for move in moves), default=0)
+
+    def staging_specs(self, device_kind: str) -> tuple[TensorSpec, ...]:
+        """What a load holds on the device ("cpu" or "cuda") beside the final tensors.
+
+        The tensors of a source that writes rows itself take the place of the last chunk, so that made-up weights peak where
+        real ones do.
         """
-        if self.writer_bytes is not None:
-            return self.writer_bytes
-        return READ_CHUNKS * self.chunk_bytes if device_kind == "cpu" else 0
+        num_chunks = CPU_CHUNKS if device_kind == "cpu" else DEVICE_CHUNKS
+        chunk_bytes = self.chunk_bytes(device_kind)
+        specs = [TensorSpec(f"chunk.{index}", (chunk_bytes,), "uint8") for index in range(num_chunks)]
+        if self.writer_specs:
+            spare_bytes = chunk_bytes - arena_bytes(self.writer_specs)
+            specs[-1:] = self.writer_specs
+            if spare_bytes > 0:
+                specs.append(TensorSpec("spare", (spare_bytes,), "uint8"))
+        num_moves = len(self.moves)
+        findings = TensorSpec("findings", (num_moves + len(self.twins), 2), "int32")
+        return (*specs, findings, TensorSpec("peaks", (num_moves,), "float32"))
+
+    def staging_bytes(self, device_kind: str) -> int:
+        """Most memory of the device that a load holds beside the final tensors."""
+        return arena_bytes(self.staging_specs(device_kind))
 
     def pinned_bytes(self, device_kind: str) -> int:
         """Pinned host memory that a load holds."""
-        return PINNED_CHUNKS * CHUNK_BYTES if device_kind == "cuda" and self.writer_bytes is None else 0
+        return PINNED_CHUNKS * self.chunk_bytes(device_kind) if device_kind == "cuda" and not self.writer_specs else 0
+
+    @property
+    def num_readers(self) -> int:
+        """Threads that read: fewer where each holds much."""
+        return max(1, min(MAX_READERS, MAX_READER_BYTES // max(1, self.reader_bytes)))
+
+    def host_bytes(self, device_kind: str) -> int:
+        """Host memory that a load holds beside final tensors: on the way to a GPU, or all of it on a CPU."""
+        reading = 0 if self.writer_specs else self.num_readers * self.reader_bytes
+        return reading + (self.staging_bytes("cpu") if device_kind == "cpu" else self.pinned_bytes(device_kind))
 
     def terms(self, device_kind: str) -> tuple[Term, ...]:
         """What the load takes of the device's memory: for good, and only while it lasts."""
-        reason = "made-up rows" if self.writer_bytes is not None else "rows on their way to their place"
+        counts = Counter(weight.stored_as for weight in self.weights)
+        (first, num_first), *others = counts.most_common() or [(self.dtype, 0)]
+        stored = ", ".join([f"{num_first} tensors in {first}", *(f"{count} in {name}" for name, count in others)])
+        reason = "made-up rows" if self.writer_specs else "rows on their way to their place"
         if pinned_bytes := self.pinned_bytes(device_kind):
             reason += f", through {format_bytes(pinned_bytes)} of pinned host memory"
         return (
-            Term("weights", self.final_bytes, f"{len(self.parameters)} tensors in {self.dtype}"),
+            Term("weights", self.final_bytes, stored),
             Term("staging", self.staging_bytes(device_kind), reason, phases=("load",)),
         )
 
 
-def plan_load(parameters: Iterable[Parameter], source: WeightSource, dtype: str) -> LoadPlan:
-    """The plan for a checkpoint and a final dtype, or an error that names the file and the tensor."""
-    parameters = tuple(parameters)
+def plan_load(
+    parameters: Iterable[Parameter],
+    source: WeightSource,
+    dtype: str,
+    recipe: WeightRecipe = AS_STORED,
+    stored: StoredSchemes | None = None,
+) -> LoadPlan:
+    """The plan for a checkpoint, a final dtype and a recipe, or an error that names the file and the tensor.
+
+    `stored` says how the checkpoint is quantized already, if it is.
+    """
     entries = source.entries
-    head = _unused_head(parameters, entries)
-    wanted: dict[str, tuple[Parameter, Part]] = {}
-    for parameter in parameters:
-        parameter.check()
-        for part in parameter.parts:
-            tensor = HEAD if head and part.tensor not in entries and parameter.name == EMBEDDING else part.tensor
-            assert tensor not in wanted, f"{tensor} is a part of {wanted[tensor][0].name} and of {parameter.name}"
-            wanted[tensor] = (parameter, part)
-    twin_of: dict[str, tuple[Parameter, Part]] = {}
-    if head and HEAD not in wanted:
-        embedding = next(parameter for parameter in parameters if parameter.name == EMBEDDING)
-        twin_of[HEAD] = (embedding, embedding.parts[0])
-    _refuse_missing(wanted, entries)
-    _refuse_unexpected(set(wanted) | set(twin_of) | source.ignorable, entries)
-    moves, twins = _moves(wanted, entries), _moves(twin_of, entries)
+    planes = StoredPlanes(tuple(parameters), {}) if stored is None else stored.planes(parameters, entries, recipe)
+    choices = choose_all(planes.parameters, entries)
+    ignorable = source.ignorable if stored is None else source.ignorable | stored.ignorable(entries)
+    every = (*choices.fills, *choices.twins)
+    refuse_missing(every, entries)
+    refuse_unexpected(every, ignorable, entries)
+    refuse_wrong_tensors(every, dtype, entries)
+    scale_names = planes.scale_names
+    schemes: dict[str, WeightScheme | None] = {}
+    for choice in choices.fills:
+        name = choice.parameter.name
+        is_plane = name in planes.weights or name in scale_names
+        schemes[name] = None if is_plane else _scheme(choice, recipe, stored)
+    weights = tuple(
+        _weight(choice.parameter, dtype, schemes, planes)
+        for choice in choices.fills
+        if choice.parameter.name not in scale_names
+    )
+    moves = _moves(choices.fills, schemes, entries)
+    check_coverage(weights, moves)
+    check_sources(moves, scale_names)
+    writer_specs = source.writer_specs if isinstance(source, WritingSource) else ()
+    writer_bytes = arena_bytes(writer_specs)
+    assert writer_bytes <= CHUNK_BYTES, f"the source writes with {writer_bytes} bytes, more than {CHUNK_BYTES=}"
     return LoadPlan(
         dtype=dtype,
-        parameters=parameters,
+        weights=weights,
         moves=moves,
-        twins=twins,
-        chunk_bytes=max((_chunk_bytes(move, entries[move.tensor].dtype) for move in (*moves, *twins)), default=0),
-        writer_bytes=arena_bytes(source.writer_specs) if isinstance(source, WritingSource) else None,
+        twins=_moves(choices.twins, schemes, entries),
+        recipe=recipe,
+        writer_specs=writer_specs,
+        reader_bytes=source.scratch_bytes_per_reader,
     )
 
 
-def _unused_head(parameters: tuple[Parameter, ...], entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether the checkpoint stores a head that the model takes from its embedding.
+def _scheme(choice: Choice, recipe: WeightRecipe, stored: StoredSchemes | None) -> WeightScheme | None:
+    """How a weight is quantized on its way; not at all where the makers of a quantized checkpoint left it out."""
+    parameter, tensors = choice.parameter, [part.tensor for part in choice.whole_parts]
+    if stored is not None and stored.leaves_alone(tensors):
+        return None
+    scheme = recipe.scheme_for(parameter.kind, (parameter.name, *tensors))
+    if scheme is None:
+        return None
+    scheme = scheme.with_parts((parameter.seam_rows,))
+    refuse_scheme(parameter, choice.parts, scheme)
+    return scheme
 
-    Some store both, some only one of the two, under either name.
-    """
-    return HEAD in entries and not any(part.tensor == HEAD for parameter in parameters for part in parameter.parts)
+
+def _weight(
+    parameter: Parameter, dtype: str, schemes: Mapping[str, WeightScheme | None], planes: StoredPlanes
+) -> PlannedWeight:
+    if parameter.name in planes.weights:
+        shape, scheme = planes.weights[parameter.name]
+        return PlannedWeight(parameter.name, shape, dtype, scheme)
+    return PlannedWeight(parameter.name, parameter.shape, parameter.dtype or dtype, schemes[parameter.name])
 
 
-def _moves(wanted: Mapping[str, tuple[Parameter, Part]], entries: Mapping[str, TensorEntry]) -> tuple[Move, ...]:
+def _moves(
+    choices: Iterable[Choice], schemes: Mapping[str, WeightScheme | None], entries: Mapping[str, TensorEntry]
+) -> tuple[Move, ...]:
+    wanted: dict[str, list[tuple[str, Part]]] = {}
+    for choice in choices:
+        for part in choice.parts:
+            wanted.setdefault(part.tensor, []).append((choice.parameter.name, part))
     moves: list[Move] = []
     for name, entry in entries.items():
-        if name not in wanted:
-            continue
-        parameter, part = wanted[name]
-        if entry.shape != part.shape:
-            raise ModelFormatError(
-                f"{entry.file}: {shown(name)} has the shape {list(entry.shape)}",
-                f"the model's settings need {list(part.shape)}",
-                "use weights and settings of the same model",
-            )
-        if entry.dtype not in FLOAT_DTYPES:
-            raise UnsupportedModelError(
-                f"{entry.file}: {shown(name)} is stored as {entry.dtype}",
-                f"weights are read from {', '.join(FLOAT_DTYPES)}",
-                "use a checkpoint of one of these types",
-            )
-        moves.append(Move(name, parameter.name, part.row_start, part.shape, entry.num_bytes))
+        own = wanted.get(name, [])
+        if len(own) > 1:
+            own.sort(key=lambda item: item[1].row_range)
+        moves += (_move(target, part, schemes[target], entry) for target, part in own)
     return tuple(moves)
 
 
-def _chunk_bytes(move: Move, dtype: str) -> int:
-    tensor_bytes = bytes_for(dtype, move.shape)
-    return min(tensor_bytes, max(CHUNK_BYTES, tensor_bytes // move.shape[0]))
-
-
-def _refuse_missing(wanted: Mapping[str, tuple[Parameter, Part]], entries: Mapping[str, TensorEntry]) -> None:
-    missing = [name for name in wanted if name not in entries]
-    if missing:
-        raise ModelFormatError(
-            f"{_files(entry.file for entry in entries.values())} lacks {_count(missing)}: {listed(missing)}",
-            f"the model's settings need {len(wanted)} tensors",
-            "download the model again, or correct its settings",
-        )
-
-
-def _refuse_unexpected(known: set[str], entries: Mapping[str, TensorEntry]) -> None:
-    unexpected = [entry for name, entry in entries.items() if name not in known]
-    if unexpected:
-        names = [entry.name for entry in unexpected]
-        raise ModelFormatError(
-            f"{_files(entry.file for entry in unexpected)} has {_count(names)} too many: {listed(names)}",
-            "the model's settings have no place for them, so it would compute something else",
-            "use weights and settings of the same model",
-        )
-
-
-def _files(names: Iterable[str]) -> str:
-    files = list(dict.fromkeys(names))
-    if not files:
-        return "the checkpoint"
-    return files[0] if len(files) == 1 else f"{files[0]} (with {len(files) - 1} more files)"
-
-
-def _count(names: list[str]) -> str:
-    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+def _move(target: str, part: Part, scheme: WeightScheme | None, entry: TensorEntry) -> Move:
+    whole = Move(part.tensor, entry.dtype, target, part, scheme, entry.num_bytes)
+    if part.rows is None and part.columns is None:
+        return whole
+    part.check()
+    num_read, num_stored = whole.num_source_rows * whole.num_read_columns, part.source_rows * part.source_columns
+    return replace(whole, num_bytes=entry.num_bytes * num_read // num_stored)

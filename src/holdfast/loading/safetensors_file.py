@@ -12,13 +12,14 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import TypeGuard
 
 from holdfast.errors import ModelFormatError, shown
 from holdfast.loading.json_file import AGAIN, parse_json
+from holdfast.loading.open_file import OpenFile
 
 MAX_HEADER_BYTES = 16 * 2**20
 """The safetensors package reads up to 100 MB; 16 MiB describe more than 100,000 tensors, far more than any file has."""
@@ -46,6 +47,7 @@ TORCH_DTYPES: Mapping[str, str] = {
     "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
 }
 """torch's names of those that it reads as they are; another type keeps its own name, for messages."""
 
@@ -68,18 +70,22 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """A file whose header has been checked; tensors are in the order of their data. It is open between reads and `close`."""
+    """A file whose header has been checked; tensors are in the order of their data.
+
+    It is open between a read and `close`. Any number of threads may read, and close, at once.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: FileIO | None = None
+        self._lock = Lock()
+        self._opened: OpenFile | None = None
         try:
             # Checked before opening: opening a pipe would wait for its other end.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ModelFormatError(f"{path.name} is not a regular file", "a safetensors file is needed", AGAIN)
-            with open(path, "rb", buffering=0) as file:
-                self._identity = _identity(file)
-                self.tensors: Mapping[str, StoredTensor] = _read_header(file, path.name)
+            opened = OpenFile(path)
+            self._identity = _identity(opened)
+            self.tensors: Mapping[str, StoredTensor] = _read_header(opened, path.name)
         except OSError as error:
             raise ModelFormatError(
                 f"{path.name} cannot be read", str(error.strerror or error), "check the file"
@@ -87,13 +93,19 @@ class SafetensorsFile:
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes of a tensor from byte `start` of it on."""
+        self.read_runs_into(name, start, len(buffer) or 1, len(buffer) or 1, buffer)
+
+    def read_runs_into(self, name: str, start: int, stride: int, run_bytes: int, buffer: memoryview) -> None:
+        """Fill the buffer with runs of a tensor's bytes: the first at byte `start` of it, each `stride` behind the last."""
         tensor = self.tensors[name]
-        assert 0 <= start <= start + len(buffer) <= tensor.num_bytes, f"{name}: {start=} {len(buffer)=} {tensor=}"
+        num_runs, rest = divmod(len(buffer), run_bytes)
+        end = start + max(num_runs - 1, 0) * stride + min(len(buffer), run_bytes)
+        assert rest == 0, f"{name}: {len(buffer)=} is not so many runs of {run_bytes=}"
+        assert 0 <= start <= end <= tensor.num_bytes, f"{name}: {start=} {end=} {len(buffer)=} {tensor=}"
         try:
-            if self._file is None:
-                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - held until `close`
-            is_same = _identity(self._file) == self._identity
-            num_read = _read_fully(self._file, tensor.offset + start, buffer) if is_same else 0
+            opened = self._open()
+            is_same = _identity(opened) == self._identity
+            num_read = opened.read_runs(tensor.offset + start, stride, run_bytes, buffer) if is_same else 0
         except OSError as error:
             raise ModelFormatError(
                 f"{self.path.name}: {shown(name)} cannot be read", str(error.strerror or error), "check the disk"
@@ -106,20 +118,37 @@ class SafetensorsFile:
                 "leave the file alone and start again",
             )
 
+    def scatter(self, offset: int, buffers: list[memoryview]) -> bool:
+        """Fill buffers one after the other with what the file has from byte `offset` of it on; whether all were filled.
+
+        Why not, `read_into` tells.
+        """
+        num_wanted = sum(map(len, buffers))
+        try:
+            opened = self._open()
+            return _identity(opened) == self._identity and opened.scatter(offset, buffers) == num_wanted
+        except OSError:
+            return False
+
     def close(self) -> None:
-        """Let go of the file; may be called twice, and a later read opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Let go of the file; may be called twice, and a later read opens it again. A read that goes on ends well."""
+        with self._lock:
+            self._opened = None
+
+    def _open(self) -> OpenFile:
+        with self._lock:
+            if self._opened is None:
+                self._opened = OpenFile(self.path)
+            return self._opened
 
 
-def _identity(opened: FileIO) -> tuple[int, int, int]:
-    status = os.fstat(opened.fileno())
+def _identity(opened: OpenFile) -> tuple[int, int, int]:
+    status = opened.status
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _read_header(opened: FileIO, file: str) -> dict[str, StoredTensor]:
-    file_bytes = os.fstat(opened.fileno()).st_size
+def _read_header(opened: OpenFile, file: str) -> dict[str, StoredTensor]:
+    file_bytes = opened.status.st_size
     start = _read_bytes(opened, 0, max(8, len(LFS_MARK)))
     if start.startswith(LFS_MARK):
         raise ModelFormatError(
@@ -148,22 +177,10 @@ def _read_header(opened: FileIO, file: str) -> dict[str, StoredTensor]:
     return _check_tensors(values, file, 8 + header_bytes, file_bytes)
 
 
-def _read_bytes(opened: FileIO, offset: int, num_bytes: int) -> bytes:
+def _read_bytes(opened: OpenFile, offset: int, num_bytes: int) -> bytes:
     """Up to `num_bytes`, fewer where the file ends."""
     data = bytearray(num_bytes)
-    return bytes(data[: _read_fully(opened, offset, memoryview(data))])
-
-
-def _read_fully(opened: FileIO, offset: int, buffer: memoryview) -> int:
-    """Fill the buffer as far as the file goes; one call may return less than it was asked."""
-    opened.seek(offset)
-    num_read = 0
-    while num_read < len(buffer):
-        count = opened.readinto(buffer[num_read:])
-        if not count:
-            break
-        num_read += count
-    return num_read
+    return bytes(data[: opened.read(offset, memoryview(data))])
 
 
 def _check_tensors(header: dict[str, object], file: str, data_start: int, file_bytes: int) -> dict[str, StoredTensor]:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.loading.gguf_file import GGUFFile
+    from holdfast.loading.stored_schemes import StoredSchemes
 
-RowWriter: TypeAlias = "Callable[[str, int, torch.Tensor], None]"
-"""write(name, row_start, out_rows): rows of a checkpoint tensor from row_start on, into their final place and type."""
+RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
+"""write(name, row_start, row_end, out, columns): the bytes that `read_into` gives, into bytes on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class TensorEntry:
     name: str
     """The Hugging Face name, whatever the file calls it."""
     dtype: str
-    """torch's name of the type that `read_rows` returns."""
+    """torch's name of the type in which rows are read."""
     shape: tuple[int, ...]
     file: str
     """Name of the file that holds it, for messages."""
@@ -36,11 +37,11 @@ class TensorEntry:
 
 
 class WeightSource(Protocol):
-    """A checkpoint whose headers have been read and checked; no weight is read before `read_rows`."""
+    """A checkpoint whose headers have been read and checked; no weight is read before `read_into`."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Every tensor, by its Hugging Face name."""
+        """Every tensor by its Hugging Face name, in the order in which reading is fastest: file by file, front to back."""
         ...
 
     @property
@@ -48,10 +49,18 @@ class WeightSource(Protocol):
         """Names among the entries that may stay unused, such as rotary tables; any other unused tensor is an error."""
         ...
 
-    def read_rows(self, name: str, row_start: int, row_end: int) -> torch.Tensor:
-        """Rows [row_start, row_end) on the CPU; of a one-dimensional tensor, elements.
+    @property
+    def scratch_bytes_per_reader(self) -> int:
+        """Host memory that one call of `read_into` holds beside `out`, at most; 0 where bytes go straight into it."""
+        ...
 
-        The tensor may view a buffer of the source: it holds until the next `read_rows`.
+    def read_into(
+        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
+    ) -> None:
+        """Rows [row_start, row_end) as they are stored, in the entry's type, into exactly so many bytes.
+
+        Rows count all leading dimensions; of a vector they are elements. With `columns`, only those of each row. Any
+        number of threads may call it at once.
         """
         ...
 
@@ -66,11 +75,11 @@ class WritingSource(Protocol):
 
     @property
     def writer_specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a writer works with."""
+        """The tensors that a writer works with; together less than one chunk of staging, whose place they take."""
         ...
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
-        """Writes, on the device of these tensors, the bits that `read_rows` and a cast would give; allocates nothing there."""
+        """Writes, on the device of these tensors, what `read_into` would give; allocates nothing there."""
         ...
 
 
@@ -99,3 +108,5 @@ class OpenModel:
     generation: GenerationDefaults
     gguf: GGUFFile | None = None
     """The open file, whose tokenizer is in it; None for a folder."""
+    stored: StoredSchemes | None = None
+    """How the checkpoint has its matrices quantized already, as its settings say; None where it has not."""

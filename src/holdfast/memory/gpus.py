@@ -27,10 +27,12 @@ class Gpu(NamedTuple):
     context_bytes: int
     source: str
     """Where the two numbers come from."""
+    capability: tuple[int, int]
+    """CUDA's compute capability, which says what its instructions can do."""
 
 
-def _gpu(key: str, name: str, total_gib: float, source: str) -> Gpu:
-    return Gpu(key, name, int(total_gib * GIB), CONTEXT_BYTES, f"{source}; context {SAME_AS_H200}")
+def _gpu(key: str, name: str, total_gib: float, source: str, capability: tuple[int, int]) -> Gpu:
+    return Gpu(key, name, int(total_gib * GIB), CONTEXT_BYTES, f"{source}; context {SAME_AS_H200}", capability)
 
 
 H200 = Gpu(
@@ -39,29 +41,30 @@ H200 = Gpu(
     150_109_880_320,
     CONTEXT_BYTES,
     "total and context measured on one (driver for CUDA 13.0, torch 2.11)",
+    (9, 0),
 )
 GPUS: Mapping[str, Gpu] = {
     gpu.key: gpu
     for gpu in (
-        _gpu("rtx3060", "NVIDIA GeForce RTX 3060", 11.75, SEEN),
-        _gpu("t4", "Tesla T4", 14.75, SEEN),
-        _gpu("rtx4080", "NVIDIA GeForce RTX 4080", 15.58, ASSUMED),
-        _gpu("v100-16g", "Tesla V100-SXM2-16GB", 15.77, ASSUMED),
-        _gpu("l4", "NVIDIA L4", 22.03, ASSUMED),
-        _gpu("a10", "NVIDIA A10", 22.06, ASSUMED),
-        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.52, SEEN),
-        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.68, SEEN),
-        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, SEEN),
-        _gpu("v100-32g", "Tesla V100-SXM2-32GB", 31.73, ASSUMED),
-        _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 39.45, SEEN),
-        _gpu("l40s", "NVIDIA L40S", 44.39, ASSUMED),
-        _gpu("rtxa6000", "NVIDIA RTX A6000", 47.40, ASSUMED),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.11, SEEN),
-        _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 79.14, ASSUMED),
-        _gpu("h100-nvl", "NVIDIA H100 NVL", 93.00, SEEN),
-        _gpu("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.97, ASSUMED),
+        _gpu("rtx3060", "NVIDIA GeForce RTX 3060", 11.75, SEEN, (8, 6)),
+        _gpu("t4", "Tesla T4", 14.75, SEEN, (7, 5)),
+        _gpu("rtx4080", "NVIDIA GeForce RTX 4080", 15.58, ASSUMED, (8, 9)),
+        _gpu("v100-16g", "Tesla V100-SXM2-16GB", 15.77, ASSUMED, (7, 0)),
+        _gpu("l4", "NVIDIA L4", 22.03, ASSUMED, (8, 9)),
+        _gpu("a10", "NVIDIA A10", 22.06, ASSUMED, (8, 6)),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.52, SEEN, (8, 9)),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.68, SEEN, (8, 6)),
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, SEEN, (12, 0)),
+        _gpu("v100-32g", "Tesla V100-SXM2-32GB", 31.73, ASSUMED, (7, 0)),
+        _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 39.45, SEEN, (8, 0)),
+        _gpu("l40s", "NVIDIA L40S", 44.39, ASSUMED, (8, 9)),
+        _gpu("rtxa6000", "NVIDIA RTX A6000", 47.40, ASSUMED, (8, 6)),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.11, SEEN, (9, 0)),
+        _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 79.14, ASSUMED, (8, 0)),
+        _gpu("h100-nvl", "NVIDIA H100 NVL", 93.00, SEEN, (9, 0)),
+        _gpu("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.97, ASSUMED, (12, 0)),
         H200,
-        _gpu("b200", "NVIDIA B200", 178.35, ASSUMED),
+        _gpu("b200", "NVIDIA B200", 178.35, ASSUMED, (10, 0)),
     )
 }
 """Every GPU that can be planned for by name, the smallest first."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from holdfast.memory.planner import PHASES, MemoryPlan
 
 STATM = Path("/proc/self/statm")
+STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,17 @@ def take_peak_bytes(device: object) -> int | None:
     peak_bytes = torch.cuda.max_memory_allocated(place)
     torch.cuda.reset_peak_memory_stats(place)
     return peak_bytes
+
+
+def anonymous_bytes(status: Path = STATUS) -> int | None:
+    """Resident memory of this process that no file is behind; None where the system does not tell."""
+    try:
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None  # not Linux
 
 
 def _measure_host(statm: Path) -> DeviceBytes | None:

@@ -1,21 +1,27 @@
 """The tensors that a step of a decoder passes through, as workspace requests: what lives together, and what takes turns; no torch.
 
 stream   lives through all layers:   x, a normed copy of it, and what the last product adds to it
-layers   takes turns:                attention of a layer, then its MLP, and after the last layer logits
+layers   takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
+codes    takes turns:                inputs of a quantized product as codes, from one product to the next
 few      lives from start to end:    what products of few rows share
 """
 
 from dataclasses import dataclass
 
+from holdfast.kernels.expert_blocks import order_specs
 from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.models.spec import ModelSpec
+from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
 
 STREAM = "stream"
 LAYERS = "layers"
+CODES = "codes"
 FEW = "few"
 FEW_ROWS = 16
 """Steps of up to so many rows take the kernels for few rows (kernels/skinny_linear.py)."""
 FEW_BLOCK = 64
+FEW_GATE_PEAKS = 64
+"""Places of a row for the peak of what a gated product leaves (kernels/skinny_coded_row.py)."""
 FEW_LEAST_COLUMNS = 2
 FEW_PART_COLUMNS = 2 * 128 * FEW_BLOCK
 """A weight is cut along K only until there are enough programs, so parts times columns stay below this."""
@@ -57,6 +63,70 @@ def mlp_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
     return Request(LAYERS, "mlp", (wide, active))
 
 
+def experts_request(experts: ExpertsSpec, hidden_size: int, num_rows: int, dtype: str) -> Request:
+    """One layer's experts: logits and choices of every row, and what each of its chosen experts makes of it.
+
+    A pair is a row and one of its experts. What every token takes lives beside them until all of it is summed up.
+    """
+    choices, num_pairs = (num_rows, experts.top_k), num_rows * experts.top_k
+    specs = [
+        TensorSpec("router", (num_rows, experts.num_experts), "float32"),
+        TensorSpec("expert_ids", choices, "int32"),
+        TensorSpec("shares", choices, "float32"),
+        TensorSpec("active", (num_pairs, experts.intermediate_size), dtype),
+        TensorSpec("routed", (num_pairs, hidden_size), dtype),
+    ]
+    if experts.shared_size:
+        specs += [
+            TensorSpec("shared_wide", (num_rows, 2 * experts.shared_size), dtype),
+            TensorSpec("shared_active", (num_rows, experts.shared_size), dtype),
+            TensorSpec("shared", (num_rows, hidden_size), dtype),
+        ]
+    if experts.has_shared_gate:
+        specs.append(TensorSpec("shared_logit", (num_rows, 1), "float32"))
+    specs += order_specs(num_rows, experts.top_k, experts.num_experts)
+    return Request(LAYERS, "experts", tuple(specs))
+
+
+def codes_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: WeightRecipe) -> Request:
+    """Room for the inputs of any one product as codes and scales; nothing where no product takes them so.
+
+    Both are vectors: a product cuts what it needs from them (`coded_view` in kernels/quantized_linear.py).
+    """
+    products = [
+        (num_inputs, width, scheme.block_columns or width)
+        for kind, num_inputs, width in _products(spec, num_rows, num_logit_rows)
+        if (scheme := recipe.scheme_for(kind, ())) is not None and scheme.codes_activations
+    ]
+    if not products:
+        return Request(CODES, "codes", ())
+    num_codes = max(num_inputs * width for num_inputs, width, _ in products)
+    num_scales = max(num_inputs * -(-width // block) for num_inputs, width, block in products)
+    codes, scales = TensorSpec("codes", (num_codes,), "float8_e4m3fn"), TensorSpec("scales", (num_scales,), "float32")
+    return Request(CODES, "codes", (codes, scales))
+
+
+def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple[str, int, int]]:
+    """Kinds of the weights that a step multiplies by, with rows and columns of what goes in."""
+    hidden = spec.hidden_size
+    embedding = spec.embedding_size or hidden
+    products = [
+        ("linear", num_rows, hidden),
+        ("linear", num_rows, spec.query_size),
+        ("head", num_logit_rows, embedding),
+    ]
+    if embedding != hidden:
+        products += [("linear", num_rows, embedding), ("linear", num_logit_rows, hidden)]
+    if spec.has_mlp:
+        products.append(("linear", num_rows, spec.intermediate_size))
+    if spec.experts is not None:
+        products.append(("expert", num_rows, hidden))
+        products.append(("expert", num_rows * spec.experts.top_k, spec.experts.intermediate_size))
+    if spec.experts is not None and spec.experts.shared_size:
+        products.append(("linear", num_rows, spec.experts.shared_size))
+    return products
+
+
 def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
     """Logits in float32, and what comes before them where the embedding is projected."""
     embedding_size = spec.embedding_size or spec.hidden_size
@@ -81,15 +151,17 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
     return Request(LAYERS, "embed", tuple(specs))
 
 
-def takes_few(spec: ModelSpec, dtype: str, device_kind: str) -> bool:
+def takes_few(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether steps of few rows go through fused products: bfloat16 on a GPU, norm first, gate with silu.
 
-    In float16 an x that is not yet divided by its rms could overflow.
+    Weights are plain, or have eight bits and a scale a row. In float16 an x that is not yet divided by its rms could overflow.
     """
-    widths = (spec.hidden_size, spec.query_size, spec.intermediate_size)
+    widths = (spec.hidden_size, spec.query_size, *((spec.intermediate_size,) if spec.has_mlp else ()))
+    scheme = recipe.scheme
     return (
         device_kind == "cuda"
         and dtype == "bfloat16"
+        and (scheme is None or scheme.block_columns == 0)
         and spec.norm == "rms"
         and spec.norm_first
         and spec.gated_mlp
@@ -100,16 +172,19 @@ def takes_few(spec: ModelSpec, dtype: str, device_kind: str) -> bool:
     )
 
 
-def few_request(spec: ModelSpec) -> Request:
-    """Sums of squares by block, parts along K, and counters of parts that have arrived."""
+def few_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
+    """Sums of squares by block, parts along K, counters of parts that have arrived; and peaks, where weights are quantized."""
     widest = max(spec.qkv_size, spec.hidden_size, spec.vocab_size)
     num_squares = max(FEW_ROWS * -(-spec.hidden_size // FEW_BLOCK), -(-spec.hidden_size // FEW_LEAST_COLUMNS))
-    return Request(
-        FEW,
-        "few",
-        (
-            TensorSpec("squares", (num_squares,), "float32"),
-            TensorSpec("parts", (FEW_ROWS * FEW_PART_COLUMNS,), "float32"),
-            TensorSpec("arrived", (-(-widest // FEW_BLOCK),), "int32"),
-        ),
-    )
+    specs = [
+        TensorSpec("squares", (num_squares,), "float32"),
+        TensorSpec("parts", (FEW_ROWS * FEW_PART_COLUMNS,), "float32"),
+        TensorSpec("arrived", (-(-widest // FEW_BLOCK),), "int32"),
+    ]
+    if recipe.scheme is not None:
+        specs += [
+            TensorSpec("peaks", (num_squares,), "float32"),
+            TensorSpec("input_peaks", (FEW_ROWS,), "float32"),
+            TensorSpec("gate_peaks", (FEW_ROWS * FEW_GATE_PEAKS,), "int32"),
+        ]
+    return Request(FEW, "few", tuple(specs))

@@ -1,18 +1,21 @@
 """Blueprint: what planning needs to know of a model, also of those that this version cannot run; no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
 from holdfast.models.blueprint_anatomy import Anatomy
-from holdfast.models.blueprint_grouped import GroupedAnatomy, qwen_moe
-from holdfast.models.blueprint_weights import Weight, find_quantization, weight_bytes
+from holdfast.models.blueprint_grouped import GroupedAnatomy
+from holdfast.models.blueprint_recipe import Review, review_recipe, stored_recipe
+from holdfast.models.blueprint_weights import Weight, weight_bytes
 from holdfast.models.families import DTYPES, FAMILIES, read_spec
 from holdfast.models.rope_settings import MAX_POSITIONS
 from holdfast.models.settings import Settings, plain
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KVFormat, kv_format
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import WeightScheme
 
 MAX_RANKS = 4096
 
@@ -37,6 +40,8 @@ class Blueprint:
     head_dim: int
     """Of what is kept of a token: a key, or a latent with its rotated part."""
     anatomy: Anatomy
+    stored: Mapping[str, WeightScheme] = field(default_factory=dict)
+    """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What has been listed before: a plan asks many times, with other sizes of everything else."""
 
@@ -64,30 +69,50 @@ class Blueprint:
         self.check_ranks(tensor_parallel_size)
         key = ("weights", tensor_parallel_size)
         if key not in self._memo:
-            self._memo[key] = self.anatomy.weights(tensor_parallel_size)
+            weights = self.anatomy.weights(tensor_parallel_size)
+            if self.stored:
+                weights = tuple(weight._replace(native=self.stored.get(weight.name)) for weight in weights)
+            self._memo[key] = weights
         weights = self._memo[key]
         assert isinstance(weights, tuple), f"{key} became {weights!r}"
         return weights
 
+    @property
+    def stored_recipe(self) -> WeightRecipe | None:
+        """How the checkpoint has its weights quantized; None where it has not."""
+        if "stored" not in self._memo:
+            self._memo["stored"] = stored_recipe(self.parameters())
+        found = self._memo["stored"]
+        assert found is None or isinstance(found, WeightRecipe), f"the stored recipe became {found!r}"
+        return found
+
+    def review_recipe(self, recipe: WeightRecipe) -> Review:
+        """What a recipe does to this model; one that asks for what cannot be raises."""
+        key = ("review", recipe)
+        if key not in self._memo:
+            self._memo[key] = review_recipe(self.parameters(), recipe)
+        found = self._memo[key]
+        assert isinstance(found, Review), f"{key} became {found!r}"
+        return found
+
     def group_bytes(
-        self, dtype: str, quantization: str | None = None, tensor_parallel_size: int = 1
+        self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1
     ) -> Mapping[str, tuple[int, int]]:
         """Tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
-        scheme = find_quantization(quantization)
-        key = ("groups", dtype, scheme, tensor_parallel_size)
+        key = ("groups", dtype, recipe, tensor_parallel_size)
         if key not in self._memo:
             groups: dict[str, tuple[int, int]] = {}
             for weight in self.parameters(tensor_parallel_size):
                 count, num_bytes = groups.get(weight.group, (0, 0))
-                groups[weight.group] = (count + 1, num_bytes + weight_bytes(weight, dtype, scheme))
+                groups[weight.group] = (count + 1, num_bytes + weight_bytes(weight, dtype, recipe))
             self._memo[key] = groups
         found = self._memo[key]
         assert isinstance(found, dict), f"{key} became {found!r}"
         return found
 
-    def weight_bytes(self, dtype: str, quantization: str | None = None, tensor_parallel_size: int = 1) -> int:
+    def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1) -> int:
         """Bytes of the arena that holds every parameter of a rank."""
-        groups = self.group_bytes(dtype, quantization, tensor_parallel_size)
+        groups = self.group_bytes(dtype, recipe, tensor_parallel_size)
         return sum(num_bytes for _, num_bytes in groups.values())
 
     def kv_bytes_per_token(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> Fraction:
@@ -129,8 +154,7 @@ def read_blueprint(config: Mapping[str, object], name: str, file: str = "config.
     if native is None:
         return spec_blueprint(_read_known_spec(config, file), name)
     spec = _read_known_spec({**config, "quantization_config": None}, file)
-    why = f"checkpoints in {native} are not read in this version"
-    return _grouped(name, GroupedAnatomy(spec, FAMILIES[spec.architecture].names, native), why)
+    return _grouped(name, GroupedAnatomy(spec, FAMILIES[spec.architecture].names, native), None)
 
 
 def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
@@ -161,21 +185,6 @@ def _grouped(name: str, anatomy: GroupedAnatomy, not_runnable: str | None) -> Bl
         head_dim=spec.head_dim,
         anatomy=anatomy,
     )
-
-
-def _read_qwen_moe(settings: Settings, name: str, native: str | None, has_shared: bool) -> Blueprint:
-    """Attention is that of the dense family of the same generation, so that is read first."""
-    family = "qwen2" if has_shared else "qwen3"
-    dense = {
-        **settings.values,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
-        "num_experts": None,
-        "quantization_config": None,
-    }
-    spec = read_spec(dense, settings.file)
-    spec = replace(spec, architecture=f"{family.capitalize()}MoeForCausalLM", family=f"{family}_moe")
-    return _grouped(name, qwen_moe(settings, spec, native, has_shared), NO_EXPERTS)
 
 
 def _read_deepseek(settings: Settings, name: str, native: str | None) -> Blueprint:
@@ -245,10 +254,7 @@ def _dtype(settings: Settings) -> str:
     return name
 
 
-NO_EXPERTS = "mixtures of experts are not in this version"
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], Blueprint]] = {
-    "Qwen2MoeForCausalLM": lambda settings, name, native: _read_qwen_moe(settings, name, native, True),
-    "Qwen3MoeForCausalLM": lambda settings, name, native: _read_qwen_moe(settings, name, native, False),
     "DeepseekV2ForCausalLM": _read_deepseek,
     "DeepseekV3ForCausalLM": _read_deepseek,
     "DeepseekV4ForCausalLM": _read_deepseek_v4,

@@ -9,6 +9,7 @@ from holdfast.models.activations import Request
 from holdfast.models.blueprint_weights import Weight
 from holdfast.models.settings import Settings
 from holdfast.quant.formats import KVFormat
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
 
 
 class CacheRows(NamedTuple):
@@ -43,6 +44,8 @@ class StepShape(NamedTuple):
     max_model_len: int
     dtype: str
     device_kind: str = "cpu"
+    recipe: WeightRecipe = AS_STORED
+    """Which weights are quantized: some schemes take the inputs of products as codes, which need room."""
 
 
 class Anatomy(Protocol):

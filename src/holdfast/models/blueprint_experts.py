@@ -1,11 +1,11 @@
-"""The sparse part of a mixture of experts, as weights and as tensors of a step; no torch."""
+"""The sparse part of a mixture of experts that is planned and not run, as weights and as tensors of a step; no torch."""
 
 from typing import NamedTuple
 
-from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.models.activations import LAYERS, Request
+from holdfast.models.activations import Request, experts_request
 from holdfast.models.blueprint_anatomy import StepShape, split
 from holdfast.models.blueprint_weights import Weight
+from holdfast.models.spec import ExpertsSpec
 
 
 class Experts(NamedTuple):
@@ -24,8 +24,7 @@ class Experts(NamedTuple):
 
     def indivisible(self, num_ranks: int) -> str | None:
         """Ranks share every expert, a slice of its inner width each."""
-        reason = split(self.intermediate_size, num_ranks, "columns of an expert")
-        return reason or split(self.shared_size, num_ranks, "columns of the shared experts")
+        return indivisible_experts(self.intermediate_size, self.shared_size, num_ranks)
 
     def weights(self, prefix: str, hidden: int, num_ranks: int) -> tuple[Weight, ...]:
         """Of one layer, on one rank; gate and up are fused."""
@@ -49,17 +48,20 @@ class Experts(NamedTuple):
 
     def request(self, step: StepShape, hidden: int, num_ranks: int) -> Request:
         """One layer's experts: every row goes through `top_k` of them, and its results are summed up."""
-        rows, chosen = step.num_rows, step.num_rows * self.top_k
-        inner, shared = self.intermediate_size // num_ranks, self.shared_size // num_ranks
-        specs = [
-            TensorSpec("router", (rows, self.num_experts), "float32"),
-            TensorSpec("wide", (chosen, 2 * inner), step.dtype),
-            TensorSpec("active", (chosen, inner), step.dtype),
-            TensorSpec("routed", (chosen, hidden), step.dtype),
-        ]
-        if shared:
-            specs += [
-                TensorSpec("shared_wide", (rows, 2 * shared), step.dtype),
-                TensorSpec("shared_active", (rows, shared), step.dtype),
-            ]
-        return Request(LAYERS, "experts", tuple(specs))
+        return experts_request(self.rank(num_ranks), hidden, step.num_rows, step.dtype)
+
+    def rank(self, num_ranks: int) -> ExpertsSpec:
+        """The experts as one rank computes them."""
+        return ExpertsSpec(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            intermediate_size=self.intermediate_size // num_ranks,
+            shared_size=self.shared_size // num_ranks,
+            has_shared_gate=self.has_shared_gate,
+        )
+
+
+def indivisible_experts(intermediate_size: int, shared_size: int, num_ranks: int) -> str | None:
+    """None, or which width does not divide into so many parts, in words."""
+    reason = split(intermediate_size, num_ranks, "columns of an expert")
+    return reason or split(shared_size, num_ranks, "columns of the shared experts")

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from holdfast.models.parameters import Parameter, Part
+from holdfast.models.expert_parameters import EXPERT_NAMES, ExpertNames, list_experts
+from holdfast.models.parameters import Kind, Parameter, Split
 from holdfast.models.spec import ModelSpec
+from holdfast.models.stacked_parts import stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class CheckpointNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     lm_head: str = "lm_head"
+    experts: ExpertNames = EXPERT_NAMES
 
 
 LLAMA_NAMES = CheckpointNames(
@@ -63,74 +66,81 @@ OPT_NAMES = CheckpointNames(
 )
 
 
-def list_parameters(spec: ModelSpec, names: CheckpointNames) -> tuple[Parameter, ...]:
-    """Every parameter of the decoder, in the order of computation."""
+def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool = True) -> tuple[Parameter, ...]:
+    """Every parameter of the decoder, in the order of computation; a plan of memory does without other layouts."""
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    parameters = [_matrix("embed", [(names.embed, spec.vocab_size)], embedding)]
+    embed_kind: Kind = "head" if spec.tied_embeddings else "embedding"
+    parameters = [_matrix("embed", [(names.embed, spec.vocab_size)], embedding, embed_kind, "rows")]
     if spec.rope is None:
         num_positions = spec.max_position + spec.position_offset
-        parameters.append(_matrix("positions", [(names.positions, num_positions)], hidden))
+        parameters.append(_matrix("positions", [(names.positions, num_positions)], hidden, "embedding", "none"))
     if embedding != hidden:
-        parameters.append(_matrix("embed_in", [(names.embed_in, hidden)], embedding))
+        parameters.append(_matrix("embed_in", [(names.embed_in, hidden)], embedding, "linear", "none"))
     for layer in range(spec.num_layers):
-        parameters += _list_layer(spec, names, f"layers.{layer}.", names.layer.format(layer))
+        parameters += _list_layer(spec, names, layer, with_layouts)
     if spec.has_final_norm:
-        parameters += _norm(spec, "final_norm", names.final_norm, hidden)
+        parameters += _norm(spec, "final_norm", names.final_norm)
     if embedding != hidden:
-        parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden))
+        parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden, "linear", "none"))
     if not spec.tied_embeddings:
-        parameters.append(_matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding))
+        parameters.append(_matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding, "head", "rows"))
     return tuple(parameters)
 
 
-def _list_layer(spec: ModelSpec, names: CheckpointNames, ours: str, theirs: str) -> list[Parameter]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool) -> list[Parameter]:
+    ours, theirs, hidden = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size
     qkv = [(theirs + names.q, spec.query_size), (theirs + names.k, spec.kv_size), (theirs + names.v, spec.kv_size)]
-    up = [(theirs + names.up, inner)]
-    up_name = f"{ours}up"
-    if spec.gated_mlp:
-        up_name, up = f"{ours}gate_up", [(theirs + names.gate, inner), *up]
     parameters = [
-        *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm, hidden),
-        *_linear(f"{ours}qkv", qkv, hidden, spec.qkv_bias),
+        *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
+        *_linear(f"{ours}qkv", qkv, hidden, "rows", spec.qkv_bias),
     ]
     if spec.qk_norm:
-        parameters.append(_vector(f"{ours}q_norm.weight", [(f"{theirs}{names.q_norm}.weight", spec.head_dim)]))
-        parameters.append(_vector(f"{ours}k_norm.weight", [(f"{theirs}{names.k_norm}.weight", spec.head_dim)]))
+        for name, module in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
+            parameters.append(
+                _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", spec.head_dim)], "norm", "none")
+            )
+    parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], spec.query_size, "columns", spec.o_bias)
+    parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
+    experts = spec.layer_experts(layer)
+    if experts is not None:
+        return [*parameters, *list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)]
+    return [*parameters, *_list_mlp(spec, names, ours, theirs)]
+
+
+def _list_mlp(spec: ModelSpec, names: CheckpointNames, ours: str, theirs: str) -> list[Parameter]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    up_name, up = f"{ours}up", [(theirs + names.up, inner)]
+    if spec.gated_mlp:
+        up_name, up = f"{ours}gate_up", [(theirs + names.gate, inner), *up]
     return [
-        *parameters,
-        *_linear(f"{ours}o", [(theirs + names.o, hidden)], spec.query_size, spec.o_bias),
-        *_norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm, hidden),
-        *_linear(up_name, up, hidden, spec.mlp_bias),
-        *_linear(f"{ours}down", [(theirs + names.down, hidden)], inner, spec.mlp_bias),
+        *_linear(up_name, up, hidden, "rows", spec.mlp_bias),
+        *_linear(f"{ours}down", [(theirs + names.down, hidden)], inner, "columns", spec.mlp_bias),
     ]
 
 
-def _linear(name: str, modules: list[tuple[str, int]], num_columns: int, has_bias: bool) -> list[Parameter]:
-    weight = _matrix(name, modules, num_columns)
+def _linear(
+    name: str, modules: list[tuple[str, int]], num_columns: int, split: Split, has_bias: bool
+) -> list[Parameter]:
+    weight = _matrix(name, modules, num_columns, "linear", split)
     if not has_bias:
         return [weight]
-    return [weight, _vector(f"{name}.bias", [(f"{module}.bias", num_rows) for module, num_rows in modules])]
+    # Ranks that share columns add up their products, so a bias belongs to all of them together.
+    bias_split: Split = "rows" if split == "rows" else "none"
+    biases = [(f"{module}.bias", num_rows) for module, num_rows in modules]
+    return [weight, _vector(f"{name}.bias", biases, "bias", bias_split)]
 
 
-def _norm(spec: ModelSpec, name: str, module: str, width: int) -> list[Parameter]:
-    kinds = ("weight", "bias") if spec.norm == "layer" else ("weight",)
-    return [_vector(f"{name}.{kind}", [(f"{module}.{kind}", width)]) for kind in kinds]
+def _norm(spec: ModelSpec, name: str, module: str) -> list[Parameter]:
+    kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"} if spec.norm == "layer" else {"weight": "norm"}
+    return [
+        _vector(f"{name}.{end}", [(f"{module}.{end}", spec.hidden_size)], kind, "none") for end, kind in kinds.items()
+    ]
 
 
-def _matrix(name: str, modules: list[tuple[str, int]], num_columns: int) -> Parameter:
-    return _stack(f"{name}.weight", [(f"{module}.weight", (rows, num_columns)) for module, rows in modules])
+def _matrix(name: str, modules: list[tuple[str, int]], num_columns: int, kind: Kind, split: Split) -> Parameter:
+    tensors = [(f"{module}.weight", (rows, num_columns)) for module, rows in modules]
+    return stacked(f"{name}.weight", tensors, kind, split)
 
 
-def _vector(name: str, tensors: list[tuple[str, int]]) -> Parameter:
-    return _stack(name, [(tensor, (num_rows,)) for tensor, num_rows in tensors])
-
-
-def _stack(name: str, tensors: list[tuple[str, tuple[int, ...]]]) -> Parameter:
-    """One parameter whose rows are those of the given tensors, one after the other."""
-    parts: list[Part] = []
-    row = 0
-    for tensor, shape in tensors:
-        parts.append(Part(tensor, row, shape))
-        row += shape[0]
-    return Parameter(name, (row, *tensors[0][1][1:]), tuple(parts))
+def _vector(name: str, tensors: list[tuple[str, int]], kind: Kind, split: Split) -> Parameter:
+    return stacked(name, [(tensor, (num_rows,)) for tensor, num_rows in tensors], kind, split)

@@ -3,43 +3,45 @@
 T rows of the step, R rows whose logits are wanted, H hidden, V vocabulary, X any other width
 
 The residual stream is x, and what the last product computed is added to it by the norm that follows: one pass over memory
-for both. Steps of few rows on a GPU have products that do this themselves (kernels/skinny_linear.py).
+for both. Steps of few rows on a GPU have products that do this themselves (few_route.py).
 """
 
-from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.batch import Batch
-from holdfast.kernels.begin_rows import NormedRows, SkinnyScratch, begin_rows
 from holdfast.kernels.linear import linear_float32
-from holdfast.kernels.skinny_linear import linear_add, normed_linear
-from holdfast.kernels.write_heads import HeadNorm, Rotary
-from holdfast.layers.attention import AttentionBuffers, AttentionLayer
-from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GatedMLP, MLPBuffers, PlainMLP
-from holdfast.layers.norm import LayerNorm, RMSNorm
+from holdfast.kernels.lookup_rows import lookup_rows
+from holdfast.kernels.quantize_rows import CodedRows
+from holdfast.kernels.write_heads import Rotary
+from holdfast.layers.attention import AttentionBuffers
+from holdfast.layers.experts import ExpertBuffers, ExpertLayer
+from holdfast.layers.mlp import MLPBuffers
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.memory.workspace import Workspace
-from holdfast.models import activations
+from holdfast.models import activations, few_route
 from holdfast.models.activations import Request
+from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder, Weights
+from holdfast.models.few_route import FewRoute
 from holdfast.models.spec import ModelSpec
+from holdfast.observability.log import get_logger
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
 
-Weights = Mapping[str, torch.Tensor]
-Norm = RMSNorm | LayerNorm
+log = get_logger(__name__)
 
 
-class DecoderLayer:
-    """Attention and MLP around a residual stream."""
+class StepRequests(NamedTuple):
+    """What a step of some rows asks of the workspace; those that a model does without are empty."""
 
-    def __init__(self, attn_norm: Norm, attention: AttentionLayer, mlp_norm: Norm, mlp: GatedMLP | PlainMLP) -> None:
-        self.attn_norm = attn_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    stream: Request
+    embed: Request
+    attention: Request
+    mlp: Request
+    experts: Request | None
+    codes: Request
 
 
 class Decoder:
@@ -54,20 +56,24 @@ class Decoder:
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
         takes_few: bool = False,
+        dtype: str | None = None,
+        recipe: WeightRecipe = AS_STORED,
     ) -> None:
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        builder = LayerBuilder(spec, weights, backend, rotary)
         self._spec = spec
         self._workspace = workspace
+        self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
+        self._recipe = recipe
         self._embed_VE = weights["embed.weight"]
-        self._dtype = str(self._embed_VE.dtype).removeprefix("torch.")
         self._positions_PH = weights.get("positions.weight")
-        self._embed_in = Linear(weights["embed_in.weight"]) if "embed_in.weight" in weights else None
-        self._embed_out = Linear(weights["embed_out.weight"]) if "embed_out.weight" in weights else None
-        builder = _LayerBuilder(spec, weights, backend, rotary)
+        self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
+        self._embed_out = builder.linear("embed_out") if "embed_out.weight" in weights else None
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._few = self._few_scratch() if takes_few else None
-        self._requests = cache(partial(_make_requests, spec, self._dtype, scratch))
+        self._few = self._few_route() if takes_few else None
+        self._requests = cache(partial(_make_requests, spec, self._dtype, scratch, recipe))
 
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
@@ -77,7 +83,7 @@ class Decoder:
 
     def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """Final hidden states of the rows whose logits are wanted: [R, H], in the stream."""
-        x_TH, normed_TH, delta_TH = self._acquire(self._stream(batch.num_rows))
+        x_TH, normed_TH, delta_TH = self._acquire(self._requests(batch.num_rows).stream)
         self._embed(batch, x_TH)
         pending = None
         for layer in self._layers[:-1]:
@@ -100,9 +106,10 @@ class Decoder:
         """float32 logits [R, V], valid until the workspace is used again."""
         head = activations.head_request(self._spec, hidden_RH.shape[0], self._dtype)
         embedded_RE, logits_RV = self._acquire(head)
+        coded = self._coded(activations.codes_request(self._spec, 0, hidden_RH.shape[0], self._recipe))
         if self._embed_out is not None:
-            hidden_RH = self._embed_out(hidden_RH, embedded_RE)
-        return linear_float32(hidden_RH, self._head_VE, logits_RV)
+            hidden_RH = self._embed_out(hidden_RH, embedded_RE, coded)
+        return linear_float32(hidden_RH, self._head_VE, logits_RV, coded)
 
     def _run(
         self,
@@ -138,133 +145,96 @@ class Decoder:
         self, layer: DecoderLayer, x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
         """x += delta, and delta = MLP of it; where norms come last, x is finished instead."""
-        buffers = MLPBuffers(*self._acquire(self._mlp(x_RH.shape[0])))
         if self._spec.norm_first:
-            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH), buffers, delta_RH)
+            self._run_mlp(layer, layer.mlp_norm(x_RH, delta_RH, normed_RH), delta_RH)
             return
         layer.attn_norm(x_RH, delta_RH, x_RH)
-        layer.mlp(x_RH, buffers, delta_RH)
+        self._run_mlp(layer, x_RH, delta_RH)
         layer.mlp_norm(x_RH, delta_RH, x_RH)
 
-    def _few_logits(self, batch: Batch, plan: Any, scratch: SkinnyScratch) -> torch.Tensor:  # noqa: ANN401
-        """The same for a step of few rows: four products a layer, and nothing between them but attention."""
-        x_TH, scaled_TH, _ = self._acquire(self._stream(batch.num_rows))
-        self._embed(batch, x_TH)
-        norms = [*(layer.attn_norm for layer in self._layers[1:]), self._final_norm]
-        rows = self._begin(x_TH, self._layers[0].attn_norm, scaled_TH, scratch)
-        for layer, next_norm in zip(self._layers, norms, strict=True):
-            assert isinstance(layer.mlp, GatedMLP), f"{layer.mlp} is not gated"
-            attention, mlp = layer.attention, layer.mlp
-            buffers = self._attention_buffers(batch.num_rows)
-            normed_linear(rows, attention.qkv.weight_NK, attention.qkv.bias_N, False, buffers.qkv_TX, scratch)
-            attended_TX = attention.attend(batch, plan, buffers)
-            rows = self._add(attended_TX, attention.o, x_TH, layer.mlp_norm, scaled_TH, scratch)
-            _, active_TI = self._acquire(self._mlp(batch.num_rows))
-            normed_linear(rows, mlp.gate_up.weight_NK, mlp.gate_up.bias_N, True, active_TI, scratch)
-            rows = self._add(active_TI, mlp.down, x_TH, next_norm, scaled_TH, scratch)
-        _, logits_RV = self._acquire(activations.head_request(self._spec, batch.num_rows, self._dtype))
-        return normed_linear(rows, self._head_VE, None, False, logits_RV, scratch)
+    def _run_mlp(self, layer: DecoderLayer, x_RH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        num_rows = x_RH.shape[0]
+        if isinstance(layer.mlp, ExpertLayer):
+            layer.mlp(x_RH, self._expert_buffers(num_rows), out_RH)
+        else:
+            layer.mlp(x_RH, self._mlp_buffers(num_rows), out_RH)
 
-    @staticmethod
-    def _begin(x_TH: torch.Tensor, norm: Norm, scaled_TH: torch.Tensor, scratch: SkinnyScratch) -> NormedRows:
-        assert isinstance(norm, RMSNorm), f"{norm} is no rms norm"
-        return begin_rows(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
-
-    @staticmethod
-    def _add(
-        a_TX: torch.Tensor,
-        product: Linear,
-        x_TH: torch.Tensor,
-        norm: Norm | None,
-        scaled_TH: torch.Tensor,
-        scratch: SkinnyScratch,
-    ) -> NormedRows:
-        assert isinstance(norm, RMSNorm), f"{norm} is no rms norm"
-        weight_NK, bias_N = product.weight_NK, product.bias_N
-        return linear_add(a_TX, weight_NK, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
+    def _few_logits(self, batch: Batch, plan: Any, route: FewRoute) -> torch.Tensor:  # noqa: ANN401
+        """The same for a step of few rows."""
+        stream = self._acquire(self._requests(batch.num_rows).stream)
+        self._embed(batch, stream[0])
+        return route.logits(
+            batch,
+            plan,
+            stream,
+            self._attention_buffers,
+            self._mlp_buffers,
+            self._expert_buffers,
+            lambda num_rows: self._acquire(activations.head_request(self._spec, num_rows, self._dtype))[1],
+        )
 
     def _embed(self, batch: Batch, x_TH: torch.Tensor) -> None:
-        request = self._requests(batch.num_rows)[3]
-        buffers = iter(self._acquire(request) if request.specs else ())
+        requests = self._requests(batch.num_rows)
+        buffers = iter(self._acquire(requests.embed) if requests.embed.specs else ())
         if self._embed_in is None:
-            torch.index_select(self._embed_VE, 0, batch.token_ids_T, out=x_TH)
+            lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
         else:
-            tokens_TE = torch.index_select(self._embed_VE, 0, batch.token_ids_T, out=next(buffers))
-            self._embed_in(tokens_TE, x_TH)
+            tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, next(buffers))
+            self._embed_in(tokens_TE, x_TH, self._coded(requests.codes))
         if self._positions_PH is not None:
             ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=next(buffers))
-            x_TH.add_(torch.index_select(self._positions_PH, 0, ids_T, out=next(buffers)))
+            x_TH.add_(lookup_rows(ids_T, self._positions_PH, next(buffers)))
 
-    def _few_scratch(self) -> SkinnyScratch:
-        squares, parts, arrived = self._acquire(activations.few_request(self._spec))
-        return SkinnyScratch(squares, parts, arrived.zero_())
+    def _few_route(self) -> FewRoute | None:
+        """The route of few rows, unless what was loaded cannot go it."""
+        reason = few_route.declined(self._layers, self._head_VE)
+        if reason is not None:
+            log.info("steps of few rows have no kernels of their own because %s", reason)
+            return None
+        scratch = few_route.make_scratch(self._acquire(activations.few_request(self._spec, self._recipe)))
+        return FewRoute(self._layers, self._final_norm, self._head_VE, scratch)
 
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:
-        qkv_TX, q_THD, attended_TX, *scratch = self._acquire(self._requests(num_rows)[1])
-        return AttentionBuffers(qkv_TX, q_THD, attended_TX, tuple(scratch))
+        requests = self._requests(num_rows)
+        qkv_TX, q_THD, attended_TX, *scratch = self._acquire(requests.attention)
+        return AttentionBuffers(qkv_TX, q_THD, attended_TX, tuple(scratch), self._coded(requests.codes))
 
-    def _stream(self, num_rows: int) -> Request:
-        return self._requests(num_rows)[0]
+    def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
+        requests = self._requests(num_rows)
+        wide_TX, active_TI = self._acquire(requests.mlp)
+        return MLPBuffers(wide_TX, active_TI, self._coded(requests.codes))
 
-    def _mlp(self, num_rows: int) -> Request:
-        return self._requests(num_rows)[2]
+    def _expert_buffers(self, num_rows: int) -> ExpertBuffers:
+        requests = self._requests(num_rows)
+        assert requests.experts is not None, f"{self._spec.architecture} has no experts"
+        coded, experts = self._coded(requests.codes), self._spec.experts
+        logits_TE, ids_TS, shares_TS, active_PI, routed_PH, *more = self._acquire(requests.experts)
+        shared, shared_TH, logit_T1 = None, None, None
+        if experts is not None and experts.shared_size:
+            wide_TX, active_TI, shared_TH, *more = more
+            shared = MLPBuffers(wide_TX, active_TI, coded)
+        if experts is not None and experts.has_shared_gate:
+            logit_T1, *more = more
+        routing = logits_TE, ids_TS, shares_TS, active_PI, routed_PH, tuple(more)
+        return ExpertBuffers(*routing, shared, shared_TH, logit_T1, coded)
+
+    def _coded(self, request: Request) -> CodedRows | None:
+        """Room for inputs of products as codes, until the next product; None where no weight wants any."""
+        return CodedRows(*self._acquire(request)) if request.specs else None
 
     def _acquire(self, request: Request) -> tuple[torch.Tensor, ...]:
         return self._workspace.acquire(request.owner, request.specs, request.lane)
 
 
 def _make_requests(
-    spec: ModelSpec, dtype: str, scratch: tuple[TensorSpec, ...], num_rows: int
-) -> tuple[Request, Request, Request, Request]:
-    return (
+    spec: ModelSpec, dtype: str, scratch: tuple[TensorSpec, ...], recipe: WeightRecipe, num_rows: int
+) -> StepRequests:
+    experts = spec.experts
+    return StepRequests(
         activations.stream_request(spec, num_rows, dtype),
+        activations.embed_request(spec, num_rows, dtype),
         activations.attention_request(spec, num_rows, dtype, scratch),
         activations.mlp_request(spec, num_rows, dtype),
-        activations.embed_request(spec, num_rows, dtype),
+        None if experts is None else activations.experts_request(experts, spec.hidden_size, num_rows, dtype),
+        activations.codes_request(spec, num_rows, 0, recipe),
     )
-
-
-class _LayerBuilder:
-    """Puts layers together from the spec's values and the weights' names."""
-
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, backend: AttentionBackend[Any], rotary: Rotary | None
-    ) -> None:
-        self._spec = spec
-        self._weights = weights
-        self._backend = backend
-        self._rotary = rotary
-
-    def layer(self, index: int) -> DecoderLayer:
-        prefix = f"layers.{index}"
-        return DecoderLayer(
-            self.norm(f"{prefix}.attn_norm"),
-            self._attention(index, prefix),
-            self.norm(f"{prefix}.mlp_norm"),
-            self._mlp(prefix),
-        )
-
-    def norm(self, name: str) -> Norm:
-        weight_H, eps = self._weights[f"{name}.weight"], self._spec.norm_eps
-        return (
-            RMSNorm(weight_H, eps)
-            if self._spec.norm == "rms"
-            else LayerNorm(weight_H, self._weights[f"{name}.bias"], eps)
-        )
-
-    def _linear(self, name: str) -> Linear:
-        return Linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
-
-    def _attention(self, index: int, prefix: str) -> AttentionLayer:
-        spec, head_norm = self._spec, None
-        if spec.qk_norm:
-            q_weight_D, k_weight_D = self._weights[f"{prefix}.q_norm.weight"], self._weights[f"{prefix}.k_norm.weight"]
-            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps)
-        qkv, o = self._linear(f"{prefix}.qkv"), self._linear(f"{prefix}.o")
-        return AttentionLayer(index, qkv, o, head_norm, self._rotary, self._backend)
-
-    def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
-        down = self._linear(f"{prefix}.down")
-        if self._spec.gated_mlp:
-            return GatedMLP(self._linear(f"{prefix}.gate_up"), down, self._spec.activation)
-        return PlainMLP(self._linear(f"{prefix}.up"), down, self._spec.activation)

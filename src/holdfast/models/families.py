@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.models.checkpoint_names import LLAMA_NAMES, OPT_NAMES, CheckpointNames, list_parameters
+from holdfast.models.expert_settings import EXPERT_COUNT_KEYS, ExpertDefaults, read_experts
 from holdfast.models.parameters import Parameter
 from holdfast.models.rope_settings import MAX_POSITIONS, read_rope
 from holdfast.models.settings import Settings, plain
@@ -51,7 +52,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
 }
-"""Settings that some checkpoints carry and no family here computes, with the values that change nothing."""
+"""Settings that some checkpoints carry and most families here do not compute, with the values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Family:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """What transformers assumes where config.json does not say."""
+    reads: tuple[str, ...] = ()
+    """Settings in NEUTRAL that this family does compute."""
 
 
 def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
@@ -75,7 +78,7 @@ def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelS
     settings = Settings(config, file)
     family = find_family(settings)
     for key, neutral in NEUTRAL.items():
-        if config.get(key) not in neutral:
+        if key not in family.reads and config.get(key) not in neutral:
             raise _declined(settings, key, "that setting is not computed here")
     return family.read(settings)
 
@@ -137,6 +140,53 @@ def _read_qwen3(settings: Settings) -> ModelSpec:
     return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
 
 
+def _read_qwen2_moe(settings: Settings) -> ModelSpec:
+    defaults = _Defaults(
+        vocab_size=151936,
+        intermediate_size=5632,
+        num_kv_heads=16,
+        max_position=32768,
+        hidden_size=2048,
+        num_layers=24,
+        num_heads=16,
+    )
+    spec = _read_rotary(settings, QWEN2_MOE, defaults)
+    window = _moe_window(settings)
+    windows: tuple[int | None, ...] = ()
+    if settings.texts("layer_types") is not None:
+        windows = _typed_windows(settings, spec.num_layers, window)
+    elif window is not None:
+        # Every other layer among the first ones: so transformers reads the same settings for this family alone.
+        num_windowed = settings.count("max_window_layers", 28, MAX_POSITIONS, low=0)
+        windows = tuple(window if layer < num_windowed and layer % 2 == 0 else None for layer in range(spec.num_layers))
+    experts = _read_silu_experts(settings, spec, ExpertDefaults(60, 4, 1408, shared_size=5632))
+    return replace(experts, sliding_windows=_unless_none(windows), qkv_bias=settings.flag("qkv_bias", True))
+
+
+def _read_qwen3_moe(settings: Settings) -> ModelSpec:
+    defaults = _Defaults(
+        vocab_size=151936,
+        intermediate_size=6144,
+        num_kv_heads=4,
+        max_position=32768,
+        hidden_size=2048,
+        num_layers=24,
+        num_heads=32,
+    )
+    has_bias = settings.flag("attention_bias", False)
+    spec = _read_rotary(settings, QWEN3_MOE, defaults)
+    windows = _unless_none((_moe_window(settings),) * spec.num_layers)
+    spec = _read_silu_experts(settings, spec, ExpertDefaults(128, 8, 768))
+    return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
+
+
+def _read_silu_experts(settings: Settings, spec: ModelSpec, defaults: ExpertDefaults) -> ModelSpec:
+    experts = read_experts(settings, spec.num_layers, defaults)
+    if experts is not None and spec.activation != "silu":
+        raise _declined(settings, "hidden_act", "experts are gated with silu here")
+    return replace(spec, experts=experts)
+
+
 def _read_opt(settings: Settings) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
         raise _declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
@@ -181,12 +231,15 @@ class _Defaults:
     num_kv_heads: int | None
     max_position: int
     head_dim: int | None = None
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
 
 
 def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> ModelSpec:
     """What Llama and its descendants share."""
-    hidden_size = settings.count("hidden_size", 4096, MAX_WIDTH)
-    num_heads = settings.count("num_attention_heads", 32, MAX_HEADS)
+    hidden_size = settings.count("hidden_size", defaults.hidden_size, MAX_WIDTH)
+    num_heads = settings.count("num_attention_heads", defaults.num_heads, MAX_HEADS)
     num_kv_heads = settings.optional_count("num_key_value_heads", defaults.num_kv_heads, MAX_HEADS) or num_heads
     if num_heads % num_kv_heads:
         raise settings.refuse("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
@@ -201,7 +254,7 @@ def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> Mod
         vocab_size=settings.count("vocab_size", defaults.vocab_size, MAX_VOCAB),
         hidden_size=hidden_size,
         intermediate_size=settings.count("intermediate_size", defaults.intermediate_size, MAX_WIDTH),
-        num_layers=settings.count("num_hidden_layers", 32, MAX_LAYERS),
+        num_layers=settings.count("num_hidden_layers", defaults.num_layers, MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -219,10 +272,21 @@ def _qwen_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]
     if not settings.flag("use_sliding_window", False):
         window = None
     first_windowed = settings.count("max_window_layers", 28, MAX_POSITIONS, low=0)
-    kinds = settings.texts("layer_types")
-    if kinds is None:
-        windows = tuple(window if layer >= first_windowed else None for layer in range(num_layers))
-        return windows if any(windows) else ()
+    if settings.texts("layer_types") is None:
+        return _unless_none(tuple(window if layer >= first_windowed else None for layer in range(num_layers)))
+    return _typed_windows(settings, num_layers, window)
+
+
+def _moe_window(settings: Settings) -> int | None:
+    """None where windows are off; transformers then writes a width of 0."""
+    if not settings.flag("use_sliding_window", False):
+        return None
+    return settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
+
+
+def _typed_windows(settings: Settings, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window of every layer whose kind is said to have one."""
+    kinds = settings.texts("layer_types") or ()
     if len(kinds) != num_layers:
         raise settings.refuse("layer_types", list(kinds), f"one entry for each of {num_layers} layers")
     for kind in kinds:
@@ -230,7 +294,10 @@ def _qwen_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]
             raise _declined(settings, "layer_types", f"layers of kind {shown(kind)} are not computed here")
         if kind == "sliding_attention" and window is None:
             raise settings.refuse("layer_types", list(kinds), "a sliding_window, with use_sliding_window true,")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return _unless_none(tuple(window if kind == "sliding_attention" else None for kind in kinds))
+
+
+def _unless_none(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
     return windows if any(windows) else ()
 
 
@@ -274,6 +341,8 @@ LLAMA = Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES, bos_token_
 MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, LLAMA_NAMES, bos_token_id=1, eos_token_ids=(2,))
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES)
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, LLAMA_NAMES)
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, LLAMA_NAMES, reads=EXPERT_COUNT_KEYS)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, LLAMA_NAMES, reads=EXPERT_COUNT_KEYS)
 OPT = Family(
     "opt",
     "OPTForCausalLM",
@@ -283,5 +352,7 @@ OPT = Family(
     bos_token_id=2,
     eos_token_ids=(2,),
 )
-FAMILIES: Mapping[str, Family] = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT)}
+FAMILIES: Mapping[str, Family] = {
+    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, OPT)
+}
 """Every architecture that is run, by the name in config.json."""

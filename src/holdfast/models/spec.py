@@ -31,6 +31,24 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in the place of a layer's MLP: a router sends every token through the likeliest `top_k`."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Inner width of one expert."""
+    shared_size: int = 0
+    """Inner width of the expert that every token takes; 0 for none."""
+    has_shared_gate: bool = False
+    """What the shared expert gives is multiplied by the sigmoid of one more logit."""
+    normalizes: bool = False
+    """The shares of the chosen experts are divided by their sum."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that keep an MLP."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder. Families differ in these values, not in code."""
 
@@ -70,6 +88,8 @@ class ModelSpec:
     tied_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     """Per layer: how many of the newest tokens, the current one included, a token sees; None for all. Empty: all, in every layer."""
+    experts: ExpertsSpec | None = None
+    """None: every layer has an MLP."""
 
     @property
     def query_size(self) -> int:
@@ -90,3 +110,12 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether any layer has an MLP."""
+        return self.experts is None or bool(self.experts.dense_layers)
+
+    def layer_experts(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer, or None where it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts

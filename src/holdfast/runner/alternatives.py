@@ -10,14 +10,13 @@ from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.memory.gpus import GPUS, MIB
 from holdfast.memory.planner import Term
 from holdfast.models.blueprint import Blueprint
-from holdfast.models.blueprint_weights import QUANTIZATIONS
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 from holdfast.runner.plan_fit import (
     NO_RANKS,
     Fit,
     Wish,
     longest_that_fits,
-    no_quantization,
     settle,
     try_fit,
     unfitting_runner,
@@ -68,11 +67,10 @@ def alternatives(
     target: Target,
     *,
     tensor_parallel_size: int = 1,
-    quantization: str | None = None,
     staging: Term | None = None,
 ) -> tuple[Alternative, ...]:
     """Changes of a plan, each of one option; see `list_alternatives`."""
-    return list_alternatives(Wish(config, blueprint, target, tensor_parallel_size, quantization, staging))
+    return list_alternatives(Wish(config, blueprint, target, tensor_parallel_size, staging))
 
 
 def list_alternatives(wish: Wish) -> tuple[Alternative, ...]:
@@ -82,7 +80,7 @@ def list_alternatives(wish: Wish) -> tuple[Alternative, ...]:
 
     1. those that lose nothing but speed: more of the memory, shorter steps, fewer sequences at once, no graphs
     2. a shorter context, since requests that stay below it are answered as before
-    3. another format that runs here, since that changes answers a little
+    3. another format of pages that runs here, since that changes answers a little; then weights in fewer bits, likewise
     4. a larger GPU, since that costs money
     5. what this version does not have yet, to tell what is worth waiting for; never the smallest
 
@@ -95,6 +93,7 @@ def list_alternatives(wish: Wish) -> tuple[Alternative, ...]:
         listed += (item for item in _possible(changes) if item.fits)
     listed += _possible(_context_changes(wish, fit))
     listed += _possible(_format_changes(wish))
+    listed += _possible(_weight_changes(wish))
     listed += _gpu_alternatives(wish)
     listed += _possible(_later_changes(wish))
     if fit is not None:
@@ -213,6 +212,35 @@ def _format_changes(wish: Wish) -> Iterator[_Change]:
             yield _set(wish, f"keep KV pages in {kv_format.name}", "kv_cache_dtype", kv_format.name)
 
 
+def _weight_changes(wish: Wish) -> Iterator[_Change]:
+    """Weights in fewer and fewer bits."""
+    for name in narrower_schemes(wish):
+        yield _Change(f"keep weights in {name}", "quantization", name, in_scheme(wish, name))
+
+
+def narrower_schemes(wish: Wish) -> list[str]:
+    """The first scheme of each number of bits below the present one that the model and the device take, the widest first."""
+    present = settle(wish)[1].recipe.scheme
+    found: dict[float, str] = {}
+    for name, scheme in WEIGHT_SCHEMES.items():
+        if present is not None and _bits(scheme) >= _bits(present):
+            continue
+        with suppress(ConfigError, UnsupportedModelError):
+            settle(in_scheme(wish, name))
+            found.setdefault(_bits(scheme), name)
+    return [found[bits] for bits in sorted(found, reverse=True)]
+
+
+def _bits(scheme: WeightScheme) -> float:
+    """Of one weight, scales apart."""
+    return 8 * DTYPE_BYTES[scheme.code_dtype] / scheme.codes_per_byte
+
+
+def in_scheme(wish: Wish, name: str) -> Wish:
+    """The same with weights in a scheme, or as they are."""
+    return wish._replace(config=wish.config.with_quantization(name))
+
+
 def _gpu_alternatives(wish: Wish) -> list[Alternative]:
     """The smallest GPU that fits, and the next larger ones; the largest of all where none fits."""
     fitting: list[Alternative] = []
@@ -231,11 +259,7 @@ def _gpu_alternatives(wish: Wish) -> list[Alternative]:
 
 
 def _later_changes(wish: Wish) -> Iterator[_Change]:
-    """What this version does not have: quantized weights, several ranks."""
-    for name in QUANTIZATIONS:
-        if name != wish.quantization:
-            changed = wish._replace(quantization=name)
-            yield _Change(f"keep weights in {name}", "quantization", name, changed, no_quantization(name))
+    """What this version does not have: several ranks."""
     for ranks in RANKS:
         if ranks > wish.tensor_parallel_size and wish.blueprint.anatomy.indivisible(ranks) is None:
             changed = wish._replace(tensor_parallel_size=ranks)

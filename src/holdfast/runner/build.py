@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from holdfast.attention.spec import StepBounds
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.loading.execute import load_weights
-from holdfast.loading.plan import LoadPlan, plan_load
+from holdfast.loading.load_report import LoadReport
 from holdfast.loading.source import OpenModel
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.planner import Term
 from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
@@ -30,6 +28,7 @@ from holdfast.models.blueprint import spec_blueprint
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.observability.log import get_logger
+from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.batch_buffers import BatchBuffers
 from holdfast.runner.device_target import choose_device, device_target
 from holdfast.runner.graph_terms import graph_sizes, mixed_sizes
@@ -42,6 +41,7 @@ from holdfast.runner.resolve import resolve
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampler import Sampler
 from holdfast.runner.target import Target
+from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)
 
@@ -66,6 +66,7 @@ class BuiltRunner:
     ledger: Ledger
     profile: PhaseProfile
     load_seconds: float
+    load_report: LoadReport
     release: Callable[[], None]
     """Gives everything back; the runner cannot be used afterwards."""
 
@@ -77,19 +78,22 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
     profile = PhaseProfile(torch.device(device))
-    load_plan, plan = plan_model(config, model, target)
+    load, plan = plan_model(config, model, target, uses_cache=True)
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
     log.info("device=%s because %s", device, device_reason)
     assert plan.declaration is not None, f"{plan.blueprint.name} has no attention to run"
     log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
+    if config.is_quantized and load.plan.num_quantized == 0:
+        log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
     ledger = Ledger()
     build = RunnerBuild(config, model, plan, ledger, torch.device(device))
     try:
         start = time.monotonic()
-        build.load(load_plan, on_progress)
+        report = build.load(load, on_progress)
         load_seconds = time.monotonic() - start
         log.info("Model loading took %s memory and %.2f seconds", format_bytes(ledger.total_bytes), load_seconds)
+        log.info("Weights: %s", load_words(report))
         profile.end("load")
         runner = build.assemble()
         build.capture(runner, config.enforce_eager)
@@ -110,16 +114,33 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
         max_len,
         num_tokens / max_len,
     )
-    return BuiltRunner(runner, plan, ledger, profile, load_seconds, build.release)
+    return BuiltRunner(runner, plan, ledger, profile, load_seconds, report, build.release)
 
 
-def plan_model(config: EngineConfig, model: OpenModel, target: Target) -> tuple[LoadPlan, RunnerPlan]:
-    """How the weights will arrive and what the runner will hold, from headers alone; what cannot run raises."""
+def plan_model(
+    config: EngineConfig, model: OpenModel, target: Target, uses_cache: bool = False
+) -> tuple[WeightLoad, RunnerPlan]:
+    """How the weights will arrive and what the runner will hold, from headers alone; what cannot run raises.
+
+    With `uses_cache`, weights that an earlier start has quantized are looked for.
+    """
     blueprint = spec_blueprint(model.spec, model.path.name)
-    load_plan = plan_load(model.parameters, model.source, resolve(config, model.spec, target).dtype)
-    plan = plan_runner(config, blueprint, target, staging=_staging(load_plan, target.kind))
+    resolved = resolve(config, blueprint, target)
+    load = plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache)
+    if load.stored:
+        blueprint = replace(blueprint, stored=load.stored)
+    plan = plan_runner(config, blueprint, target, staging=load.staging(target.kind))
     _refuse_variance(config, plan)
-    return load_plan, plan
+    return load, plan
+
+
+def load_words(report: LoadReport) -> str:
+    """What a load held and how fast it was, on one line."""
+    peak_bytes = report.final_bytes + report.staging_bytes
+    words = f"final {format_bytes(report.final_bytes)}, peak {format_bytes(peak_bytes)} as planned"
+    if report.peak_allocated_bytes is not None:
+        words += f", {format_bytes(report.peak_allocated_bytes)} as the allocator counts"
+    return f"{words}; {report.words}"
 
 
 class RunnerBuild:
@@ -133,7 +154,7 @@ class RunnerBuild:
         self._plan = plan
         self._ledger = ledger
         self._device = device
-        self._weights: dict[str, torch.Tensor] = {}
+        self._weights: dict[str, torch.Tensor | QuantizedWeight] = {}
         self._releases: list[Callable[[], None]] = []
 
     @property
@@ -143,14 +164,16 @@ class RunnerBuild:
             return 1
         return min(INVARIANT_ROWS, self._plan.resolved.limits.max_num_batched_tokens)
 
-    def load(self, load_plan: LoadPlan, on_progress: Callable[[int, int], None]) -> None:
-        self._weights = load_weights(load_plan, self._model.source, str(self._device), self._ledger, on_progress)
+    def load(self, load: WeightLoad, on_progress: Callable[[int, int], None]) -> LoadReport:
+        """Bring the weights to the device; the source is closed afterwards."""
+        loaded = load.run(str(self._device), self._ledger, on_progress)
+        self._weights = loaded.weights
         self._releases.append(self._weights.clear)
-        self._model.source.close()
         if self._config.batch_invariant and self._device.type == "cuda":
             most_rows = self._plan.resolved.limits.max_num_batched_tokens
             refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
             torch.cuda.empty_cache()
+        return loaded.report
 
     def share(self, loaded: "RunnerBuild") -> None:
         """Take the weights that another build has loaded, and will give back."""
@@ -194,10 +217,11 @@ class RunnerBuild:
         for term in plan.memory.terms:
             if term.owner in HELD_BY_CUDA:
                 ledger.record(term.owner, term.num_bytes, term.reason)
-        is_few = takes_few(spec, plan.resolved.dtype, device.type) and not invariant
+        recipe = plan.resolved.recipe
+        is_few = takes_few(spec, plan.resolved.dtype, device.type, recipe) and not invariant
         scratch = declaration.scratch(plan.attention_specs, bounds)
         runner = Runner(
-            Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_few),
+            Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_few, plan.resolved.dtype, recipe),
             backend,
             BatchBuffers(limits, device, ledger),
             Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
@@ -239,12 +263,14 @@ class RunnerBuild:
                 torch.cuda.empty_cache()
 
 
-def _staging(load_plan: LoadPlan, device_kind: str) -> Term | None:
-    return next((term for term in load_plan.terms(device_kind) if term.owner == "staging"), None)
-
-
 def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
-    declaration = plan.declaration
+    declaration, scheme = plan.declaration, plan.resolved.recipe.scheme
+    if config.batch_invariant and scheme is not None and plan.target.kind == "cuda":
+        raise ConfigError(
+            "batch_invariant=True was asked",
+            f"products with weights in {scheme.name} choose their kernels by the number of rows on a GPU",
+            "leave out quantization, or batch_invariant",
+        )
     if config.batch_invariant and declaration is not None and not declaration.can_be_invariant:
         raise ConfigError(
             "batch_invariant=True was asked",

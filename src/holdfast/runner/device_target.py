@@ -51,4 +51,5 @@ def device_target(device: str) -> Target:
     reason = f"{name}, as its driver says"
     if others_bytes > NOISE_BYTES:
         reason = f"{format_bytes(others_bytes)} of {format_bytes(total_bytes)} are held by others"
-    return Target("cuda", device, total_bytes, available_bytes, context_bytes, reason, present_bytes)
+    capability = torch.cuda.get_device_capability(where)
+    return Target("cuda", device, total_bytes, available_bytes, context_bytes, reason, present_bytes, capability)

@@ -6,15 +6,19 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.kernels.linear import linear
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
 
 
-def refuse_variant_products(weights: Iterable[torch.Tensor], least_rows: int, most_rows: int) -> None:
+def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int) -> None:
     """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
     seen: set[tuple[int, ...]] = set()
     for weight_NK in weights:
+        assert not isinstance(weight_NK, QuantizedWeight), (
+            "quantized weights were to be declined before they were loaded"
+        )
         if weight_NK.dim() != 2 or tuple(weight_NK.shape) in seen:
             continue
         seen.add(tuple(weight_NK.shape))

@@ -17,15 +17,14 @@ def plan_runner(
     target: Target,
     *,
     tensor_parallel_size: int = 1,
-    quantization: str | None = None,
     staging: Term | None = None,
 ) -> RunnerPlan:
     """The plan of one rank. A context that was left open shrinks to what fits; whatever else does not fit raises.
 
-    `quantization` and more ranks than one are for plans: no engine of this version takes them. `staging` is what
-    loading will hold beside the weights; without it a GPU is charged the most that loading may hold.
+    More ranks than one are for plans: no engine of this version takes them. `staging` is what loading will hold beside
+    the weights; without it a GPU is charged the most that loading may hold.
     """
-    wish = Wish(config, blueprint, target, tensor_parallel_size, quantization, staging)
+    wish = Wish(config, blueprint, target, tensor_parallel_size, staging)
     try:
         return fit_runner(wish)
     except MemoryPlanError as error:
@@ -40,8 +39,7 @@ def plan_unfitting(
     target: Target,
     *,
     tensor_parallel_size: int = 1,
-    quantization: str | None = None,
     staging: Term | None = None,
 ) -> RunnerPlan:
     """The same with pages for one longest sequence, whether it fits or not: what a refusal can be drawn from."""
-    return unfitting_runner(Wish(config, blueprint, target, tensor_parallel_size, quantization, staging))
+    return unfitting_runner(Wish(config, blueprint, target, tensor_parallel_size, staging))

@@ -13,7 +13,6 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprint import Blueprint
-from holdfast.models.blueprint_weights import find_quantization
 from holdfast.runner.plan_terms import Layout, Needs, list_needs
 from holdfast.runner.resolve import KV_IS_ASKED, Resolved, resolve
 from holdfast.runner.target import Target
@@ -22,13 +21,12 @@ NO_RANKS = "tensor parallelism is not in this version"
 
 
 class Wish(NamedTuple):
-    """What a plan is made from. Beside the config stands what an engine of this version does not take yet."""
+    """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
 
     config: EngineConfig
     blueprint: Blueprint
     target: Target
     tensor_parallel_size: int = 1
-    quantization: str | None = None
     staging: Term | None = None
     """What loading holds beside the weights, where that is known."""
 
@@ -64,7 +62,6 @@ class RunnerPlan(NamedTuple):
     requests: tuple[Request, ...]
     target: Target
     tensor_parallel_size: int
-    quantization: str | None
     kv_bytes_per_token: Fraction
     kv_bytes_per_sequence: int
     not_in_this_version: tuple[str, ...]
@@ -132,7 +129,6 @@ def _runner_plan(wish: Wish, fit: Fit) -> RunnerPlan:
         requests=fit.needs.requests,
         target=wish.target,
         tensor_parallel_size=wish.tensor_parallel_size,
-        quantization=layout.quantization,
         kv_bytes_per_token=layout.bytes_per_token(resolved),
         kv_bytes_per_sequence=wish.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
         not_in_this_version=missing_here(wish),
@@ -181,24 +177,17 @@ def _shortest(resolved: Resolved) -> Resolved:
 def settle(wish: Wish) -> tuple[Layout, Resolved]:
     """Everything that does not depend on what fits; what cannot be planned at all raises."""
     wish.blueprint.check_ranks(wish.tensor_parallel_size)
-    quantization, eager = find_quantization(wish.quantization), wish.config.enforce_eager
-    layout = Layout(wish.blueprint, wish.target, wish.tensor_parallel_size, quantization, eager, wish.staging)
+    eager = wish.config.enforce_eager
+    layout = Layout(wish.blueprint, wish.target, wish.tensor_parallel_size, eager, wish.staging)
     return layout, resolve(wish.config, wish.blueprint, wish.target)
 
 
 def missing_here(wish: Wish) -> tuple[str, ...]:
     """What of a wish an engine of this version cannot do, in words."""
     reasons = [] if wish.blueprint.not_runnable is None else [wish.blueprint.not_runnable]
-    quantization = find_quantization(wish.quantization)
-    if quantization is not None:
-        reasons.append(no_quantization(quantization))
     if wish.tensor_parallel_size > 1:
         reasons.append(NO_RANKS)
     return tuple(reasons)
-
-
-def no_quantization(name: str) -> str:
-    return f"weights in {name} are not in this version"
 
 
 def _has_room(layout: Layout, resolved: Resolved) -> bool:

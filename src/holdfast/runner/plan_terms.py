@@ -37,7 +37,6 @@ class Layout(NamedTuple):
     blueprint: Blueprint
     target: Target
     num_ranks: int
-    quantization: str | None
     enforce_eager: bool
     staging: Term | None
     """What loading holds beside the weights; None takes the most that it may."""
@@ -98,7 +97,9 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     declaration = choose_declaration(specs) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
-    step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind)
+    step = StepShape(
+        limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind, resolved.recipe
+    )
     requests = blueprint.anatomy.requests(step, layout.num_ranks, scratch)
     workspace = WorkspacePlan()
     for request in requests:
@@ -136,8 +137,9 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    groups = layout.blueprint.group_bytes(resolved.dtype, layout.quantization, layout.num_ranks)
-    stored = layout.quantization or resolved.dtype
+    groups = layout.blueprint.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
+    scheme = resolved.recipe.scheme
+    stored = resolved.dtype if scheme is None else f"{scheme.name} and {resolved.dtype}"
     return [
         Term(f"weights/{group}", num_bytes, f"{count} tensors in {stored}")
         for group, (count, num_bytes) in groups.items()

@@ -10,8 +10,10 @@ from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.blueprint import Blueprint, spec_blueprint
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KVFormat
+from holdfast.quant.weight_recipe import WeightRecipe
 from holdfast.runner.protected_layers import ProtectedLayers, choose_protected, listed
 from holdfast.runner.target import Target
+from holdfast.runner.weight_choice import choose_recipe
 
 CPU_KV_BYTES = 1024**3
 KV_IS_ASKED = "kv_cache_memory"
@@ -38,6 +40,8 @@ class Resolved:
 
     device: str
     dtype: str
+    recipe: WeightRecipe
+    """Which weights are quantized, and how."""
     kv_format: KVFormat
     """Of all layers but the protected ones."""
     protected: ProtectedLayers
@@ -71,6 +75,8 @@ def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) 
         model = spec_blueprint(model, model.architecture)
     choices: list[Choice] = []
     dtype = _dtype(config, model, target.kind, choices)
+    recipe, notes = choose_recipe(config, model, target)
+    choices += (Choice(*note) for note in notes)
     if config.kv_cache_dtype == "auto":
         choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
     kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
@@ -84,6 +90,7 @@ def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) 
     return Resolved(
         target.name,
         dtype,
+        recipe,
         kv_format,
         protected,
         limits,

@@ -22,6 +22,8 @@ class Target(NamedTuple):
     """Where the numbers come from, and who else holds memory."""
     present_bytes: int = 0
     """What of the context was there before anything was asked of the device."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None where it is unknown, and of a CPU."""
 
     @property
     def held_by_others_bytes(self) -> int:
@@ -30,7 +32,7 @@ class Target(NamedTuple):
 
 def gpu_target(gpu: Gpu) -> Target:
     """A GPU of a known kind, all of it free."""
-    return Target("cuda", gpu.name, gpu.total_bytes, gpu.total_bytes, gpu.context_bytes, gpu.source)
+    return Target("cuda", gpu.name, gpu.total_bytes, gpu.total_bytes, gpu.context_bytes, gpu.source, 0, gpu.capability)
 
 
 def memory_target(num_bytes: str | int) -> Target:

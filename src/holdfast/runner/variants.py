@@ -44,7 +44,8 @@ def build_variants(
     target = device_target(device)
     planned = [plan_model(variant.config, model, target) for variant in variants]
     plans = [plan for _, plan in planned]
-    assert len({(plan.resolved.device, plan.resolved.dtype) for plan in plans}) == 1, "weights of two types were asked"
+    kinds = {(plan.resolved.device, plan.resolved.dtype, plan.resolved.recipe) for plan in plans}
+    assert len(kinds) == 1, f"weights of {len(kinds)} kinds were asked"
     _refuse_crowd(plans)
     builds = [
         RunnerBuild(variant.config, model, plan, Ledger(), torch.device(device))

@@ -5,44 +5,21 @@
 // one running vector from k = 0 up, whatever tile it falls into.
 #include <omp.h>
 
-#include "vector.h"
+#include "tiles.h"
 
-#define MR 4
-#if LANES == 8
-#define NR 3  // 4 x 3 sums, 3 weights and 1 input fill the 16 registers of AVX2
-#else
-#define NR 4
-#endif
 #define BLOCK_N 96
 #define BLOCK_M 16
 #define LINE 16              // floats in a cache line
 #define FETCH_AHEAD (4 << 10)  // floats, 16 KiB: measured best of 8 to 56 KiB for a lone row
 
-static inline void finish(const vec *sums, int cols, const float *x, const float *w, const float *bias, float *out, long k,
-                          long k_size) {
-    int j = 0;
-    for (; j + 4 <= cols; j += 4) store_sums4(out + j, sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
-    for (; j < cols; j++) out[j] = sum_lanes(sums[j]);
-    for (j = 0; j < cols && k < k_size; j++)
-        for (long t = k; t < k_size; t++) out[j] = fmaf(x[t], w[j * k_size + t], out[j]);
-    for (j = 0; j < cols && bias; j++) out[j] += bias[j];
-}
-
 #define DEFINE_TILE(ROWS, COLS)                                                                                         \
     static void tile_##ROWS##_##COLS(const float *restrict x, const float *restrict w, const float *restrict bias,      \
                                      float *restrict y, long k_size, long ldy) {                                         \
-        vec sums[ROWS][COLS];                                                                                           \
-        UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < COLS; j++) sums[i][j] = splat(0.0f);           \
-        long k = 0;                                                                                                     \
-        for (; k + LANES <= k_size; k += LANES) {                                                                       \
-            vec weights[COLS];                                                                                          \
-            UNROLL for (int j = 0; j < COLS; j++) weights[j] = load(w + j * k_size + k);                                \
-            UNROLL for (int i = 0; i < ROWS; i++) {                                                                     \
-                vec input = load(x + i * k_size + k);                                                                   \
-                UNROLL for (int j = 0; j < COLS; j++) sums[i][j] = multiply_add(input, weights[j], sums[i][j]);         \
-            }                                                                                                           \
-        }                                                                                                               \
-        UNROLL for (int i = 0; i < ROWS; i++) finish(sums[i], COLS, x + i * k_size, w, bias, y + i * ldy, k, k_size);   \
+        vec sums[ROWS * COLS];                                                                                          \
+        UNROLL for (int i = 0; i < ROWS * COLS; i++) sums[i] = splat(0.0f);                                             \
+        long k = add_products(ROWS, COLS, sums, x, k_size, w, k_size, k_size);                                          \
+        UNROLL for (int i = 0; i < ROWS; i++)                                                                           \
+            finish(sums + i * COLS, COLS, x + i * k_size, w, k_size, bias, y + i * ldy, k, k_size);                     \
     }
 
 // A lone row is bound by memory: its weights are fetched ahead in the order in which they lie.
@@ -63,7 +40,7 @@ static void lone_row(const float *restrict x, const float *restrict w, const flo
         vec input = load(x + k);
         UNROLL for (int j = 0; j < NR; j++) sums[j] = multiply_add(input, load(w + j * k_size + k), sums[j]);
     }
-    finish(sums, NR, x, w, bias, y, k, k_size);
+    finish(sums, NR, x, w, k_size, bias, y, k, k_size);
 }
 
 #define DEFINE_TILES(COLS) DEFINE_TILE(2, COLS) DEFINE_TILE(3, COLS) DEFINE_TILE(4, COLS)

@@ -1,0 +1,318 @@
+"""Tokens a second with quantized weights beside bfloat16 ones: python benchmarks/gpu_quantized.py [--models A,B] [--quantizations fp8,none]
+
+One process for each model and scheme, with made-up weights. A decode rate is the difference of two lengths, the prompts being
+in the prefix cache (benchmarks/gpu_decode.py). The roof is the time to read what a step must, at the rate that the device
+reads: every weight but the embedding, as the scheme stores it, and the keys and values of the batch. Of experts it is those
+that the batch would touch if every token chose its experts at random, which is E * (1 - (1 - top_k / E) ** batch) of E in
+each layer; how many the tokens of a step really touch is counted in eager steps after the timing, and has a roof of its own.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_context, roof_rate
+from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
+
+if TYPE_CHECKING:
+    from gpu_engines import OpenEngine
+
+    from holdfast.engine.prompt import TokensPrompt
+
+BATCHES = {"Qwen3-32B": (1, 8, 32, 64), "Qwen3-30B-A3B": (1, 8, 64), "Qwen1.5-MoE-A2.7B": (1, 8, 64)}
+"""Models, and the batches that each is run with."""
+QUANTIZATIONS = ("fp8", "none")
+GOALS = {("Qwen3-32B", "fp8", 1): 105.0}
+"""Tokens a second that were asked for, by model, scheme and batch."""
+MIN_SECONDS = 20.0
+"""A process is not begun with less than this left."""
+COUNTED_STEPS = 3
+"""Decode steps whose experts are counted."""
+
+
+class Shape(NamedTuple):
+    """How much is run."""
+
+    prompt_tokens: int = 512
+    lengths: tuple[int, int] = (17, 81)
+    max_num_batched_tokens: int = 8192
+    num_repeats: int = 2
+    num_replays: int = 20
+    batches: tuple[int, ...] = ()
+    """Instead of those of the model."""
+
+
+FULL = Shape()
+TINY = Shape(24, (3, 8), 128, 1, 2, (1, 3))
+
+
+class StepBytes(NamedTuple):
+    """Weights that a step reads."""
+
+    dense: int
+    """Whatever the batch is."""
+    expert: int
+    """One expert of every layer that has any."""
+    num_experts: int = 0
+    top_k: int = 0
+
+    def of(self, num_touched: float) -> int:
+        """With so many experts touched in each layer."""
+        return self.dense + round(self.expert * num_touched)
+
+
+def touched_experts(num_experts: int, top_k: int, batch: int) -> float:
+    """Distinct experts of a layer that so many tokens choose, on average, each its own at random."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** batch) if num_experts else 0.0
+
+
+def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, top_k: int) -> StepBytes:
+    """From the bytes of every weight: rows of the embedding are looked up, unless it is the head too."""
+    unread = {"positions.weight", *(() if is_tied else ("embed.weight",))}
+    experts = sum(count for name, count in num_bytes.items() if ".experts." in name)
+    dense = sum(count for name, count in num_bytes.items() if name not in unread) - experts
+    return StepBytes(dense, experts // num_experts if num_experts else 0, num_experts, top_k)
+
+
+# --- in the process of an engine
+
+
+def run_engine(
+    model: str, quantization: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
+) -> dict[str, Any]:
+    """Every batch, and what the engine holds."""
+    from gpu_engines import open_engine, prompts
+
+    batches = shape.batches or BATCHES[model]
+    settings: dict[str, Any] = {
+        "quantization": quantization,
+        "max_model_len": shape.prompt_tokens + shape.lengths[1] + 16,
+        "max_num_seqs": max(batches),
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+    }
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_engine(model, Path(folder), tiny, device, **settings)
+        start_seconds = time.perf_counter() - start
+        step = read_weights(Path(folder) / model, opened)
+    memory = opened.llm.memory
+    found: dict[str, Any] = {
+        "start_seconds": start_seconds,
+        "load_seconds": opened.built.load_report.seconds,
+        "weight_bytes": next(row for row in memory.rows if row.owner == "weights").planned_bytes,
+        "kv_bytes_per_token": memory.kv_bytes_per_token,
+        "step_bytes": step._asdict(),
+        "choices": {choice.name: f"{choice.value}: {choice.reason}" for choice in opened.built.plan.resolved.choices},
+        "decode": [],
+    }
+    made = prompts(Random(0), [shape.prompt_tokens] * max(batches), opened.runner.vocab_size)
+    for batch in batches:
+        found["decode"].append({"batch": batch, **time_batch(opened, made[:batch], shape)})
+        keep(found, result)
+    for entry in found["decode"] if step.num_experts else ():
+        entry["touched"] = count_experts(opened, made[: entry["batch"]])
+        keep(found, result)
+    return found
+
+
+def read_weights(path: Path, opened: "OpenEngine") -> StepBytes:
+    """What a step of this engine reads, from the plan of its weights."""
+    from holdfast.loading.model_files import open_model
+    from holdfast.loading.plan import plan_load
+
+    model, resolved = open_model(str(path), "dummy"), opened.built.plan.resolved
+    plan = plan_load(model.parameters, model.source, resolved.dtype, resolved.recipe)
+    spec = model.spec
+    num_experts, top_k = (spec.experts.num_experts, spec.experts.top_k) if spec.experts is not None else (0, 0)
+    return step_weights(plan.parameter_bytes, spec.tied_embeddings, num_experts, top_k)
+
+
+def time_batch(opened: "OpenEngine", made: Sequence["TokensPrompt"], shape: Shape) -> dict[str, Any]:
+    """Seconds of both lengths, and of the graph alone."""
+    generate(opened, made, 1)
+    seconds: dict[int, list[float]] = {length: [] for length in shape.lengths}
+    for _ in range(shape.num_repeats):
+        for length in shape.lengths:
+            seconds[length].append(generate(opened, made, length))
+    # The last step was one of the longest run, and its rows are still in the buffers that graphs read.
+    return {"seconds": seconds, **graph_seconds(opened, len(made), shape.num_replays)}
+
+
+def generate(opened: "OpenEngine", made: Sequence["TokensPrompt"], num_tokens: int) -> float:
+    """Seconds that so many tokens for every prompt take."""
+    from holdfast.request.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = opened.llm.generate([*made], params, progress=False)
+    seconds = time.perf_counter() - start
+    assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs), f"{num_tokens=}"
+    return seconds
+
+
+def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> float:
+    """Distinct experts of a layer in a decode step with these prompts, the mean over layers and steps, without graphs."""
+    from holdfast.layers import experts
+
+    counts: list[int] = []
+    route_tokens, graphs = experts.route_tokens, opened.runner._graphs
+
+    def counted(logits_TE: Any, normalize: bool, expert_ids_TS: Any, shares_TS: Any) -> None:  # noqa: ANN401
+        route_tokens(logits_TE, normalize, expert_ids_TS, shares_TS)
+        if len(expert_ids_TS) == len(made):  # steps with more rows are of prompts
+            counts.append(expert_ids_TS.unique().numel())
+
+    experts.route_tokens, opened.runner._graphs = counted, None
+    try:
+        generate(opened, made, 1 + COUNTED_STEPS)
+    finally:
+        experts.route_tokens, opened.runner._graphs = route_tokens, graphs
+    assert counts, f"no step of {len(made)} rows was run"
+    return sum(counts) / len(counts)
+
+
+# --- in the process that starts the others
+
+
+def engine_name(quantization: str, device: str) -> str:
+    """What stands over a column: the scheme, or the type where there is none."""
+    return quantization if quantization != "none" else "bfloat16" if device.startswith("cuda") else "float32"
+
+
+def rate_of(entry: Mapping[str, Any], engine: Mapping[str, Any], shape: Shape) -> dict[str, float]:
+    """The figures of one batch of one engine."""
+    batch, step = entry["batch"], StepBytes(**engine["step_bytes"])
+    context, kv_bytes = mean_context(shape.prompt_tokens, shape.lengths), engine["kv_bytes_per_token"]
+    rate = decode_rate(batch, shape.lengths, {int(length): runs for length, runs in entry["seconds"].items()})
+    expected = touched_experts(step.num_experts, step.top_k, batch)
+    roof = roof_rate(batch, context, step.of(expected), kv_bytes)
+    found = {"rate": rate, "milliseconds": 1000 * batch / rate, "roof": roof, "percent_of_roof": 100 * rate / roof}
+    if "touched" in entry:
+        as_routed = roof_rate(batch, context, step.of(entry["touched"]), kv_bytes)
+        found |= {"percent_of_roof_as_routed": 100 * rate / as_routed}
+        found |= {"touched_experts": entry["touched"], "expected_experts": expected}
+    if "graph_seconds" in entry:
+        found["graph_alone"] = batch / entry["graph_seconds"]
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def rows_of(found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, device: str) -> list[dict[str, Any]]:
+    """A row for each model and batch, with every scheme that ran."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for (model, quantization), engine in found.items():
+        name = engine_name(quantization, device)
+        for entry in engine.get("decode", ()):
+            batch = entry["batch"]
+            made = {"measure": f"{model}, batch {batch}", "unit": "tokens/s", "model": model, "batch": batch}
+            row = rows.setdefault((model, batch), {**made, "values": {}, "verdicts": {}})
+            figures = rate_of(entry, engine, shape)
+            row["values"][name] = figures.pop("rate")
+            for figure, value in figures.items():
+                row.setdefault(figure, {})[name] = value
+            goal = GOALS.get((model, quantization, batch))
+            if goal is not None and device.startswith("cuda"):
+                row["verdicts"][f"{quantization} >= {goal:g} tokens/s"] = row["values"][name] >= goal
+    for row in rows.values():
+        plain = row["values"].get(engine_name("none", device))
+        others = {name: rate for name, rate in row["values"].items() if name != engine_name("none", device)}
+        if plain is not None and others:
+            row["against_unquantized"] = {name: round(rate / plain, 3) for name, rate in others.items()}
+    return list(rows.values())
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table at the end of a run."""
+    columns = ("", "weights", "tokens/s", "ms", "% of roof", "as routed", "roof", "graph alone", "against unquantized")
+    lines = [
+        (
+            row["measure"],
+            name,
+            rate,
+            *(
+                row.get(figure, {}).get(name)
+                for figure in ("milliseconds", "percent_of_roof", "percent_of_roof_as_routed", "roof", "graph_alone")
+            ),
+            row.get("against_unquantized", {}).get(name),
+        )
+        for row in rows
+        for name, rate in row["values"].items()
+    ]
+    print_table("Decode", columns, lines)
+    for row in rows:
+        for words, holds in row["verdicts"].items():
+            print(f"{'yes' if holds else 'NO '}  {row['measure']}: {words}")
+
+
+def write(
+    found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The record as far as it goes; its rows."""
+    rows = rows_of(found, shape, arguments.device)
+    facts = {
+        "context": f"{shape.prompt_tokens} tokens of prompt, then {shape.lengths[0]} to {shape.lengths[1]} of output",
+        "read_bytes_per_second": READ_BYTES_PER_SECOND,
+        "engines": {
+            f"{model}, {engine_name(quantization, arguments.device)}": {
+                name: value for name, value in engine.items() if name != "decode"
+            }
+            for (model, quantization), engine in found.items()
+        },
+    }
+    if rows:
+        names = ", ".join(dict.fromkeys(row["model"] for row in rows))
+        record = make_record("gpu-quantized", rows, names, "made-up weights", arguments, facts)
+        write_record(record, "quantized", arguments)
+    return rows
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Shape]:
+    parser = options("Decode speed of the whole engine with quantized weights")
+    parser.add_argument("--models", default=",".join(BATCHES), help="models of the catalogue")
+    parser.add_argument(
+        "--quantizations", default=",".join(QUANTIZATIONS), help="schemes; none leaves weights as they are"
+    )
+    parser.add_argument("--batches", default="", help="such as 1,8; else each model's own")
+    arguments = parser.parse_args(argv)
+    shape = TINY if arguments.tiny else FULL
+    batches = tuple(int(batch) for batch in arguments.batches.split(",") if batch)
+    if not arguments.tiny and not batches and (unknown := set(arguments.models.split(",")) - BATCHES.keys()):
+        parser.error(f"{', '.join(sorted(unknown))}: no batches are known for it, so give --batches")
+    return arguments, shape._replace(batches=batches) if batches else shape
+
+
+def main() -> None:
+    """Run what was asked, as far as the time goes."""
+    arguments, shape = parse()
+    if arguments.child is not None:
+        model, quantization = arguments.child.split(",")
+        engine = run_engine(model, quantization, shape, arguments.tiny, arguments.device, arguments.result)
+        leave(engine, arguments.result)
+        return
+    budget = Budget(arguments.budget_seconds)
+    shared = ["--device", arguments.device, "--batches", arguments.batches, *(["--tiny"] if arguments.tiny else [])]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    for model in arguments.models.split(","):
+        for quantization in arguments.quantizations.split(","):
+            if budget.left_seconds < MIN_SECONDS:
+                print(f"{model}, {quantization} is left out: no time")
+                continue
+            command = [sys.argv[0], "--models", model, "--child", f"{model},{quantization}", *shared]
+            engine = found[model, quantization] = run_child(command, budget.left_seconds)
+            told = {name: engine.get(name) for name in ("start_seconds", "weight_bytes", "error")}
+            print(json.dumps({"engine": f"{model}, {quantization}", **told}))
+            sys.stdout.flush()
+            rows = write(found, shape, arguments)
+    if not rows:
+        sys.exit("error: speeds were asked; no engine ran; see above")
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()

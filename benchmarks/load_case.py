@@ -1,0 +1,188 @@
+"""One load of a model's weights as the engine does it, measured from the inside: bytes by every account, and seconds.
+
+The first load of a process also compiles kernels, so the second is watched too; those after it run unwatched, for their speed.
+"""
+
+import gc
+import hashlib
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_records import keep
+from memory_watch import DEVICE, MemoryWatch, look
+
+from holdfast.config import EngineConfig
+from holdfast.loading.load_report import LoadReport
+from holdfast.loading.model_files import open_model
+from holdfast.loading.plan import LoadPlan
+from holdfast.loading.quantized_cache import CACHE_VARIABLE
+from holdfast.memory.ledger import Ledger
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.runner.weight_load import WeightLoad, plan_weights
+
+DTYPE = "bfloat16"
+NUM_WATCHED = 2
+"""Loads whose memory is looked at, every few milliseconds, which costs them some time."""
+FINGERPRINT_BYTES = 2**25
+FINGERPRINT_WEIGHTS = 65521
+"""A prime: what a byte counts depends on its place, and repeats after so many."""
+
+
+class Case(NamedTuple):
+    """What a process loads."""
+
+    model: str
+    scheme: str
+    """Of weights; the type itself where nothing is quantized."""
+    path: str
+    load_format: str = "auto"
+    headers: str | None = None
+    """A checkpoint whose plan this load's is held against."""
+    cache: str | None = None
+    """Folder in which quantized weights are kept between starts."""
+    num_loads: int = 4
+
+
+def run_case(case: Case, device: str, result: Path | None = None) -> dict[str, Any]:
+    """Every load of a case, in this process; what was found so far is kept for the process that waits for `result`."""
+    if device.startswith("cuda"):
+        device = "cuda:0" if device == "cuda" else device
+        torch.zeros(1, device=device).add_(1)  # the context and its libraries are no part of a load
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    if case.cache is not None:
+        os.environ[CACHE_VARIABLE] = case.cache
+    found: dict[str, Any] = {"loads": []}
+    gc.freeze()  # what is there already stays, and need not be looked through between loads
+    try:
+        for number in range(case.num_loads):
+            found["loads"].append(load_once(case, device, is_watched=number < NUM_WATCHED))
+            keep(found, result)
+    finally:
+        gc.unfreeze()
+    if case.headers is not None:
+        ours, real = _plan(case), _plan(case._replace(path=case.headers, load_format="auto"))
+        real.model.source.close()
+        found["same_plan"] = compare_plans(ours.plan, real.plan, device)
+    return found
+
+
+def load_once(case: Case, device: str, is_watched: bool) -> dict[str, Any]:
+    """Plan, load, look, and let go of everything."""
+    is_cuda, kind = device.startswith("cuda"), torch.device(device).type
+    host_before = look(device)
+    start = time.perf_counter()
+    load = _plan(case)
+    plan_seconds = time.perf_counter() - start
+    plan, is_hit = load.taken_plan, load.slot is not None and load.slot.hit is not None
+    before = _device_bytes(device)
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    with MemoryWatch(device) if is_watched else nullcontext() as watch:
+        loaded = load.run(device, Ledger(), lambda done, total: None)
+    seconds = time.perf_counter() - start
+    found: dict[str, Any] = {
+        "plan_seconds": plan_seconds,
+        "seconds": loaded.report.seconds,
+        "seconds_with_cache": seconds,
+        "is_from_cache": is_hit,
+        "source_bytes": load.plan.read_bytes,
+        **_predicted(plan, kind),
+        **_split(loaded.report),
+    }
+    if is_cuda:
+        found["final"] = {name: num - before[name] for name, num in _device_bytes(device).items()}
+        found["peak"] = {
+            "allocated": torch.cuda.max_memory_allocated() - before["allocated"],
+            "reserved": torch.cuda.max_memory_reserved() - before["reserved"],
+        }
+    if watch is not None:
+        found["num_looks"] = watch.num_looks
+        found["host"] = {name: num for name, num in watch.taken.items() if name != DEVICE}
+        found["host_with_plan"] = watch.peak["RssAnon"] - host_before["RssAnon"]
+        if is_cuda:
+            found["peak"]["used"] = watch.taken[DEVICE]
+    if case.cache is not None:
+        found["fingerprint"] = fingerprint(loaded.weights)
+    loaded.weights.clear()
+    del loaded, load, plan
+    gc.collect()
+    if is_cuda:
+        torch.cuda.empty_cache()
+        found["left"] = {name: num - before[name] for name, num in _device_bytes(device).items()}
+    found["host_left"] = look(device)["RssAnon"] - host_before["RssAnon"]
+    return found
+
+
+def _plan(case: Case) -> WeightLoad:
+    """Headers and plan, as the engine makes them."""
+    is_quantized, uses_cache = case.scheme != DTYPE, case.cache is not None
+    config = EngineConfig(
+        model=case.path,
+        quantization=case.scheme if is_quantized else None,
+        weight_cache="on" if uses_cache else "off",
+        load_format=case.load_format,
+    )
+    model = open_model(case.path, config.load_format)
+    return plan_weights(config, model, DTYPE, config.recipe, uses_cache)
+
+
+def _predicted(plan: LoadPlan, kind: str) -> dict[str, Any]:
+    return {
+        "predicted_final": plan.final_bytes,
+        "predicted_peak": plan.final_bytes + plan.staging_bytes(kind),
+        "pinned_bytes": plan.pinned_bytes(kind),
+        "predicted_host": plan.host_bytes(kind),
+        "read_bytes": plan.read_bytes,
+        "num_weights": len(plan.weights),
+        "num_quantized": plan.num_quantized,
+        "num_moves": len(plan.moves),
+    }
+
+
+def _split(report: LoadReport) -> dict[str, Any]:
+    return {
+        "num_readers": report.num_readers,
+        "read_seconds": report.read_seconds / max(1, report.num_readers),
+        "copy_seconds": report.copy_seconds,
+        "place_seconds": report.place_seconds,
+    }
+
+
+def _device_bytes(device: str) -> dict[str, int]:
+    """Allocated and reserved by torch, and used as the driver says; zeros on a CPU."""
+    if not device.startswith("cuda"):
+        return {"allocated": 0, "reserved": 0, "used": 0}
+    torch.cuda.synchronize()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "used": look(device)[DEVICE],
+    }
+
+
+def compare_plans(ours: LoadPlan, real: LoadPlan, device: str) -> dict[str, bool]:
+    """Whether made-up weights are loaded as a checkpoint's would be."""
+    kind = torch.device(device).type
+    return {
+        "weights": ours.weights == real.weights,
+        "moves": set(ours.moves) == set(real.moves),
+        "final bytes": ours.final_bytes == real.final_bytes,
+        "staging bytes": ours.staging_bytes(kind) == real.staging_bytes(kind),
+    }
+
+
+def fingerprint(weights: dict[str, torch.Tensor | QuantizedWeight]) -> str:
+    """Another one as soon as a byte of a weight is another one, or elsewhere."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        for tensor in (weight.codes, weight.scales) if isinstance(weight, QuantizedWeight) else (weight,):
+            for piece in tensor.reshape(-1).view(torch.uint8).split(FINGERPRINT_BYTES):
+                places = torch.arange(piece.numel(), device=piece.device) % FINGERPRINT_WEIGHTS + 1
+                digest.update(f"{name} {int((piece.to(torch.int64) * places).sum())}\n".encode())
+    return digest.hexdigest()[:16]

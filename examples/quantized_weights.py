@@ -1,0 +1,23 @@
+"""Weights in 8 bits, quantized as they load, beside the model as it is. Pass a model folder or a .gguf file, or nothing for the default model."""
+
+import sys
+
+from holdfast import LLM, SamplingParams
+
+PROMPT = "The three primary colours are"
+
+
+def main() -> None:
+    """One after the other: each gives its memory back before the next one starts."""
+    model = sys.argv[1] if len(sys.argv) > 1 else None
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    for scheme in (None, "fp8", "int8"):
+        llm = LLM(model=model, quantization=scheme, weight_cache="off", max_model_len=256)
+        held = next(row.held_bytes for row in llm.memory.rows if row.owner == "weights")
+        text = llm.generate([PROMPT], params)[0].outputs[0].text
+        print(f"{scheme or 'as stored':<10} {held / 2**20:8.1f} MiB of weights -> {text!r}")
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

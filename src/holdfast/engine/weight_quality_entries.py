@@ -1,0 +1,117 @@
+"""Who is compared by weights: one model with its weights as stored, then in one scheme after the other."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from holdfast.config import EngineConfig
+from holdfast.engine.kv_contenders import settle_config
+from holdfast.engine.kv_quality import Contender, Quality
+from holdfast.engine.weight_quality import ReferenceReading, measure_scheme
+from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.loading.model_files import open_model
+from holdfast.loading.source import OpenModel
+from holdfast.models.blueprint import spec_blueprint
+from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
+from holdfast.runner.build import plan_model
+from holdfast.runner.device_target import device_target
+from holdfast.runner.variants import Variant, build_variants
+
+REFERENCE_DTYPE = "float32"
+HALF = "bfloat16"
+OnProgress = Callable[[int, int], None]
+
+
+class SchemeEntry(NamedTuple):
+    """Somebody who is to be measured."""
+
+    name: str
+    config: EngineConfig
+
+
+class SchemeChoice(NamedTuple):
+    """Schemes that a model can have here, and why it cannot have the others."""
+
+    names: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+class Listener(NamedTuple):
+    """Who is told how far it is."""
+
+    opening: Callable[[str], None]
+    """Gets the name of what is loaded next."""
+    loading: OnProgress
+    reading: OnProgress
+
+
+def settle_entries(config: EngineConfig, model: OpenModel, window: int) -> tuple[EngineConfig, EngineConfig]:
+    """The reference's config, in float32 and as stored, and the one that schemes are variations of."""
+    settled = settle_config(config.with_quantization(None), model, window)
+    return replace(settled, dtype=REFERENCE_DTYPE), settled
+
+
+def scheme_entry(settled: EngineConfig, name: str, ignore: tuple[str, ...] | str) -> SchemeEntry:
+    """The model with its weights in a scheme, or as they are."""
+    config = settled.with_quantization(name)
+    if name == UNQUANTIZED:
+        return SchemeEntry(settled.dtype, config)
+    return SchemeEntry(name, replace(config, quantization_ignore=ignore, weight_cache="off"))
+
+
+def possible_schemes(settled: EngineConfig, model: OpenModel, ignore: tuple[str, ...] | str) -> SchemeChoice:
+    """Every scheme that can be planned here."""
+    target = device_target(settled.device)
+    names, left_out = [], {}
+    for name in WEIGHT_SCHEMES:
+        try:
+            plan_model(scheme_entry(settled, name, ignore).config, model, target)
+        except (ConfigError, UnsupportedModelError) as error:
+            left_out[name] = str(error)
+        else:
+            names.append(name)
+    return SchemeChoice(tuple(names), left_out)
+
+
+def plain_bytes(model: OpenModel) -> int:
+    """What the weights take in half precision."""
+    return spec_blueprint(model.spec, model.path.name).weight_bytes(HALF)
+
+
+def compare_schemes(
+    reference: SchemeEntry, entries: Sequence[SchemeEntry], windows: Sequence[Sequence[int]], listener: Listener
+) -> list[Quality]:
+    """The reference's figures, then everybody's, each loaded when its turn comes and let go after it."""
+    num_tokens = sum(map(len, windows))
+    num_done, num_total = 0, (1 + len(entries)) * num_tokens
+
+    def count(num_more: int) -> None:
+        nonlocal num_done
+        num_done += num_more
+        listener.reading(num_done, num_total)
+
+    with _opened(reference, listener) as contender:
+        reading = ReferenceReading(contender, windows)
+        qualities = [reading.read(count)]
+        for entry in entries:
+            with _opened(entry, listener) as other:
+                qualities.append(measure_scheme(other, reading, count))
+    return qualities
+
+
+@contextmanager
+def _opened(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]:
+    listener.opening(entry.name)
+    model = open_model(entry.config.model, entry.config.load_format)
+    try:
+        built = build_variants([Variant(entry.config)], model, listener.loading)
+    finally:
+        model.source.close()
+    try:
+        plan = built.plans[0]
+        size = sum(term.num_bytes for term in plan.memory.terms if term.group == "weights")
+        yield Contender(entry.name, built.runners[0], Fraction(size))
+    finally:
+        built.release()

@@ -1,0 +1,96 @@
+"""One layer of a decoder, put together from the spec's values and the weights' names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from holdfast.attention.backend import AttentionBackend
+from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.layers.attention import AttentionLayer
+from holdfast.layers.experts import ExpertLayer, SharedExpert
+from holdfast.layers.linear import Linear
+from holdfast.layers.mlp import GatedMLP, PlainMLP
+from holdfast.layers.norm import LayerNorm, RMSNorm
+from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+Weights = Mapping[str, torch.Tensor | QuantizedWeight]
+Norm = RMSNorm | LayerNorm
+FeedForward = GatedMLP | PlainMLP | ExpertLayer
+
+
+class DecoderLayer:
+    """Attention and MLP, or experts, around a residual stream."""
+
+    def __init__(self, attn_norm: Norm, attention: AttentionLayer, mlp_norm: Norm, mlp: FeedForward) -> None:
+        self.attn_norm = attn_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+
+class LayerBuilder:
+    """Layers of one model over its final weights."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, backend: AttentionBackend[Any], rotary: Rotary | None
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._backend = backend
+        self._rotary = rotary
+
+    def layer(self, index: int) -> DecoderLayer:
+        prefix = f"layers.{index}"
+        experts = self._spec.layer_experts(index)
+        return DecoderLayer(
+            self.norm(f"{prefix}.attn_norm"),
+            self._attention(index, prefix),
+            self.norm(f"{prefix}.mlp_norm"),
+            self._mlp(prefix) if experts is None else self._experts(experts, prefix),
+        )
+
+    def norm(self, name: str) -> Norm:
+        weight_H, eps = self.plain(f"{name}.weight"), self._spec.norm_eps
+        return (
+            RMSNorm(weight_H, eps) if self._spec.norm == "rms" else LayerNorm(weight_H, self.plain(f"{name}.bias"), eps)
+        )
+
+    def linear(self, name: str) -> Linear:
+        bias = f"{name}.bias"
+        return Linear(self._weights[f"{name}.weight"], self.plain(bias) if bias in self._weights else None)
+
+    def plain(self, name: str) -> torch.Tensor:
+        """A weight that is never quantized."""
+        weight = self._weights[name]
+        assert isinstance(weight, torch.Tensor), f"{name} is quantized"
+        return weight
+
+    def _attention(self, index: int, prefix: str) -> AttentionLayer:
+        spec, head_norm = self._spec, None
+        if spec.qk_norm:
+            q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
+            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps)
+        qkv, o = self.linear(f"{prefix}.qkv"), self.linear(f"{prefix}.o")
+        return AttentionLayer(index, qkv, o, head_norm, self._rotary, self._backend)
+
+    def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
+        down = self.linear(f"{prefix}.down")
+        if self._spec.gated_mlp:
+            return GatedMLP(self.linear(f"{prefix}.gate_up"), down, self._spec.activation)
+        return PlainMLP(self.linear(f"{prefix}.up"), down, self._spec.activation)
+
+    def _experts(self, experts: ExpertsSpec, prefix: str) -> ExpertLayer:
+        shared = None
+        if experts.shared_size:
+            gate_up, down = self.linear(f"{prefix}.shared.gate_up"), self.linear(f"{prefix}.shared.down")
+            gate_1H = self.plain(f"{prefix}.shared.gate.weight") if experts.has_shared_gate else None
+            shared = SharedExpert(GatedMLP(gate_up, down, self._spec.activation), gate_1H)
+        return ExpertLayer(
+            self.plain(f"{prefix}.router.weight"),
+            self._weights[f"{prefix}.experts.gate_up.weight"],
+            self._weights[f"{prefix}.experts.down.weight"],
+            experts.normalizes,
+            shared,
+        )

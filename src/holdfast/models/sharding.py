@@ -1,0 +1,182 @@
+"""Ranks that share a model: which rows, columns and experts of every parameter each of them holds and reads; no torch.
+
+rows      of every part (q, k, v; gate, up; of each expert) a rank holds its share, one after the other
+columns   of all rows a rank holds its share of the columns
+experts   whole ones, the first ranks the first
+
+Nothing is padded. Query heads, inner widths and experts must divide by the ranks; key and value heads may also be fewer
+than the ranks, which then share them; of a vocabulary that does not divide, the last rank holds fewer rows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from holdfast.errors import ConfigError, UnsupportedModelError, shown
+from holdfast.models.parameters import Parameter, Part
+
+QKV_NAMES = (".qkv.weight", ".qkv.bias")
+"""Endings of parameters whose three parts are split by heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where a rank stands among those that share every matrix, and among those that share the experts."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+
+    def __post_init__(self) -> None:
+        for kind in ("tensor", "expert"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
+            is_sound = type(rank) is int and type(size) is int and 0 <= rank < size
+            if not is_sound:
+                raise ConfigError(
+                    f"{kind}_rank={shown(rank)} of {kind}_size={shown(size)} was asked",
+                    "ranks are whole numbers from 0 to one less than their number",
+                    f"take {kind}_rank=0 and {kind}_size=1 for a model on one device",
+                )
+
+
+def shard_parameters(
+    parameters: Iterable[Parameter], mesh: Mesh, num_heads: int, num_kv_heads: int
+) -> tuple[Parameter, ...]:
+    """The parameters of one rank. Each knows the whole one, so that all ranks find the same faults and the same blocks."""
+    return tuple(_share(parameter, mesh, num_heads, num_kv_heads) for parameter in parameters)
+
+
+def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
+    """The rows of an embedding or a head that a rank holds; all have the same number but the last, which may have fewer."""
+    most = -(-num_rows // mesh.tensor_size)
+    start, end = (min(num_rows, rank * most) for rank in (mesh.tensor_rank, mesh.tensor_rank + 1))
+    if num_rows <= most * (mesh.tensor_size - 1):
+        raise UnsupportedModelError(
+            f"a vocabulary of {num_rows} rows was to be shared by {mesh.tensor_size} ranks",
+            f"the first ones would hold {most} rows each, and none would be left for the last",
+            "take fewer ranks",
+        )
+    return start, end
+
+
+def _share(parameter: Parameter, mesh: Mesh, num_heads: int, num_kv_heads: int) -> Parameter:
+    shared = _expert_share(parameter, mesh) if parameter.kind == "expert" else parameter
+    if mesh.tensor_size > 1 and parameter.split == "rows":
+        shared = _row_share(shared, mesh, num_heads, num_kv_heads)
+    elif mesh.tensor_size > 1 and parameter.split == "columns":
+        shared = _column_share(shared, mesh)
+    return shared if shared is parameter else replace(shared, whole=parameter.whole or parameter)
+
+
+def _expert_share(parameter: Parameter, mesh: Mesh) -> Parameter:
+    if mesh.expert_size == 1:
+        return parameter
+    num_experts, num_rows = parameter.shape[0], parameter.num_rows // parameter.shape[0]
+    if num_experts % mesh.expert_size:
+        raise _indivisible(parameter, f"it has {num_experts} experts", mesh.expert_size)
+    count = num_experts // mesh.expert_size
+    first, last = mesh.expert_rank * count * num_rows, (mesh.expert_rank + 1) * count * num_rows
+    return _rebuilt(parameter, [(first, last)], (count, *parameter.shape[1:]))
+
+
+def _row_share(parameter: Parameter, mesh: Mesh, num_heads: int, num_kv_heads: int) -> Parameter:
+    seams = _seams(parameter)
+    if parameter.kind in ("embedding", "head"):
+        rows = [vocabulary_rows(parameter.num_rows, mesh)]
+    else:
+        units: list[int | None] = [None] * (len(seams) - 1)
+        if parameter.name.endswith(QKV_NAMES):
+            assert len(units) == 3, f"{parameter.name} has {len(units)} parts, not those of queries, keys and values"
+            units = [num_heads, num_kv_heads, num_kv_heads]
+        rows = [
+            _rows_of(parameter, start, end, count, mesh, is_shareable=place > 0 and count is not None)
+            for place, (start, end, count) in enumerate(zip(seams, seams[1:], units, strict=False))
+        ]
+    num_rows = sum(end - start for start, end in rows)
+    if len(parameter.shape) == 1:
+        return _rebuilt(parameter, rows, (num_rows,))
+    leading = parameter.shape[:-2]
+    num_matrices = parameter.num_rows // parameter.shape[-2]
+    return _rebuilt(parameter, rows, (*leading, num_rows // num_matrices, parameter.shape[-1]))
+
+
+def _rows_of(
+    parameter: Parameter, start: int, end: int, num_units: int | None, mesh: Mesh, is_shareable: bool
+) -> tuple[int, int]:
+    """A rank's share of the rows [start, end), which are so many heads; of the rows themselves where there are no heads."""
+    what = (
+        f"rows {start} to {end - 1} of it are {num_units} heads"
+        if num_units
+        else f"{end - start} of its rows belong together"
+    )
+    num_units = num_units or end - start
+    unit_rows = (end - start) // num_units
+    size = mesh.tensor_size
+    if num_units % size == 0:
+        count = num_units // size
+        first = mesh.tensor_rank * count
+    elif is_shareable and size % num_units == 0:
+        count, first = 1, mesh.tensor_rank * num_units // size
+    else:
+        raise _indivisible(parameter, what, size)
+    return start + first * unit_rows, start + (first + count) * unit_rows
+
+
+def _column_share(parameter: Parameter, mesh: Mesh) -> Parameter:
+    num_columns, size = parameter.shape[-1], mesh.tensor_size
+    if num_columns % size:
+        raise _indivisible(parameter, f"it has {num_columns} columns", size)
+    count = num_columns // size
+    parts, *layouts = (
+        tuple(_narrowed(part, mesh.tensor_rank * count, count) for part in parts)
+        for parts in (parameter.parts, *parameter.layouts)
+    )
+    return replace(parameter, shape=(*parameter.shape[:-1], count), parts=parts, layouts=tuple(layouts))
+
+
+def _narrowed(part: Part, column_start: int, num_columns: int) -> Part:
+    start = part.column_range[0] + column_start
+    return replace(part, columns=(start, start + num_columns))
+
+
+def _seams(parameter: Parameter) -> list[int]:
+    """The rows at which parts or stacked matrices begin, and the end; the first layout speaks for all."""
+    matrix_rows = parameter.shape[-2] if len(parameter.shape) > 2 else parameter.num_rows
+    starts = {part.row_start for part in parameter.parts}
+    return sorted(starts | set(range(0, parameter.num_rows + 1, matrix_rows)))
+
+
+def _rebuilt(parameter: Parameter, rows: list[tuple[int, int]], shape: tuple[int, ...]) -> Parameter:
+    """The parameter that has only these rows of it, in every layout."""
+    parts, *layouts = (_taken(parts, rows) for parts in (parameter.parts, *parameter.layouts))
+    return replace(parameter, shape=shape, parts=parts, layouts=tuple(layouts))
+
+
+def _taken(parts: tuple[Part, ...], ranges: list[tuple[int, int]]) -> tuple[Part, ...]:
+    """What parts give to some of the rows that they fill; both are in order."""
+    taken: list[Part] = []
+    row = place = 0
+    for part in parts:
+        assert part.repeats == 1, f"{part.tensor}: scales are shared out with their codes"
+        begin, end = part.row_start, part.row_start + part.num_rows
+        offset = part.row_range[0] - begin
+        while place < len(ranges) and ranges[place][0] < end:
+            first, last = max(ranges[place][0], begin), min(ranges[place][1], end)
+            if (first, last) == (begin, end):
+                taken.append(replace(part, row_start=row))
+            elif first < last:
+                rows = (first + offset, last + offset)
+                taken.append(replace(part, row_start=row, rows=rows, whole_rows=part.whole_range))
+            row += max(0, last - first)
+            if ranges[place][1] > end:  # goes on in the next part
+                break
+            place += 1
+    return tuple(taken)
+
+
+def _indivisible(parameter: Parameter, has: str, num_ranks: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{parameter.name} {list(parameter.shape)} was to be shared by {num_ranks} ranks",
+        f"{has}, which do not divide by {num_ranks}",
+        "take a number of ranks that divides them",
+    )

@@ -1,0 +1,30 @@
+"""QuantizedWeight: a matrix of weights as codes and scales, in the place of a plain tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.quant.weight_schemes import WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Codes and scales as `WeightScheme.planes` shapes them; both are views into the weights' arena."""
+
+    scheme: WeightScheme
+    shape: tuple[int, ...]
+    """Of the matrix (or of the stacked matrices) that they stand for."""
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def check(self) -> None:
+        """The planes are those that the scheme has for this shape."""
+        for plane, tensor in zip(self.scheme.planes(self.shape), (self.codes, self.scales), strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            assert tuple(tensor.shape) == plane.shape, f"{self.scheme.name} {self.shape}: {tensor.shape=}, not {plane}"
+            assert dtype == plane.dtype, f"{self.scheme.name} {self.shape}: {dtype}, not {plane}"
+            assert tensor.is_contiguous(), f"{self.scheme.name} {self.shape}: strides {tensor.stride()}"

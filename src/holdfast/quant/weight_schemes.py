@@ -1,0 +1,123 @@
+"""Weight schemes as values: how a matrix of weights is stored as codes with scales, and what that takes; no torch.
+
+A matrix of N rows and K columns becomes two planes: codes, and scales that take them back (w is about code * scale).
+Everything here is counted in rows, so experts that are stacked in front are so many more rows.
+
+name          codes   scales                                             activations
+fp8           e4m3    float32, one a row                                 e4m3, one scale a token
+fp8_tensor    e4m3    float32, one a part (q, k, v, ...), kept by row     e4m3, one scale a token
+fp8_block     e4m3    float32, one for every 128 rows by 128 columns     e4m3, one scale for every 128 columns of a token
+int8          int8    float32, one a row                                 as they are
+mxfp4         e2m1    e8m0 (a power of two), one for every 32 columns    as they are
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import gcd, prod
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, shown
+from holdfast.quant.formats import bytes_for
+
+SCALE_SUFFIX = ".scale"
+"""What follows the name of a weight in the name of its scales."""
+UNQUANTIZED = "none"
+
+
+class WeightPlane(NamedTuple):
+    """One of the tensors that a quantized weight consists of."""
+
+    suffix: str
+    """What follows the weight's name: nothing for the codes."""
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return bytes_for(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How matrices are stored. Two schemes with the same planes differ in how scales are found."""
+
+    name: str
+    code_dtype: str
+    scale_dtype: str
+    block_rows: int = 1
+    """Rows that share a scale."""
+    block_columns: int = 0
+    """Columns that share a scale; 0: the whole row."""
+    codes_per_byte: int = 1
+    codes_activations: bool = False
+    """Products take activations as e4m3, scaled by token (and by block of columns where weights are)."""
+    is_whole_tensor: bool = False
+    """A scale follows from a whole checkpoint tensor, which is therefore looked at twice."""
+    scale_is_power_of_two: bool = False
+
+    def planes(self, shape: tuple[int, ...]) -> tuple[WeightPlane, WeightPlane]:
+        """Codes and scales of a weight of this shape; leading dimensions stay in front where rows keep their own scales."""
+        *leading, num_rows, num_columns = shape
+        assert num_columns % self.codes_per_byte == 0, f"{self.name}: {shape=} has half a byte of codes in a row"
+        codes = WeightPlane("", (*leading, num_rows, num_columns // self.codes_per_byte), self.code_dtype)
+        return codes, WeightPlane(SCALE_SUFFIX, self.scale_shape(shape), self.scale_dtype)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[..., N] for scales by row, else [..., N / block_rows, K / block_columns], both rounded up."""
+        *leading, num_rows, num_columns = shape
+        assert self.block_rows == 1 or num_rows % self.block_rows == 0 or not leading, (
+            f"{self.name}: {num_rows} rows of each of {prod(leading)} matrices in blocks of {self.block_rows}"
+        )
+        scale_rows = -(-num_rows // self.block_rows)
+        if self.block_columns == 0:
+            return (*leading, scale_rows)
+        return (*leading, scale_rows, -(-num_columns // self.block_columns))
+
+    def with_parts(self, part_rows: Iterable[int]) -> "WeightScheme":
+        """The same with blocks of rows so low that none reaches over the seam between two of a weight's parts.
+
+        Parts of 576 and 192 rows get blocks of 64 instead of 128 rows; parts in whole blocks change nothing.
+        """
+        if self.block_rows == 1:
+            return self
+        return replace(self, block_rows=reduce(gcd, part_rows, self.block_rows))
+
+    def unsupported(self, shape: tuple[int, ...]) -> str | None:
+        """None, or why a weight of this shape cannot be stored so, in words."""
+        num_columns = shape[-1]
+        whole = self.block_columns if self.codes_per_byte > 1 else 1
+        if num_columns % whole:
+            return f"it has {num_columns} columns, and {self.name} stores {whole} at a time"
+        return None
+
+
+FP8 = WeightScheme("fp8", "float8_e4m3fn", "float32", codes_activations=True)
+FP8_TENSOR = replace(FP8, name="fp8_tensor", is_whole_tensor=True)
+FP8_BLOCK = replace(FP8, name="fp8_block", block_rows=128, block_columns=128)
+INT8 = WeightScheme("int8", "int8", "float32")
+MXFP4 = WeightScheme("mxfp4", "uint8", "uint8", block_columns=32, codes_per_byte=2, scale_is_power_of_two=True)
+WEIGHT_SCHEMES: Mapping[str, WeightScheme] = {
+    scheme.name: scheme for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8, MXFP4)
+}
+"""What `quantization` may name."""
+HEAD_SCHEME = INT8
+"""Of the head and of embeddings, whatever the layers have. Rows are looked up one by one, so they need scales of their own; and
+of the two codes of eight bits int8 loses a tenth of what e4m3 does on rows without outliers (docs/log.md)."""
+
+
+def find_scheme(name: str | None) -> WeightScheme | None:
+    """A scheme by name; None and "none" leave weights as the checkpoint has them."""
+    if name is None or name == UNQUANTIZED:
+        return None
+    scheme = WEIGHT_SCHEMES.get(name) if isinstance(name, str) else None
+    if scheme is None:
+        names = (UNQUANTIZED, *WEIGHT_SCHEMES)
+        near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+        raise ConfigError(
+            f"quantization={shown(name)} was asked",
+            f"the choices are {', '.join(names)}",
+            f"try {near[0] if near else FP8.name}",
+        )
+    return scheme

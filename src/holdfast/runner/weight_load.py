@@ -1,0 +1,113 @@
+"""The weights of a runner: planned from headers, loaded from their source or from an earlier start's files, kept for the next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.loading.execute import LoadedWeights, load_weights
+from holdfast.loading.plan import LoadPlan, plan_load
+from holdfast.loading.quantized_cache import CacheSlot, find_cached
+from holdfast.loading.quantized_source import QuantizedSource, plan_quantized
+from holdfast.loading.quantized_writer import refuse_saving, save_quantized
+from holdfast.loading.source import OpenModel, WeightSource
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.planner import Term
+from holdfast.memory.sizes import format_bytes
+from holdfast.observability.log import get_logger
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import WeightScheme
+
+log = get_logger(__name__)
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLoad:
+    """One load before it begins: how the source gives the weights, and whether an earlier start has left them."""
+
+    config: EngineConfig
+    model: OpenModel
+    plan: LoadPlan
+    """From the model's own source."""
+    slot: CacheSlot | None = None
+    """Where these weights are, or will be, kept between starts; None where they are not."""
+
+    @property
+    def taken_plan(self) -> LoadPlan:
+        """The plan that will be carried out, unless kept weights turn out to be damaged."""
+        return self.plan if self.slot is None or self.slot.hit is None else self.slot.hit[1]
+
+    @property
+    def stored(self) -> dict[str, WeightScheme]:
+        """Weights that the source has quantized already, and how."""
+        quantized = {move.target for move in self.plan.moves if move.scheme is not None}
+        schemes = ((weight.name, weight.scheme) for weight in self.plan.weights if weight.name not in quantized)
+        return {name: scheme for name, scheme in schemes if scheme is not None}
+
+    def staging(self, device_kind: str) -> Term:
+        """What loading holds beside the weights: the most of what either way takes."""
+        terms = [term for plan in (self.plan, self.taken_plan) for term in plan.terms(device_kind)]
+        return max((term for term in terms if term.owner == "staging"), key=lambda term: term.num_bytes)
+
+    def run(self, device: str, ledger: Ledger, on_progress: OnProgress) -> LoadedWeights:
+        """Load, and keep what was quantized; the source is closed afterwards."""
+        loaded = self._from_slot(device, ledger, on_progress)
+        is_new = loaded is None
+        if loaded is None:
+            loaded = self._load(self.plan, self.model.source, device, ledger, on_progress)
+        self.model.source.close()
+        if is_new and self.slot is not None:
+            reason = self.slot.save(loaded.weights)
+            if reason is not None and self.config.weight_cache == "on":
+                raise ConfigError("weight_cache=on was asked", reason, "make room for it, or leave it out")
+        if self.config.save_quantized is not None:
+            folder = Path(self.config.save_quantized).expanduser()
+            num_bytes = save_quantized(folder, self.model, self.plan, loaded.weights)
+            log.info("the model with quantized weights was saved to %s (%s)", folder, format_bytes(num_bytes))
+        return loaded
+
+    def _from_slot(self, device: str, ledger: Ledger, on_progress: OnProgress) -> LoadedWeights | None:
+        """What an earlier start has kept; None where there is none, or where it turns out to be damaged."""
+        if self.slot is None or self.slot.hit is None:
+            return None
+        source, plan = self.slot.hit
+        try:
+            return self._load(plan, source, device, ledger, on_progress)
+        except ModelFormatError as error:
+            self.slot.discard(error)
+        finally:
+            source.close()
+        return None
+
+    def _load(
+        self, plan: LoadPlan, source: WeightSource, device: str, ledger: Ledger, on_progress: OnProgress
+    ) -> LoadedWeights:
+        return load_weights(plan, source, device, ledger, on_progress, self.config.allow_nonfinite)
+
+
+def plan_weights(
+    config: EngineConfig, model: OpenModel, dtype: str, recipe: WeightRecipe, uses_cache: bool
+) -> WeightLoad:
+    """A load of these weights; what is wrong with the checkpoint, or with where weights are to be saved, raises."""
+    if isinstance(model.source, QuantizedSource):
+        plan = plan_quantized(model.parameters, model.source, dtype, recipe)
+    else:
+        plan = plan_load(model.parameters, model.source, dtype, recipe, model.stored)
+    if config.save_quantized is not None:
+        refuse_saving(Path(config.save_quantized).expanduser(), model, plan)
+    slot = _find_slot(config, model, plan) if uses_cache else None
+    return WeightLoad(config, model, plan, slot)
+
+
+def _find_slot(config: EngineConfig, model: OpenModel, plan: LoadPlan) -> CacheSlot | None:
+    if config.weight_cache == "off" or not config.is_quantized:
+        return None
+    found = find_cached(model, plan)
+    if isinstance(found, CacheSlot):
+        return found
+    if config.weight_cache == "on":
+        raise ConfigError("weight_cache=on was asked", found, "leave it out")
+    log.info("quantized weights are not kept between starts: %s", found)
+    return None

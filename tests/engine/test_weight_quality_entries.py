@@ -1,0 +1,86 @@
+"""Who is compared by weights: what is settled, which schemes a model can have, and one load after the other."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.engine.weight_quality_entries import (
+    Listener,
+    SchemeEntry,
+    compare_schemes,
+    plain_bytes,
+    possible_schemes,
+    scheme_entry,
+    settle_entries,
+)
+from holdfast.errors import ConfigError
+from holdfast.loading.model_files import open_model
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from loading.tiny_models import save_tiny
+from runner.tiny_runners import watched_arenas
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", path)
+    return path
+
+
+@pytest.fixture
+def model(folder: Path):
+    opened = open_model(str(folder), "auto")
+    yield opened
+    opened.source.close()
+
+
+def config(folder: Path, **options) -> EngineConfig:
+    return EngineConfig.from_options(**{"model": str(folder), "device": "cpu"} | options)
+
+
+def test_the_reference_is_as_stored_in_float32_whatever_is_asked(folder: Path, model) -> None:
+    asked = config(folder, dtype="bfloat16", quantized_embeddings="all")
+    reference, settled = settle_entries(asked, model, 32)
+    assert (reference.dtype, reference.quantization) == ("float32", None)
+    assert (settled.dtype, settled.quantized_embeddings, settled.max_model_len) == ("bfloat16", "all", 32)
+    plain = scheme_entry(settled, "none", "*down*")
+    assert (plain.name, plain.config.quantization_ignore) == ("bfloat16", ()), "patterns are for schemes"
+    entry = scheme_entry(settled, "fp8", "*down*")
+    assert (entry.name, entry.config.quantization, entry.config.quantization_ignore) == ("fp8", "fp8", "*down*")
+    assert entry.config.weight_cache == "off", "an evaluation leaves nothing behind"
+
+
+def test_schemes_that_a_model_cannot_have_are_left_out_with_the_reason(folder: Path, model) -> None:
+    _, settled = settle_entries(config(folder), model, 32)
+    choice = possible_schemes(settled, model, ())
+    assert choice.names == ("fp8", "fp8_tensor", "fp8_block", "int8")
+    assert "112 columns" in choice.left_out["mxfp4"]
+    assert possible_schemes(settled, model, "*down*").names == tuple(WEIGHT_SCHEMES)
+    assert plain_bytes(model) > 2 * 259 * 64 * 2
+
+
+def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch) -> None:
+    reference, settled = settle_entries(config(folder), model, 32)
+    told: list[object] = []
+    listener = Listener(told.append, lambda done, total: None, lambda done, total: told.append((done, total)))
+    windows = [list(range(3, 35))]
+    entries = [scheme_entry(settled, name, ()) for name in ("int8", "fp8_block")]
+    with watched_arenas(monkeypatch) as taken:
+        qualities = compare_schemes(SchemeEntry("float32", reference), entries, windows, listener)
+    assert [quality.name for quality in qualities] == ["float32", "int8", "fp8_block"]
+    assert [name for name in told if isinstance(name, str)] == ["float32", "int8", "fp8_block"]
+    assert told[-1] == (96, 96)
+    assert taken
+    assert all(storage() is None for storage in taken)
+    assert qualities[1].mean_kl < qualities[2].mean_kl, "weights alone cost less than weights and activations"
+
+
+def test_a_failure_lets_everything_go(folder: Path, model, monkeypatch) -> None:
+    reference, settled = settle_entries(config(folder), model, 32)
+    silent = Listener(lambda name: None, lambda *_: None, lambda *_: None)
+    with watched_arenas(monkeypatch) as taken, pytest.raises(ConfigError, match="112 columns"):
+        compare_schemes(
+            SchemeEntry("float32", reference), [scheme_entry(settled, "mxfp4", ())], [list(range(3, 35))], silent
+        )
+    assert all(storage() is None for storage in taken)

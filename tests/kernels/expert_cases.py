@@ -1,0 +1,166 @@
+"""Products of experts, tried amid poison: operands between bytes that are NaN, results NaN before and between red zones."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from holdfast.kernels.expert_blocks import order_specs
+from holdfast.kernels.expert_linear import expert_linear_reference
+from holdfast.kernels.expert_order import ExpertOrder, order_experts_reference
+from holdfast.kernels.quantize_rows import CodedRows, quantize_rows_reference
+from holdfast.kernels.quantized_linear import coded_view, decoded_rows
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from kernels.exactness import assert_as_exact_as_torch, random
+from red_zones import RedZones
+
+NAN = float("nan")
+MOAT_BYTES = 1024
+SCHEMES = (None, *WEIGHT_SCHEMES)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """One product, and everything that goes into it, in host memory."""
+
+    x_XK: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
+    expert_ids_TS: torch.Tensor
+    gated: bool
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weight.shape[1] // (2 if self.gated else 1)
+
+    def rows(self, which: list[int]) -> "ExpertCase":
+        """The same with some of the tokens."""
+        per_token = len(self.x_XK) // len(self.expert_ids_TS)
+        x = self.x_XK.view(len(self.expert_ids_TS), per_token, -1)[which].flatten(0, 1)
+        return replace(self, x_XK=x, expert_ids_TS=self.expert_ids_TS[which])
+
+
+def expert_case(
+    sizes: tuple[int, int, int, int, int],
+    gated: bool = False,
+    scheme: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    by_pair: bool = False,
+    choice: str = "any",
+    seed: int = 0,
+) -> ExpertCase:
+    """(T, S, E, N, K). Choice: "any" experts, "same" for every token, or "some" of which many are nobody's."""
+    num_rows, top_k, num_experts, size_n, size_k = sizes
+    generator = torch.Generator().manual_seed(seed)
+    reach = {"any": num_experts, "same": top_k, "some": max(top_k, num_experts // 3)}[choice]
+    ids = torch.stack([torch.randperm(reach, generator=generator)[:top_k] for _ in range(num_rows)])
+    x = random(num_rows * (top_k if by_pair else 1), size_k, seed=seed + 1).to(dtype)
+    num_weight_rows = size_n * (2 if gated else 1)
+    weight = random(num_experts, num_weight_rows, size_k, seed=seed + 2, scale=size_k**-0.5).to(dtype)
+    stored = weight if scheme is None else quantized(weight, scheme, size_n)
+    return ExpertCase(x, stored, (num_experts - 1 - ids).to(torch.int32), gated)
+
+
+def quantized(weight: torch.Tensor, name: str, part_rows: int) -> QuantizedWeight:
+    """A weight [E, N, K] as codes and scales; blocks of rows end where gates end."""
+    scheme = WEIGHT_SCHEMES[name].with_parts([part_rows])
+    values = weight.float().view(-1, weight.shape[-1])
+    codes, scales = quantize(values, scheme, values.abs().max().view(1))
+    code_plane, scale_plane = scheme.planes(tuple(weight.shape))
+    made = QuantizedWeight(
+        scheme,
+        tuple(weight.shape),
+        codes.reshape(code_plane.shape).contiguous(),
+        scales.reshape(scale_plane.shape).contiguous(),
+    )
+    made.check()
+    return made
+
+
+def among(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same values on the device between bytes that are NaN in every type that has it."""
+    buffer = torch.full((values.nbytes + 2 * MOAT_BYTES,), 0xFF, dtype=torch.uint8, device=device)
+    body = buffer[MOAT_BYTES : MOAT_BYTES + values.nbytes].view(values.dtype).view(values.shape)
+    body.copy_(values)
+    return body
+
+
+def placed(case: ExpertCase, device: torch.device) -> ExpertCase:
+    """The same on a device, amid poison."""
+    if isinstance(case.weight, torch.Tensor):
+        weight = among(case.weight, device)
+    else:
+        codes, scales = among(case.weight.codes, device), among(case.weight.scales, device)
+        weight = replace(case.weight, codes=codes, scales=scales)
+    return ExpertCase(among(case.x_XK, device), weight, among(case.expert_ids_TS, device), case.gated)
+
+
+def order_of(case: ExpertCase) -> ExpertOrder:
+    """As the reference has it, on the device of the ids; blocks without an expert hold pairs that are none."""
+    ids = case.expert_ids_TS
+    specs = order_specs(*ids.shape, case.weight.shape[0])
+    tensors = [torch.empty(spec.shape, dtype=torch.int32, device=ids.device) for spec in specs]
+    order = order_experts_reference(ids, case.weight.shape[0], tensors)
+    if order.block_rows > 1:
+        order.pairs_BR[order.block_experts_B < 0] = 2**30
+    return order
+
+
+def room_for(case: ExpertCase) -> CodedRows | None:
+    """Room for the rows as codes, where the scheme wants them so."""
+    if isinstance(case.weight, torch.Tensor) or not case.weight.scheme.codes_activations:
+        return None
+    device, (num_rows, size_k) = case.x_XK.device, case.x_XK.shape
+    codes = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn, device=device)
+    coded = CodedRows(codes, torch.empty(num_rows, -(-size_k // 128), device=device))
+    return coded_view(coded, case.weight, num_rows)
+
+
+def coded_rows(case: ExpertCase) -> CodedRows | None:
+    """The rows as codes, where the scheme wants them so."""
+    room = room_for(case)
+    return None if room is None else quantize_rows_reference(case.x_XK, room)
+
+
+def run_kernel(launch, case: ExpertCase, device: torch.device) -> torch.Tensor:
+    """`expert_pairs` or `expert_rows` over rows that are coded already, if they are to be."""
+    case = placed(case, device)
+    zones = RedZones(device)
+    out = zones.allocate(case.expert_ids_TS.numel(), case.num_outputs, dtype=case.x_XK.dtype).fill_(NAN)
+    coded = coded_rows(case)
+    if coded is not None:
+        coded = CodedRows(among(coded.codes_TK, device), among(coded.scales_TB, device))
+    assert launch(case.x_XK, case.weight, order_of(case), out, case.gated, coded) is out
+    zones.check()
+    return out.cpu()
+
+
+def in_torch(case: ExpertCase) -> torch.Tensor:
+    """The reference's result in the type of x."""
+    out = torch.full((case.expert_ids_TS.numel(), case.num_outputs), NAN, dtype=case.x_XK.dtype)
+    return expert_linear_reference(case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case))
+
+
+def exact(case: ExpertCase) -> torch.Tensor:
+    """In float64, from the numbers that codes stand for."""
+    coded = coded_rows(case)
+    x = (case.x_XK if coded is None else decoded_rows(coded)).double()
+    weight = case.weight if isinstance(case.weight, torch.Tensor) else dequantize(case.weight).view(case.weight.shape)
+    ids = case.expert_ids_TS.flatten()
+    y = x.new_empty(len(ids), weight.shape[1])
+    for expert in ids.unique().tolist():
+        pairs = (ids == expert).nonzero().flatten()
+        y[pairs] = x[pairs // (len(ids) // len(x))] @ weight[expert].double().T
+    if case.gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y
+
+
+def judge(launch, case: ExpertCase, device: torch.device) -> None:
+    """As exact as torch, in every element."""
+    y = run_kernel(launch, case, device)
+    assert y.isfinite().all(), "an element was not written, or read what lies outside"
+    assert_as_exact_as_torch(y, in_torch(case), exact(case), magnitude=10.0)

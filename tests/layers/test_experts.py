@@ -1,0 +1,127 @@
+"""The expert layer: against plain torch row by row, in memory that is NaN before it, alone and in company."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from holdfast.kernels.expert_order import order_specs
+from holdfast.layers.experts import ExpertBuffers, ExpertLayer, SharedExpert
+from holdfast.layers.linear import Linear
+from holdfast.layers.mlp import GatedMLP, MLPBuffers
+from kernels.exactness import companies, random, require_native, same_bits
+
+NAN = float("nan")
+HIDDEN, INNER, SHARED, NUM_EXPERTS, TOP_K = 12, 5, 7, 6, 2
+ROUTER = random(NUM_EXPERTS, HIDDEN, seed=1)
+GATE_UP = random(NUM_EXPERTS, 2 * INNER, HIDDEN, seed=2)
+DOWN = random(NUM_EXPERTS, HIDDEN, INNER, seed=3)
+SHARED_GATE_UP = random(2 * SHARED, HIDDEN, seed=4)
+SHARED_DOWN = random(HIDDEN, SHARED, seed=5)
+SHARED_GATE = random(1, HIDDEN, seed=6)
+KINDS = ("routed", "shared", "gated")
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind: str, normalizes: bool = False) -> ExpertLayer:
+    shared = None
+    if kind != "routed":
+        mlp = GatedMLP(Linear(SHARED_GATE_UP), Linear(SHARED_DOWN), "silu")
+        shared = SharedExpert(mlp, SHARED_GATE if kind == "gated" else None)
+    return ExpertLayer(ROUTER, GATE_UP, DOWN, normalizes, shared)
+
+
+def make_buffers(num_rows: int, kind: str, num_experts: int = NUM_EXPERTS, top_k: int = TOP_K) -> ExpertBuffers:
+    order = tuple(torch.full(spec.shape, -7, dtype=torch.int32) for spec in order_specs(num_rows, top_k, num_experts))
+    shared = None
+    if kind != "routed":
+        shared = MLPBuffers(torch.full((num_rows, 2 * SHARED), NAN), torch.full((num_rows, SHARED), NAN))
+    return ExpertBuffers(
+        torch.full((num_rows, num_experts), NAN),
+        torch.full((num_rows, top_k), -7, dtype=torch.int32),
+        torch.full((num_rows, top_k), NAN),
+        torch.full((num_rows * top_k, INNER), NAN),
+        torch.full((num_rows * top_k, HIDDEN), NAN),
+        order,
+        shared,
+        None if shared is None else torch.full((num_rows, HIDDEN), NAN),
+        torch.full((num_rows, 1), NAN) if kind == "gated" else None,
+    )
+
+
+def run(layer: ExpertLayer, x: torch.Tensor, kind: str) -> torch.Tensor:
+    out, before = torch.full_like(x, NAN), x.clone()
+    assert layer(x, make_buffers(len(x), kind), out) is out
+    assert same_bits(x, before), "the input stays as it was"
+    return out
+
+
+def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def expected(x: torch.Tensor, kind: str, normalizes: bool) -> torch.Tensor:
+    rows = []
+    for row in x:
+        shares, chosen = F.linear(row, ROUTER).softmax(-1).topk(TOP_K)
+        shares = shares / shares.sum() if normalizes else shares
+        y = sum(
+            (share * gated_mlp(row, GATE_UP[i], DOWN[i]) for share, i in zip(shares, chosen.tolist(), strict=True)),
+            torch.zeros(HIDDEN),
+        )
+        if kind != "routed":
+            factor = F.linear(row, SHARED_GATE).sigmoid() if kind == "gated" else 1.0
+            y = y + factor * gated_mlp(row, SHARED_GATE_UP, SHARED_DOWN)
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@EACH
+@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
+def test_the_likeliest_experts_by_their_shares(kind, normalizes, num_rows):
+    x = random(num_rows, HIDDEN, seed=20 + num_rows)
+    torch.testing.assert_close(
+        run(make(kind, normalizes), x, kind), expected(x, kind, normalizes), rtol=1e-5, atol=1e-5
+    )
+
+
+@EACH
+def test_rows_do_not_change_each_other(kind):
+    require_native()
+    layer, x = make(kind, normalizes=True), random(40, HIDDEN, seed=9)
+    alone = torch.cat([run(layer, row[None], kind) for row in x])
+    for rows in companies(40):
+        assert same_bits(run(layer, x[rows].contiguous(), kind), alone[rows])
+
+
+@EACH
+def test_a_row_of_nan_stays_alone(kind):
+    layer, x = make(kind), random(9, HIDDEN, seed=9)
+    clean = run(layer, x, kind)
+    x[4] = NAN
+    found = run(layer, x, kind)
+    assert found[4].isnan().all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert same_bits(found[others], clean[others])
+
+
+def test_all_rows_may_choose_one_expert():
+    router = torch.zeros(NUM_EXPERTS, HIDDEN)
+    router[3] = 1.0
+    layer, x = ExpertLayer(router, GATE_UP, DOWN, True, None), random(11, HIDDEN, seed=3).abs()
+    buffers = make_buffers(11, "routed", top_k=1)
+    out = layer(x, buffers, torch.full_like(x, NAN))
+    assert buffers.expert_ids_TS.flatten().tolist() == [3] * 11
+    torch.testing.assert_close(out, gated_mlp(x, GATE_UP[3], DOWN[3]), rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_that_are_missing_are_named():
+    layer, x = make("gated"), random(3, HIDDEN)
+    buffers, out = make_buffers(3, "gated"), torch.empty(3, HIDDEN)
+    with pytest.raises(AssertionError, match="no tensors for the shared expert"):
+        layer(x, buffers._replace(shared=None), out)
+    with pytest.raises(AssertionError, match="no place for what the shared expert gives"):
+        layer(x, buffers._replace(shared_TH=None), out)
+    with pytest.raises(AssertionError, match="no place for the logit"):
+        layer(x, buffers._replace(shared_logit_T1=None), out)

@@ -1,0 +1,110 @@
+"""Decode steps of a tiny model by the route of few rows, beside the same steps by the ordinary way: the tokens are given.
+
+The route runs on the plain-torch references of its kernels, or on the kernels themselves.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import Limits
+from holdfast.kernels.begin_rows import begin_rows_reference
+from holdfast.kernels.finish_rows import finish_rows_reference
+from holdfast.kernels.row_peaks import row_peaks_reference
+from holdfast.kernels.skinny_linear import linear_add_reference, normed_linear_reference
+from holdfast.models import blueprint_grouped, few_route
+from holdfast.models.blueprint_anatomy import StepShape
+from holdfast.models.decoder import Decoder
+from holdfast.models.few_route import FewRoute
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from kernels.quantized_cases import weight_on
+from runner import drive
+from runner.drive import CPU, LoadedModel, Rig
+
+LIMITS = Limits(max_num_seqs=5, max_num_batched_tokens=60, max_model_len=40, page_tokens=4)
+NUM_PAGES = 40
+NUM_STEPS = 5
+"""Behind the prompt, so that every sequence enters a page of its own at least once."""
+REFERENCES: Mapping[str, Callable[..., Any]] = {
+    "begin_rows": begin_rows_reference,
+    "finish_rows": finish_rows_reference,
+    "row_peaks": row_peaks_reference,
+    "normed_linear": normed_linear_reference,
+    "linear_add": linear_add_reference,
+}
+"""What the route launches, in plain torch."""
+
+
+def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reference in REFERENCES.items():
+        monkeypatch.setattr(few_route, name, reference)
+
+
+def make_rig(
+    model: LoadedModel,
+    recipe: WeightRecipe = AS_STORED,
+    few: bool = True,
+    backend: str = "torch_paged",
+    dtype: str = "float32",
+    min_rows: int = 1,
+    device: torch.device = CPU,
+) -> Rig:
+    """A runner whose decoder takes the route or does not, whatever device and type it is for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "Decoder", partial(Decoder, takes_few=few, dtype=dtype, recipe=recipe))
+        patch.setattr(drive, "CPU", device)
+        patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
+        patch.setattr(blueprint_grouped, "takes_few", lambda *_: few)
+        rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, min_rows=min_rows)
+    poison = rig.poison
+
+    def spare_counters() -> None:
+        """Counters are at zero between launches; all else that products share is theirs only while they run."""
+        poison()
+        if rig.decoder._few is not None:
+            route_of(rig)._scratch.arrived.zero_()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # the runner works on a stream of its own
+
+    rig.poison = spare_counters  # type: ignore[method-assign]
+    return rig
+
+
+def placed(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """The same model elsewhere, with numbers in another type; codes stay what they are."""
+    weights = {
+        name: weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device, dtype)
+        for name, weight in model.weights.items()
+    }
+    return LoadedModel(model.spec, weights)
+
+
+def route_of(rig: Rig) -> FewRoute:
+    route = rig.decoder._few
+    assert route is not None, "the route was declined"
+    return route
+
+
+def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
+    """Logits of so many sequences over some decode steps, behind prompts of different lengths: [steps, rows, V]."""
+    tokens = torch.randint(
+        8, rig.runner.vocab_size, (num_rows, 40), generator=torch.Generator().manual_seed(num_rows)
+    ).tolist()
+    sequences, found = [], []
+    for index, own in enumerate(tokens):
+        pages = list(range(index * 8, index * 8 + 8))[::-1]
+        length = 3 + 2 * index
+        sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, pages=pages))
+    rig.execute(Step(tuple(ScheduledSequence(sequence, 0, sequence.num_tokens) for sequence in sequences)))
+    for _ in range(num_steps):
+        for sequence, own in zip(sequences, tokens, strict=True):
+            sequence.token_ids.append(own[sequence.num_tokens])
+        rig.execute(Step(tuple(ScheduledSequence(one, one.num_tokens - 1, 1) for one in sequences)))
+        found.append(torch.stack([rig.logits[one.sequence_id][one.num_tokens - 1] for one in sequences]))
+    return torch.stack(found)

@@ -1,0 +1,204 @@
+"""Sharding: the shares of all ranks are slices of the whole that tile it, in every layout; what does not divide is said."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.models.parameters import Parameter, Part
+from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows
+
+
+def filled(parameter, parts, tensors):
+    """What the parts make of the tensors."""
+    out = np.full((parameter.num_rows, parameter.num_columns), -1)
+    for part in parts:
+        part.check()
+        array = tensors[part.tensor]
+        if part.is_transposed:
+            array = np.swapaxes(array, -1, -2)
+        rows = array.reshape(part.source_rows, part.source_columns)
+        (top, low), (left, right) = part.row_range, part.column_range
+        out[part.row_start : part.row_start + part.num_rows] = rows[top:low, left:right]
+    return out.reshape(parameter.shape)
+
+
+def numbered(parameter, parts, values):
+    """The tensors of a layout, with such numbers that the parameter becomes `values`."""
+    tensors = {}
+    rows = values.reshape(parameter.num_rows, parameter.num_columns)
+    for part in parts:
+        upright = tensors.setdefault(part.tensor, np.full((part.source_rows, part.source_columns), -1))
+        top, low = part.row_range
+        upright[top:low] = rows[part.row_start : part.row_start + part.num_rows]
+    for part in parts:
+        if part.is_transposed and tensors[part.tensor].shape != part.shape:
+            shape = (*part.shape[:-2], part.shape[-1], part.shape[-2])
+            tensors[part.tensor] = np.swapaxes(tensors[part.tensor].reshape(shape), -1, -2)
+        else:
+            tensors[part.tensor] = tensors[part.tensor].reshape(part.shape)
+    return tensors
+
+
+def stacked(name, heights, width, kind="linear", split="rows"):
+    parts, row = [], 0
+    for index, height in enumerate(heights):
+        parts.append(Part(f"{name}.{index}", row, (height, width) if width else (height,)))
+        row += height
+    return Parameter(name, (row, width) if width else (row,), tuple(parts), kind, split)
+
+
+def experts(count, halves, inner, hidden, split):
+    apart, row = [], 0
+    for expert in range(count):
+        for half in range(halves):
+            apart.append(Part(f"e{expert}.{half}", row, (inner, hidden)))
+            row += inner
+    fused, across = (
+        tuple(
+            Part("fused", start, shape, (start, start + inner), is_transposed=across) for start in range(0, row, inner)
+        )
+        for shape, across in (((count, halves * inner, hidden), False), ((count, hidden, halves * inner), True))
+    )
+    return Parameter("experts.weight", (count, halves * inner, hidden), tuple(apart), "expert", split, (fused, across))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_rows_of_all_ranks_tile_every_part(data):
+    size = data.draw(st.sampled_from([1, 2, 3, 4]))
+    heights = [size * height for height in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))]
+    width = data.draw(st.integers(0, 4))
+    whole = stacked("layers.0.gate_up.weight", heights, width)
+    values = np.arange(whole.num_elements).reshape(whole.shape)
+    tensors = numbered(whole, whole.parts, values)
+    shares = []
+    for rank in range(size):
+        (share,) = shard_parameters([whole], Mesh(rank, size), 1, 1)
+        share.check()
+        shares.append(filled(share, share.parts, tensors))
+        assert share.seam_rows == whole.seam_rows
+    row = 0
+    starts = [0] * size
+    for height in heights:
+        pieces = []
+        for rank, share in enumerate(shares):
+            pieces.append(share[starts[rank] : starts[rank] + height // size])
+            starts[rank] += height // size
+        assert (np.concatenate(pieces) == values[row : row + height]).all()
+        row += height
+    assert all(start == len(share) for start, share in zip(starts, shares, strict=True))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_experts_of_all_ranks_tile_the_stack_in_every_layout(data):
+    tensor_size, expert_size = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 3]))
+    count, halves = expert_size * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    split = data.draw(st.sampled_from(["rows", "columns"]))
+    inner, hidden = tensor_size * data.draw(st.integers(1, 2)), tensor_size * data.draw(st.integers(1, 2))
+    whole = experts(count, halves, inner, hidden, split)
+    values = np.arange(whole.num_elements).reshape(count, halves, inner, hidden)
+    layout = data.draw(st.integers(0, 2))
+    tensors = numbered(whole, (whole.parts, *whole.layouts)[layout], values)
+    found = np.full(values.shape, -1)
+    per_rank, axis = count // expert_size, 2 if split == "rows" else 3
+    for expert_rank in range(expert_size):
+        for tensor_rank in range(tensor_size):
+            (share,) = shard_parameters([whole], Mesh(tensor_rank, tensor_size, expert_rank, expert_size), 1, 1)
+            share.check()
+            own = filled(share, (share.parts, *share.layouts)[layout], tensors)
+            place = [slice(None)] * 4
+            place[0] = slice(expert_rank * per_rank, (expert_rank + 1) * per_rank)
+            length = values.shape[axis] // tensor_size
+            place[axis] = slice(tensor_rank * length, (tensor_rank + 1) * length)
+            assert (found[tuple(place)] == -1).all(), "two ranks hold the same"
+            found[tuple(place)] = own.reshape(found[tuple(place)].shape)
+    assert (found == values).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_a_vocabulary_need_not_divide(size):
+    for kind in ("embedding", "head"):
+        whole = stacked("embed.weight", [23], 3, kind)
+        values = np.arange(69).reshape(23, 3)
+        shares = [shard_parameters([whole], Mesh(rank, size), 1, 1)[0] for rank in range(size)]
+        rows = [filled(share, share.parts, {"embed.weight.0": values}) for share in shares]
+        assert (np.concatenate(rows) == values).all()
+        assert len({share.shape for share in shares[:-1]}) == 1
+        assert shares[-1].shape[0] < shares[0].shape[0], "nothing is padded"
+        assert [vocabulary_rows(23, Mesh(rank, size)) for rank in range(size)] == [
+            share.parts[0].row_range for share in shares
+        ]
+
+
+def test_a_vocabulary_too_small_for_its_ranks_is_said():
+    for rank in range(4):
+        with pytest.raises(UnsupportedModelError, match="a vocabulary of 5 rows was to be shared by 4 ranks"):
+            vocabulary_rows(5, Mesh(rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "size", "kv_heads"),
+    [
+        (8, 8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (8, 4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (8, 2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (8, 1, 4, [(0, 1)] * 4),
+    ],
+)
+@pytest.mark.parametrize("width", [6, 0], ids=["weight", "bias"])
+def test_heads_are_divided_and_key_heads_shared_where_there_are_too_few(num_heads, num_kv_heads, size, kv_heads, width):
+    head_dim = 3
+    name = "layers.0.qkv.weight" if width else "layers.0.qkv.bias"
+    whole = stacked(name, [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], width)
+    for rank in range(size):
+        (share,) = shard_parameters([whole], Mesh(rank, size), num_heads, num_kv_heads)
+        share.check()
+        q, k, v = share.parts
+        assert q.row_range == (rank * num_heads // size * head_dim, (rank + 1) * num_heads // size * head_dim)
+        first, last = kv_heads[rank]
+        assert k.row_range == v.row_range == (first * head_dim, last * head_dim)
+        if k.rows is not None:
+            assert k.whole_range == (0, num_kv_heads * head_dim)
+
+
+def test_what_is_not_split_stays_and_one_rank_has_everything():
+    parameters = [stacked("layers.0.norm.weight", [8], 0, "norm", "none"), stacked("layers.0.up.weight", [8], 4)]
+    norm, up = shard_parameters(parameters, Mesh(1, 2), 1, 1)
+    assert norm is parameters[0]
+    assert up.whole is parameters[1]
+    assert shard_parameters(parameters, Mesh(), 1, 1) == tuple(parameters)
+
+
+def test_a_share_of_a_share_knows_the_whole():
+    whole = stacked("layers.0.up.weight", [8], 4)
+    (half,) = shard_parameters([whole], Mesh(1, 2), 1, 1)
+    (quarter,) = shard_parameters([half], Mesh(1, 2), 1, 1)
+    assert quarter.whole is whole
+    assert (quarter.parts[0].row_range, quarter.parts[0].whole_range) == ((6, 8), (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "mesh", "heads", "words"),
+    [
+        (stacked("layers.0.up.weight", [8, 9], 4), Mesh(0, 2), (1, 1), "9 of its rows belong together"),
+        (stacked("layers.0.o.weight", [8], 9, split="columns"), Mesh(0, 2), (1, 1), "it has 9 columns"),
+        (stacked("layers.0.qkv.weight", [9, 3, 3], 4), Mesh(0, 2), (3, 1), "are 3 heads"),
+        (stacked("layers.0.qkv.weight", [12, 9, 9], 4), Mesh(0, 2), (4, 3), "rows 12 to 20 of it are 3 heads"),
+        (stacked("layers.0.qkv.weight", [32, 24, 24], 4), Mesh(0, 4), (4, 3), "are 3 heads"),
+        (experts(3, 2, 2, 2, "rows"), Mesh(0, 1, 0, 2), (1, 1), "it has 3 experts"),
+        (experts(2, 2, 3, 2, "rows"), Mesh(0, 2), (1, 1), "3 of its rows belong together"),
+    ],
+)
+def test_what_does_not_divide_is_said(parameter, mesh, heads, words):
+    with pytest.raises(UnsupportedModelError, match=words) as caught:
+        shard_parameters([parameter], mesh, *heads)
+    assert str(caught.value).startswith(f"{parameter.name} {list(parameter.shape)} was to be shared by ")
+
+
+@pytest.mark.parametrize("values", [(2, 2), (-1, 2), (0, 0), (True, 2), (0, 1.0), (0, 1, 4, 4), (0, 1, "0", 1)])
+def test_a_mesh_is_checked(values):
+    with pytest.raises(ConfigError, match="was asked"):
+        Mesh(*values)

@@ -1,0 +1,98 @@
+from math import gcd
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.quant.weight_schemes import (
+    FP8,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    HEAD_SCHEME,
+    INT8,
+    MXFP4,
+    WEIGHT_SCHEMES,
+    WeightPlane,
+    find_scheme,
+)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "codes", "scales"),
+    [
+        (FP8, WeightPlane("", (96, 576), "float8_e4m3fn"), WeightPlane(".scale", (96,), "float32")),
+        (FP8_TENSOR, WeightPlane("", (96, 576), "float8_e4m3fn"), WeightPlane(".scale", (96,), "float32")),
+        (FP8_BLOCK, WeightPlane("", (96, 576), "float8_e4m3fn"), WeightPlane(".scale", (1, 5), "float32")),
+        (INT8, WeightPlane("", (96, 576), "int8"), WeightPlane(".scale", (96,), "float32")),
+        (MXFP4, WeightPlane("", (96, 288), "uint8"), WeightPlane(".scale", (96, 18), "uint8")),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_planes_of_a_matrix(scheme, codes, scales):
+    assert scheme.planes((96, 576)) == (codes, scales)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_SCHEMES)
+def test_stacked_matrices_are_so_many_more_rows(scheme):
+    codes, scales = scheme.planes((3, 256, 384))
+    flat_codes, flat_scales = scheme.planes((768, 384))
+    assert codes.shape[0] == scales.shape[0] == 3
+    assert codes.num_bytes == flat_codes.num_bytes
+    assert scales.num_bytes == flat_scales.num_bytes
+
+
+def test_bits_of_a_weight():
+    bytes_of = {
+        name: sum(plane.num_bytes for plane in scheme.planes((1024, 4096))) for name, scheme in WEIGHT_SCHEMES.items()
+    }
+    bits = {name: 8 * count / (1024 * 4096) for name, count in bytes_of.items()}
+    assert bits == {
+        "fp8": 8 + 32 / 4096,
+        "fp8_tensor": 8 + 32 / 4096,
+        "fp8_block": 8 + 32 / 128**2,
+        "int8": 8 + 32 / 4096,
+        "mxfp4": 4.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("part_rows", "block_rows"), [((576, 192, 192), 64), ((256, 128), 128), ((1408, 96), 32), ((7, 9), 1)]
+)
+def test_no_block_reaches_over_a_seam(part_rows, block_rows):
+    scheme = FP8_BLOCK.with_parts(part_rows)
+    assert scheme.block_rows == block_rows == gcd(128, *part_rows)
+    assert scheme.planes((sum(part_rows), 256))[1].shape == (sum(part_rows) // block_rows, 2)
+
+
+@pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8, MXFP4], ids=lambda scheme: scheme.name)
+def test_parts_do_not_matter_to_rows_by_themselves(scheme):
+    assert scheme.with_parts((7, 9)) is scheme
+
+
+def test_blocks_that_would_reach_from_one_matrix_into_the_next_are_refused():
+    assert FP8_BLOCK.scale_shape((100, 256)) == (1, 2)
+    with pytest.raises(AssertionError, match="100 rows of each of 3 matrices"):
+        FP8_BLOCK.scale_shape((3, 100, 256))
+
+
+def test_only_whole_bytes_and_blocks_of_codes():
+    assert MXFP4.unsupported((4, 576)) is None
+    assert MXFP4.unsupported((4, 100)) == "it has 100 columns, and mxfp4 stores 32 at a time"
+    assert all(scheme.unsupported((4, 100)) is None for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8))
+
+
+def test_rows_that_are_looked_up_have_scales_of_their_own():
+    assert HEAD_SCHEME.block_rows == 1
+    assert HEAD_SCHEME.scale_shape((7, 64)) == (7,)
+
+
+def test_schemes_by_name():
+    assert [find_scheme(name) for name in WEIGHT_SCHEMES] == list(WEIGHT_SCHEMES.values())
+    assert find_scheme(None) is find_scheme("none") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("fp8block", "fp8_block"), ("int4", "int8"), ("", "fp8"), (8, "fp8"), ([], "fp8")]
+)
+def test_an_unknown_scheme_is_refused_with_the_nearest(name, near):
+    with pytest.raises(ConfigError, match=f"the choices are none, fp8, fp8_tensor.*try {near}"):
+        find_scheme(name)

@@ -1,0 +1,158 @@
+"""Loads of weights: from the source or from what an earlier start has kept, kept for the next, saved as a model."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.loading.model_files import open_model
+from holdfast.loading.quantized_manifest import MANIFEST_FILE
+from holdfast.memory.ledger import Ledger
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.runner.weight_load import WeightLoad, plan_weights
+from loading.tiny_models import save_tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    save_tiny("llama", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+def planned(folder: Path, uses_cache: bool = True, load_format: str = "auto", **options) -> WeightLoad:
+    config = EngineConfig.from_options(**{"quantization": "fp8"} | options)
+    return plan_weights(config, open_model(str(folder), load_format), "float32", config.recipe, uses_cache)
+
+
+def loaded(load: WeightLoad) -> dict[str, torch.Tensor]:
+    """Every plane by name."""
+    planes = {}
+    for name, weight in load.run("cpu", Ledger(), lambda done, total: None).weights.items():
+        planes |= (
+            {name: weight.codes, f"{name}.scale": weight.scales}
+            if isinstance(weight, QuantizedWeight)
+            else {name: weight}
+        )
+    return planes
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, plane in one.items():
+        assert torch.equal(plane.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+def test_the_second_start_reads_what_the_first_has_kept(folder: Path, cache: Path) -> None:
+    first = planned(folder)
+    assert first.slot is not None
+    assert first.slot.hit is None
+    assert first.taken_plan is first.plan
+    weights = loaded(first)
+    assert len(list(cache.iterdir())) == 1
+    second = planned(folder)
+    assert second.slot is not None
+    assert second.slot.hit is not None
+    assert second.taken_plan is second.slot.hit[1]
+    assert second.staging("cpu").num_bytes >= second.taken_plan.staging_bytes("cpu")
+    assert second.stored == {}, "they are quantized as they load, whoever did it"
+    assert_same(loaded(second), weights)
+    assert_same(loaded(planned(folder, weight_cache="off")), weights)
+
+
+def test_nothing_is_kept_unless_weights_are_quantized_and_a_cache_is_wanted(folder: Path, cache: Path) -> None:
+    for load in (
+        planned(folder, quantization=None),
+        planned(folder, weight_cache="off"),
+        planned(folder, uses_cache=False),
+        planned(folder, load_format="dummy"),
+    ):
+        assert load.slot is None
+        loaded(load)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_other_recipes_are_kept_apart(folder: Path, cache: Path) -> None:
+    loads = [{}, {"quantization": "int8"}, {"quantized_embeddings": "none"}, {"quantization_ignore": "*down_proj*"}]
+    for number, options in enumerate(loads):
+        load = planned(folder, **options)
+        assert load.slot is not None
+        assert load.slot.hit is None, options
+        loaded(load)
+        assert len(list(cache.iterdir())) == number + 1
+
+
+def test_damaged_files_are_dropped_and_the_model_is_quantized_again(folder: Path, cache: Path, caplog) -> None:
+    weights = loaded(planned(folder))
+    (kept,) = cache.iterdir()
+    file = kept / "model-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    damaged = planned(folder)
+    assert damaged.slot is not None
+    assert damaged.slot.hit is not None, "headers are sound"
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert_same(loaded(damaged), weights)
+    again = planned(folder)
+    assert again.slot is not None
+    assert again.slot.hit is not None, "written again"
+    assert_same(loaded(again), weights)
+
+
+def test_a_cache_that_is_insisted_on_raises_where_there_is_none(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="weight_cache=on was asked; weights are made up; leave it out"):
+        planned(folder, weight_cache="on", load_format="dummy")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="weight_cache=on was asked"):
+        planned(folder, weight_cache="on")
+    assert planned(folder).slot is None, "auto goes on without"
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_only_where_it_is_insisted_on(folder: Path, monkeypatch) -> None:
+    for choice in ("auto", "on"):
+        load = planned(folder, weight_cache=choice)
+        monkeypatch.setattr(type(load.slot), "save", lambda slot, weights: "the disk is full")
+        if choice == "auto":
+            loaded(load)
+        else:
+            with pytest.raises(ConfigError, match="weight_cache=on was asked; the disk is full; make room"):
+                loaded(load)
+
+
+def test_weights_that_are_no_numbers_are_refused_unless_allowed(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "broken"
+    path.mkdir()
+    save_tiny("llama", path)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelFormatError, match=r"down_proj.weight.* row 3.*--allow-nonfinite"):
+        loaded(planned(path))
+    assert loaded(planned(path, allow_nonfinite=True))
+
+
+def test_a_folder_is_saved_and_what_is_in_the_way_is_told_before_a_weight_is_read(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "saved"
+    weights = loaded(planned(folder, save_quantized=str(target)))
+    assert (target / MANIFEST_FILE).is_file()
+    assert (target / "config.json").is_file()
+    with pytest.raises(ConfigError, match=r"save_quantized=.*there is something there already"):
+        planned(folder, save_quantized=str(target))
+    with pytest.raises(ConfigError, match=r"save_quantized=.* is not there"):
+        planned(folder, save_quantized=str(tmp_path / "no" / "such"))
+    assert weights

@@ -1,0 +1,37 @@
+"""The benchmark of weight schemes, once in a small way: a record that the README's tables can be made of."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import readme_tables
+from cli.cli_models import make_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+weight_quality = import_module("weight_quality")
+
+
+def test_a_small_run_leaves_a_record_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", intermediate_size=128)
+    text, out = tmp_path / "text.txt", tmp_path / "records"
+    text.write_text("It is not known who first thought of it, but there it was. " * 20)
+    options = ["--model", str(model), "--text", str(text), "--tokens", "80", "--window", "40", "--commit", "abc"]
+    argv = ["weight_quality.py", *options, "--out", str(out), "--html", str(tmp_path / "page.html")]
+    monkeypatch.setattr(sys, "argv", argv)
+    weight_quality.main()
+    (path,) = out.iterdir()
+    assert path.name.endswith("-weight-quality.json")
+    record = json.loads(path.read_text())
+    assert record["section"] == "weight-quality"
+    assert record["commit"] == "abc"
+    told = "python benchmarks/weight_quality.py --tokens 80 --window 40 --schemes all --embeddings head"
+    assert record["command"] == f"{told} --model model --text text.txt"
+    names = [result["measure"] for result in record["results"]]
+    assert names == ["float32", "fp8", "fp8_tensor", "fp8_block", "int8", "mxfp4"]
+    shown = readme_tables.section_tables(out, "weight-quality")
+    assert "| mxfp4 |" in shown
+    assert "against 16 bit" in shown
+    assert (tmp_path / "page.html").is_file()
