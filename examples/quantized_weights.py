@@ -13,7 +13,7 @@ def main() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16)
     for scheme in (None, "fp8", "int8"):
         llm = LLM(model=model, quantization=scheme, weight_cache="off", max_model_len=256)
-        held = next(row.held_bytes for row in llm.memory.rows if row.owner == "weights")
+        held = next(row.planned_bytes for row in llm.memory.rows if row.owner == "weights")
         text = llm.generate([PROMPT], params)[0].outputs[0].text
         print(f"{scheme or 'as stored':<10} {held / 2**20:8.1f} MiB of weights -> {text!r}")
         llm.shutdown()

@@ -604,7 +604,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_written(tmp_path: Path) -> None:
     assert "the disk has" in gpu_load.no_room(tmp_path, 10**18, float("inf"))
 
 
-def device_load(over: int = 48 * MIB, seconds: float = 1.0, host: int = 200 * MIB) -> dict:
+def device_load(over: int = 32 * MIB, seconds: float = 1.0, host: int = 200 * MIB) -> dict:
     final = dict.fromkeys(("allocated", "reserved", "used"), 1000 * MIB)
     return {
         "seconds": seconds,
@@ -613,7 +613,7 @@ def device_load(over: int = 48 * MIB, seconds: float = 1.0, host: int = 200 * MI
         **dict.fromkeys(("num_weights", "num_quantized", "num_moves", "num_readers", "predicted_host"), 1),
         **{f"{part}_seconds": seconds / 2 for part in ("read", "copy", "place")},
         "predicted_final": 1000 * MIB,
-        "predicted_peak": 1048 * MIB,
+        "predicted_peak": 1032 * MIB,
         "pinned_bytes": 192 * MIB,
         "final": final,
         "peak": {name: num + over for name, num in final.items()},

@@ -194,15 +194,16 @@ def test_figures_about_weights_are_those_of_the_planner(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("cuda", "48.00 MiB: 3 chunks of 16 MiB"), ("cpu", "12.00 MiB: 3 chunks of 4 MiB")]
+    ("kind", "num_chunks", "words"),
+    [("cuda", 2, "32.00 MiB: 2 chunks of 16 MiB"), ("cpu", 3, "12.00 MiB: 3 chunks of 4 MiB")],
 )
-def test_figures_about_loads_are_those_of_their_plan(kind: str, words: str) -> None:
+def test_figures_about_loads_are_those_of_their_plan(kind: str, num_chunks: int, words: str) -> None:
     spec = read_blueprint(CATALOGUE["Qwen3-0.6B"], "Qwen3-0.6B").spec
     assert spec is not None, "it runs"
     wanted = parameters(spec)
     made_up = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16")
     plan = dataclasses.replace(made_up, writer_specs=())
-    chunks = 3 * plan.chunk_bytes(kind)
+    chunks = num_chunks * plan.chunk_bytes(kind)
     assert words.startswith(f"{format_bytes(chunks)}: ")
     assert words in DOCUMENTS["docs/memory.md"]
     findings = plan.staging_bytes(kind) - chunks

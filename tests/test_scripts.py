@@ -157,7 +157,7 @@ LOADED = {
     "seconds": [1.8, 0.53, 0.5],
     "predicted_peak": 1000 * MIB,
     "peak": {"allocated": 1000 * MIB + 512, "reserved": 1002 * MIB, "used": 1004 * MIB},
-    "over_final": {"allocated": 48 * MIB, "reserved": 50 * MIB, "used": 52 * MIB},
+    "over_final": {"allocated": 32 * MIB, "reserved": 34 * MIB, "used": 36 * MIB},
     "host": {"first load": {"RssAnon": 300 * MIB}, "second load": {"RssAnon": 192 * MIB}},
 }
 FAILED = {"measure": "B-Model, fp8", "unit": "GB/s", "values": {"holdfast": 0.0}, "error": "no room"}
@@ -193,9 +193,9 @@ def test_loads_are_shown_with_their_peaks_and_failures(tmp_path: Path) -> None:
         "": "A-Model, fp8",
         "GB/s": "31.4",
         "seconds": "0.5",
-        "peak over final, MiB: allocated": "48",
-        "reserved": "50",
-        "used": "52",
+        "peak over final, MiB: allocated": "32",
+        "reserved": "34",
+        "used": "36",
         "peak against the plan, MiB": "+0.000",
         "host, MiB": "192",
     }

@@ -187,7 +187,7 @@ def parse_patterns(value: object, name: str) -> tuple[str, ...]:
         listed = ()
     if not isinstance(listed, list | tuple) or len(listed) > MAX_PATTERNS:
         has = f"a text with commas or a list of up to {MAX_PATTERNS} patterns works"
-        raise ConfigError(f"{name}={shown(value)} was asked", has, 'try "lm_head,*.down_proj"')
+        raise ConfigError(f"{name}={shown(value)} was asked", has, 'try "*down_proj*"')
     for pattern in listed:
         problem = _pattern_problem(pattern)
         if problem is not None:

@@ -44,7 +44,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 @pytest.mark.usefixtures("wide")
 def test_all_commands_are_listed_however_few_of_them_are_built(here: Here) -> None:
     shown = here("--help").out
-    assert all(re.search(rf"│ {name} +\S", shown) for name in ("run", "chat", "plan", "bench", "eval")), shown
+    assert all(re.search(rf"│ {name} +\S", shown) for name in ("run", "chat", "plan", "cache", "bench", "eval")), shown
     assert here("plan", "--help").out.count("Usage: holdfast plan ") == 1
     assert "did you mean plan?" in here("plam").err
 

@@ -14,6 +14,7 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_codes import dequantize, quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from kernels.exactness import assert_as_exact_as_torch, random
+from kernels.quantized_cases import slack
 from red_zones import RedZones
 
 NAN = float("nan")
@@ -163,4 +164,6 @@ def judge(launch, case: ExpertCase, device: torch.device) -> None:
     """As exact as torch, in every element."""
     y = run_kernel(launch, case, device)
     assert y.isfinite().all(), "an element was not written, or read what lies outside"
-    assert_as_exact_as_torch(y, in_torch(case), exact(case), magnitude=10.0)
+    scheme = case.weight.scheme if isinstance(case.weight, QuantizedWeight) else None
+    less = 1.0 if scheme is None else slack(device, scheme)
+    assert_as_exact_as_torch(y, in_torch(case), exact(case), magnitude=10.0 * less)

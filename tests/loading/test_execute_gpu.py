@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,7 +61,8 @@ def load_watched(parameters, source, recipe, ledger, on_progress=silent):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["read", "written", "tied"])
 def test_a_gpu_holds_no_more_than_the_weights_and_the_staging_term(kind, recipe):
-    parameters = TIED if kind == "tied" else (SMALL, LARGE, *UNTIED)
+    # What is compared with a twin is an embedding that is the head too.
+    parameters = (replace(TIED[0], kind="head"), *TIED[1:]) if kind == "tied" else (SMALL, LARGE, *UNTIED)
     if recipe == "mxfp4" and kind != "tied":
         parameters = (SMALL, LARGE)
     tensors = random_tensors(parameters)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from holdfast.kernels.place_rows import UNSEEN
+from holdfast.loading import placing
 from holdfast.loading.chunks import cut_chunks
 from holdfast.loading.move import Move
 from holdfast.loading.placing import Placer, chunk_views
@@ -99,3 +100,29 @@ def test_a_stored_scale_stands_for_several_rows(chunk_bytes):
     place_all(tensors, final, moves, chunk_bytes=chunk_bytes)
     assert torch.equal(final["w.scale"], tensors["s"].repeat_interleave(2, 0))
     assert torch.equal(final["x.scale"], tensors["one"].expand(7))
+
+
+@pytest.mark.parametrize(("on_gpu", "interpreted"), [(True, False), (True, True), (False, False)])
+def test_on_a_gpu_addresses_are_tried_first_and_tensors_do_the_rest(on_gpu, interpreted, monkeypatch):
+    asked = []
+
+    class ByAddress:
+        def __init__(self, *_):
+            pass
+
+        def place(self, piece, address):
+            asked.append((piece.move, address))
+            return piece.move == 0
+
+    monkeypatch.setattr(placing, "AddressPlacer", ByAddress)
+    monkeypatch.setattr(placing, "can_run", lambda tensor: on_gpu)
+    monkeypatch.setattr(placing, "is_interpreted", lambda: interpreted)
+    tensors = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    final = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}
+    moves = [Move(name, "float32", name, Part(name, 0, (4, 4)), None, 0) for name in "ab"]
+    place_all(tensors, final, moves)
+    is_tried = on_gpu and not interpreted
+    assert [move for move, _ in asked] == ([0, 1] if is_tried else [])
+    assert all(address for _, address in asked)
+    assert torch.equal(final["b"], tensors["b"])
+    assert torch.equal(final["a"], tensors["a"]) != is_tried, "done twice, or not at all"

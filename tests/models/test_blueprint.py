@@ -27,8 +27,8 @@ def test_weight_bytes_are_those_of_the_arena_that_is_loaded_into(name: str, dtyp
     arena = arena_bytes(TensorSpec(parameter.name, parameter.shape, dtype) for parameter in parameters(spec))
     blueprint = spec_blueprint(spec, name)
     assert blueprint.weight_bytes(dtype) == arena
-    assert sum(num_bytes for _, num_bytes in blueprint.group_bytes(dtype).values()) == arena
-    assert sum(count for count, _ in blueprint.group_bytes(dtype).values()) == len(parameters(spec))
+    assert sum(group.num_bytes for group in blueprint.group_bytes(dtype).values()) == arena
+    assert sum(group.num_tensors for group in blueprint.group_bytes(dtype).values()) == len(parameters(spec))
 
 
 def test_numbers_of_a_decoder() -> None:
@@ -50,7 +50,9 @@ def test_halves_and_quarters() -> None:
     assert 0.33 < blueprint.weight_bytes("bfloat16", WeightRecipe(MXFP4)) / plain < 0.35, "the head has eight bits"
     assert blueprint.weight_bytes("bfloat16", AS_STORED) == plain
     tied = read_blueprint(CATALOGUE["Qwen3-4B"], "x")
-    kept, coded = (tied.group_bytes("bfloat16", WeightRecipe(MXFP4, own))["embed"][1] for own in ("none", "head"))
+    kept, coded = (
+        tied.group_bytes("bfloat16", WeightRecipe(MXFP4, own))["embed"].num_bytes for own in ("none", "head")
+    )
     assert kept == 151936 * 2560 * 2
     assert coded == 151936 * (2560 + 4), "an embedding that is the head is quantized as one"
 

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.memory.tensor_spec import aligned
-from holdfast.models.blueprint_weights import FP8_BLOCK_E8M0, Weight, weight_bytes, weight_of
+from holdfast.models.blueprint_weights import (
+    FP8_BLOCK_E8M0,
+    Weight,
+    WeightGroup,
+    weight_bytes,
+    weight_groups,
+    weight_of,
+)
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
 from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4, WEIGHT_SCHEMES
@@ -106,3 +113,19 @@ def test_never_more_than_plain_fp32_and_never_less_than_the_bits(rows: int, colu
 )
 def test_groups_of_a_table(name, kind, group) -> None:
     assert Weight(name, (1, 1), kind).group == group
+
+
+def test_groups_name_every_way_in_which_their_weights_are_stored() -> None:
+    norms = [Weight(f"layers.{layer}.norm.weight", (96,), "norm") for layer in range(3)]
+    router = Weight("layers.0.router.weight", (8, 96), "router", dtype="float32")
+    stored = Weight("layers.1.qkv.weight", (300, 96), "linear", "int8")
+    head = Weight("lm_head.weight", (300, 96), "head")
+    weights = (*norms, router, LINEAR, LINEAR._replace(name="layers.2.qkv.weight"), stored, head)
+    groups = weight_groups(weights, "bfloat16", RECIPES["mxfp4"])
+    in_layers = sum(weight_bytes(weight, "bfloat16", RECIPES["mxfp4"]) for weight in weights[:-1])
+    assert groups == {
+        "layers": WeightGroup(7, in_layers, ("mxfp4", "int8", "bfloat16", "float32")),
+        "lm_head": WeightGroup(1, aligned(300 * 96) + aligned(4 * 300), ("int8",)),
+    }
+    assert weight_groups(norms, "float16", AS_STORED) == {"layers": WeightGroup(3, 3 * 256, ("float16",))}
+    assert weight_groups((), "float16", AS_STORED) == {}

@@ -48,7 +48,18 @@ def test_weights_add_up_to_their_arena(name: str) -> None:
         layout, resolved = settle(wanted)
         weights = [term for term in list_needs(layout, resolved).terms if term.group == "weights"]
         assert sum(term.num_bytes for term in weights) == wanted.blueprint.weight_bytes(resolved.dtype, resolved.recipe)
-        assert resolved.recipe.scheme is None or resolved.recipe.scheme.name in weights[0].reason
+        scheme = resolved.recipe.scheme
+        assert scheme is None or any(scheme.name in term.reason for term in weights)
+
+
+def test_weights_say_every_way_in_which_they_are_stored() -> None:
+    reasons = {owner: term.reason for owner, term in by_owner(needs("Qwen3-30B-A3B", quantization="fp8")).items()}
+    assert reasons["weights/layers"] == "336 tensors in fp8 and bfloat16"
+    assert reasons["weights/experts"] == "96 tensors in fp8"
+    assert reasons["weights/lm_head"] == "1 tensors in int8"
+    assert reasons["weights/embed"] == reasons["weights/final_norm"] == "1 tensors in bfloat16"
+    stored = by_owner(needs("DeepSeek-R1"))["weights/layers"]
+    assert stored.reason == "787 tensors in fp8_block, bfloat16 and float32"
 
 
 def test_owners_on_a_gpu() -> None:

@@ -117,7 +117,8 @@ def test_with_and_without_graphs_logits_are_near(build, name, options):
     spread = max(float(rows.std()) for rows in logits[0])
     for left, right in zip(*logits, strict=True):
         assert bool(left.isfinite().all())
-        assert float((left - right).abs().max()) < 0.1 * spread
+        # Where inputs of products are codes, another rounding may choose another code.
+        assert float((left - right).abs().max()) < (0.5 if "quantization" in options else 0.1) * spread
 
 
 @pytest.mark.parametrize(("name", "options"), MODES)
@@ -158,6 +159,7 @@ def test_a_batch_that_shrinks_leaves_nothing_behind(build):
 @pytest.mark.parametrize(("name", "options"), MODES)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("decode_share", [1.0, 0.4], ids=["decode", "mixed"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_after_ready_nothing_is_taken_moved_compiled_or_awaited(build, name, options, enforce_eager, decode_share):
     """Batches change at every step, contexts grow, and every way of choosing tokens has its turn."""
     built = build(name, enforce_eager=enforce_eager, **options)

@@ -58,36 +58,18 @@ Repeats = Annotated[
     str,
     typer.Option("--repeats", metavar="N", help="Runs of each case after one to warm up.", rich_help_panel=BENCHMARK),
 ]
-JsonFile = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write a record of the run as JSON; - writes to stdout.",
-        show_default=False,
-        rich_help_panel=OUTPUT,
-    ),
-]
+
+
+def _written(option: str, help: str) -> object:
+    """An option that names a file to write."""
+    return typer.Option(option, metavar="FILE", help=help, show_default=False, rich_help_panel=OUTPUT)
+
+
+JsonFile = Annotated[str | None, _written("--json", "Write a record of the run as JSON; - writes to stdout.")]
 MemoryReport = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-report",
-        metavar="FILE",
-        help="Write a page (HTML) that draws who holds which memory.",
-        show_default=False,
-        rich_help_panel=OUTPUT,
-    ),
+    str | None, _written("--memory-report", "Write a page (HTML) that draws who holds which memory.")
 ]
-QualityPage = Annotated[
-    str | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write a page that draws quality against bytes.",
-        show_default=False,
-        rich_help_panel=OUTPUT,
-    ),
-]
+QualityPage = Annotated[str | None, _written("--html", "Write a page that draws quality against bytes.")]
 Window = Annotated[str, typer.Option(metavar="TOKENS", help="Tokens that are read together, from an empty cache.")]
 
 app = typer.Typer(
@@ -230,10 +212,7 @@ def _plan(
         bool,
         typer.Option("--sweep", metavar="", help="Chart tokens by KV format and weights.", rich_help_panel=OUTPUT),
     ] = False,
-    html: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write a page with the plan and the sweep.", rich_help_panel=OUTPUT),
-    ] = None,
+    html: Annotated[str | None, _written("--html", "Write a page with the plan and the sweep.")] = None,
 ) -> None:
     """Tell what a model would take of a device, before anything is read or taken; needs no GPU, no weights, no network.
 
@@ -249,6 +228,25 @@ def _plan(
 
     options = PlanOptions(model, gpu, memory, tensor_parallel_size, as_json, sweep, html)
     raise typer.Exit(plan(options, engine))
+
+
+@app.command("cache")
+def _cache(
+    clear: Annotated[bool, typer.Option("--clear", metavar="", help="Remove all that no process reads.")] = False,
+) -> None:
+    """List the quantized weights that earlier starts have kept for the next, or remove them.
+
+    \b
+    Examples:
+      holdfast cache
+      holdfast cache --clear
+    """
+    from holdfast.cli.cache_command import clear_weights, list_weights
+
+    if clear:
+        clear_weights()
+    else:
+        list_weights()
 
 
 @bench.command("latency")

@@ -98,14 +98,14 @@ ENGINE_SETTINGS = (
         "quantized_embeddings",
         MODEL,
         "What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding), none. "
-        "They get fp8, or int8 beside int8.",
+        "They are int8 with a scale a row, beside any scheme.",
         "NAME",
     ),
     Setting(
         EngineConfig,
         "quantization_ignore",
         MODEL,
-        "Weights that stay as they are: names with * in them, commas between, such as '*down_proj*,lm_head'; "
+        "Weights that stay as they are: names with * in them, commas between, such as '*down_proj*'; "
         "'re:' begins a regular expression. May be repeated.",
         "PATTERNS",
         read_patterns,

@@ -38,7 +38,7 @@ def sum_experts_reference(
     """The same in plain torch."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     num_rows, top_k = shares_TS.shape
-    routed_TSH = routed_PH.view(num_rows, top_k, -1)
+    routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
     total_TH = routed_TSH[:, 0].float() * shares_TS[:, :1]
     for s in range(1, top_k):
         total_TH += routed_TSH[:, s].float() * shares_TS[:, s : s + 1]

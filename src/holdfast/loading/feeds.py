@@ -75,7 +75,8 @@ class PinnedFeed:
     """Chunks are read into pinned memory, copied to a GPU and placed there: all on its current stream, one after the other.
 
     A copy takes several times as long as placing, so that little would be won by doing both at once, and the thread that
-    starts it all would have to say much more. It waits for nothing: whoever wants to read into a pinned chunk waits until
+    starts it all would have to say much more. One chunk on the GPU is enough for that: nothing is copied over it before it
+    was placed. The thread waits for nothing: whoever wants to read into a pinned chunk waits until
     its copy is done.
     """
 

@@ -21,8 +21,12 @@ from holdfast.quant.weight_schemes import WeightScheme
 
 CHUNK_BYTES = 16 * 2**20
 """Of one chunk of staging: rows as they are read, of one or several moves. A single row, or block of rows, may have more."""
-DEVICE_CHUNKS = 3
-"""Chunks of staging on a GPU."""
+DEVICE_CHUNKS = 2
+"""Chunks of staging on a GPU: 32 MiB beside the findings; a third would make it 48.
+
+Copies and kernels follow each other on one stream, so that one is enough. The second is where a source that writes rows
+itself keeps its tables.
+"""
 PINNED_CHUNKS = 12
 """Chunks of pinned host memory on the way to a GPU."""
 CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3

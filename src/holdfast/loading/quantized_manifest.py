@@ -185,7 +185,10 @@ def _read_recipe(fields: "_Fields") -> WeightRecipe:
     if fields.values.get("scheme") is not None:
         scheme = WEIGHT_SCHEMES[fields.choice("scheme", tuple(WEIGHT_SCHEMES))]
     embeddings = fields.choice("embeddings", EMBEDDING_CHOICES)
-    return WeightRecipe(scheme, embeddings, tuple(ignore))  # type: ignore[arg-type] # one of the choices
+    try:
+        return WeightRecipe(scheme, embeddings, tuple(ignore))  # type: ignore[arg-type] # one of the choices
+    except ConfigError as error:
+        raise fields.wrong("ignore", "patterns that can be read are needed") from error
 
 
 def _read_source(fields: "_Fields") -> SourceIdentity:

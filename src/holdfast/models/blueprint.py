@@ -8,7 +8,7 @@ from holdfast.errors import ConfigError, UnsupportedModelError, shown
 from holdfast.models.blueprint_anatomy import Anatomy
 from holdfast.models.blueprint_grouped import GroupedAnatomy
 from holdfast.models.blueprint_recipe import Review, review_recipe, stored_recipe
-from holdfast.models.blueprint_weights import Weight, weight_bytes
+from holdfast.models.blueprint_weights import Weight, WeightGroup, weight_groups
 from holdfast.models.families import DTYPES, FAMILIES, read_spec
 from holdfast.models.rope_settings import MAX_POSITIONS
 from holdfast.models.settings import Settings, plain
@@ -97,15 +97,11 @@ class Blueprint:
 
     def group_bytes(
         self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1
-    ) -> Mapping[str, tuple[int, int]]:
+    ) -> Mapping[str, WeightGroup]:
         """Tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
         key = ("groups", dtype, recipe, tensor_parallel_size)
         if key not in self._memo:
-            groups: dict[str, tuple[int, int]] = {}
-            for weight in self.parameters(tensor_parallel_size):
-                count, num_bytes = groups.get(weight.group, (0, 0))
-                groups[weight.group] = (count + 1, num_bytes + weight_bytes(weight, dtype, recipe))
-            self._memo[key] = groups
+            self._memo[key] = weight_groups(self.parameters(tensor_parallel_size), dtype, recipe)
         found = self._memo[key]
         assert isinstance(found, dict), f"{key} became {found!r}"
         return found
@@ -113,7 +109,7 @@ class Blueprint:
     def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1) -> int:
         """Bytes of the arena that holds every parameter of a rank."""
         groups = self.group_bytes(dtype, recipe, tensor_parallel_size)
-        return sum(num_bytes for _, num_bytes in groups.values())
+        return sum(group.num_bytes for group in groups.values())
 
     def kv_bytes_per_token(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> Fraction:
         """Exact: a row of a compressed cache stands for several tokens."""
@@ -194,7 +190,7 @@ def _read_deepseek(settings: Settings, name: str, native: str | None) -> Bluepri
     return Blueprint(
         name=name,
         spec=None,
-        not_runnable="latent attention (MLA) and experts are not in this version",
+        not_runnable="latent attention (MLA) is not in this version",
         max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
         checkpoint_dtype=_dtype(settings),
         vocab_size=anatomy.vocab_size,
@@ -214,7 +210,7 @@ def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> Blue
     return Blueprint(
         name=name,
         spec=None,
-        not_runnable="compressed attention and experts are not in this version",
+        not_runnable="compressed attention is not in this version",
         max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
         checkpoint_dtype=_dtype(settings),
         vocab_size=anatomy.vocab_size,

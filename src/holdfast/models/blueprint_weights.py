@@ -1,6 +1,7 @@
 """Weights as a plan sees them: shapes with a kind, and their bytes under every recipe of quantization; no torch."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -70,7 +71,36 @@ def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
 
 def weight_bytes(weight: Weight, dtype: str, recipe: WeightRecipe) -> int:
     """What a weight takes in an arena, scales included."""
-    scheme = weight.scheme(recipe)
+    return _bytes(weight, dtype, weight.scheme(recipe))
+
+
+class WeightGroup(NamedTuple):
+    """Weights that are one line of a plan."""
+
+    num_tensors: int
+    num_bytes: int
+    """In an arena, scales included."""
+    stored_as: tuple[str, ...]
+    """Every scheme, then every type, in which some of them are stored; what most of them have comes first."""
+
+
+def weight_groups(weights: Iterable[Weight], dtype: str, recipe: WeightRecipe) -> dict[str, WeightGroup]:
+    """By group: embed, layers, experts, lm_head and so on."""
+    sizes: Counter[str] = Counter()
+    kinds: dict[str, Counter[tuple[bool, str]]] = {}
+    for weight in weights:
+        scheme = weight.scheme(recipe)
+        sizes[weight.group] += _bytes(weight, dtype, scheme)
+        kind = (True, weight.dtype or dtype) if scheme is None else (False, scheme.name)
+        kinds.setdefault(weight.group, Counter())[kind] += 1
+    groups: dict[str, WeightGroup] = {}
+    for name, counts in kinds.items():
+        ordered = sorted(counts, key=lambda kind: (kind[0], -counts[kind]))
+        groups[name] = WeightGroup(counts.total(), sizes[name], tuple(stored_as for _, stored_as in ordered))
+    return groups
+
+
+def _bytes(weight: Weight, dtype: str, scheme: WeightScheme | None) -> int:
     if scheme is None:
         return aligned(bytes_for(weight.dtype or dtype, weight.shape))
     return sum(aligned(plane.num_bytes) for plane in scheme.planes(weight.shape))

@@ -93,6 +93,8 @@ class Decoder:
         if rows_R is not None:
             # Beyond the last layer's attention only these rows matter; the two tensors change their parts.
             num_rows = len(rows_R)
+            if num_rows == 0:
+                return x_TH[:0]
             x_RH = torch.index_select(x_TH, 0, rows_R, out=normed_TH[:num_rows])
             normed_TH = x_TH[:num_rows]
         self._feed_forward(last, x_RH, normed_TH, delta_RH)

@@ -138,12 +138,16 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     groups = layout.blueprint.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
-    scheme = resolved.recipe.scheme
-    stored = resolved.dtype if scheme is None else f"{scheme.name} and {resolved.dtype}"
     return [
-        Term(f"weights/{group}", num_bytes, f"{count} tensors in {stored}")
-        for group, (count, num_bytes) in groups.items()
+        Term(f"weights/{name}", group.num_bytes, f"{group.num_tensors} tensors in {_enumerated(group.stored_as)}")
+        for name, group in groups.items()
     ]
+
+
+def _enumerated(names: tuple[str, ...]) -> str:
+    """All of them: a, b and c."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:

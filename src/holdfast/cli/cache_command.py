@@ -1,0 +1,53 @@
+"""`holdfast cache`: what earlier starts have kept of quantized weights, a line for each, and its removal; no torch."""
+
+import time
+
+import typer
+
+from holdfast.cli.columns import aligned
+from holdfast.cli.failures import log_plainly
+from holdfast.cli.side_lines import write_line
+from holdfast.errors import HoldfastError
+from holdfast.loading.quantized_cache import CacheEntry, cache_entries, cache_folder, clear_cache
+from holdfast.loading.quantized_manifest import ALONE, MANIFEST_FILE, read_manifest
+from holdfast.memory.sizes import format_bytes
+from holdfast.models.settings import plain
+
+
+def list_weights() -> None:
+    """A line for each entry, the one that was used last first; the sum, and where they lie, beside them."""
+    folder = cache_folder()
+    entries = cache_entries(folder)[::-1]
+    if entries:
+        typer.echo("\n".join(aligned([_cells(entry) for entry in entries], right=(0,))))
+    write_line(f"{format_bytes(_sum(entries))} of quantized weights in {folder}")
+
+
+def clear_weights() -> None:
+    """Remove what nobody reads, and say how much it was."""
+    log_plainly()
+    folder = cache_folder()
+    removed = format_bytes(clear_cache(folder))
+    kept = _sum(cache_entries(folder))
+    stays = f"; {format_bytes(kept)} stay, in use or not to be removed" if kept else ""
+    typer.echo(f"{removed} of quantized weights removed from {folder}{stays}")
+
+
+def _sum(entries: list[CacheEntry]) -> int:
+    return sum(entry.num_bytes for entry in entries)
+
+
+def _cells(entry: CacheEntry) -> tuple[str, str, str, str, str]:
+    """Size, how and what of, when it was used last, and its name."""
+    size, name = format_bytes(entry.num_bytes), entry.folder.name
+    try:
+        manifest = read_manifest(entry.folder / MANIFEST_FILE)
+    except HoldfastError:
+        return size, "unreadable", "the next start that wants it makes it again", "", name
+    recipe, mesh, source = manifest.recipe, manifest.mesh, manifest.source
+    scheme = manifest.dtype if recipe.scheme is None else f"{recipe.scheme.name}, {manifest.dtype}"
+    rank = "" if mesh == ALONE else f", rank {mesh.rank} of {mesh.num_ranks}"
+    first, more = "".join(plain(file.name) for file in source.files[:1]), len(source.files) - 1
+    files = f"{first} and {more} more" if more > 0 else first
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_ns / 1e9))
+    return size, f"{scheme}{rank}", f"of {files} ({format_bytes(source.num_bytes)})", f"used {used}", name
