@@ -73,6 +73,7 @@ def run_holdfast(
     """Every batch size, and a long prompt."""
     from gpu_engines import open_engine, prompts
 
+    from holdfast.quant.quantized_weight import QuantizedWeight
     from holdfast.request.sampling_params import SamplingParams
 
     settings: dict[str, Any] = {
@@ -87,8 +88,10 @@ def run_holdfast(
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - start, "decode": []}
     decoder = opened.runner._decoder
     weights = next(row for row in opened.llm.memory.rows if row.owner == "weights").planned_bytes
-    embedding = decoder._embed_VE
-    is_tied = decoder._head_VE.data_ptr() == embedding.data_ptr()
+    embedding, head = decoder._embed_VE, decoder._head_VE
+    assert not isinstance(embedding, QuantizedWeight), "this script quantizes nothing"
+    assert not isinstance(head, QuantizedWeight), "this script quantizes nothing"
+    is_tied = head.data_ptr() == embedding.data_ptr()
     found["weight_bytes"] = weights - (0 if is_tied else embedding.numel() * embedding.element_size())
     found["kv_bytes_per_token"] = opened.llm.memory.kv_bytes_per_token
     dice, vocab_size = Random(0), opened.runner.vocab_size

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.e4m3_parts import coded_numbers, e4m3_bits, e4m3_numbers, kernel_codes, loaded_numbers
+from holdfast.kernels.coded_words import e4m3_code
+from holdfast.kernels.e4m3_parts import coded_numbers, kernel_codes, loaded_numbers
+from holdfast.kernels.number_bits import e4m3_value
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 from kernels.exactness import random, same_bits
 from kernels.triton_cases import QUIET
@@ -19,13 +21,13 @@ NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
 def bits_kernel(p_x, p_out, size, BLOCK: constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o, mask=o < size, other=0.0)
-    tl.store(p_out + o, e4m3_bits(b_x).to(tl.uint8), mask=o < size)
+    tl.store(p_out + o, e4m3_code(b_x).to(tl.uint8), mask=o < size)
 
 
 @jit
 def numbers_kernel(p_codes, p_out, BLOCK: constexpr):
     o = tl.arange(0, BLOCK)
-    tl.store(p_out + o, e4m3_numbers(tl.load(p_codes + o).to(tl.int32)))
+    tl.store(p_out + o, e4m3_value(tl.load(p_codes + o).to(tl.int32)).to(tl.float16))
 
 
 @jit

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.loading.layout_choice import choose, choose_all
+from holdfast.models.expert_parameters import EXPERT_NAMES, list_experts
 from holdfast.models.parameters import Parameter, Part
+from holdfast.models.spec import ExpertsSpec
 from loading.header_source import entries_for, entry, experts
 
 EXPERTS = experts(4, 3, 5)
@@ -72,3 +74,25 @@ def test_a_head_of_its_own_is_nobodys_twin():
     choices = choose_all([EMBED, head], by_name([EMBED_ENTRY, HEAD_ENTRY]))
     assert choices.twins == ()
     assert [choice.parts[0].tensor for choice in choices.fills] == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
+def moe_parameters(hidden, inner):
+    spec = ExpertsSpec(num_experts=3, top_k=1, intermediate_size=inner)
+    return [p for p in list_experts(spec, EXPERT_NAMES, hidden, "layers.0.", "") if p.kind == "expert"]
+
+
+@pytest.mark.parametrize("is_share", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(8, 4), (4, 4), (4, 6)], ids=["square gate_up", "square down", "neither"]
+)
+def test_square_matrices_lie_as_the_others_of_the_same_experts(hidden, inner, is_transposed, is_share):
+    shapes = {"gate_up_proj": (3, 2 * inner, hidden), "down_proj": (3, hidden, inner)}
+    stored = {name: (shape[0], shape[2], shape[1]) if is_transposed else shape for name, shape in shapes.items()}
+    entries = by_name(entry(f"mlp.experts.{name}", shape) for name, shape in stored.items())
+    parameters = moe_parameters(hidden, inner)
+    if is_share:
+        parameters = [replace(parameter, whole=parameter) for parameter in parameters]
+    for choice in choose_all(parameters, entries).fills:
+        assert {part.is_transposed for part in (*choice.parts, *choice.whole_parts)} == {is_transposed}
+        assert {part.shape for part in choice.parts} == {entries[choice.parts[0].tensor].shape}

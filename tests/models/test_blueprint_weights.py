@@ -84,6 +84,15 @@ def test_a_type_of_its_own_outlives_the_dtype() -> None:
     assert weight_bytes(Weight("x", (10, 6), "router", dtype="int64"), "bfloat16", AS_STORED) == aligned(8 * 60)
 
 
+def test_a_rank_s_share_of_stacked_matrices_has_blocks_that_end_with_it() -> None:
+    settled = FP8_BLOCK.with_parts((32,))
+    whole = Weight("layers.0.experts.gate_up.weight", (8, 64, 256), "expert", settled, seam_rows=32)
+    assert whole.scheme(AS_STORED) == settled
+    share = whole._replace(shape=(8, 16, 256))
+    assert share.scheme(AS_STORED) == FP8_BLOCK.with_parts((16,))
+    assert weight_bytes(share, "bfloat16", AS_STORED) == aligned(8 * 16 * 256) + aligned(4 * 8 * 1 * 2)
+
+
 def test_a_checkpoint_s_own_scheme_counts_by_name_or_as_it_is() -> None:
     stored = LINEAR._replace(native=FP8_BLOCK_E8M0.name)
     assert weight_bytes(stored, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(3)

@@ -9,7 +9,7 @@ N outputs, K inputs, J blocks of K or N
 
 from typing import NamedTuple
 
-from holdfast.kernels.e4m3_parts import coded_numbers, e4m3_numbers, loaded_numbers
+from holdfast.kernels.e4m3_parts import coded_numbers, loaded_numbers
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.weight_codes import LEAST_E4M3_SCALE
 
@@ -61,7 +61,7 @@ fma.rn.f16x2 $1, b, $4, $6;
 def _half_sums(b_w, b_x, b_sums, PLAIN: constexpr):
     """sums + w * x in half precision."""
     if PLAIN:
-        b_sums = (e4m3_numbers(b_w.to(tl.int32)).to(tl.float32) * b_x.to(tl.float32) + b_sums).to(tl.float16)
+        b_sums = (loaded_numbers(b_w, PLAIN).to(tl.float32) * b_x.to(tl.float32) + b_sums).to(tl.float16)
     else:
         b_sums = tl.inline_asm_elementwise(
             HALF_SUMS_ASM, "=r,=r,r,r,r,r,r", [b_w, b_x, b_sums], dtype=tl.float16, is_pure=True, pack=4

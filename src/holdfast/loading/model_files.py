@@ -10,7 +10,7 @@ from holdfast.loading.default_model import find_default_model
 from holdfast.loading.directory import open_directory, open_directory_without_weights
 from holdfast.loading.dummy import DummySource
 from holdfast.loading.gguf_model import open_gguf
-from holdfast.loading.source import OpenModel
+from holdfast.loading.open_model import OpenModel
 from holdfast.loading.weight_files import PICKLE_ENDINGS
 
 GGUF_MAGIC = b"GGUF"

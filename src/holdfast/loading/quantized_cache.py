@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError, ModelError
+from holdfast.loading.open_model import OpenModel
 from holdfast.loading.plan import LoadPlan
 from holdfast.loading.quantized_manifest import ALONE, MANIFEST_FILE, VERSION, Mesh, read_manifest, unsaved
 from holdfast.loading.quantized_source import QuantizedSource, open_quantized, plan_from_cache
 from holdfast.loading.quantized_writer import plan_digest, write_weights
-from holdfast.loading.source import OpenModel
 from holdfast.loading.source_identity import SourceIdentity, digest, identify_source
 from holdfast.loading.whole_folder import remove_whole, sweep, whole_folder
 from holdfast.memory.sizes import format_bytes

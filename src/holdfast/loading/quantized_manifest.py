@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast import __version__
-from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.json_file import read_json_object
 from holdfast.loading.planned_weight import PlannedWeight
 from holdfast.loading.source_identity import DIGEST_BYTES, SourceFile, SourceIdentity

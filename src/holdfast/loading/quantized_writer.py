@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
+from holdfast.loading.open_model import OpenModel
 from holdfast.loading.plan import LoadPlan
 from holdfast.loading.quantized_manifest import (
     ALONE,
@@ -24,7 +25,6 @@ from holdfast.loading.quantized_manifest import (
     unsaved,
 )
 from holdfast.loading.safetensors_file import TORCH_DTYPES
-from holdfast.loading.source import OpenModel
 from holdfast.loading.source_identity import SETTINGS_FILE, SourceIdentity, digest, identify_source
 from holdfast.loading.weight_files import file_inside
 from holdfast.loading.whole_folder import sweep, whole_folder

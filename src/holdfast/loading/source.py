@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.models.parameters import Parameter
-from holdfast.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.loading.gguf_file import GGUFFile
-    from holdfast.loading.stored_schemes import StoredSchemes
 
 RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
 """write(name, row_start, row_end, out, columns): the bytes that `read_into` gives, into bytes on the device."""
@@ -81,32 +76,3 @@ class WritingSource(Protocol):
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
         """Writes, on the device of these tensors, what `read_into` would give; allocates nothing there."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What the makers of the model advise for generation; None where they say nothing."""
-
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A model on disk, known from its headers alone: what it is, what its parameters are, and where they come from."""
-
-    path: Path
-    """The folder or the GGUF file."""
-    kind: Literal["directory", "gguf"]
-    spec: ModelSpec
-    parameters: tuple[Parameter, ...]
-    source: WeightSource
-    generation: GenerationDefaults
-    gguf: GGUFFile | None = None
-    """The open file, whose tokenizer is in it; None for a folder."""
-    stored: StoredSchemes | None = None
-    """How the checkpoint has its matrices quantized already, as its settings say; None where it has not."""

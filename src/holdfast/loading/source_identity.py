@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import ModelFormatError
+from holdfast.loading.open_model import OpenModel
 from holdfast.loading.safetensors_file import MAX_HEADER_BYTES
-from holdfast.loading.source import OpenModel, WritingSource
+from holdfast.loading.source import WritingSource
 from holdfast.loading.weight_files import file_inside
 
 SETTINGS_FILE = "config.json"

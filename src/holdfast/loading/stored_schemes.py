@@ -14,7 +14,7 @@ from math import gcd
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
-from holdfast.loading.layout_choice import Choice, choose
+from holdfast.loading.layout_choice import Choice, choose, turn_squares
 from holdfast.loading.scale_parts import mx_codes, scale_parts
 from holdfast.loading.source import TensorEntry
 from holdfast.models.parameters import Kind, Parameter, Part
@@ -76,7 +76,7 @@ class StoredSchemes:
         """The parameters as the checkpoint has them; quantizing once more what is quantized already is refused."""
         found: list[Parameter] = []
         weights: dict[str, StoredWeight] = {}
-        for parameter in parameters:
+        for parameter in turn_squares(parameters, entries):
             choice = self._stored_codes(parameter, entries)
             if choice is None:
                 found.append(parameter)

@@ -45,9 +45,9 @@ class Weight(NamedTuple):
     def scheme(self, recipe: WeightRecipe) -> WeightScheme | None:
         """How it is stored: as it is asked, else as the checkpoint has it; None for plain numbers."""
         asked = self.stored_scheme or recipe.scheme_for(self.kind, self.names)
-        if asked is None or isinstance(self.native, WeightScheme):
-            return asked
-        # Stacked matrices end where a block does, each of them.
+        if asked is None:
+            return None
+        # Stacked matrices end where a block does, each of them; those of a rank may be lower than the ones that were settled.
         return asked.with_parts((self.seam_rows, self.shape[-2] if len(self.shape) > 2 else 0))
 
     @property

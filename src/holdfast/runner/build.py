@@ -18,7 +18,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.loading.load_report import LoadReport
-from holdfast.loading.source import OpenModel
+from holdfast.loading.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
