@@ -9,6 +9,9 @@ from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 
 NUM_BATCHES = 20
+QUICK_BATCHES = 5
+BATCHES = [pytest.param(batch, marks=[pytest.mark.slow] * (batch >= QUICK_BATCHES)) for batch in range(NUM_BATCHES)]
+"""A quarter of a million events each time; the rest of the million with the tests that take minutes."""
 WORLDS_PER_BATCH = 10
 EVENTS_PER_WORLD = 5_000
 NEEDED = {"arrive", "finish", "abort", "preempt", "share", "reset", "queue full", "refuse", "step", "failed step"}
@@ -20,7 +23,7 @@ def run_worlds() -> None:
         Simulation(seed).run(400)
 
 
-@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+@pytest.mark.parametrize("batch", BATCHES)
 def test_a_million_events_leave_no_leak_and_no_wrong_read(batch: int) -> None:
     seen: set[str] = set()
     num_events = 0

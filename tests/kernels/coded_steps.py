@@ -217,7 +217,9 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, step: CodedStep, at_l
     off, length = (x.double().view(-1, step.q.shape[2]).norm(dim=-1) for x in (out.double() - expected, expected))
     assert not off.isnan().any(), "NaN in a result, or in what it is judged by"
     error, tolerance = off / length.clamp(min=max(at_least, 1e-12)), TOLERANCE[step.q.dtype]
-    assert error.square().mean().sqrt() < tolerance, f"errors of heads {error}"
+    # The mean of few heads is as far off as one of them may be.
+    few = 1.0 + 2.0 / len(error) ** 0.5
+    assert error.square().mean().sqrt() < few * tolerance, f"errors of heads {error}"
     assert error.max() < 3 * tolerance, f"errors of heads {error}"
 
 

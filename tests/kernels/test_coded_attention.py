@@ -35,7 +35,7 @@ def test_decode_prefill_and_padding_in_one_step(device, key_bits, value_bits):
     judge(step, cuts, device, num_padding=3, num_sms=2)
 
 
-@hypothesis_settings(max_examples=10)
+@hypothesis_settings(max_examples=3)
 @given(data=st.data())
 def test_any_step(device, data):
     counts = st.one_of(st.just(1), st.integers(1, 12))

@@ -324,8 +324,7 @@ def test_two_writers_at_once_leave_one_sound_entry(cache, model):
         thread.start()
     for thread in threads:
         thread.join()
-    assert results.count(None) == 1, results
-    assert set(results) <= {None, "another process has just written them", "another process is writing them"}
+    assert results == [None] * 4, "what another one writes is kept all the same"
     assert names(cache) == [slots[0].folder.name]
     hit = slot_of(model, plan).hit
     assert hit is not None

@@ -52,8 +52,11 @@ def test_a_pattern_that_matches_nothing_is_a_slip_of_the_pen(name: str, pattern:
 
 def test_columns_that_do_not_divide_are_named_with_what_works() -> None:
     odd = (Weight("layers.0.o.weight", (64, 48), "linear"), Weight("embed.weight", (64, 64), "embedding"))
-    with pytest.raises(ConfigError, match=r"quantization=mxfp4 .*layers.0.o.weight .*48 columns.*int8"):
+    with pytest.raises(ConfigError, match=r"quantization=mxfp4 .*layers.0.o.weight .*48 columns.*int8") as caught:
         review_recipe(odd, WeightRecipe(MXFP4))
+    advised = "layers.*.o.weight"
+    assert f"add {advised} to quantization_ignore" in str(caught.value), "one pattern for all layers"
+    assert review_recipe(odd, WeightRecipe(MXFP4, ignore=(advised,))).num_quantized == 0
     assert review_recipe(odd, WeightRecipe(INT8)).num_quantized == 1
     assert review_recipe(odd, WeightRecipe(MXFP4, ignore=("layers.0.o",))) == Review(2, 0, ())
 
@@ -79,3 +82,17 @@ def test_headers_say_which_weights_are_stored_how() -> None:
     )
     assert stored_recipe(weights) == WeightRecipe(FP8_BLOCK, "none", ("layers.0.o.weight", "lm_head.weight"))
     assert stored_recipe(weights[1:]) is None
+
+
+@pytest.mark.parametrize("kind", ["head", "embedding"])
+def test_layers_say_what_a_checkpoint_is_stored_as_and_not_its_embedding(kind) -> None:
+    weights = (
+        Weight("embed.weight", (64, 64), kind, native="int8"),
+        Weight("layers.0.qkv.weight", (128, 64), "linear", native="mxfp4"),
+    )
+    found = stored_recipe(weights)
+    assert found is not None
+    assert found.scheme == MXFP4, "a head is int8 beside any scheme"
+    alone = stored_recipe(weights[:1])
+    assert alone is not None
+    assert alone.scheme == INT8

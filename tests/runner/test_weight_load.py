@@ -1,5 +1,6 @@
 """Loads of weights: from the source or from what an earlier start has kept, kept for the next, saved as a model."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from holdfast.loading.model_files import open_model
 from holdfast.loading.quantized_manifest import MANIFEST_FILE
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import HEAD_SCHEME
 from holdfast.runner.weight_load import WeightLoad, plan_weights
 from loading.tiny_models import save_tiny
 
@@ -129,6 +131,48 @@ def test_a_cache_that_cannot_be_written_is_an_error_only_where_it_is_insisted_on
         else:
             with pytest.raises(ConfigError, match="weight_cache=on was asked; the disk is full; make room"):
                 loaded(load)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_weights_that_are_no_numbers_are_not_kept_for_a_start_that_may_not_allow_them(
+    folder: Path, cache: Path, quantization: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 2] = float("nan")
+    save_file(tensors, file)
+    loaded(planned(folder, quantization=quantization, allow_nonfinite=True))
+    assert list(cache.iterdir()) == []
+    with pytest.raises(ModelFormatError, match="is not finite in row 5"):
+        loaded(planned(folder, quantization=quantization))
+    with pytest.raises(ConfigError, match="weight_cache=on was asked; they hold a NaN or an infinity"):
+        loaded(planned(folder, quantization=quantization, allow_nonfinite=True, weight_cache="on"))
+
+
+def test_a_folder_of_nobody_is_refused_in_words(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"save_quantized=~nobody-of-this-name/x was asked; .*name a folder"):
+        planned(folder, save_quantized="~nobody-of-this-name/x")
+
+
+def test_what_a_quantized_checkpoint_left_plain_and_a_load_quantizes_is_told_too(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        if name.endswith("_proj.weight"):
+            tensors[f"{name}_scale"] = torch.tensor(tensor.abs().max().item() / 448)
+            tensor = (tensor / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+        tensors[name] = tensor
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    for quantization, head in ((None, None), ("fp8_tensor", HEAD_SCHEME)):
+        load = planned(folder, quantization=quantization)
+        assert load.stored == {weight.name: weight.scheme for weight in load.plan.weights if weight.scheme}
+        assert load.stored.get("lm_head.weight") == head, "told, or the table would not be what is held"
 
 
 def test_weights_that_are_no_numbers_are_refused_unless_allowed(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ class LoadedWeights:
 
     weights: dict[str, torch.Tensor | QuantizedWeight]
     report: LoadReport
+    is_finite: bool = True
+    """False where rows hold a NaN or an infinity, and were let through because that was asked."""
 
 
 def load_weights(
@@ -71,8 +73,8 @@ def load_weights(
             for tensor in arena.tensors.values():
                 tensor.view(-1).view(torch.uint8).fill_(POISON)
         load = _Load(plan, source, target, arena.tensors, on_progress)
-        load.run(ledger, allow_nonfinite, chunk_bytes)
-        return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start))
+        is_finite = load.run(ledger, allow_nonfinite, chunk_bytes)
+        return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start), is_finite)
     except BaseException as error:
         # Frames that the error has left behind still name rows of the arena.
         traceback.clear_frames(error.__traceback__)
@@ -104,7 +106,8 @@ class _Load:
         self._seconds = (0.0, 0.0, 0.0)
         self._peaks: tuple[int, int, int] | None = None
 
-    def run(self, ledger: Ledger, allow_nonfinite: bool, chunk_bytes: int | None) -> None:
+    def run(self, ledger: Ledger, allow_nonfinite: bool, chunk_bytes: int | None) -> bool:
+        """Place all rows; whether all of them are finite."""
         plan, device = self._plan, self._device
         most_bytes = plan.chunk_bytes(device.type)
         chunk_bytes = most_bytes if chunk_bytes is None else chunk_bytes
@@ -112,11 +115,11 @@ class _Load:
         with _lack_of_memory_in_words(plan, device, "the staging to load them through"):
             staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows on their way")
         try:
-            self._stream(staging.tensors, cut_chunks(plan.moves, plan.twins, chunk_bytes), allow_nonfinite)
+            return self._stream(staging.tensors, cut_chunks(plan.moves, plan.twins, chunk_bytes), allow_nonfinite)
         finally:
             staging.release()
 
-    def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> None:
+    def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> bool:
         placer = Placer(self._plan.moves, self._plan.twins, self._tensors, staging["findings"], staging["peaks"])
         self._progress.begin()
         with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
@@ -127,8 +130,9 @@ class _Load:
         self._seconds = feed.read_seconds, feed.copy_seconds, feed.place_seconds
         if self._device.type == "cuda":
             self._peaks = _device_peaks(self._device)
-        _judge(placer.wrong_rows(), self._source, allow_nonfinite)
+        is_finite = _judge(placer.wrong_rows(), self._source, allow_nonfinite)
         self._progress.end()
+        return is_finite
 
     def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
         places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
@@ -216,8 +220,8 @@ def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, tor
     return weights
 
 
-def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSource, allow_nonfinite: bool) -> None:
-    """Raise what was found while rows were placed; rows that are not finite may be allowed."""
+def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSource, allow_nonfinite: bool) -> bool:
+    """Raise what was found while rows were placed; rows that are not finite may be allowed. Whether all are finite."""
     nonfinite = [(move, row) for move, row, _ in wrong if row is not None]
     if nonfinite:
         move, row = nonfinite[0]
@@ -237,6 +241,7 @@ def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSourc
                 "the model's settings say that they are one tensor (tie_word_embeddings)",
                 "set tie_word_embeddings to false, or use the model's own weights",
             )
+    return not nonfinite
 
 
 @contextmanager

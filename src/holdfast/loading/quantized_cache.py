@@ -87,8 +87,15 @@ class CacheSlot:
             log.warning("%s could not be removed: %s", self.folder, error)
 
     def save(self, weights: Mapping[str, torch.Tensor | QuantizedWeight]) -> str | None:
-        """Write what the load has given, for the next start; None, or why it was not, in words, which the log has too."""
+        """Write what the load has given, for the next start; None, or why it was not, in words, which the log has too.
+
+        Of several processes that start at once, one writes; for the others that is as good as if they had.
+        """
         try:
+            sweep(self.folder.parent)
+            if sweep(self.folder.parent, self.folder.name):
+                log.info("another process is writing the same quantized weights")
+                return None
             reason = self._no_room()
             if reason is None:
                 with whole_folder(self.folder) as partial:
@@ -100,7 +107,8 @@ class CacheSlot:
                     format_bytes(self.identity.num_bytes),
                 )
         except FileExistsError:
-            reason = "another process has just written them"
+            log.info("another process has just written the same quantized weights")
+            return None
         except OSError as error:
             reason = f"{error.strerror or error}"
         if reason is not None:
@@ -110,9 +118,6 @@ class CacheSlot:
     def _no_room(self) -> str | None:
         """Make room; None, or why there is none, in words."""
         parent, needed = self.folder.parent, sum(spec.num_bytes for spec in self.plan.specs)
-        sweep(parent)
-        if sweep(parent, self.folder.name):
-            return "another process is writing them"
         if needed > self.max_bytes:
             return f"they have {format_bytes(needed)}, and the cache {format_bytes(self.max_bytes)}"
         disk = shutil.disk_usage(parent)

@@ -42,7 +42,7 @@ def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:
             raise ConfigError(
                 f"quantization={recipe.scheme.name} was asked",
                 f"{weight.name} cannot be stored so: {reason}",
-                f"add {weight.name} to quantization_ignore, or try int8",
+                f"add {_in_every_layer(weight.name)} to quantization_ignore, or try int8",
             )
     return Review(len(weights), num_quantized, idle)
 
@@ -51,12 +51,14 @@ def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
     """The recipe that says of each kind of weight how the checkpoint stores it; None where nothing is quantized.
 
     Where there are several schemes, the one whose products take activations as codes speaks for all: it needs most room.
+    Without such a one it is that of the layers: a head and an embedding have their own beside any scheme.
     """
     weights = [weight for weight in weights if weight.kind in QUANTIZED_KINDS]
     schemes = [weight.stored_scheme for weight in weights if weight.stored_scheme is not None]
     if not schemes:
         return None
-    first = next((scheme for scheme in schemes if scheme.codes_activations), schemes[0])
+    layers = [one.stored_scheme for one in weights if one.stored_scheme and one.kind in ("linear", "expert")]
+    first = next((scheme for scheme in schemes if scheme.codes_activations), (layers or schemes)[0])
     kinds = {weight.kind for weight in weights if weight.stored_scheme is not None}
     embeddings: QuantizedEmbeddings = "all" if "embedding" in kinds else "head" if "head" in kinds else "none"
     plain = tuple(weight.name for weight in weights if weight.stored_scheme is None)
@@ -87,6 +89,11 @@ def _nothing_matches(pattern: str, weights: tuple[Weight, ...]) -> ConfigError:
         f"none of the {len(names)} names of weights matches it",
         do,
     )
+
+
+def _in_every_layer(name: str) -> str:
+    """The pattern of a weight and of those in its place in other layers, which have the same shape in most models."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _plain(pattern: str) -> str:

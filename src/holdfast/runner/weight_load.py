@@ -22,6 +22,7 @@ from holdfast.quant.weight_schemes import WeightScheme
 
 log = get_logger(__name__)
 OnProgress = Callable[[int, int], None]
+NOT_FINITE = "they hold a NaN or an infinity, which the next start may not allow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,10 @@ class WeightLoad:
 
     @property
     def stored(self) -> dict[str, WeightScheme]:
-        """Weights that the source has quantized already, and how."""
-        quantized = {move.target for move in self.plan.moves if move.scheme is not None}
-        schemes = ((weight.name, weight.scheme) for weight in self.plan.weights if weight.name not in quantized)
-        return {name: scheme for name, scheme in schemes if scheme is not None}
+        """How every quantized weight will be held, where the source has some of them quantized already; else nothing."""
+        schemes = {weight.name: weight.scheme for weight in self.plan.weights if weight.scheme is not None}
+        made = {move.target for move in self.plan.moves if move.scheme is not None}
+        return schemes if schemes.keys() - made else {}
 
     def staging(self, device_kind: str) -> Term:
         """What loading holds beside the weights: the most of what either way takes."""
@@ -60,11 +61,13 @@ class WeightLoad:
             loaded = self._load(self.plan, self.model.source, device, ledger, on_progress)
         self.model.source.close()
         if is_new and self.slot is not None:
-            reason = self.slot.save(loaded.weights)
+            reason = self.slot.save(loaded.weights) if loaded.is_finite else NOT_FINITE
+            if not loaded.is_finite:
+                log.info("quantized weights are not kept for the next start: %s", reason)
             if reason is not None and self.config.weight_cache == "on":
                 raise ConfigError("weight_cache=on was asked", reason, "make room for it, or leave it out")
         if self.config.save_quantized is not None:
-            folder = Path(self.config.save_quantized).expanduser()
+            folder = _folder(self.config.save_quantized)
             num_bytes = save_quantized(folder, self.model, self.plan, loaded.weights)
             log.info("the model with quantized weights was saved to %s (%s)", folder, format_bytes(num_bytes))
         return loaded
@@ -97,9 +100,16 @@ def plan_weights(
     else:
         plan = plan_load(model.parameters, model.source, dtype, recipe, model.stored)
     if config.save_quantized is not None:
-        refuse_saving(Path(config.save_quantized).expanduser(), model, plan)
+        refuse_saving(_folder(config.save_quantized), model, plan)
     slot = _find_slot(config, model, plan) if uses_cache else None
     return WeightLoad(config, model, plan, slot)
+
+
+def _folder(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"save_quantized={name} was asked", str(error), "name a folder by its full path") from error
 
 
 def _find_slot(config: EngineConfig, model: OpenModel, plan: LoadPlan) -> CacheSlot | None:
