@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from holdfast.kernels.expert_blocks import block_rows_for
-from holdfast.kernels.expert_codes import Coding
 from holdfast.kernels.expert_rows import expert_rows, tile_for
+from holdfast.kernels.weight_operands import Coding
 from kernels.exactness import same_bits
 from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing

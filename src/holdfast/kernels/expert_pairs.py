@@ -11,15 +11,6 @@ T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 import torch
 
 from holdfast.kernels.e4m3_parts import loaded_numbers
-from holdfast.kernels.expert_codes import (
-    CODED_BLOCKS,
-    CODED_ROWS,
-    INT8_ROWS,
-    Coding,
-    e2m1_parts,
-    e8m0_numbers,
-    expert_operands,
-)
 from holdfast.kernels.expert_order import ExpertOrder
 from holdfast.kernels.quantize_rows import CodedRows
 from holdfast.kernels.triton_compat import (
@@ -30,6 +21,15 @@ from holdfast.kernels.triton_compat import (
     launched_early,
     next_power_of_two,
     tl,
+)
+from holdfast.kernels.weight_operands import (
+    CODED_BLOCKS,
+    CODED_ROWS,
+    INT8_ROWS,
+    Coding,
+    e2m1_parts,
+    e8m0_numbers,
+    operands_of,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -48,7 +48,7 @@ def expert_pairs(
     """Each pair's row by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
     size_k, early = x_XK.shape[1], can_launch_early(x_XK)
-    operands = expert_operands(x_XK, weight, coded)
+    operands = operands_of(x_XK, weight, coded)
     arguments = (*operands.tensors, order.expert_ids_TS, out_PN, size_n, size_k)
     flags = {
         "GATED": gated,

@@ -16,7 +16,10 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.e4m3_parts import loaded_numbers
-from holdfast.kernels.expert_codes import (
+from holdfast.kernels.expert_order import ExpertOrder
+from holdfast.kernels.quantize_rows import CodedRows
+from holdfast.kernels.triton_compat import can_launch_early, constexpr, is_interpreted, jit, launched_early, tl
+from holdfast.kernels.weight_operands import (
     CODED_BLOCKS,
     CODED_ROWS,
     INT8_ROWS,
@@ -24,11 +27,8 @@ from holdfast.kernels.expert_codes import (
     e2m1_parts,
     e2m1_wide_parts,
     e8m0_numbers,
-    expert_operands,
+    operands_of,
 )
-from holdfast.kernels.expert_order import ExpertOrder
-from holdfast.kernels.quantize_rows import CodedRows
-from holdfast.kernels.triton_compat import can_launch_early, constexpr, is_interpreted, jit, launched_early, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -69,7 +69,7 @@ def expert_rows(
     """Each block's rows by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
     size_k, early = x_XK.shape[1], can_launch_early(x_XK)
-    operands = expert_operands(x_XK, weight, coded)
+    operands = operands_of(x_XK, weight, coded)
     tile = tile_for(order.block_rows, gated, operands.coding, operands.tensors[0].element_size())
     assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
     grid = (-(-size_n // tile.block_n), len(order.block_experts_B))

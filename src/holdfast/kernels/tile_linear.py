@@ -5,18 +5,28 @@ M rows, N outputs, K inputs
 The weight is the first operand of the tensor cores and the rows are the second, so that few rows waste little.
 """
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 import torch
 
-from holdfast.kernels.e4m3_parts import kernel_codes, loaded_numbers
+from holdfast.kernels.e4m3_parts import loaded_numbers
 from holdfast.kernels.quantize_rows import CodedRows
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, tl
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
+from holdfast.kernels.weight_operands import (
+    CODED_ROWS,
+    E2M1_GROUPS,
+    INT8_ROWS,
+    Coding,
+    e2m1_numbers,
+    e8m0_numbers,
+    operands_of,
+)
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-FP8_ROWS, FP8_BLOCKS, INT8_ROWS, MXFP4_BLOCKS = (kernel_constant(number) for number in range(4))
+BLOCK_K = 128
+"""Columns that are multiplied at a time; of e4m3 with scales for blocks of columns, such a block."""
 FEW_PROGRAMS = 132
 """Below so many programs a large GPU is not busy, and tiles are made lower."""
 
@@ -30,37 +40,27 @@ def tile_linear(
 ) -> torch.Tensor:
     """x @ weight.T + bias into `out_MN`, in its type. `coded` are the same rows as codes, for schemes that take them so."""
     num_rows, size_k = x_MK.shape
-    scheme, size_n = weight.scheme, weight.shape[0]
-    if scheme.codes_per_byte == 2:
-        coding, block_k = 3, 128
-    elif not scheme.codes_activations:
-        coding, block_k = 2, 128
-    else:
-        coding, block_k = (1, scheme.block_columns) if scheme.block_columns else (0, 128)
-    assert (coded is not None) == scheme.codes_activations, f"{scheme.name} with {coded=}"
+    size_n, operands = weight.shape[0], operands_of(x_MK, weight, coded)
+    assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
     block_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
-    block_n = 64 if block_m <= 64 or coding == 1 else 128
+    block_n = 64 if block_m <= 64 or operands.coding == Coding.CODED_BLOCKS else 128
     if block_m == 16 and -(-size_n // block_n) < FEW_PROGRAMS:
         block_n = 32
     tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
-        x_MK if coded is None else kernel_codes(coded.codes_TK),
-        x_MK if coded is None else coded.scales_TB,
-        kernel_codes(weight.codes),
-        weight.scales,
+        *operands.tensors,
         bias_N if bias_N is not None else weight.scales,
         out_MN,
         num_rows,
         size_n,
         size_k,
-        0 if coded is None else coded.scales_TB.shape[1],
-        weight.scales.shape[1] if weight.scales.dim() > 1 else 1,
-        CODING=coding,
-        BLOCK_ROWS=scheme.block_rows,
+        operands.scale_columns,
+        CODING=int(operands.coding),
+        BLOCK_ROWS=operands.block_rows,
         HAS_BIAS=bias_N is not None,
-        EVEN_K=size_k % block_k == 0,
+        EVEN_K=size_k % BLOCK_K == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=BLOCK_K,
         PLAIN=is_interpreted(),
         num_warps=8 if block_m == 128 else 4,
         num_stages=3 if block_m == 128 else 4,
@@ -69,14 +69,9 @@ def tile_linear(
 
 
 @jit
-def e2m1_numbers(b_codes, b_exponents, dtype: constexpr):
-    """Codes of four bits (int32), times 2^(exponent - 127), in a type of 16 bits or in float32."""
-    # The bits of e2m1 are the upper bits of a half-precision number 2^14 times as small; zero and 0.5 included.
-    b_bits = ((b_codes & 7) << 9) | ((b_codes & 8) << 12)
-    b_numbers = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    # 2^-127 is below the normal numbers.
-    b_factor = tl.where(b_exponents == 0, 0x400000, b_exponents << 23).to(tl.float32, bitcast=True)
-    return (b_numbers * b_factor).to(dtype)
+def _scaled_e2m1(b_codes, b_scales, dtype: constexpr):
+    """Codes of four bits (int32) times their scales, in the type of the rows."""
+    return (e2m1_numbers(b_codes).to(tl.float32) * b_scales).to(dtype)
 
 
 @jit
@@ -90,7 +85,6 @@ def tile_kernel(
     num_rows,
     size_n,
     size_k,
-    x_blocks,
     scale_columns,
     CODING: constexpr,
     BLOCK_ROWS: constexpr,
@@ -107,11 +101,11 @@ def tile_kernel(
     m_n = o_n < size_n
     m_m = o_m < num_rows
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if CODING == MXFP4_BLOCKS:
+    if CODING == E2M1_GROUPS:
         o_b = tl.arange(0, BLOCK_K // 2)
         o_s = tl.arange(0, BLOCK_K // 32)
         p_w = p_codes + o_n[:, None].to(tl.int64) * (size_k // 2) + o_b[None, :]
-        p_s = p_scales + o_n[:, None].to(tl.int64) * scale_columns + o_s[None, :]
+        p_s = p_scales + o_n[:, None].to(tl.int64) * (size_k // 32) + o_s[None, :]
         p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + 2 * o_b[:, None]
         for k in range(0, size_k, BLOCK_K):
             m_w = m_n[:, None]
@@ -119,16 +113,16 @@ def tile_kernel(
             m_x = m_m[None, :]
             if not EVEN_K:
                 m_w = m_w & (k // 2 + o_b < size_k // 2)[None, :]
-                m_s = m_s & (k // 32 + o_s < scale_columns)[None, :]
+                m_s = m_s & (k // 32 + o_s < size_k // 32)[None, :]
                 m_x = m_x & (k // 2 + o_b < size_k // 2)[:, None]
             b_codes = tl.load(p_w + k // 2, mask=m_w, other=0.0).to(tl.int32)
-            b_exponents = tl.load(p_s + k // 32, mask=m_s, other=0.0).to(tl.int32)
-            b_exponents = tl.broadcast_to(b_exponents[:, :, None], (BLOCK_N, BLOCK_K // 32, 16))
-            b_exponents = tl.reshape(b_exponents, (BLOCK_N, BLOCK_K // 2))
+            b_scales = e8m0_numbers(tl.load(p_s + k // 32, mask=m_s, other=0.0))
+            b_scales = tl.broadcast_to(b_scales[:, :, None], (BLOCK_N, BLOCK_K // 32, 16))
+            b_scales = tl.reshape(b_scales, (BLOCK_N, BLOCK_K // 2))
             b_even = tl.load(p_rows + k, mask=m_x, other=0.0)
             b_odd = tl.load(p_rows + k + 1, mask=m_x, other=0.0)
-            b_y = tl.dot(e2m1_numbers(b_codes & 15, b_exponents, b_even.dtype), b_even, b_y)
-            b_y = tl.dot(e2m1_numbers(b_codes >> 4, b_exponents, b_odd.dtype), b_odd, b_y)
+            b_y = tl.dot(_scaled_e2m1(b_codes & 15, b_scales, b_even.dtype), b_even, b_y)
+            b_y = tl.dot(_scaled_e2m1(b_codes >> 4, b_scales, b_odd.dtype), b_odd, b_y)
     else:
         o_k = tl.arange(0, BLOCK_K)
         p_w = p_codes + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
@@ -143,7 +137,7 @@ def tile_kernel(
             b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
             if CODING == INT8_ROWS:
                 b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
-            elif CODING == FP8_ROWS:
+            elif CODING == CODED_ROWS:
                 # Tensor cores add e4m3 products in few bits: the sum goes on in float32 after every block.
                 b_w, b_x = loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN)
                 b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=128)
@@ -151,12 +145,12 @@ def tile_kernel(
                 i_k = k // BLOCK_K
                 p_s = p_scales + (o_n // BLOCK_ROWS).to(tl.int64) * scale_columns + i_k
                 b_scales = tl.load(p_s, mask=m_n, other=0.0)
-                b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64) * x_blocks + i_k, mask=m_m, other=0.0)
+                b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64) * scale_columns + i_k, mask=m_m, other=0.0)
                 b_block = tl.dot(loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN))
                 b_y += b_block * b_scales[:, None] * b_x_scales[None, :]
     if CODING == INT8_ROWS:
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None]
-    if CODING == FP8_ROWS:
+    if CODING == CODED_ROWS:
         b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64), mask=m_m, other=0.0)
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
     if HAS_BIAS:

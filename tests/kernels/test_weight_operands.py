@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels import expert_codes
-from holdfast.kernels.expert_codes import Coding, e2m1_parts, e8m0_numbers, expert_operands
+from holdfast.kernels import weight_operands
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
+from holdfast.kernels.weight_operands import Coding, e2m1_parts, e8m0_numbers, operands_of
 from holdfast.quant.weight_codes import E2M1_VALUES, e8m0_values
 from kernels.assembler import run_assembler
 from kernels.expert_cases import SCHEMES, coded_rows, expert_case
@@ -15,13 +15,13 @@ LOW, HIGH = VALUES[BYTES.long() & 15], VALUES[BYTES.long() >> 4]
 
 
 def test_the_assembler_looks_codes_up():
-    low, high = run_assembler(expert_codes._E2M1_ASM, [BYTES.numpy()], 2)
+    low, high = run_assembler(weight_operands._E2M1_ASM, [BYTES.numpy()], 2)
     for found, expected in ((low, LOW), (high, HIGH)):
         assert torch.equal(torch.from_numpy(found.view(np.uint8)).view(torch.float8_e4m3fn).float(), expected)
 
 
 def test_the_assembler_looks_both_bytes_of_wide_numbers_up():
-    out = run_assembler(expert_codes._e2m1_wide_asm(), [BYTES.numpy()], 4)
+    out = run_assembler(weight_operands._e2m1_wide_asm(), [BYTES.numpy()], 4)
     for first, expected in ((0, LOW), (2, HIGH)):
         words = np.stack(out[first : first + 2], axis=-1).view(np.int16).reshape(-1)
         assert torch.equal(torch.from_numpy(words).view(torch.bfloat16).float(), expected)
@@ -49,7 +49,7 @@ def test_every_byte_in_a_kernel(device):
 def test_operands_say_how_the_weight_is_coded(scheme):
     case = expert_case((1, 1, 2, 6, 192), True, scheme)
     coded = coded_rows(case)
-    found = expert_operands(case.x_XK, case.weight, coded)
+    found = operands_of(case.x_XK, case.weight, coded)
     expected = {
         None: (Coding.PLAIN_NUMBERS, 1, 0, 1),
         "fp8": (Coding.CODED_ROWS, 1, 0, 1),
@@ -66,4 +66,4 @@ def test_operands_say_how_the_weight_is_coded(scheme):
 def test_rows_as_codes_are_asked_for_where_the_scheme_wants_them():
     case = expert_case((1, 1, 2, 6, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="fp8 with coded=None"):
-        expert_operands(case.x_XK, case.weight, None)
+        operands_of(case.x_XK, case.weight, None)

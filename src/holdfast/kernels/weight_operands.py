@@ -1,4 +1,4 @@
-"""How the weights of experts are coded, as kernels are told it, and codes of four bits taken apart inside a kernel."""
+"""How a weight is coded, as the kernels of products are told it, and codes of four bits taken apart inside a kernel."""
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
@@ -28,8 +28,9 @@ class Coding(IntEnum):
     """x by e2m1, two to a byte, with a power of two for every 32 columns."""
 
 
-CODED_ROWS, CODED_BLOCKS, INT8_ROWS = (
-    kernel_constant(int(coding)) for coding in (Coding.CODED_ROWS, Coding.CODED_BLOCKS, Coding.INT8_ROWS)
+CODED_ROWS, CODED_BLOCKS, INT8_ROWS, E2M1_GROUPS = (
+    kernel_constant(int(coding))
+    for coding in (Coding.CODED_ROWS, Coding.CODED_BLOCKS, Coding.INT8_ROWS, Coding.E2M1_GROUPS)
 )
 _E2M1_ASM = """{
 .reg .b32 m, s, t, u;
@@ -64,7 +65,7 @@ E2M1_ASM = kernel_constant(_E2M1_ASM)
 E2M1_WIDE_ASM = kernel_constant(_e2m1_wide_asm())
 
 
-class ExpertOperands(NamedTuple):
+class WeightOperands(NamedTuple):
     """What kernels are given for a product with a weight."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -77,23 +78,21 @@ class ExpertOperands(NamedTuple):
     scale_columns: int = 1
 
 
-def expert_operands(
-    x_XK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, coded: CodedRows | None
-) -> ExpertOperands:
+def operands_of(x_XK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, coded: CodedRows | None) -> WeightOperands:
     """The operands of x by the weight; `coded` are the same rows as codes, for a scheme that takes them so."""
     if isinstance(weight, torch.Tensor):
-        return ExpertOperands((x_XK, x_XK, weight, weight), Coding.PLAIN_NUMBERS)
+        return WeightOperands((x_XK, x_XK, weight, weight), Coding.PLAIN_NUMBERS)
     scheme = weight.scheme
     assert (coded is not None) == scheme.codes_activations, f"{scheme.name} with {coded=}"
     if coded is None:
         coding = Coding.E2M1_GROUPS if scheme.codes_per_byte == 2 else Coding.INT8_ROWS
-        return ExpertOperands((x_XK, x_XK, weight.codes, weight.scales), coding)
+        return WeightOperands((x_XK, x_XK, weight.codes, weight.scales), coding)
     tensors = (kernel_codes(coded.codes_TK), coded.scales_TB, kernel_codes(weight.codes), weight.scales)
     if scheme.block_columns == 0:
-        return ExpertOperands(tensors, Coding.CODED_ROWS)
+        return WeightOperands(tensors, Coding.CODED_ROWS)
     num_columns = coded.scales_TB.shape[1]
     assert weight.scales.shape[-1] == num_columns, f"{weight.scales.shape=} {coded.scales_TB.shape=}"
-    return ExpertOperands(tensors, Coding.CODED_BLOCKS, scheme.block_rows, scheme.block_columns, num_columns)
+    return WeightOperands(tensors, Coding.CODED_BLOCKS, scheme.block_rows, scheme.block_columns, num_columns)
 
 
 @jit
