@@ -22,8 +22,8 @@ from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.coded_attention import coded_attention_reference
-from holdfast.kernels.coded_planes import CodedPlanes
+from holdfast.kernels.pages.coded_attention import coded_attention_reference
+from holdfast.kernels.pages.coded_planes import CodedPlanes
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.tensor_spec import arena_bytes
 from holdfast.quant.formats import KV_FORMATS

@@ -124,7 +124,7 @@ def run_engine(
 def read_weights(path: Path, opened: "OpenEngine") -> StepBytes:
     """What a step of this engine reads, from the plan of its weights."""
     from holdfast.loading.model_files import open_model
-    from holdfast.loading.plan import plan_load
+    from holdfast.loading.planning.plan import plan_load
 
     model, resolved = open_model(str(path), "dummy"), opened.built.plan.resolved
     plan = plan_load(model.parameters, model.source, resolved.dtype, resolved.recipe)

@@ -35,7 +35,7 @@ from holdfast.engine.kv_contenders import (
 from holdfast.engine.kv_quality import Quality, measure
 from holdfast.engine.text_windows import cut_windows
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.runner.variants import Variant
 

@@ -25,7 +25,7 @@ from holdfast.attention.batch import Batch
 from holdfast.attention.select import build_backend
 from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.rotation import hadamard_block, rotate_heads
 

@@ -24,6 +24,11 @@ LAYERS = (
     ("cli", "__main__"),
 )
 """Lowest first. A package imports from rows before its own, and from itself."""
+ROOMS = {
+    "kernels": (("",), ("numbers",), ("logits", "pages", "placing", "products"), ("experts",)),
+    "loading": (("sources",), ("gguf",), ("planning",), ("execution", "quantized"), ("",)),
+}
+"""Packages with rooms, lowest first; "" are the files beside the rooms. The same rule holds inside."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = {"text", "runner", "engine", "cli", "__main__"}
 CONFIG_RANK = RANK["memory"] + 1
@@ -55,8 +60,8 @@ TORCH_FREE = (
     "models.blueprint*",
     "models.catalogue",
     "loading.blueprints",
-    "loading.gguf_file",
-    "loading.safetensors_file",
+    "loading.gguf.gguf_file",
+    "loading.sources.safetensors_file",
     "runner.result",
     "runner.resolve",
     "runner.target",
@@ -230,6 +235,26 @@ def upward_imports(source: Source) -> list[str]:
             found.append(f"{source.module}:{item.line} imports {inner}, which is in no layer")
         elif RANK[target] >= own_rank:
             found.append(f"{source.module}:{item.line} imports {inner}, which is not below {source.package}")
+    return found
+
+
+def room_imports(source: Source) -> list[str]:
+    """R1 once more: inside a package with rooms, imports point down its rooms."""
+    rows = ROOMS.get(source.package)
+    if rows is None or source.is_package:
+        return []
+    ranks = {room: rank for rank, rooms in enumerate(rows) for room in rooms}
+    own = source.module.split(".")[1] if source.module.count(".") > 1 else ""
+    if own not in ranks:
+        rooms = ", ".join(room for room in ranks if room)
+        return [f"{source.module}: {own!r} is no room of {source.package}; take one of {rooms}"]
+    found = []
+    for item, inner in own_imports(source):
+        package, _, rest = f"{inner}.{item.name}".partition(".")
+        room = rest.partition(".")[0]
+        target = room if room in ranks else ""
+        if package == source.package and target != own and ranks[target] >= ranks[own]:
+            found.append(f"{source.module}:{item.line} imports {inner}, which is not below {own or package}")
     return found
 
 

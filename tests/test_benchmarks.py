@@ -514,12 +514,12 @@ def test_writing_stops_when_the_time_is_over(tmp_path: Path) -> None:
 
 
 def test_memory_that_comes_and_goes_is_seen() -> None:
-    with memory_watch.MemoryWatch("cpu", 0.001) as watch:
-        # Pages straight from the system: malloc could hand back some that a test before this one has left resident.
-        with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
-            for start in range(0, len(block), mmap.PAGESIZE):
-                block[start] = 1
-            time.sleep(0.05)
+    # Pages straight from the system: malloc could hand back some that a test before this one has left resident.
+    block = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with memory_watch.MemoryWatch("cpu", 0.001) as watch, block:
+        for start in range(0, len(block), mmap.PAGESIZE):
+            block[start] = 1
+        time.sleep(0.05)
     assert 60 * MIB < watch.taken["RssAnon"] < 200 * MIB
     assert watch.num_looks > 3
 

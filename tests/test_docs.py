@@ -15,8 +15,8 @@ import docs_rules as rules
 from architecture_rules import Source, read_sources
 from holdfast.cache.spec import mixed_cache, uniform_cache
 from holdfast.config import EngineConfig
-from holdfast.loading.dummy import DummySource
-from holdfast.loading.plan import PINNED_CHUNKS, plan_load
+from holdfast.loading.planning.plan import PINNED_CHUNKS, plan_load
+from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE

@@ -12,8 +12,8 @@ from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.tiled_attention import TileWork
-from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads_reference
+from holdfast.kernels.pages.tiled_attention import TileWork
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary, write_heads_reference
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS, KVFormat
 from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values

@@ -9,7 +9,7 @@ from holdfast.attention.coded_pages import CodedPages
 from holdfast.attention.paged_rows import PagedRows
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.coded_planes import CodedPlanes
+from holdfast.kernels.pages.coded_planes import CodedPlanes
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values

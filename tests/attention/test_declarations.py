@@ -33,7 +33,7 @@ from holdfast.attention.declarations import (
 from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
-from holdfast.kernels import tiled_attention
+from holdfast.kernels.pages import tiled_attention
 from holdfast.memory.planner import PHASES
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat

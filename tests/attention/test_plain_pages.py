@@ -5,7 +5,7 @@ import torch
 from holdfast.attention.batch import Batch
 from holdfast.attention.paged_rows import PagedRows
 from holdfast.attention.plain_pages import PlainPages
-from holdfast.kernels.tiled_attention import small_programs, tile_rows
+from holdfast.kernels.pages.tiled_attention import small_programs, tile_rows
 
 CPU = torch.device("cpu")
 

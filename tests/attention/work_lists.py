@@ -12,8 +12,8 @@ from holdfast.attention.declarations import TileKind, max_tiles, split_rows
 from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import StepBounds
 from holdfast.attention.tile_lists import ListRoom, Machine, StepRows, TileLists
-from holdfast.kernels.tile_geometry import TileGeometry
-from holdfast.kernels.tiled_attention import TILE_FIELDS, TileWork
+from holdfast.kernels.pages.tile_geometry import TileGeometry
+from holdfast.kernels.pages.tiled_attention import TILE_FIELDS, TileWork
 
 Ranges = dict[int, list[tuple[int, int]]]
 """Token ranges of every row."""

@@ -9,7 +9,7 @@ from engine.fakes import assert_at_rest, make_engine, solo
 from holdfast.cli.answers import for_terminal, prepare, sampling_params, speed_of, stream, write_answer
 from holdfast.engine.llm import LLM
 from holdfast.errors import HoldfastError, RequestError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 

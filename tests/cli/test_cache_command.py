@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from cli.cli_models import Here
-from holdfast.loading.quantized_cache import CACHE_VARIABLE, CacheSlot, cache_entries, find_cached
-from holdfast.loading.quantized_manifest import MANIFEST_FILE, Mesh
-from holdfast.loading.quantized_source import open_quantized
+from holdfast.loading.quantized.quantized_cache import CACHE_VARIABLE, CacheSlot, cache_entries, find_cached
+from holdfast.loading.quantized.quantized_manifest import MANIFEST_FILE, Mesh
+from holdfast.loading.quantized.quantized_source import open_quantized
 from holdfast.memory.sizes import format_bytes
 from holdfast.quant.weight_recipe import WeightRecipe
 from holdfast.quant.weight_schemes import FP8, INT8

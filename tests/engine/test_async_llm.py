@@ -12,7 +12,7 @@ import pytest
 from engine.fakes import Gate, answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
 from holdfast.engine.async_llm import AsyncLLM
 from holdfast.errors import EngineDeadError, PromptError, QueueFullError, RequestError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.request.sampling_params import SamplingParams
 

@@ -3,7 +3,7 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.engine.options import config_from, sampling_params_from
 from holdfast.errors import ConfigError, ModelFormatError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.sampling_params import SamplingParams
 
 

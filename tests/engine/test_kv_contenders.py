@@ -18,7 +18,7 @@ from holdfast.engine.kv_contenders import (
 )
 from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import KV_FORMATS
 from loading.tiny_models import save_tiny
 

@@ -13,7 +13,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.async_llm import AsyncLLM
 from holdfast.engine.llm import LLM
 from holdfast.errors import ConfigError, EngineDeadError, PromptError, RequestError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.request.sampling_params import SamplingParams
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from holdfast.kernels.coded_planes import CodedPlanes
+from holdfast.kernels.pages.coded_planes import CodedPlanes
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
 from holdfast.quant.rotation import hadamard_signs, rotate_heads

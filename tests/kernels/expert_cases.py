@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.expert_blocks import order_specs
-from holdfast.kernels.expert_linear import expert_linear_reference
-from holdfast.kernels.expert_order import ExpertOrder, order_experts_reference
-from holdfast.kernels.quantize_rows import CodedRows, quantize_rows_reference
-from holdfast.kernels.quantized_linear import coded_view, decoded_rows
+from holdfast.kernels.experts.expert_blocks import order_specs
+from holdfast.kernels.experts.expert_linear import expert_linear_reference
+from holdfast.kernels.experts.expert_order import ExpertOrder, order_experts_reference
+from holdfast.kernels.products.quantize_rows import CodedRows, quantize_rows_reference
+from holdfast.kernels.products.quantized_linear import coded_view, decoded_rows
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_codes import dequantize, quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES

@@ -20,9 +20,11 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from holdfast.kernels import begin_rows, coded_attention, layer_norm, skinny_linear, tiled_attention, write_codes  # noqa: E402
-from holdfast.kernels.coded_planes import CodedPlanes  # noqa: E402
-from holdfast.kernels.write_heads import HeadNorm, Rotary  # noqa: E402
+from holdfast.kernels import layer_norm  # noqa: E402
+from holdfast.kernels.pages import coded_attention, tiled_attention, write_codes  # noqa: E402
+from holdfast.kernels.pages.coded_planes import CodedPlanes  # noqa: E402
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary  # noqa: E402
+from holdfast.kernels.products import begin_rows, skinny_linear  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.rotation import rotation_table  # noqa: E402
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.kernels.quantize_rows import CodedRows
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_codes import E4M3_MAX, LEAST_E4M3_SCALE, dequantize, quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels import skinny_coded
-from holdfast.kernels.begin_rows import NormedRows, PeakScratch, SkinnyScratch
-from holdfast.kernels.row_peaks import RowPeaks
-from holdfast.kernels.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.kernels.skinny_linear import (
+from holdfast.kernels.products import skinny_coded
+from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch
+from holdfast.kernels.products.row_peaks import RowPeaks
+from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
+from holdfast.kernels.products.skinny_linear import (
     BLOCK_N,
     MAX_ROWS,
     MIN_SQUARE_COLUMNS,

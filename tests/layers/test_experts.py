@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.expert_order import order_specs
+from holdfast.kernels.experts.expert_order import order_specs
 from holdfast.layers.experts import ExpertBuffers, ExpertLayer, SharedExpert
 from holdfast.layers.linear import Linear
 from holdfast.layers.mlp import GatedMLP, MLPBuffers

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from holdfast.attention.batch import Batch, LogitRows
-from holdfast.kernels.quantize_rows import CodedRows
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.linear import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.quantize_rows import CodedRows
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.linear import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_codes import dequantize, quantize

@@ -2,7 +2,7 @@
 
 from math import prod
 
-from holdfast.loading.source import TensorEntry
+from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Parameter, Part
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast.loading.execute import load_weights
-from holdfast.loading.plan import plan_load
-from holdfast.loading.safetensors_file import SafetensorsFile
-from holdfast.loading.safetensors_source import SafetensorsSource
+from holdfast.loading.execution.execute import load_weights
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.safetensors_file import SafetensorsFile
+from holdfast.loading.sources.safetensors_source import SafetensorsSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
 from holdfast.models.parameters import Parameter, Part

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.loading.source import TensorEntry
+from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Parameter, Part
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from holdfast.loading.open_model import GenerationDefaults, OpenModel
-from holdfast.loading.plan import LoadPlan, plan_load
-from holdfast.loading.quantized_source import QuantizedSource
-from holdfast.loading.safetensors_file import SafetensorsFile
-from holdfast.loading.safetensors_source import SafetensorsSource
+from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
+from holdfast.loading.planning.plan import LoadPlan, plan_load
+from holdfast.loading.quantized.quantized_source import QuantizedSource
+from holdfast.loading.sources.safetensors_file import SafetensorsFile
+from holdfast.loading.sources.safetensors_source import SafetensorsSource
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_recipe import WeightRecipe

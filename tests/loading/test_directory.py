@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
 from holdfast.loading.directory import open_directory, open_directory_without_weights
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from loading.safetensors_bytes import write
 from loading.tiny_models import save_tiny
 

@@ -11,8 +11,8 @@ import torch
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
 from holdfast.loading.default_model import find_default_model
 from holdfast.loading.gguf_model import open_gguf
-from holdfast.loading.plan import plan_load
-from holdfast.loading.read_rows import read_rows
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.read_rows import read_rows
 from holdfast.models.families import read_spec
 
 gguf = pytest.importorskip("gguf")

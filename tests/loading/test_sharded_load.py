@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.loading.dummy import DummySource
-from holdfast.loading.execute import load_weights
-from holdfast.loading.plan import plan_load
+from holdfast.loading.execution.execute import load_weights
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.begin_rows import begin_rows_reference
-from holdfast.kernels.finish_rows import finish_rows_reference
-from holdfast.kernels.row_peaks import row_peaks_reference
-from holdfast.kernels.skinny_linear import linear_add_reference, normed_linear_reference
+from holdfast.kernels.products.begin_rows import begin_rows_reference
+from holdfast.kernels.products.finish_rows import finish_rows_reference
+from holdfast.kernels.products.row_peaks import row_peaks_reference
+from holdfast.kernels.products.skinny_linear import linear_add_reference, normed_linear_reference
 from holdfast.models import blueprint_grouped, few_route
 from holdfast.models.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder

@@ -9,11 +9,11 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import skinny_coded, skinny_linear
-from holdfast.kernels.begin_rows import NormedRows, PeakScratch, SkinnyScratch
-from holdfast.kernels.expert_blocks import order_specs
-from holdfast.kernels.row_peaks import RowPeaks
-from holdfast.kernels.skinny_coded_row import NUM_GATE_PEAKS
+from holdfast.kernels.experts.expert_blocks import order_specs
+from holdfast.kernels.products import skinny_coded, skinny_linear
+from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch
+from holdfast.kernels.products.row_peaks import RowPeaks
+from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import (

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, ModelFormatError
-from holdfast.loading.dummy import DummySource
-from holdfast.loading.plan import plan_load
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.dummy import DummySource
 from holdfast.models.activations import (
     attention_request,
     codes_request,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.loading.execute import load_weights
+from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
-from holdfast.loading.plan import plan_load
+from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import parameters, read_spec
 from kernels.exactness import require_native, same_bits

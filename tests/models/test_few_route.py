@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from holdfast.kernels.row_peaks import RowPeaks, row_peaks_reference
-from holdfast.kernels.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.kernels.skinny_linear import normed_linear_reference
+from holdfast.kernels.products.row_peaks import RowPeaks, row_peaks_reference
+from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
+from holdfast.kernels.products.skinny_linear import normed_linear_reference
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.models import activations, few_route
 from holdfast.models.activations import FEW_GATE_PEAKS, FEW_ROWS, few_request

@@ -15,9 +15,9 @@ from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
-from holdfast.loading.execute import load_weights
+from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
-from holdfast.loading.plan import plan_load
+from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.memory.workspace import Workspace

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from holdfast.kernels import edit_logits, likeliest, logprob_rows, sample_tokens
+from holdfast.kernels.logits import edit_logits, likeliest, logprob_rows, sample_tokens
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from holdfast.request.sequence import Sequence

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.edit_logits import EditKind
-from holdfast.kernels.logit_chunks import EDITS_PER_PROGRAM
+from holdfast.kernels.logits.edit_logits import EditKind
+from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM
 from holdfast.runner.edit_staging import EditStaging
 from holdfast.runner.logit_edits import Edits
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from holdfast.kernels.edit_logits import EditKind
+from holdfast.kernels.logits.edit_logits import EditKind
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner import logit_edits

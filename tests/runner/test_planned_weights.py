@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from holdfast.loading.dummy import DummySource
-from holdfast.loading.plan import plan_load
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.dummy import DummySource
 from holdfast.models.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters

@@ -7,7 +7,8 @@ import torch
 
 from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
-from holdfast.kernels import skinny_linear, tiled_attention
+from holdfast.kernels.pages import tiled_attention
+from holdfast.kernels.products import skinny_linear
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.result import NO_TOKEN

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.kernels.linear import linear
+from holdfast.kernels.products.linear import linear
 from holdfast.runner import invariance
 from holdfast.runner.invariance import refuse_variant_products
 from kernels.exactness import random, require_native

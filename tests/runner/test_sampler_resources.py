@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.kernels.edit_logits import _copy_kernel, _edit_kernel
-from holdfast.kernels.likeliest import _chunk_kernel, _row_kernel
-from holdfast.kernels.logprob_rows import _logprob_kernel
-from holdfast.kernels.near_tokens import _count_kernel, _list_kernel
-from holdfast.kernels.sample_tokens import _choose_kernel
+from holdfast.kernels.logits.edit_logits import _copy_kernel, _edit_kernel
+from holdfast.kernels.logits.likeliest import _chunk_kernel, _row_kernel
+from holdfast.kernels.logits.logprob_rows import _logprob_kernel
+from holdfast.kernels.logits.near_tokens import _count_kernel, _list_kernel
+from holdfast.kernels.logits.sample_tokens import _choose_kernel
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling_terms import sampling_terms

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.kernels.logit_chunks import LogitRow
+from holdfast.kernels.logits.logit_chunks import LogitRow
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.random_numbers import uniform

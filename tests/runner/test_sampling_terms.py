@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from holdfast.kernels.logit_chunks import EDITS_PER_PROGRAM
+from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM
 from holdfast.runner.sampling_terms import (
     BLOCK_ELEMENTS,
     EDITED_ELEMENTS,

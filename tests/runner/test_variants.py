@@ -13,7 +13,7 @@ from holdfast.attention.select import build_backend
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import variants as module

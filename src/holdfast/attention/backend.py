@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from holdfast.attention.batch import Batch
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
 
 PlanT = TypeVar("PlanT")
 

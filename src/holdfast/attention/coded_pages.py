@@ -5,12 +5,12 @@ import torch
 from holdfast.attention.batch import Batch
 from holdfast.attention.code_reader import CodeReader
 from holdfast.attention.paged_rows import PagedRows
-from holdfast.kernels.coded_attention import coded_attention, coded_geometry
-from holdfast.kernels.coded_planes import CodedPlanes
-from holdfast.kernels.tile_geometry import TileGeometry
-from holdfast.kernels.tiled_attention import TileWork
-from holdfast.kernels.write_codes import write_codes
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.coded_attention import coded_attention, coded_geometry
+from holdfast.kernels.pages.coded_planes import CodedPlanes
+from holdfast.kernels.pages.tile_geometry import TileGeometry
+from holdfast.kernels.pages.tiled_attention import TileWork
+from holdfast.kernels.pages.write_codes import write_codes
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
 from holdfast.quant.head_codes import CodedHeads
 from holdfast.quant.rotation import hadamard_block
 

@@ -11,8 +11,8 @@ from holdfast.attention.declarations import rotated_head_dims
 from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.coded_planes import CodedPlanes
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.coded_planes import CodedPlanes
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
 from holdfast.quant.rotation import rotation_table
 
 KeyMeans = Sequence[torch.Tensor | None]

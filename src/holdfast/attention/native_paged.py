@@ -12,7 +12,7 @@ from holdfast.attention.layer_pages import LayerPages
 from holdfast.attention.plain_pages import PlainPages
 from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.paged_attention import SEQUENCE_FIELDS, paged_attention
+from holdfast.kernels.pages.paged_attention import SEQUENCE_FIELDS, paged_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import torch
 
 from holdfast.attention.batch import Batch
 from holdfast.attention.paged_rows import PagedRows
-from holdfast.kernels.tile_geometry import TileGeometry
-from holdfast.kernels.tiled_attention import (
+from holdfast.kernels.pages.tile_geometry import TileGeometry
+from holdfast.kernels.pages.tiled_attention import (
     FEW_ROWS,
     LARGE_PROGRAMS_PER_SM,
     TileWork,
@@ -13,7 +13,7 @@ from holdfast.kernels.tiled_attention import (
     tile_rows,
     tiled_attention,
 )
-from holdfast.kernels.write_heads import HeadNorm, Rotary, write_heads
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary, write_heads
 
 BLOCK_TOKENS = 64
 """Splits are multiples of what a kernel takes at once."""

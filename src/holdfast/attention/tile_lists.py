@@ -14,8 +14,8 @@ import torch
 
 from holdfast.attention.batch import SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS
-from holdfast.kernels.tile_geometry import TileGeometry
-from holdfast.kernels.tiled_attention import TILE_FIELDS, TileWork
+from holdfast.kernels.pages.tile_geometry import TileGeometry
+from holdfast.kernels.pages.tiled_attention import TILE_FIELDS, TileWork
 from holdfast.memory.mirrored_tensor import MirroredTensor
 
 

@@ -12,7 +12,7 @@ from holdfast.attention.layer_pages import KeyMeans, LayerPages
 from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.attention.tile_lists import ListRoom, Machine, StepRows, TileLists
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.tiled_attention import TileWork
+from holdfast.kernels.pages.tiled_attention import TileWork
 
 WorkKey = tuple[TileKind, int | None]
 """What layers that share their lists have in common: the kind of their tiles, and the window."""

@@ -11,7 +11,7 @@ from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.engine.llm import LLM
 from holdfast.errors import HoldfastError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 

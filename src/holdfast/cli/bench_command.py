@@ -29,7 +29,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.progress import is_watched
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 
 PEERS = ("transformers",)
 STDOUT = "-"

@@ -9,9 +9,9 @@ import torch
 
 from holdfast.cli.bench_cases import Case, Timing, TokenIds
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.loading.gguf_config import gguf_config
-from holdfast.loading.open_model import OpenModel
-from holdfast.loading.read_rows import read_rows
+from holdfast.loading.gguf.gguf_config import gguf_config
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.loading.sources.read_rows import read_rows
 
 ROWS_AT_ONCE = 4096
 PADDING = 0

@@ -8,8 +8,8 @@ from holdfast.cli.columns import aligned
 from holdfast.cli.failures import log_plainly
 from holdfast.cli.side_lines import write_line
 from holdfast.errors import HoldfastError
-from holdfast.loading.quantized_cache import CacheEntry, cache_entries, cache_folder, clear_cache
-from holdfast.loading.quantized_manifest import ALONE, MANIFEST_FILE, read_manifest
+from holdfast.loading.quantized.quantized_cache import CacheEntry, cache_entries, cache_folder, clear_cache
+from holdfast.loading.quantized.quantized_manifest import ALONE, MANIFEST_FILE, read_manifest
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.settings import plain
 

@@ -15,7 +15,7 @@ from holdfast.cli.side_lines import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.errors import ConfigError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 

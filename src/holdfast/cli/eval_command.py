@@ -23,7 +23,7 @@ from holdfast.engine.progress import LoadingBar, is_watched
 from holdfast.engine.text_windows import MIN_WINDOW, cut_windows
 from holdfast.errors import ConfigError, PromptError, shown
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import KV_FORMATS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.text_windows import cut_windows
 from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.output_assembly import OutputAssembler
 from holdfast.errors import ConfigError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 DEFAULT_MAX_TOKENS = 512

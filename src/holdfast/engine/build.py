@@ -8,9 +8,9 @@ from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import ConfigError, ModelNotFoundError
-from holdfast.loading.gguf_file import read_gguf
+from holdfast.loading.gguf.gguf_file import read_gguf
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import memory_report
 from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf

@@ -22,7 +22,7 @@ from holdfast.engine.scheduler import Scheduler
 from holdfast.engine.seeds import derive_seed
 from holdfast.engine.stats import EngineStats
 from holdfast.errors import EngineDeadError, QueueFullError, RequestError, shown
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast.config import EngineConfig
 from holdfast.engine.kv_quality import Contender
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
 from holdfast.runner.build import plan_model
 from holdfast.runner.device_target import choose_device, device_target

@@ -4,7 +4,7 @@ import dataclasses
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ModelFormatError, RequestError
-from holdfast.loading.open_model import GenerationDefaults
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.sampling_params import SamplingParams
 
 

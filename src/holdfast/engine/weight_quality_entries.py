@@ -12,7 +12,7 @@ from holdfast.engine.kv_quality import Contender, Quality
 from holdfast.engine.weight_quality import ReferenceReading, measure_scheme
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.models.blueprint import spec_blueprint
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.runner.build import plan_model

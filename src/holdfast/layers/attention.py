@@ -6,8 +6,8 @@ import torch
 
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.batch import Batch
-from holdfast.kernels.quantize_rows import CodedRows
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.linear import Linear
 
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.expert_linear import expert_linear
-from holdfast.kernels.expert_order import order_experts
-from holdfast.kernels.linear import linear_float32
-from holdfast.kernels.quantize_rows import CodedRows
-from holdfast.kernels.route_tokens import route_tokens
-from holdfast.kernels.sum_experts import sum_experts
+from holdfast.kernels.experts.expert_linear import expert_linear
+from holdfast.kernels.experts.expert_order import order_experts
+from holdfast.kernels.experts.route_tokens import route_tokens
+from holdfast.kernels.experts.sum_experts import sum_experts
+from holdfast.kernels.products.linear import linear_float32
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.mlp import GatedMLP, MLPBuffers
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -29,7 +29,7 @@ class ExpertBuffers(NamedTuple):
     active_PI: torch.Tensor
     routed_PH: torch.Tensor
     order: tuple[torch.Tensor, ...]
-    """As `order_specs` of kernels/expert_order.py shapes them."""
+    """As `order_specs` of kernels/experts/expert_order.py shapes them."""
     shared: MLPBuffers | None = None
     """Those of the expert that every row takes."""
     shared_TH: torch.Tensor | None = None

@@ -2,8 +2,8 @@
 
 import torch
 
-from holdfast.kernels.linear import linear
-from holdfast.kernels.quantize_rows import CodedRows
+from holdfast.kernels.products.linear import linear
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 

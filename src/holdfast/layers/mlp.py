@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activate import activate
-from holdfast.kernels.quantize_rows import CodedRows
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.kernels.silu_mul import silu_mul
 from holdfast.layers.linear import Linear
 

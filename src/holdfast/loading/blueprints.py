@@ -42,8 +42,8 @@ def _existing(model: str) -> Path | None:
 
 
 def _read_folder(folder: Path) -> Blueprint:
-    from holdfast.loading.json_file import read_json_object
-    from holdfast.loading.weight_files import file_inside, has_file
+    from holdfast.loading.sources.json_file import read_json_object
+    from holdfast.loading.sources.weight_files import file_inside, has_file
 
     name = folder.resolve().name
     try:
@@ -73,8 +73,8 @@ def _stored_in_headers(folder: Path, name: str, is_quantized: bool) -> Blueprint
     if not is_quantized:
         return None
     from holdfast.loading.directory import open_directory
-    from holdfast.loading.plan import plan_load
-    from holdfast.loading.quantized_source import QuantizedSource, plan_quantized
+    from holdfast.loading.planning.plan import plan_load
+    from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
 
     try:
         opened = open_directory(folder)

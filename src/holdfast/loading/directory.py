@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ModelNotFoundError
-from holdfast.loading.dummy import DummySource
-from holdfast.loading.json_file import read_json_object
-from holdfast.loading.open_model import GenerationDefaults, OpenModel
-from holdfast.loading.quantization_config import read_stored_schemes
-from holdfast.loading.quantized_source import has_saved_weights, open_quantized
-from holdfast.loading.safetensors_source import SafetensorsSource
-from holdfast.loading.source import TensorEntry
-from holdfast.loading.stored_schemes import StoredSchemes
-from holdfast.loading.weight_files import file_inside, has_file, open_weight_files
+from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
+from holdfast.loading.planning.quantization_config import read_stored_schemes
+from holdfast.loading.planning.stored_schemes import StoredSchemes
+from holdfast.loading.quantized.quantized_source import has_saved_weights, open_quantized
+from holdfast.loading.sources.dummy import DummySource
+from holdfast.loading.sources.json_file import read_json_object
+from holdfast.loading.sources.safetensors_source import SafetensorsSource
+from holdfast.loading.sources.source import TensorEntry
+from holdfast.loading.sources.weight_files import file_inside, has_file, open_weight_files
 from holdfast.models.families import FAMILIES, Family, parameters, read_spec
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec

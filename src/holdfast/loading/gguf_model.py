@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.loading.gguf_config import gguf_config
-from holdfast.loading.gguf_file import GGUFFile, read_gguf
-from holdfast.loading.gguf_source import GGUFSource
-from holdfast.loading.open_model import GenerationDefaults, OpenModel
+from holdfast.loading.gguf.gguf_config import gguf_config
+from holdfast.loading.gguf.gguf_file import GGUFFile, read_gguf
+from holdfast.loading.gguf.gguf_source import GGUFSource
+from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger

@@ -8,10 +8,10 @@ from pathlib import Path
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.default_model import find_default_model
 from holdfast.loading.directory import open_directory, open_directory_without_weights
-from holdfast.loading.dummy import DummySource
 from holdfast.loading.gguf_model import open_gguf
-from holdfast.loading.open_model import OpenModel
-from holdfast.loading.weight_files import PICKLE_ENDINGS
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.loading.sources.dummy import DummySource
+from holdfast.loading.sources.weight_files import PICKLE_ENDINGS
 
 GGUF_MAGIC = b"GGUF"
 MAX_PATH = 400

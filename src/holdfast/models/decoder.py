@@ -13,10 +13,10 @@ import torch
 
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.batch import Batch
-from holdfast.kernels.linear import linear_float32
-from holdfast.kernels.lookup_rows import lookup_rows
-from holdfast.kernels.quantize_rows import CodedRows
-from holdfast.kernels.write_heads import Rotary
+from holdfast.kernels.pages.write_heads import Rotary
+from holdfast.kernels.products.linear import linear_float32
+from holdfast.kernels.products.lookup_rows import lookup_rows
+from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.experts import ExpertBuffers, ExpertLayer
 from holdfast.layers.mlp import MLPBuffers

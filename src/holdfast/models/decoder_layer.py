@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import AttentionBackend
-from holdfast.kernels.write_heads import HeadNorm, Rotary
+from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
 from holdfast.layers.attention import AttentionLayer
 from holdfast.layers.experts import ExpertLayer, SharedExpert
 from holdfast.layers.linear import Linear

@@ -1,4 +1,4 @@
-"""Steps of few rows on a GPU: norms, gates and residual sums inside the products (kernels/skinny_linear.py).
+"""Steps of few rows on a GPU: norms, gates and residual sums inside the products (kernels/products/skinny_linear.py).
 
 T rows, H hidden, X any other width
 """
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from holdfast.attention.batch import Batch
-from holdfast.kernels.begin_rows import NormedRows, PeakScratch, SkinnyScratch, begin_rows
-from holdfast.kernels.finish_rows import finish_rows
-from holdfast.kernels.row_peaks import RowPeaks, row_peaks
-from holdfast.kernels.skinny_coded import can_code
-from holdfast.kernels.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.kernels.skinny_linear import linear_add, normed_linear
+from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch, begin_rows
+from holdfast.kernels.products.finish_rows import finish_rows
+from holdfast.kernels.products.row_peaks import RowPeaks, row_peaks
+from holdfast.kernels.products.skinny_coded import can_code
+from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
+from holdfast.kernels.products.skinny_linear import linear_add, normed_linear
 from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.experts import ExpertBuffers, ExpertLayer
 from holdfast.layers.linear import Linear

@@ -20,7 +20,7 @@ def hadamard_signs(head_dim: int) -> torch.Tensor:
 def rotation_table(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """What kernels read, [D + 1, D]: the signs, and below them -1 for columns from D / 16 on, else 0.
 
-    That last row tells words of values of 3 bits in the upper half of a head from the lower ones (kernels/code_parts.py).
+    That last row tells words of values of 3 bits in the upper half of a head from the lower ones (kernels/pages/code_parts.py).
     """
     upper_1D = torch.where(torch.arange(head_dim) >= head_dim // 16, -1.0, 0.0).unsqueeze(0)
     return torch.cat((hadamard_signs(head_dim), upper_1D)).to(device, dtype)

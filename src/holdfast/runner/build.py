@@ -17,8 +17,8 @@ from holdfast.attention.spec import StepBounds
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.loading.load_report import LoadReport
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.execution.load_report import LoadReport
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.edit_logits import copy_rows
-from holdfast.kernels.likeliest import likeliest
-from holdfast.kernels.logit_chunks import NUM_FIELDS, LogitRow
-from holdfast.kernels.logit_scratch import LogitScratch
-from holdfast.kernels.logprob_rows import logprob_rows
-from holdfast.kernels.sample_tokens import sample_tokens
+from holdfast.kernels.logits.edit_logits import copy_rows
+from holdfast.kernels.logits.likeliest import likeliest
+from holdfast.kernels.logits.logit_chunks import NUM_FIELDS, LogitRow
+from holdfast.kernels.logits.logit_scratch import LogitScratch
+from holdfast.kernels.logits.logprob_rows import logprob_rows
+from holdfast.kernels.logits.sample_tokens import sample_tokens
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import Sequence

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from holdfast.kernels.edit_logits import PADDING, EditKind, edit_logits
-from holdfast.kernels.logit_chunks import EDITS_PER_PROGRAM
+from holdfast.kernels.logits.edit_logits import PADDING, EditKind, edit_logits
+from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM
 from holdfast.runner.logit_edits import Edits
 
 # R rows of a block, V vocabulary, E edits

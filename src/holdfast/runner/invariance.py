@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.kernels.linear import linear
+from holdfast.kernels.products.linear import linear
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 COMPANIES = (24, 64, 200)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from holdfast.kernels.edit_logits import EditKind
+from holdfast.kernels.logits.edit_logits import EditKind
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling_terms import EDIT_ENTRIES
 from holdfast.runner.seen_tokens import SeenTokens

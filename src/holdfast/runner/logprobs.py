@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from holdfast.kernels.logprob_rows import FIXED_COLUMNS
+from holdfast.kernels.logits.logprob_rows import FIXED_COLUMNS
 from holdfast.runner.candidates import nearest
 from holdfast.runner.result import TokenLogprobs
 from holdfast.runner.token_weights import WEIGHT_BITS, distances_, weights

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.scatter_pages import BLOCK, PADDING, scatter_pages
+from holdfast.kernels.pages.scatter_pages import BLOCK, PADDING, scatter_pages
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.mirrored_tensor import MirroredTensor
 from holdfast.request.sequence import Sequence

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from holdfast.kernels.logit_chunks import LogitRow
+from holdfast.kernels.logits.logit_chunks import LogitRow
 from holdfast.request.sequence import Sequence
 from holdfast.runner.random_numbers import uniform
 from holdfast.runner.result import TokenLogprobs

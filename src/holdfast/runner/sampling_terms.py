@@ -5,7 +5,7 @@ they are buffers that are taken once: kernels leave no temporaries, and only row
 block at a time.
 """
 
-from holdfast.kernels.logit_chunks import EDITS_PER_PROGRAM, MAX_ROWS, NUM_FIELDS, scratch_specs
+from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM, MAX_ROWS, NUM_FIELDS, scratch_specs
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.request.sampling_params import MAX_LOGPROBS

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
-from holdfast.loading.open_model import OpenModel
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.sizes import format_bytes
 from holdfast.runner.build import HELD_BY_CUDA, MakeBackend, RunnerBuild, plan_model, refuse_out_of_memory

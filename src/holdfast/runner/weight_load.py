@@ -6,13 +6,13 @@ from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, ModelFormatError
-from holdfast.loading.execute import LoadedWeights, load_weights
-from holdfast.loading.open_model import OpenModel
-from holdfast.loading.plan import LoadPlan, plan_load
-from holdfast.loading.quantized_cache import CacheSlot, find_cached
-from holdfast.loading.quantized_source import QuantizedSource, plan_quantized
-from holdfast.loading.quantized_writer import refuse_saving, save_quantized
-from holdfast.loading.source import WeightSource
+from holdfast.loading.execution.execute import LoadedWeights, load_weights
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.loading.planning.plan import LoadPlan, plan_load
+from holdfast.loading.quantized.quantized_cache import CacheSlot, find_cached
+from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
+from holdfast.loading.quantized.quantized_writer import refuse_saving, save_quantized
+from holdfast.loading.sources.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, TemplateError, shown
-from holdfast.loading.json_file import read_json_object, read_small_file
+from holdfast.loading.sources.json_file import read_json_object, read_small_file
 from holdfast.text.chat_messages import PlainData, plain_messages
 from holdfast.text.special_tokens import CONFIG_FILE, special_tokens_of
 from holdfast.text.template_meter import BudgetError, Meter, TemplateLimits

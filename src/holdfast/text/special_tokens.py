@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import ModelFormatError, shown
-from holdfast.loading.json_file import read_json_object
+from holdfast.loading.sources.json_file import read_json_object
 
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, PromptError
-from holdfast.loading.json_file import AGAIN, read_small_file
+from holdfast.loading.sources.json_file import AGAIN, read_small_file
 from holdfast.models.settings import plain
 from holdfast.text.special_tokens import CONFIG_FILE, SpecialTokens, TokenEntry, special_tokens_of
 from holdfast.text.token_pieces import TextStream, TokenPieces, decode_rule

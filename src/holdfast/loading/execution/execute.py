@@ -1,0 +1,259 @@
+"""Carries out a load plan: two arenas are allocated once, and chunks of rows stream through one into their place in the other."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.errors import MemoryPlanError, ModelFormatError, shown
+from holdfast.loading.execution.chunks import Chunk, cut_chunks
+from holdfast.loading.execution.feeds import Feed, HostFeed, PinnedFeed, WriterFeed
+from holdfast.loading.execution.load_report import LoadReport
+from holdfast.loading.execution.placing import Placer
+from holdfast.loading.planning.move import Move
+from holdfast.loading.planning.plan import PINNED_CHUNKS, LoadPlan
+from holdfast.loading.sources.source import WeightSource, WritingSource
+from holdfast.memory.arena import Arena
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.profiler import anonymous_bytes
+from holdfast.memory.sizes import format_bytes
+from holdfast.observability.log import get_logger
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import SCALE_SUFFIX
+
+log = get_logger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Bytes of the checkpoint that are done, and in all."""
+SECONDS_BETWEEN_PROGRESS = 0.05
+CPU_READERS = 2
+"""Threads that read while another one places on the same processor."""
+POISON = 0x7F
+"""A byte that is no number in e4m3, and none to be overlooked elsewhere."""
+
+OUT_OF_MEMORY = ("alloc", "out of memory", "Cannot allocate")
+"""How torch, CUDA and a mapping say it; not all of them have an exception of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Every weight by name, on the device, and what it took."""
+
+    weights: dict[str, torch.Tensor | QuantizedWeight]
+    report: LoadReport
+    is_finite: bool = True
+    """False where rows hold a NaN or an infinity, and were let through because that was asked."""
+
+
+def load_weights(
+    plan: LoadPlan,
+    source: WeightSource,
+    device: str,
+    ledger: Ledger,
+    on_progress: Progress,
+    allow_nonfinite: bool = False,
+    poison: bool = False,
+    chunk_bytes: int | None = None,
+) -> LoadedWeights:
+    """Read, convert and quantize every weight into one arena; each of its tensors is in the ledger as weights/NAME.
+
+    Whatever stops a load leaves no entry, no tensor and no thread behind. `poison` fills the arena beforehand, so that a row
+    that nobody wrote would show; `chunk_bytes` cuts smaller chunks than the plan has room for, with the same result.
+    """
+    target = torch.device(device)
+    start = time.perf_counter()
+    with _lack_of_memory_in_words(plan, target, "as much in one piece"):
+        arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
+    try:
+        if poison:
+            for tensor in arena.tensors.values():
+                tensor.view(-1).view(torch.uint8).fill_(POISON)
+        load = _Load(plan, source, target, arena.tensors, on_progress)
+        is_finite = load.run(ledger, allow_nonfinite, chunk_bytes)
+        return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start), is_finite)
+    except BaseException as error:
+        # Frames that the error has left behind still name rows of the arena.
+        traceback.clear_frames(error.__traceback__)
+        arena.release()
+        raise
+    finally:
+        if target.type == "cuda":
+            torch.cuda.empty_cache()  # what has been freed goes back to the device, not into a hoard
+
+
+class _Load:
+    """One load under way."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        source: WeightSource,
+        device: torch.device,
+        tensors: dict[str, torch.Tensor],
+        on_progress: Progress,
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._device = device
+        self._tensors = tensors
+        self._moves = (*plan.moves, *plan.twins)
+        self._progress = _Progress(plan.read_bytes, on_progress)
+        self._num_readers = _count_readers(plan, device)
+        self._seconds = (0.0, 0.0, 0.0)
+        self._peaks: tuple[int, int, int] | None = None
+
+    def run(self, ledger: Ledger, allow_nonfinite: bool, chunk_bytes: int | None) -> bool:
+        """Place all rows; whether all of them are finite."""
+        plan, device = self._plan, self._device
+        most_bytes = plan.chunk_bytes(device.type)
+        chunk_bytes = most_bytes if chunk_bytes is None else chunk_bytes
+        assert chunk_bytes <= most_bytes, f"{chunk_bytes=} with room for {most_bytes}"
+        with _lack_of_memory_in_words(plan, device, "the staging to load them through"):
+            staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows on their way")
+        try:
+            return self._stream(staging.tensors, cut_chunks(plan.moves, plan.twins, chunk_bytes), allow_nonfinite)
+        finally:
+            staging.release()
+
+    def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> bool:
+        placer = Placer(self._plan.moves, self._plan.twins, self._tensors, staging["findings"], staging["peaks"])
+        self._progress.begin()
+        with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
+            for chunk, views in feed:
+                for piece in chunk.pieces:
+                    placer.place(piece, views)
+                self._progress.add(chunk.done_bytes)
+        self._seconds = feed.read_seconds, feed.copy_seconds, feed.place_seconds
+        if self._device.type == "cuda":
+            self._peaks = _device_peaks(self._device)
+        is_finite = _judge(placer.wrong_rows(), self._source, allow_nonfinite)
+        self._progress.end()
+        return is_finite
+
+    def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
+        places = [tensor for name, tensor in staging.items() if name.startswith("chunk.")]
+        if isinstance(self._source, WritingSource):
+            return WriterFeed(self._source.writer(staging), self._moves, chunks, places)
+        if self._device.type == "cpu":
+            return HostFeed(self._source, self._moves, chunks, places, self._num_readers)
+        with _lack_of_memory_in_words(self._plan, self._device, "the pinned host memory to load them through"):
+            return PinnedFeed(self._source, self._moves, chunks, places, self._num_readers, PINNED_CHUNKS)
+
+    def report(self, seconds: float) -> LoadReport:
+        read_seconds, copy_seconds, place_seconds = self._seconds
+        allocated, reserved, used = self._peaks or (None, None, None)
+        return LoadReport(
+            seconds=seconds,
+            read_bytes=self._plan.read_bytes,
+            read_seconds=read_seconds,
+            num_readers=self._num_readers,
+            copy_seconds=copy_seconds,
+            place_seconds=place_seconds,
+            final_bytes=self._plan.final_bytes,
+            staging_bytes=self._plan.staging_bytes(self._device.type),
+            pinned_bytes=self._plan.pinned_bytes(self._device.type),
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            device_used_bytes=used,
+            peak_anonymous_bytes=self._progress.peak_anonymous_bytes,
+        )
+
+
+class _Progress:
+    """Tells how far a load is, at most some times a second, and looks at the host's memory when it does."""
+
+    def __init__(self, total_bytes: int, tell: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._tell = tell
+        self._done = 0.0
+        self._next_seconds = 0.0
+        self.peak_anonymous_bytes: int | None = None
+
+    def begin(self) -> None:
+        self._say(0)
+
+    def add(self, num_bytes: float) -> None:
+        self._done += num_bytes
+        if time.monotonic() >= self._next_seconds:
+            self._say(min(int(self._done), self._total_bytes))
+
+    def end(self) -> None:
+        self._say(self._total_bytes)
+
+    def _say(self, done_bytes: int) -> None:
+        self._next_seconds = time.monotonic() + SECONDS_BETWEEN_PROGRESS
+        anonymous = anonymous_bytes()
+        if anonymous is not None:
+            self.peak_anonymous_bytes = max(anonymous, self.peak_anonymous_bytes or 0)
+        self._tell(done_bytes, self._total_bytes)
+
+
+def _count_readers(plan: LoadPlan, device: torch.device) -> int:
+    if plan.writer_specs:
+        return 0
+    num_processors = os.cpu_count() or 1
+    return min(plan.num_readers, num_processors, CPU_READERS if device.type == "cpu" else PINNED_CHUNKS)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are started on the current device, whichever has the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _device_peaks(device: torch.device) -> tuple[int, int, int]:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total_bytes - free_bytes
+
+
+def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | QuantizedWeight]:
+    weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+    for weight in plan.weights:
+        held: torch.Tensor | QuantizedWeight = tensors[weight.name]
+        if weight.scheme is not None:
+            held = QuantizedWeight(weight.scheme, weight.shape, held, tensors[weight.name + SCALE_SUFFIX])
+            held.check()
+        weights[weight.name] = held
+    return weights
+
+
+def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSource, allow_nonfinite: bool) -> bool:
+    """Raise what was found while rows were placed; rows that are not finite may be allowed. Whether all are finite."""
+    nonfinite = [(move, row) for move, row, _ in wrong if row is not None]
+    if nonfinite:
+        move, row = nonfinite[0]
+        found = f"{source.entries[move.tensor].file}: {shown(move.tensor)} is not finite in row {row}"
+        others = f", and {len(nonfinite) - 1} more tensors are not" if len(nonfinite) > 1 else ""
+        if not allow_nonfinite:
+            raise ModelFormatError(
+                found + others,
+                f"a NaN or an infinity, or a number too large for {move.target}, makes every result of the model one",
+                "use the model's own weights, or --allow-nonfinite to go on",
+            )
+        log.warning("%s%s; loaded all the same, as was asked", found, others)
+    for move, _, row in wrong:
+        if row is not None:
+            raise ModelFormatError(
+                f"{source.entries[move.tensor].file}: {shown(move.tensor)} differs from the embedding in row {row}",
+                "the model's settings say that they are one tensor (tie_word_embeddings)",
+                "set tie_word_embeddings to false, or use the model's own weights",
+            )
+    return not nonfinite
+
+
+@contextmanager
+def _lack_of_memory_in_words(plan: LoadPlan, device: torch.device, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        told = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and not any(word in told for word in OUT_OF_MEMORY):
+            raise
+        raise MemoryPlanError(
+            f"the weights need {format_bytes(plan.final_bytes)} on {device}",
+            f"{what} could not be allocated",
+            "free some memory, or take a smaller model or dtype",
+        ) from error

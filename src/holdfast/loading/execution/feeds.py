@@ -1,0 +1,259 @@
+"""Feeds: how chunks get to where they are placed from: read there, read and copied to a GPU, or written there by the source.
+
+A feed is an iterator. It yields a chunk and what holds it, and takes the chunk to be placed when it is asked for the next:
+on a GPU that means that its kernels were started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Protocol
+
+import torch
+
+from holdfast.loading.execution.chunks import Chunk
+from holdfast.loading.execution.pinned_memory import PinnedMemory
+from holdfast.loading.execution.placing import ChunkViews, chunk_views
+from holdfast.loading.execution.ring import ChunkRing
+from holdfast.loading.planning.move import Move
+from holdfast.loading.sources.row_reads import RowRead, TogetherSource
+from holdfast.loading.sources.source import RowWriter, WeightSource
+
+SAMPLED_CHUNKS = 16
+"""One in so many is timed on a GPU; of the first ones more, so that a short load has samples too."""
+
+
+class Feed(Protocol):
+    """Seconds are complete when the feed is closed."""
+
+    read_seconds: float
+    """Spent on reading, summed over threads."""
+    copy_seconds: float
+    """Spent by a GPU on copies; from samples."""
+    place_seconds: float
+    """Spent on placing, and where the source writes rows itself on that; on a GPU from samples."""
+
+    def __iter__(self) -> Iterator[tuple[Chunk, ChunkViews]]: ...
+
+    def close(self) -> None:
+        """Nobody touches the chunks any more when this returns; may be called twice."""
+        ...
+
+
+class HostFeed:
+    """Chunks are placed from where they were read to, in host memory."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        moves: Sequence[Move],
+        chunks: Iterator[Chunk],
+        places: list[torch.Tensor],
+        num_readers: int,
+    ) -> None:
+        self._views = [chunk_views(place, moves) for place in places]
+        buffers = [place.numpy().data for place in places]
+        self._ring = ChunkRing(chunks, len(places), num_readers, _Reading(source, moves, buffers).fill)
+        self.read_seconds = self.copy_seconds = self.place_seconds = 0.0
+
+    def __iter__(self) -> Iterator[tuple[Chunk, ChunkViews]]:
+        while (taken := self._ring.take()) is not None:
+            chunk, buffer = taken
+            start = time.perf_counter()
+            yield chunk, self._views[buffer]
+            self.place_seconds += time.perf_counter() - start
+            self._ring.give_back(buffer)
+
+    def close(self) -> None:
+        self._ring.stop()
+        self.read_seconds = self._ring.read_seconds
+
+
+class PinnedFeed:
+    """Chunks are read into pinned memory, copied to a GPU and placed there: all on its current stream, one after the other.
+
+    A copy takes several times as long as placing, so that little would be won by doing both at once, and the thread that
+    starts it all would have to say much more. One chunk on the GPU is enough for that: nothing is copied over it before it
+    was placed. The thread waits for nothing: whoever wants to read into a pinned chunk waits until
+    its copy is done.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        moves: Sequence[Move],
+        chunks: Iterator[Chunk],
+        places: list[torch.Tensor],
+        num_readers: int,
+        num_pinned: int,
+    ) -> None:
+        chunk_bytes = places[0].numel()
+        self._device = places[0].device
+        self._pinned = PinnedMemory(num_pinned * chunk_bytes)
+        self._pinned_fronts = [_Front(pinned) for pinned in self._pinned.tensor.split(chunk_bytes)]
+        buffers = [self._pinned.view[n * chunk_bytes : (n + 1) * chunk_bytes] for n in range(num_pinned)]
+        self._fronts = [(_Front(place), chunk_views(place, moves)) for place in places]
+        self._ring = ChunkRing(chunks, num_pinned, num_readers, _Reading(source, moves, buffers).fill)
+        # Waiting for a copy sleeps instead of turning round.
+        self._copied = [torch.cuda.Event(blocking=True) for _ in range(num_pinned)]
+        self._waits = [event.synchronize for event in self._copied]
+        self._sample = _Sample()
+        self._is_closed = False
+        self.read_seconds = self.copy_seconds = self.place_seconds = 0.0
+
+    def __iter__(self) -> Iterator[tuple[Chunk, ChunkViews]]:
+        stream = torch.cuda.current_stream(self._device)
+        fronts, sample = self._fronts, self._sample
+        for number in count():
+            taken = self._ring.take()
+            if taken is None:
+                return
+            chunk, buffer = taken
+            num_bytes = chunk.num_bytes
+            front, views = fronts[number % len(fronts)]
+            place, pinned = front.of(num_bytes), self._pinned_fronts[buffer].of(num_bytes)
+            sample.num_bytes += num_bytes
+            if number % SAMPLED_CHUNKS and number & (number - 1):
+                place.copy_(pinned, non_blocking=True)
+                self._copied[buffer].record(stream)
+                self._ring.give_back(buffer, self._waits[buffer])
+                yield chunk, views
+                continue
+            sample.begin(num_bytes, stream)
+            place.copy_(pinned, non_blocking=True)
+            self._copied[buffer].record(stream)
+            self._ring.give_back(buffer, self._waits[buffer])
+            sample.copied.record(stream)
+            yield chunk, views
+            sample.end(stream)
+
+    def close(self) -> None:
+        """Also when half way: copies that are under way end before their memory is let go."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._ring.stop()
+        try:
+            torch.cuda.current_stream(self._device).synchronize()
+            self.copy_seconds, self.place_seconds = self._sample.seconds()
+        finally:
+            self._pinned.release()
+        self.read_seconds = self._ring.read_seconds
+
+
+class WriterFeed:
+    """Chunks are written by the source on the device where they are placed; in order, on one stream."""
+
+    def __init__(
+        self, write: RowWriter, moves: Sequence[Move], chunks: Iterator[Chunk], places: list[torch.Tensor]
+    ) -> None:
+        self._write = write
+        self._moves = moves
+        self._chunks = chunks
+        self._places = places
+        self._views = [chunk_views(place, moves) for place in places]
+        self.read_seconds = self.copy_seconds = self.place_seconds = 0.0
+
+    def __iter__(self) -> Iterator[tuple[Chunk, ChunkViews]]:
+        start = time.perf_counter()
+        for chunk in self._chunks:
+            slot = chunk.number % len(self._places)
+            place = self._places[slot]
+            for piece in chunk.pieces:
+                out, read = place.narrow(0, piece.offset, piece.num_bytes), piece.read
+                self._write(self._moves[piece.move].tensor, read.row_start, read.row_end, out, read.columns)
+            yield chunk, self._views[slot]
+        if self._places[0].device.type == "cuda":
+            torch.cuda.current_stream(self._places[0].device).synchronize()
+        self.place_seconds = time.perf_counter() - start
+
+    def close(self) -> None:
+        if self._places[0].device.type == "cuda":
+            torch.cuda.current_stream(self._places[0].device).synchronize()
+
+
+class _Front:
+    """The first bytes of a chunk; of many chunks as many, so that the view is kept."""
+
+    __slots__ = ("_chunk", "_front", "_num_bytes")
+
+    def __init__(self, chunk: torch.Tensor) -> None:
+        self._chunk = self._front = chunk
+        self._num_bytes = chunk.numel()
+
+    def of(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes != self._num_bytes:
+            self._front, self._num_bytes = self._chunk.narrow(0, 0, num_bytes), num_bytes
+        return self._front
+
+
+class _Sample:
+    """What copying and placing take of a GPU's time, looked at in some chunks and told for all, by their bytes.
+
+    Placing lasts from the end of the copy to the end of the last kernel, with the gaps where the GPU waits for the next. The
+    first chunk, in which kernels may be compiled, counts only where it is the only one.
+    """
+
+    def __init__(self) -> None:
+        self._begun, self.copied, self._placed = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3))
+        self._is_set = False
+        self._num_samples = 0
+        self._copy_seconds = self._place_seconds = 0.0
+        self._sampled_bytes = 0
+        self._bytes_under_way = 0
+        self.num_bytes = 0
+        """Of all chunks."""
+
+    def begin(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        self._add_up()
+        self._bytes_under_way = num_bytes
+        self._begun.record(stream)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        self._placed.record(stream)
+        self._is_set = True
+
+    def seconds(self) -> tuple[float, float]:
+        """Of copying and of placing, of all chunks."""
+        self._add_up()
+        share = self.num_bytes / max(1, self._sampled_bytes)
+        return self._copy_seconds * share, self._place_seconds * share
+
+    def _add_up(self) -> None:
+        if self._is_set:
+            self._placed.synchronize()  # long ago, but for the first: copies of chunks since have been waited for
+            self._num_samples += 1
+            if self._num_samples == 2:
+                self._copy_seconds, self._place_seconds, self._sampled_bytes = 0.0, 0.0, 0
+            self._copy_seconds += self._begun.elapsed_time(self.copied) / 1000
+            self._place_seconds += self.copied.elapsed_time(self._placed) / 1000
+            self._sampled_bytes += self._bytes_under_way
+            self._is_set = False
+
+
+class _Reading:
+    """How a reader fills a buffer.
+
+    A method, not a closure: an error keeps the functions that it came through, and a closure would keep the buffers with them.
+    """
+
+    def __init__(self, source: WeightSource, moves: Sequence[Move], buffers: list[memoryview]) -> None:
+        self._source = source
+        self._together = source if isinstance(source, TogetherSource) else None
+        self._moves = moves
+        self._buffers = buffers
+
+    def fill(self, chunk: Chunk, buffer: int) -> None:
+        """All pieces of a chunk to their places in a buffer."""
+        memory, moves = self._buffers[buffer], self._moves
+        reads = [
+            RowRead(moves[move].tensor, read.row_start, read.row_end, memory[offset : offset + num_bytes], read.columns)
+            for move, _, _, read, offset, num_bytes, _, _ in chunk.pieces
+        ]
+        if self._together is not None:
+            self._together.read_together(reads)
+            return
+        for read in reads:
+            self._source.read_into(*read)

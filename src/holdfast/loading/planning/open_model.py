@@ -1,0 +1,44 @@
+"""OpenModel: a model on disk, known from its headers alone; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.loading.sources.source import WeightSource
+from holdfast.models.parameters import Parameter
+from holdfast.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from holdfast.loading.gguf.gguf_file import GGUFFile
+    from holdfast.loading.planning.stored_schemes import StoredSchemes
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the makers of the model advise for generation; None where they say nothing."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model on disk, known from its headers alone: what it is, what its parameters are, and where they come from."""
+
+    path: Path
+    """The folder or the GGUF file."""
+    kind: Literal["directory", "gguf"]
+    spec: ModelSpec
+    parameters: tuple[Parameter, ...]
+    source: WeightSource
+    generation: GenerationDefaults
+    gguf: GGUFFile | None = None
+    """The open file, whose tokenizer is in it; None for a folder."""
+    stored: StoredSchemes | None = None
+    """How the checkpoint has its matrices quantized already, as its settings say; None where it has not."""

@@ -1,0 +1,234 @@
+"""From headers to a plan: which checkpoint rows fill which rows of which weight, and everything that is wrong, before a weight is read; no torch."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from holdfast.loading.planning.coverage import check_coverage, check_sources
+from holdfast.loading.planning.layout_choice import Choice, choose_all
+from holdfast.loading.planning.move import Move
+from holdfast.loading.planning.plan_faults import refuse_missing, refuse_scheme, refuse_unexpected, refuse_wrong_tensors
+from holdfast.loading.planning.planned_weight import PlannedWeight
+from holdfast.loading.planning.stored_schemes import StoredPlanes, StoredSchemes
+from holdfast.loading.sources.source import TensorEntry, WeightSource, WritingSource
+from holdfast.memory.planner import Term
+from holdfast.memory.sizes import format_bytes
+from holdfast.memory.tensor_spec import TensorSpec, aligned, arena_bytes
+from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import WeightScheme
+
+CHUNK_BYTES = 16 * 2**20
+"""Of one chunk of staging: rows as they are read, of one or several moves. A single row, or block of rows, may have more."""
+DEVICE_CHUNKS = 2
+"""Chunks of staging on a GPU: 32 MiB beside the findings; a third would make it 48.
+
+Copies and kernels follow each other on one stream, so that one is enough. The second is where a source that writes rows
+itself keeps its tables.
+"""
+PINNED_CHUNKS = 12
+"""Chunks of pinned host memory on the way to a GPU."""
+CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3
+"""Host memory of a load on a CPU."""
+MAX_READERS = 12
+"""Threads that read at once."""
+MAX_READER_BYTES = 32 * 2**20
+"""Host memory that they hold together beside the chunks, as far as one alone does with less."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Every row of every weight is filled by exactly one move."""
+
+    dtype: str
+    weights: tuple[PlannedWeight, ...]
+    moves: tuple[Move, ...]
+    """In the order in which the source lists its tensors, so that files are read from front to back."""
+    twins: tuple[Move, ...]
+    """Compared, not written, when all moves are done: the head of a model with tied embeddings."""
+    recipe: WeightRecipe
+    writer_specs: tuple[TensorSpec, ...]
+    """What a source that writes rows itself works with; nothing for one that reads them."""
+    reader_bytes: int
+    """Host memory that one reader holds beside its chunk."""
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The final tensors, in the order in which they lie in their arena."""
+        return tuple(spec for weight in self.weights for spec in weight.specs)
+
+    @property
+    def parameter_bytes(self) -> dict[str, int]:
+        """Final bytes of every weight, its scales included."""
+        return {weight.name: weight.num_bytes for weight in self.weights}
+
+    @property
+    def final_bytes(self) -> int:
+        """Bytes of the one arena that holds every weight."""
+        return arena_bytes(self.specs)
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(move.num_bytes for move in (*self.moves, *self.twins))
+
+    @property
+    def num_quantized(self) -> int:
+        """Weights that are codes and scales."""
+        return sum(weight.scheme is not None for weight in self.weights)
+
+    def chunk_bytes(self, device_kind: str) -> int:
+        """Bytes of a chunk: less where the checkpoint has less in all, more where a row or a block of rows has more."""
+        most_bytes = CPU_CHUNK_BYTES if device_kind == "cpu" else CHUNK_BYTES
+        all_bytes, least_bytes = self._row_bytes
+        return aligned(max(least_bytes, min(most_bytes, all_bytes)))
+
+    @cached_property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of all rows as they are read, and of the largest row or block of rows; found once for thousands of moves."""
+        moves = (*self.moves, *self.twins)
+        all_bytes = sum(aligned(move.chunk_bytes) for move in moves)
+        return all_bytes, max((move.least_bytes for move in moves), default=0)
+
+    def staging_specs(self, device_kind: str) -> tuple[TensorSpec, ...]:
+        """What a load holds on the device ("cpu" or "cuda") beside the final tensors.
+
+        The tensors of a source that writes rows itself take the place of the last chunk, so that made-up weights peak where
+        real ones do.
+        """
+        num_chunks = CPU_CHUNKS if device_kind == "cpu" else DEVICE_CHUNKS
+        chunk_bytes = self.chunk_bytes(device_kind)
+        specs = [TensorSpec(f"chunk.{index}", (chunk_bytes,), "uint8") for index in range(num_chunks)]
+        if self.writer_specs:
+            spare_bytes = chunk_bytes - arena_bytes(self.writer_specs)
+            specs[-1:] = self.writer_specs
+            if spare_bytes > 0:
+                specs.append(TensorSpec("spare", (spare_bytes,), "uint8"))
+        num_moves = len(self.moves)
+        findings = TensorSpec("findings", (num_moves + len(self.twins), 2), "int32")
+        return (*specs, findings, TensorSpec("peaks", (num_moves,), "float32"))
+
+    def staging_bytes(self, device_kind: str) -> int:
+        """Most memory of the device that a load holds beside the final tensors."""
+        return arena_bytes(self.staging_specs(device_kind))
+
+    def pinned_bytes(self, device_kind: str) -> int:
+        """Pinned host memory that a load holds."""
+        return PINNED_CHUNKS * self.chunk_bytes(device_kind) if device_kind == "cuda" and not self.writer_specs else 0
+
+    @property
+    def num_readers(self) -> int:
+        """Threads that read: fewer where each holds much."""
+        return max(1, min(MAX_READERS, MAX_READER_BYTES // max(1, self.reader_bytes)))
+
+    def host_bytes(self, device_kind: str) -> int:
+        """Host memory that a load holds beside final tensors: on the way to a GPU, or all of it on a CPU."""
+        reading = 0 if self.writer_specs else self.num_readers * self.reader_bytes
+        return reading + (self.staging_bytes("cpu") if device_kind == "cpu" else self.pinned_bytes(device_kind))
+
+    def terms(self, device_kind: str) -> tuple[Term, ...]:
+        """What the load takes of the device's memory: for good, and only while it lasts."""
+        counts = Counter(weight.stored_as for weight in self.weights)
+        (first, num_first), *others = counts.most_common() or [(self.dtype, 0)]
+        stored = ", ".join([f"{num_first} tensors in {first}", *(f"{count} in {name}" for name, count in others)])
+        reason = "made-up rows" if self.writer_specs else "rows on their way to their place"
+        if pinned_bytes := self.pinned_bytes(device_kind):
+            reason += f", through {format_bytes(pinned_bytes)} of pinned host memory"
+        return (
+            Term("weights", self.final_bytes, stored),
+            Term("staging", self.staging_bytes(device_kind), reason, phases=("load",)),
+        )
+
+
+def plan_load(
+    parameters: Iterable[Parameter],
+    source: WeightSource,
+    dtype: str,
+    recipe: WeightRecipe = AS_STORED,
+    stored: StoredSchemes | None = None,
+) -> LoadPlan:
+    """The plan for a checkpoint, a final dtype and a recipe, or an error that names the file and the tensor.
+
+    `stored` says how the checkpoint is quantized already, if it is.
+    """
+    entries = source.entries
+    planes = StoredPlanes(tuple(parameters), {}) if stored is None else stored.planes(parameters, entries, recipe)
+    choices = choose_all(planes.parameters, entries)
+    ignorable = source.ignorable if stored is None else source.ignorable | stored.ignorable(entries)
+    every = (*choices.fills, *choices.twins)
+    refuse_missing(every, entries)
+    refuse_unexpected(every, ignorable, entries)
+    refuse_wrong_tensors(every, dtype, entries)
+    scale_names = planes.scale_names
+    schemes: dict[str, WeightScheme | None] = {}
+    for choice in choices.fills:
+        name = choice.parameter.name
+        is_plane = name in planes.weights or name in scale_names
+        schemes[name] = None if is_plane else _scheme(choice, recipe, stored)
+    weights = tuple(
+        _weight(choice.parameter, dtype, schemes, planes)
+        for choice in choices.fills
+        if choice.parameter.name not in scale_names
+    )
+    moves = _moves(choices.fills, schemes, entries)
+    check_coverage(weights, moves)
+    check_sources(moves, scale_names)
+    writer_specs = source.writer_specs if isinstance(source, WritingSource) else ()
+    writer_bytes = arena_bytes(writer_specs)
+    assert writer_bytes <= CHUNK_BYTES, f"the source writes with {writer_bytes} bytes, more than {CHUNK_BYTES=}"
+    return LoadPlan(
+        dtype=dtype,
+        weights=weights,
+        moves=moves,
+        twins=_moves(choices.twins, schemes, entries),
+        recipe=recipe,
+        writer_specs=writer_specs,
+        reader_bytes=source.scratch_bytes_per_reader,
+    )
+
+
+def _scheme(choice: Choice, recipe: WeightRecipe, stored: StoredSchemes | None) -> WeightScheme | None:
+    """How a weight is quantized on its way; not at all where the makers of a quantized checkpoint left it out."""
+    parameter, tensors = choice.parameter, [part.tensor for part in choice.whole_parts]
+    if stored is not None and stored.leaves_alone(tensors):
+        return None
+    scheme = recipe.scheme_for(parameter.kind, (parameter.name, *tensors))
+    if scheme is None:
+        return None
+    scheme = scheme.with_parts((parameter.seam_rows,))
+    refuse_scheme(parameter, choice.parts, scheme)
+    return scheme
+
+
+def _weight(
+    parameter: Parameter, dtype: str, schemes: Mapping[str, WeightScheme | None], planes: StoredPlanes
+) -> PlannedWeight:
+    if parameter.name in planes.weights:
+        shape, scheme = planes.weights[parameter.name]
+        return PlannedWeight(parameter.name, shape, dtype, scheme)
+    return PlannedWeight(parameter.name, parameter.shape, parameter.dtype or dtype, schemes[parameter.name])
+
+
+def _moves(
+    choices: Iterable[Choice], schemes: Mapping[str, WeightScheme | None], entries: Mapping[str, TensorEntry]
+) -> tuple[Move, ...]:
+    wanted: dict[str, list[tuple[str, Part]]] = {}
+    for choice in choices:
+        for part in choice.parts:
+            wanted.setdefault(part.tensor, []).append((choice.parameter.name, part))
+    moves: list[Move] = []
+    for name, entry in entries.items():
+        own = wanted.get(name, [])
+        if len(own) > 1:
+            own.sort(key=lambda item: item[1].row_range)
+        moves += (_move(target, part, schemes[target], entry) for target, part in own)
+    return tuple(moves)
+
+
+def _move(target: str, part: Part, scheme: WeightScheme | None, entry: TensorEntry) -> Move:
+    whole = Move(part.tensor, entry.dtype, target, part, scheme, entry.num_bytes)
+    if part.rows is None and part.columns is None:
+        return whole
+    part.check()
+    num_read, num_stored = whole.num_source_rows * whole.num_read_columns, part.source_rows * part.source_columns
+    return replace(whole, num_bytes=entry.num_bytes * num_read // num_stored)

@@ -1,0 +1,204 @@
+"""Checkpoints that are quantized already: the planes that their tensors become, and what cannot be done with them; no torch.
+
+quant_method          a matrix X.weight of N rows and K columns is stored as
+fp8, in blocks        X.weight e4m3, X.weight_scale_inv [N / 128, K / 128]
+fp8, fbgemm_fp8,      X.weight e4m3, X.weight_scale [N, 1], [N], [1] or a single number; X.input_scale is not needed,
+compressed-tensors    because activations get scales of their own (compressed-tensors has blocks too)
+mxfp4, experts        X_blocks [E, N, K / 32, 16] bytes of two codes, X_scales [E, N, K / 32]
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
+from holdfast.loading.planning.layout_choice import Choice, choose, turn_squares
+from holdfast.loading.planning.scale_parts import mx_codes, scale_parts
+from holdfast.loading.sources.source import TensorEntry
+from holdfast.models.parameters import Kind, Parameter, Part
+from holdfast.quant.weight_recipe import REGEX_PREFIX, WeightRecipe
+from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
+
+UNNEEDED_ENDINGS = (".input_scale", ".input_scale_ub", ".input_scale_inv", ".activation_scale")
+"""Tensors beside a stored matrix that say how activations were scaled when it was made."""
+
+
+class StoredWeight(NamedTuple):
+    """A weight whose planes come from the checkpoint as they are."""
+
+    shape: tuple[int, ...]
+    scheme: WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlanes:
+    """Parameters with every stored weight replaced by its planes: NAME for its codes and NAME.scale for its scales."""
+
+    parameters: tuple[Parameter, ...]
+    weights: Mapping[str, StoredWeight]
+
+    @property
+    def scale_names(self) -> frozenset[str]:
+        return frozenset(name + SCALE_SUFFIX for name in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSchemes:
+    """How a checkpoint stores matrices. Which of them it stores so, its headers say: those that have the type of codes."""
+
+    scheme: WeightScheme
+    scale_endings: tuple[str, ...] = ()
+    """What follows the name of a matrix in the name of its scales; the first that is there counts."""
+    ignore: tuple[str, ...] = ()
+    """Modules that are left as they were: a name, the beginning or the end of one, or a pattern behind "re:"."""
+    file: str = "config.json"
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Parameters that may be stored so. Of a head, rows need scales of their own."""
+        if self.scheme.codes_per_byte > 1:
+            return ("expert",)
+        return ("linear", "expert") if self.scheme.block_columns else ("linear", "expert", "head")
+
+    def leaves_alone(self, tensors: Iterable[str]) -> bool:
+        """Whether the makers of the checkpoint left one of these out."""
+        return any(_matches(pattern, tensor.removesuffix(".weight")) for tensor in tensors for pattern in self.ignore)
+
+    def ignorable(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of the tensors that may stay unused."""
+        return frozenset(name for name in names if name.endswith(UNNEEDED_ENDINGS))
+
+    def planes(
+        self, parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry], recipe: WeightRecipe
+    ) -> StoredPlanes:
+        """The parameters as the checkpoint has them; quantizing once more what is quantized already is refused."""
+        found: list[Parameter] = []
+        weights: dict[str, StoredWeight] = {}
+        for parameter in turn_squares(parameters, entries):
+            choice = self._stored_codes(parameter, entries)
+            if choice is None:
+                found.append(parameter)
+                continue
+            if recipe.scheme is not None and recipe.scheme.name != self.scheme.name:
+                raise ConfigError(
+                    f"quantization={recipe.scheme.name} was asked",
+                    f"{parameter.name} is stored as {self.scheme.name} already, as {self.file} says",
+                    "leave quantization out, or use a checkpoint that is not quantized",
+                )
+            scheme = self._settled(parameter, choice.parts)
+            weights[parameter.name] = StoredWeight(parameter.shape, scheme)
+            codes = choice.parameter
+            whole = None if codes.whole is None else replace(codes.whole, parts=choice.whole_parts, layouts=())
+            found.append(replace(codes, parts=choice.parts, layouts=(), whole=whole))
+            found.append(self._scales(parameter, scheme, choice, entries))
+        return StoredPlanes(tuple(found), weights)
+
+    def _stored_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice | None:
+        """The codes of a parameter and the parts that they come from; None for one that is not stored as codes."""
+        if parameter.kind not in self.kinds or len(parameter.shape) < 2:
+            return None
+        choice = choose(self._codes(parameter), entries)
+        tensors = dict.fromkeys(part.tensor for part in choice.whole_parts)
+        present = [entries[tensor] for tensor in tensors if tensor in entries]
+        stored = [entry for entry in present if entry.dtype == self.scheme.code_dtype]
+        if not stored:
+            return None
+        others = [entry for entry in present if entry.dtype != self.scheme.code_dtype]
+        if others:
+            raise UnsupportedModelError(
+                f"{others[0].file}: {shown(others[0].name)} is stored as {others[0].dtype}",
+                f"{parameter.name} is made of it and of {shown(stored[0].name)}, which is {self.scheme.code_dtype}",
+                "use a checkpoint that stores both alike",
+            )
+        if self.leaves_alone(tensors):
+            raise ModelFormatError(
+                f"{stored[0].file}: {shown(stored[0].name)} is stored as {stored[0].dtype}",
+                f"{self.file} says that it is not quantized",
+                "use weights and settings of the same model",
+            )
+        return choice
+
+    def _codes(self, parameter: Parameter) -> Parameter:
+        whole = None if parameter.whole is None else self._codes(parameter.whole)
+        if self.scheme.codes_per_byte == 1:
+            return replace(parameter, dtype=self.scheme.code_dtype, whole=whole)
+        if reason := self.scheme.unsupported(parameter.shape):
+            raise _not_stored_so(parameter, self.scheme, reason)
+        parts, *layouts = (
+            tuple(mx_codes(part, self.scheme) for part in parts) for parts in (parameter.parts, *parameter.layouts)
+        )
+        shape = self.scheme.planes(parameter.shape)[0].shape
+        return replace(
+            parameter, shape=shape, parts=parts, layouts=tuple(layouts), dtype=self.scheme.code_dtype, whole=whole
+        )
+
+    def _settled(self, parameter: Parameter, parts: tuple[Part, ...]) -> WeightScheme:
+        """Blocks of rows so low that each of ours lies in one of theirs; shares of columns are in whole blocks."""
+        for part in parts:
+            width = self.scheme.block_columns // self.scheme.codes_per_byte
+            columns = part.column_range
+            if width and any(column != part.source_columns and column % width for column in columns):
+                reason = f"a rank's share of {shown(part.tensor)} is the columns {columns[0]} to {columns[1] - 1}"
+                raise _not_stored_so(parameter, self.scheme, f"{reason}, and {width} share a scale")
+        starts = [part.row_range[0] % part.matrix_rows for part in parts]
+        rows = gcd(parameter.seam_rows, *starts, *(part.row_start for part in parts))
+        return self.scheme.with_parts((rows,))
+
+    def _scales(
+        self, parameter: Parameter, scheme: WeightScheme, codes: Choice, entries: Mapping[str, TensorEntry]
+    ) -> Parameter:
+        whole = None
+        if parameter.whole is not None:
+            whole_codes = Choice(parameter.whole, codes.whole_parts, codes.whole_parts)
+            whole = self._scales(
+                parameter.whole, self._settled(parameter.whole, codes.whole_parts), whole_codes, entries
+            )
+        shape = scheme.scale_shape(parameter.shape)
+        if scheme.block_columns == 0:  # a scale a row, however many matrices are stacked
+            shape = (parameter.num_rows,)
+        parts = scale_parts(codes.parts, self.scheme, scheme, self.scale_endings, entries)
+        return Parameter(
+            parameter.name + SCALE_SUFFIX, shape, parts, parameter.kind, dtype=scheme.scale_dtype, whole=whole
+        )
+
+
+def _not_stored_so(parameter: Parameter, scheme: WeightScheme, reason: str) -> UnsupportedModelError:
+    fewer = "take fewer ranks, or use" if parameter.whole is not None else "use"
+    return UnsupportedModelError(
+        f"{parameter.name} {list(parameter.shape)} is stored as {scheme.name}",
+        reason,
+        f"{fewer} a checkpoint that is not quantized",
+    )
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Names match as wholes, or as some of the components in a row. A pattern comes from a file that nobody vouches for, so
+    of regular expressions only names, dots, ".*" and "$" are followed: others could run for ever, and headers say the same.
+    """
+    if not pattern.startswith(REGEX_PREFIX):
+        return f".{pattern}." in f".{module}."
+    text = pattern.removeprefix(REGEX_PREFIX).removeprefix("^")
+    is_whole = text.endswith("$")
+    pieces = text.removesuffix("$").replace("\\.", ".").split(".*")
+    if not all(re.fullmatch(r"[\w.-]*", piece) for piece in pieces):
+        return False
+    return _follows(pieces, module, is_whole)
+
+
+def _follows(pieces: list[str], module: str, is_whole: bool) -> bool:
+    """Whether the module begins with the first piece and has the others behind it, the last one at its end if need be."""
+    first, *others = pieces
+    if not module.startswith(first):
+        return False
+    place = len(first)
+    for piece in others[:-1]:
+        found = module.find(piece, place)
+        if found < 0:
+            return False
+        place = found + len(piece)
+    if not others:
+        return not is_whole or place == len(module)
+    last = others[-1]
+    return module.find(last, place) >= 0 if not is_whole else module.endswith(last) and len(module) - len(last) >= place

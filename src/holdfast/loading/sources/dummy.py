@@ -1,0 +1,199 @@
+"""Made-up weights for load_format="dummy": values that depend on a tensor's name and an element's place alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from math import sqrt
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from holdfast.loading.sources.source import RowWriter, TensorEntry
+from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.models.parameters import Parameter
+from holdfast.quant.formats import bytes_for
+
+if TYPE_CHECKING:
+    import torch
+
+TABLE_VALUES = 1_048_573
+"""A prime, so that rows of any width begin at different places of the table and no two of a matrix are alike."""
+DRAW_VALUES = 2**16
+"""Values of the table that are drawn at a time, so that drawing takes little memory beside it."""
+READ_VALUES = 2**18
+"""Values that a read scales and rounds at a time."""
+SPREAD = 0.1
+"""Standard deviation of biases, and of norm weights around 1."""
+
+
+class DummySource:
+    """Stands for a checkpoint that has exactly the tensors the parameters need.
+
+    Element i of a tensor is entry (start(name) + i) mod TABLE_VALUES of one fixed table, scaled for its kind of tensor.
+    Chunking, device and neighbours do not enter, and a chunk costs about as much as copying it.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], dtype: str) -> None:
+        self._dtype = dtype
+        self._entries: dict[str, TensorEntry] = {}
+        self._inputs: dict[str, int] = {}
+        """Columns of every tensor as it is multiplied: of a transposed one, what it has as rows."""
+        self._lock = Lock()
+        self._table: torch.Tensor | None = None
+        for parameter in parameters:
+            for part in (parameter.whole or parameter).parts:
+                num_bytes = bytes_for(dtype, part.shape)
+                self._entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
+                self._inputs[part.tensor] = part.source_columns
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._entries
+
+    @property
+    def ignorable(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def writer_specs(self) -> tuple[TensorSpec, ...]:
+        """The table, the table scaled, and that in the checkpoint's type."""
+        dtypes = {"table": "float32", "scaled": "float32", "stored": self._dtype}
+        return tuple(TensorSpec(name, (TABLE_VALUES,), dtype) for name, dtype in dtypes.items())
+
+    @property
+    def scratch_bytes_per_reader(self) -> int:
+        """Values before they are rounded."""
+        return 4 * READ_VALUES
+
+    def read_into(
+        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
+    ) -> None:
+        """The values of these rows, or of some of their columns; any number of threads share the table."""
+        import torch
+
+        entry, row_elements = self._entries[name], self.row_elements(name)
+        first, last = columns or (0, row_elements)
+        assert 0 <= first <= last <= row_elements, f"{name}: columns {first} to {last} of {row_elements}"
+        stored = torch.frombuffer(out, dtype=getattr(torch, entry.dtype)) if len(out) else torch.empty(0)
+        assert stored.numel() == (row_end - row_start) * (last - first), (
+            f"{name}: {len(out)=} for {row_start=} {row_end=}"
+        )
+        start = _start(name) + row_start * row_elements + first
+        if last - first == row_elements:
+            self._fill(name, start, stored)
+            return
+        for row, values in enumerate(stored.view(row_end - row_start, last - first)):
+            self._fill(name, start + row * row_elements, values)
+
+    def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
+        """The table is scaled and rounded, not every element, and rows are copies of it."""
+        return _TableWriter(self, tensors).write
+
+    def close(self) -> None:
+        with self._lock:
+            self._table = None
+
+    def _fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Scaled values of the table from `start` on, rounded to the type of `out`."""
+        import torch
+
+        table = self._drawn_table()
+        scale, shift = self.scale_and_shift(name)
+        values = torch.empty(min(READ_VALUES, out.numel()), dtype=torch.float32)
+        for begin in range(0, out.numel(), READ_VALUES):
+            some = values[: min(READ_VALUES, out.numel() - begin)]
+            _repeat(table, start + begin, some)
+            out[begin : begin + some.numel()].copy_(some.mul_(scale).add_(shift))
+
+    def _drawn_table(self) -> torch.Tensor:
+        import torch
+
+        with self._lock:
+            if self._table is None:
+                self._table = torch.empty(TABLE_VALUES)
+                _draw(self._table)
+            return self._table
+
+    def row_elements(self, name: str) -> int:
+        """Elements of a row, all leading dimensions counted as rows; of a vector, one."""
+        shape = self._entries[name].shape
+        return shape[-1] if len(shape) > 1 else 1
+
+    def scale_and_shift(self, name: str) -> tuple[float, float]:
+        """Factor and summand of a tensor's values. They are applied in two steps, so that every device rounds alike."""
+        if len(self._entries[name].shape) > 1:
+            return 1 / sqrt(self._inputs[name]), 0.0
+        return SPREAD, 1.0 if name.endswith(".weight") else 0.0
+
+
+class _TableWriter:
+    """Rows as copies of the table, which is scaled and rounded when another kind of tensor comes.
+
+    A method writes, not a closure: an error keeps the functions that it came through, and a closure would keep the tensors.
+    """
+
+    def __init__(self, source: DummySource, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._source = source
+        self._table, self._scaled, self._stored = tensors["table"], tensors["scaled"], tensors["stored"]
+        self._at_hand: tuple[float, float] | None = None
+        _draw(self._table)
+
+    def write(
+        self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: tuple[int, int] | None = None
+    ) -> None:
+        wanted = self._source.scale_and_shift(name)
+        if wanted != self._at_hand:
+            scale, shift = self._at_hand = wanted
+            self._stored.copy_(self._scaled.copy_(self._table).mul_(scale).add_(shift))
+        row_elements = self._source.row_elements(name)
+        first, last = columns or (0, row_elements)
+        values = out.view(-1).view(self._stored.dtype)
+        num_values = (row_end - row_start) * (last - first)
+        assert values.numel() == num_values, f"{name}: {out.shape=} for {num_values} values from row {row_start} on"
+        start = _start(name) + row_start * row_elements + first
+        if last - first == row_elements:
+            _repeat(self._stored, start, values)
+        else:
+            _repeat_runs(self._stored, start, row_elements, values.view(row_end - row_start, last - first))
+
+
+def _draw(table: torch.Tensor) -> None:
+    """Uniform values of variance 1; the raw bits of PCG64 are the same for every version and machine."""
+    import numpy as np
+    import torch
+
+    generator = np.random.PCG64(TABLE_VALUES)
+    for piece in table.split(DRAW_VALUES):
+        unit = (generator.random_raw(len(piece)) >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+        piece.copy_(torch.from_numpy((unit * 2 - 1) * np.float32(sqrt(3))))
+
+
+def _repeat(table: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Fill `out` with the table's values from `start` on, round and round: at most three copies, whatever its length."""
+    head = table[start % TABLE_VALUES :][: out.numel()]
+    out[: head.numel()].copy_(head)
+    rest = out[head.numel() :]
+    num_rounds = rest.numel() // TABLE_VALUES
+    rounds, tail = rest[: num_rounds * TABLE_VALUES], rest[num_rounds * TABLE_VALUES :]
+    rounds.view(num_rounds, TABLE_VALUES).copy_(table.expand(num_rounds, TABLE_VALUES))
+    tail.copy_(table[: tail.numel()])
+
+
+def _repeat_runs(table: torch.Tensor, start: int, stride: int, out_RC: torch.Tensor) -> None:
+    """As `_repeat`, for runs that begin `stride` apart: one copy for all that lie in the table before its end."""
+    num_runs, width = out_RC.shape
+    done = 0
+    while done < num_runs:
+        place = (start + done * stride) % TABLE_VALUES
+        num_fitting = min((TABLE_VALUES - place - width) // stride + 1, num_runs - done)
+        if num_fitting <= 0:  # it goes over the end
+            _repeat(table, place, out_RC[done])
+            done += 1
+            continue
+        runs = table.as_strided((num_fitting, width), (stride, 1), table.storage_offset() + place)
+        out_RC[done : done + num_fitting].copy_(runs)
+        done += num_fitting
+
+
+def _start(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % TABLE_VALUES

@@ -1,0 +1,210 @@
+import pytest
+import torch
+
+from holdfast.kernels.pages.coded_tiles import (
+    LEAST_LOG2,
+    WEIGHT_ONE,
+    bytes_at,
+    pages_of,
+    part_dims,
+    slots_of,
+    store_parts,
+    store_rotated,
+)
+from holdfast.kernels.triton_compat import constexpr, jit, tl
+from holdfast.quant import head_codes
+from holdfast.quant.codebooks import FP8_MAX
+from holdfast.quant.head_codes import VALUE_PARTS
+from holdfast.quant.rotation import hadamard_block, rotate_heads, rotation_table
+from kernels.coded_cases import HEAD_DIMS
+from kernels.exactness import random, same_bits
+from kernels.tiled_cases import BEYOND
+
+BLOCK_N = 64
+NAN = float("nan")
+
+
+def test_weights_and_scales_fit_half_precision():
+    half = torch.finfo(torch.float16)
+    assert torch.log2(torch.tensor(half.smallest_normal * half.eps)) == LEAST_LOG2.value
+    assert WEIGHT_ONE.value * 2 <= half.max, "a weight may pass one by a rounding"
+    assert WEIGHT_ONE.value * FP8_MAX * 2**20 < torch.finfo(torch.float32).max / 2**60
+
+
+@jit
+def _slots_kernel(
+    p_table, p_slots, p_pages, n, high, i_head, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr
+):
+    o_n = tl.arange(0, BLOCK_N)
+    page = pages_of(p_table, n, o_n, high, PAGE_TOKENS, BLOCK_N)
+    tl.store(p_slots + o_n, slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N))
+    tl.store(p_pages + o_n, tl.zeros((BLOCK_N,), tl.int32) + page)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 16, 32, 64, 128, 256], ids=lambda size: f"pages of {size}")
+def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
+    num_kv_heads, high = 3, 300
+    num_pages = -(-high // page_tokens)
+    pages = torch.randperm(num_pages + 2, generator=torch.Generator().manual_seed(0))[:num_pages]
+    table = torch.full((num_pages + BLOCK_N,), BEYOND, dtype=torch.int32)
+    table[:num_pages] = pages
+    for n in (0, 64, 192, 256):
+        slots = torch.full((BLOCK_N,), -1, dtype=torch.int64, device=device)
+        followed = torch.full((BLOCK_N,), -1, dtype=torch.int32, device=device)
+        grid = (table.to(device), slots, followed, n, high, 1)
+        _slots_kernel[(1,)](*grid, NUM_KV_HEADS=num_kv_heads, PAGE_TOKENS=page_tokens, BLOCK_N=BLOCK_N)
+        token = torch.arange(n, min(n + BLOCK_N, high))
+        expected = (pages[token // page_tokens] * num_kv_heads + 1) * page_tokens + token % page_tokens
+        assert torch.equal(slots[: len(token)].cpu(), expected)
+        assert followed.max() < num_pages + 2, "a page that is not there was followed"
+        assert (slots < (num_pages + 2) * num_kv_heads * page_tokens).all(), "a slot that is not there"
+
+
+def test_a_block_behind_the_end_reads_no_page(device):
+    """Pages and scales are read a block ahead, also behind the last one."""
+    for page_tokens in (16, 64):
+        slots = torch.full((BLOCK_N,), -1, dtype=torch.int64, device=device)
+        followed = torch.full((BLOCK_N,), -1, dtype=torch.int32, device=device)
+        table = torch.full((BLOCK_N,), BEYOND, dtype=torch.int32, device=device)
+        sizes = {"NUM_KV_HEADS": 2, "PAGE_TOKENS": page_tokens, "BLOCK_N": BLOCK_N}
+        _slots_kernel[(1,)](table, slots, followed, 128, 128, 1, **sizes)
+        assert not followed.any()
+        assert slots.min() >= 0
+        assert slots.max() < 2 * page_tokens
+
+
+def test_slots_may_lie_beyond_two_to_the_31(device):
+    slots = torch.zeros(BLOCK_N, dtype=torch.int64, device=device)
+    table = torch.full((1,), 2**26, dtype=torch.int32, device=device)
+    sizes = {"NUM_KV_HEADS": 8, "PAGE_TOKENS": 64, "BLOCK_N": BLOCK_N}
+    _slots_kernel[(1,)](table, slots, torch.empty_like(slots, dtype=torch.int32), 0, 64, 7, **sizes)
+    assert slots.tolist() == [(2**26 * 8 + 7) * 64 + token for token in range(64)]
+
+
+@jit
+def _dims_kernel(p_dims, NUM_PARTS: constexpr, HEAD_DIM: constexpr, COLUMNS: constexpr):
+    o_c = tl.arange(0, COLUMNS)
+    for part in tl.static_range(NUM_PARTS):
+        o_d = part_dims(o_c, part, NUM_PARTS, HEAD_DIM)
+        tl.store(p_dims + part * (HEAD_DIM // NUM_PARTS) + o_c, o_d, mask=o_c < HEAD_DIM // NUM_PARTS)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4, 8])
+def test_coordinates_of_parts_are_those_of_the_format(device, num_parts):
+    for head_dim in HEAD_DIMS:
+        dims = torch.full((num_parts, head_dim // num_parts), -1, dtype=torch.int32, device=device)
+        _dims_kernel[(1,)](dims, NUM_PARTS=num_parts, HEAD_DIM=head_dim, COLUMNS=256)
+        assert torch.equal(dims.cpu().long(), head_codes.part_dims(num_parts, head_dim))
+        assert dims.flatten().sort().values.tolist() == list(range(head_dim))
+
+
+@jit
+def _bytes_kernel(p, p_out, p_slots, num_tokens, limit, ROW: constexpr, COLUMNS: constexpr, MASKED: constexpr):
+    o_n, o_c = tl.arange(0, 16), tl.arange(0, COLUMNS)
+    b = bytes_at(p, tl.load(p_slots + o_n), o_c, o_n < num_tokens, limit, ROW, MASKED)
+    tl.store(p_out + o_n[:, None] * COLUMNS + o_c[None, :], b)
+
+
+@pytest.mark.parametrize("row", [10, 16], ids=["narrow", "whole"])
+def test_bytes_of_tokens_and_nothing_beside_them(device, row, guarded):
+    plane = guarded(20, row, dtype=torch.uint8)
+    plane.copy_(torch.randint(1, 256, (20, row), generator=torch.Generator().manual_seed(0)))
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:16]
+    out = guarded(16, 16, dtype=torch.uint8)
+    _bytes_kernel[(1,)](plane, out, slots.to(device), 11, row, ROW=row, COLUMNS=16, MASKED=True)
+    expected = torch.zeros(16, 16, dtype=torch.uint8)
+    expected[:11, :row] = plane.cpu()[slots[:11]]
+    assert torch.equal(out.cpu(), expected)
+    if row == 16:
+        _bytes_kernel[(1,)](plane, out, slots.to(device), 11, row, ROW=row, COLUMNS=16, MASKED=False)
+        assert torch.equal(out.cpu(), plane.cpu()[slots])
+
+
+@jit
+def _store_kernel(
+    p_acc,
+    p_scale,
+    p_rotation,
+    p_out,
+    p_places,
+    rotation_scale,
+    num_columns,
+    ROTATED: constexpr,
+    VALUE_BITS: constexpr,
+    HEAD_DIM: constexpr,
+    VALUE_COLUMNS: constexpr,
+    BLOCK_G: constexpr,
+    BLOCK_D: constexpr,
+):
+    """Sums [part, column, query]; queries go to places of their own, and those from `num_columns` on nowhere."""
+    o_g, o_c = tl.arange(0, BLOCK_G), tl.arange(0, VALUE_COLUMNS)
+    p_part = p_acc + o_c[:, None] * BLOCK_G + o_g[None, :]
+    PART: constexpr = VALUE_COLUMNS * BLOCK_G
+    b_0, b_1 = tl.load(p_part), tl.load(p_part + PART)
+    if VALUE_BITS == 8:
+        b_acc = (b_0, b_1)
+    else:
+        b_2, b_3 = tl.load(p_part + 2 * PART), tl.load(p_part + 3 * PART)
+        if VALUE_BITS == 4:
+            b_acc = (b_0, b_1, b_2, b_3)
+        else:
+            b_4, b_5 = tl.load(p_part + 4 * PART), tl.load(p_part + 5 * PART)
+            b_acc = (b_0, b_1, b_2, b_3, b_4, b_5, tl.load(p_part + 6 * PART), tl.load(p_part + 7 * PART))
+    b_scale = tl.load(p_scale + o_g)
+    o_q = tl.load(p_places + o_g) * HEAD_DIM
+    m_g = o_g < num_columns
+    if ROTATED:
+        store_rotated(
+            b_acc,
+            b_scale,
+            rotation_scale,
+            p_rotation,
+            p_out,
+            o_q,
+            m_g,
+            VALUE_BITS,
+            HEAD_DIM,
+            VALUE_COLUMNS,
+            BLOCK_D,
+        )
+    else:
+        store_parts(b_acc, b_scale, p_out, o_q, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["parts", "rotated"])
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 112, 128, 256], ids=lambda size: f"D{size}")
+def test_sums_go_to_their_coordinates(device, head_dim, bits, rotated, guarded):
+    """Columns that no part has, and queries that are not there, are not written."""
+    num_parts, num_columns, block_g = VALUE_PARTS[bits], 6, 8
+    columns = max(16, 1 << (head_dim // num_parts - 1).bit_length())
+    sums = random(num_columns, head_dim, seed=head_dim)
+    scale = torch.ones(block_g)
+    scale[:num_columns] = random(num_columns).abs()
+    acc = torch.full((num_parts, columns, block_g), 1e3)  # what is no number of a head is a number still
+    acc[:, : head_dim // num_parts, :num_columns] = sums[:, head_codes.part_dims(num_parts, head_dim)].movedim(0, -1)
+    out = guarded(7, head_dim, dtype=torch.float16 if rotated else torch.float32).fill_(NAN)
+    places = [3, 0, 6, 1, 5, 2, BEYOND, BEYOND]
+    _store_kernel[(1,)](
+        acc.to(device),
+        scale.to(device),
+        rotation_table(head_dim, torch.float16, device),
+        out,
+        torch.tensor(places, device=device),
+        hadamard_block(head_dim) ** -0.5,
+        num_columns,
+        ROTATED=rotated,
+        VALUE_BITS=bits,
+        HEAD_DIM=head_dim,
+        VALUE_COLUMNS=columns,
+        BLOCK_G=block_g,
+        BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()),
+        num_warps=1,
+    )
+    assert out[4].isnan().all(), "a place of no query"
+    scaled, result = sums * scale[:num_columns, None], out[places[:num_columns]].cpu()
+    if not rotated:
+        assert same_bits(result, scaled)
+        return
+    expected = rotate_heads(scaled) if bits < 8 else scaled
+    torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-3)

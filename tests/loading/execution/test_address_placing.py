@@ -1,0 +1,182 @@
+"""Placing by addresses against placing by tensors: kernels run in the interpreter, over host memory at the addresses."""
+
+import ctypes
+
+import pytest
+import torch
+
+from holdfast.kernels.placing import place_codes, place_plain
+from holdfast.kernels.placing.place_rows import UNSEEN
+from holdfast.kernels.placing.row_launch import UNSPECIALIZED, Pointer
+from holdfast.loading.execution.address_placing import AddressPlacer
+from holdfast.loading.execution.chunks import cut_chunks
+from holdfast.loading.execution.placing import Placer, chunk_views
+from holdfast.loading.planning.move import Move
+from holdfast.models.parameters import Part
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
+from kernels.triton_cases import QUIET
+from loading.made_up_source import MadeUpSource
+from loading.mixed_model import bits
+
+pytestmark = [QUIET, pytest.mark.skipif(torch.cuda.is_available(), reason="test_execute_gpu.py has the real thing")]
+
+KERNELS = {
+    place_plain: ("_place_plain_kernel", "_find_peak_kernel"),
+    place_codes: ("_by_row_kernel", "_by_block_kernel", "_by_power_kernel"),
+}
+
+
+class AtAddresses:
+    """An interpreted kernel that takes pointers, and gives a program like a compiled one."""
+
+    def __init__(self, kernel, log, is_program=False):
+        self.kernel, self.log, self.is_program = kernel, log, is_program
+
+    def __getitem__(self, grid):
+        assert len(grid) == (3 if self.is_program else 1)
+
+        def launch(*arguments, **options):
+            assert set(options) == (set() if self.is_program else {"num_warps"})
+            named = zip(self.kernel.arg_names, arguments, strict=False)
+            told = [value.address for name, value in named if name not in UNSPECIALIZED and isinstance(value, Pointer)]
+            assert len(told) in (1, 2), "no pointers that the compiler is told of"
+            self.log.append((self.is_program, all(address % 16 == 0 for address in told)))
+            self.kernel[grid[:1]](*map(self._tensor, arguments), **options)
+            return AtAddresses(self.kernel, self.log, is_program=True)
+
+        return launch
+
+    @staticmethod
+    def _tensor(argument):
+        """The interpreter goes where the address says, however few elements a tensor has."""
+        if not isinstance(argument, Pointer):
+            return argument
+        memory = (ctypes.c_uint8 * argument.dtype.itemsize).from_address(argument.address)
+        return torch.frombuffer(memory, dtype=argument.dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Of every launch whether it was of a program that was at hand, and whether all addresses were aligned that matter."""
+    log = []
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, AtAddresses(getattr(module, name), log))
+    return log
+
+
+def place_both_ways(tensors, planes, moves, twins=(), chunk_bytes=4096):
+    """Final tensors and findings, by addresses and by tensors; and what the address placer said of every piece."""
+    jobs, results, taken = [*moves, *twins], [], []
+    source = MadeUpSource(tensors=tensors)
+    chunks = list(cut_chunks(moves, twins, chunk_bytes))
+    for by_address in (True, False):
+        final = {name: plane.clone() for name, plane in planes.items()}
+        findings, peaks = torch.zeros(len(jobs), 2, dtype=torch.int32), torch.zeros(len(moves))
+        placer = Placer(moves, twins, final, findings, peaks)
+        addresses = AddressPlacer(jobs, len(moves), final, findings, peaks)
+        memory = torch.zeros(1024 + max(chunk.num_bytes for chunk in chunks), dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 256 :][: max(chunk.num_bytes for chunk in chunks)]
+        views = chunk_views(memory, jobs)
+        for chunk in chunks:
+            for piece in chunk.pieces:
+                out = memory[piece.offset : piece.offset + piece.num_bytes].numpy().data
+                source.read_into(
+                    jobs[piece.move].tensor, piece.read.row_start, piece.read.row_end, out, piece.read.columns
+                )
+            for piece in chunk.pieces:
+                if by_address:
+                    taken.append(addresses.place(piece, views.address))
+                if not by_address or not taken[-1]:
+                    placer.place(piece, views)
+        results.append(({name: bits(plane).clone() for name, plane in final.items()}, findings, peaks))
+    (final, findings, peaks), (wanted, wanted_findings, wanted_peaks) = results
+    assert all(torch.equal(final[name], wanted[name]) for name in wanted)
+    assert torch.equal(findings, wanted_findings)
+    assert torch.equal(peaks, wanted_peaks)
+    return taken, findings
+
+
+def planes_for(scheme, shape, dtype=torch.float16):
+    if scheme is None:
+        return {"w": torch.zeros(shape, dtype=dtype)}
+    planes = scheme.planes(shape)
+    return {f"w{plane.suffix}": torch.zeros(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in planes}
+
+
+@pytest.mark.parametrize(
+    "scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme.name if scheme else "plain"
+)
+@pytest.mark.parametrize("columns", [None, (64, 192)], ids=str)
+@pytest.mark.parametrize("chunk_bytes", [3000, 200_000])
+def test_like_by_tensors(launches, scheme, columns, chunk_bytes):
+    """Three tensors, of which two are parts of one weight and one has rows and columns taken from it."""
+    scheme = scheme and scheme.with_parts((16,))
+    tensors = {name: torch.randn(rows, 256).bfloat16() for name, rows in (("a", 16), ("b", 16), ("c", 40))}
+    tensors["b"][7, 70] = torch.nan
+    width = 256 if columns is None else 128
+    moves = [
+        Move("a", "bfloat16", "w", Part("a", 16, (16, 256), columns=columns), scheme, 0),
+        Move("b", "bfloat16", "w", Part("b", 0, (16, 256), columns=columns), scheme, 0),
+        Move("c", "bfloat16", "w", Part("c", 32, (40, 256), (20, 36), columns), scheme, 0),
+    ]
+    taken, findings = place_both_ways(tensors, planes_for(scheme, (48, width)), moves, chunk_bytes=chunk_bytes)
+    assert all(taken)
+    assert findings.tolist() == [[UNSEEN, UNSEEN], [7, UNSEEN], [UNSEEN, UNSEEN]]
+    assert len(launches) >= len(taken)
+    assert sum(is_program for is_program, _ in launches) > 0, "a program was found anew for every launch"
+    assert all(is_aligned for is_program, is_aligned in launches if is_program)
+
+
+@pytest.mark.parametrize("scheme", [None, FP8, INT8, FP8_TENSOR], ids=lambda scheme: scheme.name if scheme else "plain")
+def test_rows_of_odd_width_find_their_program_by_their_alignment(launches, scheme):
+    tensors = {"a": torch.randn(20, 33)}
+    moves = [Move("a", "float32", "w", Part("a", 5, (20, 33)), scheme, 0)]
+    taken, _ = place_both_ways(tensors, planes_for(scheme, (25, 33)), moves, chunk_bytes=400)
+    assert all(taken)
+    assert {is_aligned for is_program, is_aligned in launches if not is_program} >= {False}
+    assert all(is_aligned for is_program, is_aligned in launches if is_program)
+
+
+@pytest.mark.parametrize("stored", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("final", [torch.float32, torch.float16])
+def test_vectors_and_conversions(launches, stored, final):
+    tensors = {"v": torch.randn(300).to(getattr(torch, stored))}
+    moves = [Move("v", stored, "w", Part("v", 100, (300,)), None, 0)]
+    taken, _ = place_both_ways(tensors, {"w": torch.zeros(400, dtype=final)}, moves, chunk_bytes=512)
+    assert all(taken)
+
+
+@pytest.mark.parametrize(
+    "scheme", [None, FP8, INT8, FP8_BLOCK, MXFP4], ids=lambda scheme: scheme.name if scheme else "plain"
+)
+def test_twins_are_compared(launches, scheme):
+    scheme = scheme and scheme.with_parts((16,))
+    tensors = {"a": torch.randn(32, 64), "t": torch.zeros(32, 64), "u": torch.zeros(32, 64)}
+    tensors["t"], tensors["u"] = tensors["a"].clone(), tensors["a"].clone()
+    tensors["u"][[9, 30]] += 10
+    moves = [Move("a", "float32", "w", Part("a", 0, (32, 64)), scheme, 0)]
+    twins = [Move(name, "float32", "w", Part(name, 0, (32, 64)), scheme, 0) for name in "tu"]
+    taken, findings = place_both_ways(tensors, planes_for(scheme, (32, 64), torch.float32), moves, twins, 3000)
+    assert all(taken)
+    assert findings[:, 1].tolist() == [UNSEEN, UNSEEN, 9 if scheme is None or scheme.block_rows == 1 else 0]
+
+
+def test_rows_that_lie_otherwise_are_left_to_tensors(launches):
+    tensors = {"t": torch.randn(2, 8, 16), "s": torch.rand(5, 3)}
+    moves = [
+        Move("t", "float32", "w", Part("t", 0, (2, 8, 16), is_transposed=True), None, 0),
+        Move("s", "float32", "r", Part("s", 0, (5, 3), repeats=2), None, 0),
+    ]
+    planes = {"w": torch.zeros(32, 8), "r": torch.zeros(10, 3)}
+    taken, _ = place_both_ways(tensors, planes, moves)
+    assert not any(taken)
+    assert launches == []
+
+
+def test_what_cannot_be_placed_is_refused(launches):
+    tensors = {"a": torch.zeros(4, 8, dtype=torch.int32)}
+    for scheme, dtype in ((None, torch.float32), (FP8, torch.float16)):
+        moves = [Move("a", "int32", "w", Part("a", 0, (4, 8)), scheme, 0)]
+        with pytest.raises(AssertionError, match=r"into torch\.float32|is not quantized"):
+            place_both_ways(tensors, planes_for(scheme, (4, 8), dtype), moves)

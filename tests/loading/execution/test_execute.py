@@ -1,0 +1,411 @@
+import logging
+import random
+import signal
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import MemoryPlanError, ModelFormatError
+from holdfast.loading.directory import open_directory
+from holdfast.loading.execution import execute
+from holdfast.loading.execution.execute import load_weights
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources import dummy
+from holdfast.loading.sources.dummy import DummySource
+from holdfast.loading.sources.read_rows import read_rows
+from holdfast.loading.sources.safetensors_file import SafetensorsFile
+from holdfast.loading.sources.safetensors_source import SafetensorsSource
+from holdfast.memory import arena
+from holdfast.memory.ledger import Ledger
+from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import INT8, WEIGHT_SCHEMES
+from loading.made_up_source import TIED, UNTIED, MadeUpSource
+from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights, wanted_planes
+from loading.tiny_models import FAMILIES, save_tiny
+
+RECIPES = {"none": AS_STORED} | {name: WeightRecipe(scheme, "all") for name, scheme in WEIGHT_SCHEMES.items()}
+
+
+def silent(done, total):
+    pass
+
+
+def random_tensors(parameters, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {part.tensor: torch.randn(part.shape, generator=generator) for p in parameters for part in p.parts}
+
+
+def load(parameters, source, dtype="float32", ledger=None, on_progress=silent, recipe=AS_STORED, **options):
+    plan = plan_load(parameters, source, dtype, recipe)
+    return load_weights(plan, source, "cpu", ledger or Ledger(), on_progress, **options).weights
+
+
+def watch_arenas(monkeypatch):
+    """References to every block of memory that arenas take from now on; they hold as long as any view does."""
+    made: list[weakref.ref] = []
+    allocate = arena.allocate_bytes
+
+    def watched(*args):
+        block = allocate(*args)
+        made.append(weakref.ref(block.untyped_storage()))
+        return block
+
+    monkeypatch.setattr(arena, "allocate_bytes", watched)
+    return made
+
+
+def expected(parameter, state):
+    return torch.cat([state[part.tensor] for part in parameter.parts])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["apart", "fused", "transposed"])
+@pytest.mark.parametrize("chunk_bytes", [5000, None])
+def test_every_scheme_gives_the_bytes_of_its_definition_in_any_layout_and_chunks(recipe, layout, chunk_bytes):
+    values, parameters = uprights(), parameters_for(layout)
+    source = MadeUpSource(tensors=tensors_for(parameters, values))
+    plan = plan_load(parameters, source, "bfloat16", RECIPES[recipe])
+    loaded = load_weights(plan, source, "cpu", Ledger(), silent, poison=True, chunk_bytes=chunk_bytes).weights
+    assert list(loaded) == [weight.name for weight in plan.weights]
+    for weight, parameter in zip(plan.weights, parameters, strict=True):
+        planes = planes_of(loaded[weight.name])
+        for plane, spec, wanted in zip(planes, weight.specs, wanted_planes(weight, parameter, values), strict=True):
+            assert plane.shape == spec.shape
+            assert torch.equal(bits(plane), bits(wanted)), spec.name
+    assert (plan.num_quantized > 0) == (recipe != "none")
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
+    from safetensors.torch import save_file
+
+    values, parameters = uprights(), parameters_for("apart")
+    tensors = tensors_for(parameters, values)
+    names = sorted(tensors)
+    random.Random(seed).shuffle(names)
+    for index in range(3):
+        save_file({name: tensors[name] for name in names[index::3]}, tmp_path / f"{index}.safetensors")
+    source = SafetensorsSource([SafetensorsFile(tmp_path / f"{index}.safetensors") for index in (2, 0, 1)])
+    shuffled = load(parameters, source, "float16", recipe=RECIPES[recipe], chunk_bytes=5000)
+    plain = load(parameters, MadeUpSource(tensors=tensors), "float16", recipe=RECIPES[recipe])
+    for name, weight in plain.items():
+        for ours, theirs in zip(planes_of(shuffled[name]), planes_of(weight), strict=True):
+            assert torch.equal(bits(ours), bits(theirs)), name
+    source.close()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("chunk_bytes", [4000, None])
+def test_a_share_of_rows_and_columns_has_the_bytes_of_a_slice(recipe, chunk_bytes):
+    tensor = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    source = MadeUpSource(tensors={"t": tensor})
+    whole = Parameter("w", (512, 256), (Part("t", 0, (512, 256)),))
+    rows = Parameter("w", (256, 256), (Part("t", 0, (512, 256), (128, 384), whole_rows=(0, 512)),), whole=whole)
+    columns = Parameter("w", (512, 128), (Part("t", 0, (512, 256), columns=(128, 256)),), whole=whole)
+    planes = planes_of(load([whole], source, "bfloat16", recipe=RECIPES[recipe])["w"])
+    by_rows = planes_of(load([rows], source, "bfloat16", recipe=RECIPES[recipe], chunk_bytes=chunk_bytes)["w"])
+    by_columns = planes_of(load([columns], source, "bfloat16", recipe=RECIPES[recipe], chunk_bytes=chunk_bytes)["w"])
+    for plane, of_rows, of_columns in zip(planes, by_rows, by_columns, strict=True):
+        assert torch.equal(bits(of_rows), bits(plane[len(plane) // 4 : 3 * len(plane) // 4]))
+        half = plane if plane.ndim == 1 else plane[:, plane.shape[1] // 2 :]
+        assert torch.equal(bits(of_columns), bits(half))
+
+
+@pytest.mark.parametrize("chunk_bytes", [256, None])
+def test_rows_that_stand_for_several_are_repeated(chunk_bytes):
+    scale = Parameter("w.scale", (6, 3), (Part("a", 0, (1, 3), repeats=2), Part("b", 2, (2, 3), repeats=2)))
+    source = MadeUpSource(tensors={"a": torch.randn(1, 3), "b": torch.randn(2, 3)})
+    weights = load([scale], source, chunk_bytes=chunk_bytes)
+    wanted = torch.cat([source.tensors["a"], source.tensors["b"]]).repeat_interleave(2, 0)
+    assert torch.equal(weights["w.scale"], wanted)
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_every_family_arrives_bit_for_bit(family, max_shard_size, tmp_path):
+    model = save_tiny(family, tmp_path, max_shard_size=max_shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
+    opened = open_directory(tmp_path)
+    ledger = Ledger()
+    weights = load(opened.parameters, opened.source, ledger=ledger, chunk_bytes=3072)
+    state = model.state_dict()
+    assert set(weights) == {parameter.name for parameter in opened.parameters}
+    for parameter in opened.parameters:
+        if not all(part.tensor in state for part in parameter.parts):
+            continue  # stored in another layout, which tests of layouts look at
+        wanted = expected(parameter, state).view(parameter.shape)
+        assert torch.equal(bits(weights[parameter.name]), bits(wanted)), parameter.name
+    assert ledger.total_bytes == plan_load(opened.parameters, opened.source, "float32").final_bytes
+    opened.source.close()
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("final", ["float32", "float16", "bfloat16"])
+def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
+    model = save_tiny("qwen2", tmp_path, dtype=stored)
+    opened = open_directory(Path(tmp_path))
+    assert opened.spec.checkpoint_dtype == stored
+    weights = load(opened.parameters, opened.source, final)
+    for parameter in opened.parameters:
+        wanted = expected(parameter, model.state_dict()).to(getattr(torch, final))
+        assert torch.equal(bits(weights[parameter.name]), bits(wanted)), parameter.name
+    opened.source.close()
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8"])
+@pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])
+def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, made_up):
+    odd = Parameter("odd.bias", (77,), (Part("odd.bias", 0, (77,)),), "bias")
+    wide = Parameter("wide.weight", (5, 129), (Part("wide.weight", 0, (5, 129)),))
+    parameters = (odd, *UNTIED, wide)
+    source = DummySource(parameters, "float16") if made_up else MadeUpSource(tensors=random_tensors(parameters))
+    plan = plan_load(parameters, source, "bfloat16", RECIPES[recipe])
+    ledger = Ledger()
+    weights = load_weights(plan, source, "cpu", ledger, silent).weights
+    assert list(weights) == [parameter.name for parameter in parameters]
+    tensors = [plane for weight in weights.values() for plane in planes_of(weight)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert list(storages.values()) == [plan.final_bytes]
+    assert all(tensor.data_ptr() % 256 == 0 for tensor in tensors)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert ledger.total_bytes == plan.final_bytes == sum(spec.aligned_bytes for spec in plan.specs)
+    assert ledger.group_bytes() == {"weights": plan.final_bytes}, "staging is given back"
+    assert {line.owner for line in ledger} == {f"weights/{spec.name}" for spec in plan.specs}
+    if recipe == "none":
+        for parameter in parameters:
+            parts = [read_rows(source, part.tensor, 0, part.source_rows) for part in parameter.parts]
+            assert torch.equal(weights[parameter.name], torch.cat(parts).bfloat16()), parameter.name
+
+
+@pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])
+def test_staging_is_in_the_ledger_while_it_lasts(made_up):
+    source = DummySource(UNTIED, "bfloat16") if made_up else MadeUpSource(tensors=random_tensors(UNTIED))
+    plan = plan_load(UNTIED, source, "bfloat16")
+    ledger, groups = Ledger(), []
+    load_weights(plan, source, "cpu", ledger, lambda done, total: groups.append(ledger.group_bytes()))
+    assert len(groups) >= 2
+    assert all(group == {"weights": plan.final_bytes, "staging": plan.staging_bytes("cpu")} for group in groups)
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "mxfp4"])
+@pytest.mark.parametrize("chunk_bytes", [512, None])
+def test_rows_that_a_source_writes_itself_are_those_that_it_would_read(recipe, chunk_bytes, monkeypatch):
+    parameters = tuple(parameter for parameter in parameters_for("apart") if parameter.kind != "router")
+    source = DummySource(parameters, "bfloat16")
+    stored = {name: read_rows(source, name, 0, entry.shape[0]) for name, entry in source.entries.items()}
+    wanted = load(parameters, MadeUpSource(tensors=stored), "bfloat16", recipe=RECIPES[recipe])
+    monkeypatch.setattr(source, "read_into", None)
+    weights = load(parameters, source, "bfloat16", recipe=RECIPES[recipe], chunk_bytes=chunk_bytes)
+    for name, weight in wanted.items():
+        for ours, theirs in zip(planes_of(weights[name]), planes_of(weight), strict=True):
+            assert torch.equal(bits(ours), bits(theirs)), name
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_progress_rises_from_nothing_to_everything_a_few_times_a_second(seconds, monkeypatch):
+    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    tied = source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"]}
+    monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", seconds)
+    seen = []
+    load(TIED, MadeUpSource(tensors=tied), on_progress=lambda done, total: seen.append((done, total)), chunk_bytes=32)
+    assert seen[0][0] == 0
+    assert seen[-1][0] == seen[-1][1] == sum(tensor.nbytes for tensor in tied.values())
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len({total for _, total in seen}) == 1
+    assert len(seen) == 2 if seconds else len(seen) > 10
+
+
+def test_the_report_says_what_was_done():
+    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    plan = plan_load(UNTIED, source, "bfloat16")
+    report = load_weights(plan, source, "cpu", Ledger(), silent).report
+    assert (report.read_bytes, report.final_bytes) == (plan.read_bytes, plan.final_bytes)
+    assert report.staging_bytes == plan.staging_bytes("cpu")
+    assert report.num_readers >= 1
+    assert report.read_seconds > 0 < report.place_seconds
+    assert report.seconds >= report.place_seconds
+    assert report.peak_allocated_bytes is None
+
+
+@pytest.mark.parametrize("final", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8, "all")], ids=["plain", "coded"])
+def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
+    tensors = random_tensors(TIED)
+    tensors["model.embed_tokens.weight"][3, 1] = float("nan")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    weights = load(TIED, MadeUpSource(tensors=tensors), final, recipe=recipe, allow_nonfinite=True)
+    assert set(weights) == {"embed.weight", "layers.0.qkv.weight"}
+
+
+@pytest.mark.parametrize("row", [0, 7, 9])
+@pytest.mark.parametrize("chunk_bytes", [64, None])
+def test_a_tied_head_that_differs_is_an_error_and_leaves_nothing(row, chunk_bytes):
+    tensors = random_tensors(TIED)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][row, 2] += 1
+    ledger = Ledger()
+    with pytest.raises(ModelFormatError, match=rf"m\.safetensors: 'lm_head.weight' differs .* in row {row};.*tie_word"):
+        load(TIED, MadeUpSource(tensors=tensors), ledger=ledger, chunk_bytes=chunk_bytes)
+    assert list(ledger) == []
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8", "fp8_block", "fp8_tensor", "int8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("chunk_bytes", [600, None])
+def test_numbers_that_are_none_are_told_with_file_tensor_and_row(recipe, bad, chunk_bytes, monkeypatch, caplog):
+    made = watch_arenas(monkeypatch)
+    tensor = torch.randn(300, 128).bfloat16()
+    tensor[[217, 250], 5] = bad
+    parameter = Parameter("w", (200, 128), (Part("t", 0, (300, 128), rows=(100, 300)),))
+    source = MadeUpSource(tensors={"t": tensor})
+    ledger = Ledger()
+    with pytest.raises(
+        ModelFormatError, match=r"m\.safetensors: 't' is not finite in row 217;.*--allow-nonfinite to go on"
+    ):
+        load([parameter], source, "bfloat16", ledger, recipe=RECIPES[recipe], chunk_bytes=chunk_bytes)
+    assert list(ledger) == []
+    assert all(reference() is None for reference in made)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        load([parameter], source, "bfloat16", ledger, recipe=RECIPES[recipe], allow_nonfinite=True)
+    assert "'t' is not finite in row 217" in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ModelFormatError("a", "b", "c")])
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])
+def test_whatever_stops_a_load_leaves_nothing_behind(error, at, made_up, monkeypatch):
+    monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", 0.0)
+    made = watch_arenas(monkeypatch)
+    calls, threads = 0, threading.active_count()
+
+    def stop(done, total):
+        nonlocal calls
+        calls += 1
+        if calls > at:
+            raise error
+
+    ledger = Ledger()
+    source = DummySource(UNTIED, "float32") if made_up else MadeUpSource(tensors=random_tensors(UNTIED))
+    with pytest.raises(error if isinstance(error, type) else ModelFormatError) as caught:
+        load(UNTIED, source, ledger=ledger, on_progress=stop, chunk_bytes=64)
+    assert len(made) == 2
+    assert all(reference() is None for reference in made), "the error is at hand and holds no weights"
+    assert list(ledger) == []
+    assert threading.active_count() == threads
+    del caught
+    load(UNTIED, source, ledger=ledger)
+    assert ledger.total_bytes == 3 * 256
+
+
+@pytest.mark.parametrize("fails", ["read", "write", "place"])
+@pytest.mark.parametrize(
+    "error", [ModelFormatError("the disk", "is", "gone"), KeyboardInterrupt()], ids=["told", "stopped"]
+)
+def test_a_failure_half_way_leaves_nothing_behind(fails, error, monkeypatch):
+    """In a reader's thread or in ours: frames that failed have rows of the arenas as arguments, and the error keeps frames."""
+    made = watch_arenas(monkeypatch)
+    threads = threading.active_count()
+
+    def fail(*args, **kwargs):
+        raise error
+
+    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    if fails == "read":
+        source = MadeUpSource(tensors=source.tensors, on_read=lambda name, start, end: name == "v" and fail())
+    elif fails == "write":
+        source = DummySource(UNTIED, "float32")
+        monkeypatch.setattr(dummy, "_repeat", fail)
+    else:
+        monkeypatch.setattr("holdfast.loading.execution.placing.place_plain", fail)
+    ledger = Ledger()
+    with pytest.raises(type(error)):
+        load(UNTIED, source, ledger=ledger, chunk_bytes=64)
+    assert len(made) == 2
+    assert all(reference() is None for reference in made)
+    assert list(ledger) == []
+    assert threading.active_count() == threads
+
+
+def test_ctrl_c_while_waiting_for_a_reader_ends_the_load(monkeypatch):
+    made = watch_arenas(monkeypatch)
+    threads = threading.active_count()
+
+    def interrupt(name, start, end):
+        if name == "k":
+            time.sleep(0.05)  # the other thread has nothing to do by now
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+
+    ledger = Ledger()
+    with pytest.raises(KeyboardInterrupt):
+        load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED), on_read=interrupt), ledger=ledger, chunk_bytes=64)
+    assert all(reference() is None for reference in made)
+    assert list(ledger) == []
+    assert threading.active_count() == threads
+
+
+def test_a_watched_arena_is_seen_while_a_weight_is_there(monkeypatch):
+    """Or the tests above would find nothing left behind whatever was."""
+    made = watch_arenas(monkeypatch)
+    weights = load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED)))
+    one = weights.pop("embed.weight")
+    assert [reference() is not None for reference in made] == [True, False]
+    del weights, one
+    assert [reference() is not None for reference in made] == [False, False]
+
+
+def test_every_byte_is_written_over_the_poison(monkeypatch):
+    """Without the last move its rows would still be poison: what a hole looks like."""
+    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    plan = plan_load(UNTIED, source, "bfloat16")
+    whole = load_weights(plan, source, "cpu", Ledger(), silent, poison=True).weights
+    assert not any((bits(tensor) == execute.POISON).all() for tensor in whole.values())
+    holed = load_weights(replace(plan, moves=plan.moves[:-1]), source, "cpu", Ledger(), silent, poison=True).weights
+    target = plan.moves[-1].target
+    assert (bits(holed[target][-plan.moves[-1].num_source_rows :]) == execute.POISON).all()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no"), RuntimeError("can't allocate memory"), RuntimeError("CUDA error: out of memory")],
+    ids=["device", "host", "pinned"],
+)
+def test_memory_that_cannot_be_had_is_told_with_sizes(failing, error, monkeypatch):
+    allocate = arena.allocate_bytes
+    num_calls = 0
+
+    def refuse(*args):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == failing:
+            raise error
+        return allocate(*args)
+
+    monkeypatch.setattr(arena, "allocate_bytes", refuse)
+    ledger = Ledger()
+    has = {1: "as much in one piece could not", 2: "the staging to load them through could not"}[failing]
+    with pytest.raises(MemoryPlanError, match=rf"the weights need 768 B on cpu; {has}"):
+        load(UNTIED, DummySource(UNTIED, "float32"), ledger=ledger)
+    assert list(ledger) == []
+
+
+def test_other_failures_of_allocation_are_not_called_a_lack_of_memory(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(RuntimeError, match="driver"):
+        load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED)))
+
+
+def test_chunks_larger_than_the_room_for_them_are_our_own_mistake():
+    with pytest.raises(AssertionError, match="chunk_bytes="):
+        load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED)), chunk_bytes=2**30)

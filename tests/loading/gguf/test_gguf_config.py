@@ -1,0 +1,208 @@
+from array import array
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
+from holdfast.loading.gguf.gguf_config import decimal, gguf_config
+from holdfast.loading.gguf.gguf_file import TYPES, GGUFFile, GGUFTensor
+from holdfast.models.families import read_spec
+
+F32, F16, Q8_0, BF16 = TYPES[0], TYPES[1], TYPES[8], TYPES[30]
+SINGLE = 9.999999747378752e-06
+"""1e-5 after a trip through float32."""
+
+
+def file(arch: str = "llama", *, tensors: tuple[GGUFTensor, ...] = (), **keys: object) -> GGUFFile:
+    """A header in memory; double underscores in keyword names stand for dots, and None takes a key out."""
+    metadata: dict[str, object] = {
+        "general.architecture": arch,
+        f"{arch}.block_count": 2,
+        f"{arch}.context_length": 256,
+        f"{arch}.embedding_length": 64,
+        f"{arch}.feed_forward_length": 96,
+        f"{arch}.attention.head_count": 4,
+        f"{arch}.attention.head_count_kv": 2,
+        f"{arch}.attention.layer_norm_rms_epsilon": SINGLE,
+        "tokenizer.ggml.tokens": ["a"] * 100,
+    }
+    for key, value in keys.items():
+        full = key.replace("__", ".")
+        full = full if full.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{full}"
+        metadata[full] = value
+    stored = {"token_embd.weight": GGUFTensor("token_embd.weight", Q8_0, (128, 64), 0, 8704)}
+    stored |= {tensor.name: tensor for tensor in tensors}
+    present = {key: value for key, value in metadata.items() if value is not None}
+    return GGUFFile(Path("some.gguf"), 3, 32, 0, 10**6, 0, present, stored)
+
+
+def spec(arch: str = "llama", **keys: object):
+    return read_spec(gguf_config(file(arch, **keys)), "some.gguf")
+
+
+def test_numbers_arrive():
+    found = spec()
+    assert (found.architecture, found.family) == ("LlamaForCausalLM", "llama")
+    assert (found.hidden_size, found.intermediate_size, found.num_layers) == (64, 96, 2)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 16)
+    assert (found.vocab_size, found.max_position, found.norm_eps) == (128, 256, 1e-5)
+    assert found.rope is not None
+    assert (found.rope.theta, found.rope.kind) == (10_000.0, "default")
+    assert found.tied_embeddings
+
+
+def test_qwen3_has_heads_of_its_own_width_and_norms():
+    found = spec("qwen3", attention__key_length=32, attention__value_length=32, rope__freq_base=1e6)
+    assert (found.head_dim, found.query_size, found.qk_norm) == (32, 128, True)
+    assert found.rope is not None
+    assert found.rope.theta == 1e6
+
+
+def test_a_head_tensor_unties_the_embedding():
+    head = GGUFTensor("output.weight", F16, (128, 64), 0, 16384)
+    assert not gguf_config(file(tensors=(head,)))["tie_word_embeddings"]
+
+
+def test_one_head_means_as_many_key_heads():
+    assert spec(attention__head_count_kv=None).num_kv_heads == 4
+
+
+def test_equal_numbers_per_layer_are_one_number():
+    found = spec(attention__head_count=array("i", [4, 4]), feed_forward_length=array("I", [96, 96]))
+    assert (found.num_heads, found.intermediate_size) == (4, 96)
+    with pytest.raises(ModelFormatError, match=r"llama\.attention\.head_count = 'an array of 2 values'"):
+        spec(attention__head_count=array("i", [4, 2]))
+
+
+@pytest.mark.parametrize(
+    ("arch", "architecture"),
+    [("llama", "MistralForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
+)
+def test_sliding_window_is_in_every_layer(arch, architecture):
+    found = spec(arch, attention__sliding_window=64)
+    assert found.architecture == architecture
+    assert found.sliding_windows == (64, 64)
+    assert spec(arch, attention__sliding_window=0).sliding_windows == ()
+
+
+def test_linear_scaling():
+    for keys in ({"rope__scaling__factor": 4.0}, {"rope__scale_linear": 4.0}):
+        rope = spec(**keys).rope
+        assert rope is not None
+        assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+def test_scaling_that_says_none():
+    rope = spec(rope__scaling__type="none", rope__scaling__factor=8.0).rope
+    assert rope is not None
+    assert rope.kind == "default"
+
+
+def test_yarn():
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
+    rope = spec("qwen2", **yarn).rope
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 64)
+    assert (rope.beta_fast, rope.beta_slow, rope.attention_factor) == (32.0, 1.0, None)
+    rope = spec("qwen2", **yarn, rope__scaling__yarn_beta_fast=16.0, rope__scaling__yarn_attn_factor=1.5).rope
+    assert rope is not None
+    assert (rope.beta_fast, rope.attention_factor) == (16.0, 1.5)
+    rope = spec("qwen2", **yarn, rope__scaling__attn_factor=2.0).rope
+    assert rope is not None
+    assert rope.attention_factor == pytest.approx(2.2772588722239782)
+
+
+@pytest.mark.parametrize(
+    ("ggml_type", "dtype"), [(F32, "float32"), (F16, "float16"), (BF16, "bfloat16"), (Q8_0, "bfloat16")]
+)
+def test_dtype_is_that_of_most_elements(ggml_type, dtype):
+    big = GGUFTensor("blk.0.ffn_up.weight", ggml_type, (1024, 64), 0, 0)
+    assert gguf_config(file(tensors=(big,)))["dtype"] == dtype
+
+
+@pytest.mark.parametrize("written", [1e-5, 1e-6, 5e-324, 0.1, 500_000.0, 1e30, 1 / 3])
+def test_decimal_undoes_single_precision(written):
+    rounded = array("f", [written])[0]
+    assert array("f", [decimal(rounded)])[0] == rounded
+    if written not in (5e-324, 1 / 3):
+        assert decimal(rounded) == written
+
+
+BROKEN = {
+    "no architecture": ({"general__architecture": None}, "general.architecture"),
+    "architecture a number": ({"general__architecture": 3}, "general.architecture"),
+    "no layers": ({"block_count": None}, "llama.block_count"),
+    "zero layers": ({"block_count": 0}, "llama.block_count"),
+    "a billion layers": ({"block_count": 10**9}, "llama.block_count"),
+    "layers as text": ({"block_count": "2"}, "llama.block_count"),
+    "layers as a bool": ({"block_count": True}, "llama.block_count"),
+    "no width": ({"embedding_length": None}, "llama.embedding_length"),
+    "width 2**63": ({"embedding_length": 2**63}, "llama.embedding_length"),
+    "no inner width": ({"feed_forward_length": None}, "llama.feed_forward_length"),
+    "no heads": ({"attention__head_count": None}, "llama.attention.head_count"),
+    "heads that do not divide": ({"attention__head_count": 7}, "llama.attention.head_count"),
+    "key heads that do not divide": ({"attention__head_count_kv": 3}, "num_key_value_heads"),
+    "odd head": ({"attention__key_length": 15}, "head_dim"),
+    "no context": ({"context_length": None}, "llama.context_length"),
+    "context negative": ({"context_length": -1}, "llama.context_length"),
+    "no epsilon": ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),
+    "epsilon NaN": ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
+    "epsilon infinite": ({"attention__layer_norm_rms_epsilon": float("inf")}, "layer_norm_rms_epsilon"),
+    "base zero": ({"rope__freq_base": 0.0}, "rope.freq_base"),
+    "base as text": ({"rope__freq_base": "1e4"}, "rope.freq_base"),
+    "factor negative": ({"rope__scaling__factor": -1.0}, "rope.scaling.factor"),
+    "window negative": ({"attention__sliding_window": -5}, "sliding_window"),
+    "more tokens than rows": ({"tokenizer__ggml__tokens": ["a"] * 129}, "tokenizer.ggml.tokens"),
+    "tokens that are numbers": ({"tokenizer__ggml__tokens": array("i", [1])}, "tokenizer.ggml.tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_wrong_values_are_refused_by_name(case):
+    keys, named = BROKEN[case]
+    with pytest.raises(ModelFormatError) as caught:
+        spec(**keys)
+    assert "some.gguf" in str(caught.value)
+    assert named in str(caught.value)
+
+
+DECLINED = {
+    "mixture of experts": {"expert_count": 8},
+    "value heads of another width": {"attention__value_length": 8},
+    "half of a head rotated": {"rope__dimension_count": 8},
+    "another attention scale": {"attention__scale": 0.5},
+    "soft cap": {"final_logit_softcapping": 30.0},
+    "logit scale": {"logit_scale": 0.25},
+    "encoder": {"attention__causal": False},
+    "window pattern": {"attention__sliding_window_pattern": array("B", [1, 0])},
+    "longrope": {"rope__scaling__type": "longrope"},
+    "part of yarn": {"rope__scaling__type": "yarn", "rope__scaling__yarn_ext_factor": 0.5},
+    "longer rotations": {"rope__scaling__attn_factor": 1.2},
+    "adapter": {"general__type": "adapter"},
+    "one of several files": {"split__count": 3},
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_what_is_not_computed_is_declined_in_words(case):
+    with pytest.raises(UnsupportedModelError, match=r"some\.gguf sets ") as caught:
+        spec(**DECLINED[case])
+    assert "\n" not in str(caught.value)
+
+
+def test_neutral_values_change_nothing():
+    neutral = {"expert_count": 0, "logit_scale": 1.0, "attention__causal": True, "attention__scale": 0.25}
+    assert spec(**neutral, split__count=1, general__type="model", rope__scaling__factor=0.0) == spec()
+
+
+@pytest.mark.parametrize("arch", ["opt", "qwen3moe", "gemma3", "", "x" * 500])
+def test_other_architectures_are_declined_with_the_list(arch):
+    with pytest.raises(UnsupportedModelError, match="llama, qwen2, qwen3") as caught:
+        gguf_config(file(arch))
+    assert len(str(caught.value)) < 300
+
+
+def test_model_without_embedding():
+    empty = file()
+    with pytest.raises(HoldfastError, match=r"token_embd\.weight"):
+        gguf_config(GGUFFile(empty.path, 3, 32, 0, 0, 0, empty.metadata, {}))

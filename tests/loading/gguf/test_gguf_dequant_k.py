@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from holdfast.loading.gguf.gguf_dequant import CHUNK_ELEMENTS
+from holdfast.loading.gguf.gguf_file import TYPES
+from loading.quantized_blocks import assert_same_bits, extreme_blocks
+
+SCALE_PLACES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Bytes at which a block keeps its float16 scales."""
+CASES = {known.name: known for known in TYPES.values() if known.name in SCALE_PLACES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_bytes(name):
+    ggml_type = CASES[name]
+    raw = np.random.default_rng(1).integers(0, 256, (64, 3 * ggml_type.block_bytes), dtype=np.uint8)
+    assert_same_bits(raw, ggml_type)
+
+
+@pytest.mark.parametrize("codes", ["zeros", "ones", "random"])
+@pytest.mark.parametrize("name", CASES)
+def test_extreme_scales(name, codes):
+    ggml_type = CASES[name]
+    assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES[name], codes), ggml_type)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_of_a_block_counts_where_it_should(name):
+    """One block for each bit of a block, with that bit alone changed."""
+    ggml_type = CASES[name]
+    num_bits = 8 * ggml_type.block_bytes
+    base = np.random.default_rng(3).integers(0, 256, ggml_type.block_bytes, dtype=np.uint8)
+    for place in SCALE_PLACES[name]:
+        base[place : place + 2] = np.array([0x2E66], dtype=np.uint16).view(np.uint8)
+    bits = np.unpackbits(np.tile(base, (num_bits, 1)), axis=1)
+    bits[np.arange(num_bits), np.arange(num_bits)] ^= 1
+    assert_same_bits(np.packbits(bits, axis=1), ggml_type)
+
+
+@pytest.mark.parametrize("num_extra_blocks", [-1, 0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_more_blocks_than_one_chunk(name, num_extra_blocks):
+    ggml_type = CASES[name]
+    num_blocks = CHUNK_ELEMENTS // ggml_type.block_elements + num_extra_blocks
+    raw = np.random.default_rng(4).integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8)
+    assert_same_bits(raw, ggml_type)

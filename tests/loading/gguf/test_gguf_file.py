@@ -1,0 +1,301 @@
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from holdfast.loading.gguf.gguf_file import MAX_ENTRIES, OTHER_TYPES, TYPES, GGUFFile, read_gguf
+
+U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
+Q8_0 = 8
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def key(name: bytes, value_type: int, value: bytes) -> bytes:
+    return string(name) + struct.pack("<I", value_type) + value
+
+
+def strings(*items: bytes) -> bytes:
+    return struct.pack("<IQ", STRING, len(items)) + b"".join(map(string, items))
+
+
+def tensor(name: bytes, dims: tuple[int, ...], ggml_type: int, offset: int) -> bytes:
+    return string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, ggml_type, offset)
+
+
+ARCHITECTURE = key(b"general.architecture", STRING, string(b"llama"))
+TOKENS = key(b"tokenizer.ggml.tokens", ARRAY, strings(b"a", b"\xff\xfe", "é".encode(), b""))
+FLAGS = key(b"flags", ARRAY, struct.pack("<IQ3B", BOOL, 3, 1, 0, 1))
+SCORES = key(b"scores", ARRAY, struct.pack("<IQ3f", F32, 3, 0.5, -1.0, 2.0))
+KEYS = (ARCHITECTURE, TOKENS, FLAGS, SCORES, key(b"eps", F32, struct.pack("<f", 0.25)), key(b"on", BOOL, b"\1"))
+NORM = tensor(b"norm", (8,), 0, 0)
+EMBED = tensor(b"embed", (32, 3), Q8_0, 32)
+DATA = bytes(range(32)) + bytes(102)
+
+
+def build(
+    keys: tuple[bytes, ...] = KEYS,
+    tensors: tuple[bytes, ...] = (NORM, EMBED),
+    data: bytes = DATA,
+    *,
+    magic: bytes = b"GGUF",
+    version: bytes = struct.pack("<I", 3),
+    num_keys: int | None = None,
+    num_tensors: int | None = None,
+    alignment: int = 32,
+) -> bytes:
+    num_tensors = len(tensors) if num_tensors is None else num_tensors
+    num_keys = len(keys) if num_keys is None else num_keys
+    header = magic + version + struct.pack("<QQ", num_tensors, num_keys) + b"".join(keys) + b"".join(tensors)
+    return header + bytes(-len(header) % alignment) + data
+
+
+def parse(tmp_path: Path, content: bytes) -> GGUFFile:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    return read_gguf(path)
+
+
+def check_sound(file: GGUFFile) -> None:
+    """What every accepted header promises to its readers."""
+    end = file.data_start
+    for stored in sorted(file.tensors.values(), key=lambda stored: stored.offset):
+        assert stored.offset >= end
+        assert stored.offset % file.alignment == file.data_start % file.alignment == 0
+        assert stored.num_rows * stored.row_bytes == stored.num_bytes > 0
+        end = stored.offset + stored.num_bytes
+    assert end <= file.file_bytes or not file.tensors
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_header_is_read(tmp_path, version):
+    file = parse(tmp_path, build(version=struct.pack("<I", version)))
+    assert file.version == version
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.metadata["eps"] == 0.25
+    assert file.metadata["on"] is True
+    assert list(file.metadata["flags"]) == [True, False, True]
+    assert list(file.metadata["scores"]) == [0.5, -1.0, 2.0]
+    assert file.tensors["norm"].shape == (8,)
+    assert file.tensors["embed"].shape == (3, 32)
+    assert file.tensors["embed"].offset == file.data_start + 32
+    assert file.tensors["embed"].num_bytes == 102
+    check_sound(file)
+
+
+def test_tokens_that_are_not_utf8_keep_their_bytes(tmp_path):
+    tokens = parse(tmp_path, build()).metadata["tokenizer.ggml.tokens"]
+    assert [token.encode("utf-8", "surrogateescape") for token in tokens] == [b"a", b"\xff\xfe", "é".encode(), b""]
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
+def test_alignment_of_the_file_is_used(tmp_path, alignment):
+    keys = (*KEYS, key(b"general.alignment", U32, struct.pack("<I", alignment)))
+    tensors = (NORM, tensor(b"embed", (32, 3), Q8_0, max(32, alignment)))
+    file = parse(tmp_path, build(keys, tensors, bytes(max(32, alignment) + 102), alignment=alignment))
+    assert file.alignment == alignment
+    check_sound(file)
+
+
+def test_file_without_tensors_is_read(tmp_path):
+    assert parse(tmp_path, build(tensors=(), data=b"")).tensors == {}
+
+
+def test_types_agree_with_the_gguf_package():
+    gguf = pytest.importorskip("gguf")
+    ours = {number: (known.block_elements, known.block_bytes) for number, known in TYPES.items()}
+    assert ours == {number: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] for number in TYPES}
+    for number, name in (*((number, known.name) for number, known in TYPES.items()), *OTHER_TYPES.items()):
+        if number in set(gguf.GGMLQuantizationType):
+            assert gguf.GGMLQuantizationType(number).name == name
+
+
+def with_key(*keys: bytes) -> bytes:
+    return build((*KEYS, *keys))
+
+
+def with_tensor(*tensors: bytes) -> bytes:
+    return build(tensors=(NORM, *tensors))
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "empty file": (b"", "magic"),
+    "other magic": (build(magic=b"ggjt"), "ggjt"),
+    "safetensors": (struct.pack("<Q", 2) + b"{}", "begins with"),
+    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "version 0": (build(version=struct.pack("<I", 0)), "version is 0"),
+    "version 1": (build(version=struct.pack("<I", 1)), "version is 1"),
+    "version 4": (build(version=struct.pack("<I", 4)), "version is 4"),
+    "big endian": (build(version=struct.pack(">I", 3)), "big-endian"),
+    "key count 2**64-1": (build(num_keys=2**64 - 1), "keys are announced"),
+    "key count one too many": (build(num_keys=len(KEYS) + 1, tensors=(), data=b""), "key 6"),
+    "key count over the limit": (build(num_keys=MAX_ENTRIES + 1, data=bytes(16 * MAX_ENTRIES)), str(MAX_ENTRIES)),
+    "tensor count 2**63": (build(num_tensors=2**63), "tensors are announced"),
+    "tensor count wraps in bytes": (build(num_tensors=2**64 // 33 + 1), "tensors are announced"),
+    "key length 2**63": (build((struct.pack("<Q", 2**63) + b"x" * 20,)), "key 0"),
+    "key of no characters": (with_key(key(b"", U8, b"\0")), "key 6"),
+    "key of 64 KiB": (with_key(key(b"k" * 2**16, U8, b"\0")), "key 6"),
+    "key not UTF-8": (with_key(key(b"\xc3\x28", U8, b"\0")), "UTF-8"),
+    "key twice": (with_key(ARCHITECTURE), "'general.architecture' occurs twice"),
+    "value type 13": (with_key(key(b"odd", 13, bytes(8))), "'odd'"),
+    "value type 2**32-1": (with_key(key(b"odd", 2**32 - 1, bytes(8))), "'odd'"),
+    "string length 2**63": (with_key(key(b"name", STRING, struct.pack("<Q", 2**63))), "'name'"),
+    "string length 2**64-1": (with_key(key(b"name", STRING, struct.pack("<Q", 2**64 - 1))), "'name'"),
+    "string past the end": (with_key(key(b"name", STRING, struct.pack("<Q", 10**6))), "'name'"),
+    "string not UTF-8": (with_key(key(b"name", STRING, string(b"\xed\xa0\x80"))), "'name'"),
+    "bool 2": (with_key(key(b"flag", BOOL, b"\2")), "'flag'"),
+    "array of bool 7": (with_key(key(b"flag", ARRAY, struct.pack("<IQB", BOOL, 1, 7))), "'flag'"),
+    "array of arrays": (with_key(key(b"nest", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(12))), "array of arrays"),
+    "array type 99": (with_key(key(b"odd", ARRAY, struct.pack("<IQ", 99, 0))), "'odd'"),
+    "array length 2**61": (with_key(key(b"long", ARRAY, struct.pack("<IQ", U64, 2**61))), "'long'"),
+    "array length 2**64-1": (with_key(key(b"long", ARRAY, struct.pack("<IQ", U8, 2**64 - 1))), "'long'"),
+    "string array length 2**61": (with_key(key(b"long", ARRAY, struct.pack("<IQ", STRING, 2**61))), "'long'"),
+    "string in an array past the end": (
+        with_key(key(b"long", ARRAY, struct.pack("<IQQ", STRING, 1, 2**62))),
+        "'long'",
+    ),
+    "alignment 0": (with_key(key(b"general.alignment", U32, struct.pack("<I", 0))), "general.alignment"),
+    "alignment 48": (with_key(key(b"general.alignment", U32, struct.pack("<I", 48))), "general.alignment"),
+    "alignment 2**31": (with_key(key(b"general.alignment", U32, struct.pack("<I", 2**31))), "general.alignment"),
+    "alignment negative": (with_key(key(b"general.alignment", I32, struct.pack("<i", -32))), "general.alignment"),
+    "alignment as text": (with_key(key(b"general.alignment", STRING, string(b"32"))), "general.alignment"),
+    "alignment as a bool": (with_key(key(b"general.alignment", BOOL, b"\1")), "general.alignment"),
+    "tensor name empty": (with_tensor(tensor(b"", (8,), 0, 32)), "tensor 1"),
+    "tensor name not UTF-8": (with_tensor(tensor(b"\x80", (8,), 0, 32)), "UTF-8"),
+    "tensor name length 2**63": (with_tensor(struct.pack("<Q", 2**63)), "tensor 1"),
+    "tensor twice": (with_tensor(tensor(b"norm", (8,), 0, 32)), "'norm' occurs twice"),
+    "no dimensions": (with_tensor(tensor(b"odd", (), 0, 32)), "'odd' has 0 dimensions"),
+    "5 dimensions": (with_tensor(tensor(b"odd", (1, 1, 1, 1, 1), 0, 32)), "'odd' has 5 dimensions"),
+    "2**32-1 dimensions": (with_tensor(string(b"odd") + struct.pack("<I", 2**32 - 1)), "'odd'"),
+    "zero dimension": (with_tensor(tensor(b"odd", (8, 0), 0, 32)), "'odd' has shape (0, 8)"),
+    "dimensions whose product wraps to 1": (with_tensor(tensor(b"odd", (2**63 + 1, 2**63 + 1), 0, 32)), "'odd'"),
+    "dimensions whose product wraps to 0": (with_tensor(tensor(b"odd", (2**32, 2**32), 0, 32)), "'odd'"),
+    "row of half a block": (with_tensor(tensor(b"odd", (48, 1), Q8_0, 32)), "'odd' has rows of 48"),
+    "offset 2**64-32": (with_tensor(tensor(b"odd", (8,), 0, 2**64 - 32)), "'odd' reaches"),
+    "offset past the end": (with_tensor(tensor(b"odd", (8,), 0, 2**20)), "'odd' reaches"),
+    "one element too many": (with_tensor(tensor(b"odd", (26,), 0, 32)), "'odd' reaches"),
+    "offset out of line": (with_tensor(tensor(b"odd", (8,), 0, 40)), "'odd' starts at offset 40"),
+    "two tensors at one place": (with_tensor(tensor(b"odd", (8,), 0, 0)), "starts at byte"),
+    "overlap by one block": (
+        build(tensors=(tensor(b"a", (32, 2), Q8_0, 0), tensor(b"b", (8,), 0, 64))),
+        "'b' starts at byte",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files_are_refused_by_name(tmp_path, case):
+    content, named = BROKEN[case]
+    with pytest.raises(ModelFormatError) as caught:
+        parse(tmp_path, content)
+    message = str(caught.value)
+    assert "model.gguf" in message
+    assert named in message
+    assert "\n" not in message
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize("number", [4, 5, 9, 10, 16, 28, 33, 39, 41, 77, 2**32 - 1])
+def test_unknown_types_are_declined_with_the_list(tmp_path, number):
+    with pytest.raises(UnsupportedModelError, match=r"'odd' is stored as .*BF16, F16, F32, Q4_0"):
+        parse(tmp_path, with_tensor(tensor(b"odd", (256,), number, 32)))
+
+
+def test_truncation_at_every_byte_is_refused(tmp_path):
+    content = build()
+    parse(tmp_path, content)
+    for num_bytes in range(len(content)):
+        with pytest.raises(ModelFormatError):
+            parse(tmp_path, content[:num_bytes])
+
+
+def test_long_string_in_a_long_file_is_refused_unread(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(with_key(key(b"name", STRING, struct.pack("<Q", 2**32))))
+    with open(path, "r+b") as file:
+        file.truncate(2**33)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelFormatError, match="'name'"):
+            read_gguf(path)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_header_longer_than_the_first_read(tmp_path):
+    tokens = [b"token%d" % index for index in range(120_000)]
+    keys = (ARCHITECTURE, key(b"tokenizer.ggml.tokens", ARRAY, strings(*tokens)), FLAGS)
+    file = parse(tmp_path, build(keys))
+    assert file.metadata["tokenizer.ggml.tokens"] == [token.decode() for token in tokens]
+    assert file.data_start > 1.5 * 2**20
+    check_sound(file)
+
+
+WORST_VALUES = {
+    "bools": struct.pack("<IQ", BOOL, 2**20) + bytes(2**20),
+    "negative bytes": struct.pack("<IQ", I8, 2**20) + b"\x80" * 2**20,
+    "doubles": struct.pack("<IQ", F64, 2**17) + b"\x3f" * 2**20,
+    "empty strings": strings(*[b""] * 2**17),
+    "short strings": strings(*[b"\xc3\xa9x"] * 2**17),
+}
+
+
+@pytest.mark.parametrize("case", WORST_VALUES)
+def test_memory_is_a_few_times_the_file(tmp_path, case):
+    content = build((ARCHITECTURE, key(b"values", ARRAY, WORST_VALUES[case])))
+    tracemalloc.start()
+    try:
+        parse(tmp_path, content)
+        assert tracemalloc.get_traced_memory()[1] < 9 * len(content)
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_not_a_file(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"none\.gguf"):
+        read_gguf(tmp_path / "none.gguf")
+    with pytest.raises(ModelNotFoundError):
+        read_gguf(tmp_path / "nul\0byte")
+    with pytest.raises(ModelFormatError, match="not a regular file"):
+        read_gguf(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def mutants(content: bytes, count: int, seed: int):
+    """Copies with one to three places overwritten: single bytes, and integers at their limits."""
+    choose = random.Random(seed)
+    for _ in range(count):
+        mutant = bytearray(content)
+        for _ in range(choose.randint(1, 3)):
+            width = choose.choice((1, 1, 1, 4, 8))
+            place = choose.randrange(len(content) - width)
+            limits = (0, 1, 2 ** (8 * width) - 1, 2 ** (8 * width - 1), choose.randrange(2 ** (8 * width)))
+            mutant[place : place + width] = choose.choice(limits).to_bytes(width, "little")
+        yield bytes(mutant)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
+    content = build()
+    header_bytes = len(content) - len(DATA)
+    num_accepted = 0
+    tracemalloc.start()
+    try:
+        for mutant in mutants(content[:header_bytes], 1000, seed):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            try:
+                check_sound(parse(tmp_path, mutant + DATA))
+                num_accepted += 1
+            except (ModelFormatError, UnsupportedModelError) as error:
+                assert "model.gguf" in str(error)  # noqa: PT017 - most mutants fail, some do not
+            assert tracemalloc.get_traced_memory()[1] - before < 8 * len(content) + 2**15
+    finally:
+        tracemalloc.stop()
+    assert 0 < num_accepted < 1000

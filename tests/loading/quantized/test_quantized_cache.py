@@ -1,0 +1,388 @@
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import ModelFormatError
+from holdfast.loading.execution.execute import load_weights
+from holdfast.loading.quantized import quantized_cache, quantized_writer
+from holdfast.loading.quantized.quantized_cache import (
+    CACHE_VARIABLE,
+    CacheSlot,
+    cache_entries,
+    cache_folder,
+    cache_key,
+    clear_cache,
+    find_cached,
+    trim_cache,
+)
+from holdfast.loading.quantized.quantized_manifest import ALONE, MANIFEST_FILE, Mesh
+from holdfast.loading.quantized.source_identity import identify_source
+from holdfast.loading.sources.dummy import DummySource
+from holdfast.memory.ledger import Ledger
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import FP8, FP8_TENSOR, INT8, MXFP4
+from loading.saved_weights import (
+    FILES,
+    PARAMETERS,
+    RECIPES,
+    bits,
+    loaded,
+    open_written,
+    plan_of,
+    planes_of,
+    read_all,
+    write_model,
+)
+
+FILE = "model-00001.safetensors"
+Disk = namedtuple("Disk", "total used free")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "m")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, caplog):
+    """The cache folder, on a disk with room."""
+    caplog.set_level(logging.INFO, logger="holdfast")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(2**40, 0, 2**40))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+def slot_of(*arguments, **options) -> CacheSlot:
+    slot = find_cached(*arguments, **options)
+    assert isinstance(slot, CacheSlot), slot
+    return slot
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
+def test_a_second_start_finds_what_the_first_has_kept(cache, model, caplog, recipe):
+    plan = plan_of(model, recipe)
+    weights = loaded(plan)
+    first = slot_of(model, plan)
+    assert first.hit is None
+    assert first.save(weights) is None
+    assert "the next start reads these" in caplog.text
+    second = slot_of(open_written(model.path), plan_of(model, recipe))
+    assert second.hit is not None
+    source, again = second.hit
+    assert (again.weights, again.recipe) == (plan.weights, plan.recipe)
+    assert read_all(source, again, 300_000) == {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
+    source.close()
+    assert "quantized weights of an earlier start are read from" in caplog.text
+    assert names(cache) == [cache_key(first.identity, plan)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
+def test_a_load_from_the_cache_gives_what_the_first_load_gave(cache, model, recipe):
+    """The whole way: read, quantize, keep; then copy what was kept, without quantizing, to the bit."""
+    for name in FILES:
+        fill_with_noise(model.path / name)
+    model = open_written(model.path)
+    plan, ledger = plan_of(model, recipe), Ledger()
+    first = load_weights(plan, model.source, "cpu", ledger, lambda done, total: None).weights
+    assert slot_of(model, plan).save(first) is None
+    slot = slot_of(model, plan)
+    assert slot.hit is not None
+    source, again = slot.hit
+    second = load_weights(again, source, "cpu", Ledger(), lambda done, total: None, poison=True).weights
+    source.close()
+    model.source.close()
+    was, now = ({name: bits(plane) for name, plane in planes_of(plan, weights).items()} for weights in (first, second))
+    assert was == now
+    assert len(set(was["layers.0.experts.weight"])) > 10, "there is something in it"
+
+
+def fill_with_noise(path: Path) -> None:
+    """Sound bf16 values in the place of the zeros."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    values = torch.randn((len(data) - end) // 2, generator=torch.Generator().manual_seed(end)).to(torch.bfloat16)
+    path.write_bytes(data[:end] + bits(values))
+
+
+def test_a_model_that_was_moved_is_found(cache, model, tmp_path):
+    plan = plan_of(model)
+    slot_of(model, plan).save(loaded(plan))
+    model.path.rename(tmp_path / "elsewhere")
+    slot = slot_of(open_written(tmp_path / "elsewhere"), plan)
+    assert slot.hit is not None
+    slot.hit[0].close()
+
+
+def test_another_recipe_type_or_rank_is_another_entry(cache, model):
+    plan = plan_of(model)
+    slot_of(model, plan).save(loaded(plan))
+    identity = identify_source(model)
+    assert identity is not None
+    others = [
+        (plan_of(model, WeightRecipe(INT8)), ALONE),
+        (plan_of(model, WeightRecipe(MXFP4)), ALONE),
+        (plan_of(model, WeightRecipe(FP8_TENSOR)), ALONE),
+        (plan_of(model, WeightRecipe(FP8, "none")), ALONE),
+        (plan_of(model, WeightRecipe(FP8, "head", ("*.qkv*",))), ALONE),
+        (plan_of(model, dtype="float16"), ALONE),
+        (plan, Mesh(0, 2)),
+        (plan, Mesh(1, 2)),
+        (replace(plan, moves=(replace(plan.moves[0], tensor="else"), *plan.moves[1:])), ALONE),
+    ]
+    assert all(slot_of(model, *other).hit is None for other in others)
+    keys = {cache_key(identity, *other) for other in [(plan, ALONE), *others]}
+    assert len(keys) == 1 + len(others)
+    assert cache_key(identity, plan) in keys
+
+
+def touch(path: Path) -> None:
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def other_header(path: Path) -> None:
+    status = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'": {"dtype"', b'" :{"dtype"', 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def longer_header(path: Path) -> None:
+    data = path.read_bytes()
+    num_bytes = int.from_bytes(data[:8], "little")
+    path.write_bytes((num_bytes + 1).to_bytes(8, "little") + data[8 : 8 + num_bytes] + b" " + data[8 + num_bytes :])
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("model-b.safetensors", touch, "model-b.safetensors was written at another time"),
+        ("model-a.safetensors", other_header, "model-a.safetensors has another header"),
+        ("model-a.safetensors", longer_header, "model-a.safetensors has "),
+        ("config.json", lambda path: path.write_text("{}"), "config.json was changed"),
+    ],
+)
+def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, change, words):
+    plan = plan_of(model)
+    slot_of(model, plan).save(loaded(plan))
+    change(model.path / file)
+    changed = open_written(model.path)
+    slot = slot_of(changed, plan_of(changed))
+    assert slot.hit is None
+    assert f"cached weights are of another source, and the model is quantized again: {words}" in caplog.text
+    assert slot.save(loaded(slot.plan)) is None
+    assert len(names(cache)) == 2
+    hit = slot_of(changed, plan_of(changed)).hit
+    assert hit is not None
+    hit[0].close()
+
+
+def test_a_source_that_changes_while_it_loads_is_kept_under_its_old_name(cache, model):
+    plan = plan_of(model)
+    slot = slot_of(model, plan)
+    touch(model.path / "model-a.safetensors")
+    slot.save(loaded(plan))
+    assert slot_of(model, plan).hit is None
+
+
+def test_a_damaged_entry_is_dropped_and_written_again(cache, model, caplog):
+    plan = plan_of(model)
+    slot = slot_of(model, plan)
+    slot.save(loaded(plan))
+    os.truncate(slot.folder / FILE, 1000)
+    again = slot_of(model, plan)
+    assert again.hit is None
+    assert f"cached weights are dropped, and the model is quantized again: {FILE} has 1000 bytes" in caplog.text
+    assert names(cache) == []
+    assert again.save(loaded(plan)) is None
+    hit = slot_of(model, plan).hit
+    assert hit is not None
+    hit[0].close()
+
+
+def test_damage_that_shows_while_reading_can_be_dropped(cache, model):
+    plan = plan_of(model)
+    first = slot_of(model, plan)
+    first.save(loaded(plan))
+    path = first.folder / FILE
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    slot = slot_of(model, plan)
+    assert slot.hit is not None
+    with pytest.raises(ModelFormatError, match=r"'lm_head\.weight\.scale' is damaged") as error:
+        read_all(*slot.hit, 2**20)
+    slot.discard(error.value)
+    assert slot.hit is None
+    assert names(cache) == []
+
+
+def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
+    plans = [plan_of(model), plan_of(model, WeightRecipe(INT8))]
+    slots = [slot_of(model, plan) for plan in plans]
+    slots[0].save(loaded(plans[0]))
+    slots[0].folder.rename(slots[1].folder)
+    assert slot_of(model, plans[1]).hit is None
+    assert "tells of another load than the folder is named after" in caplog.text
+    slots[0].save(loaded(plans[0]))
+    manifest = slots[0].folder / MANIFEST_FILE
+    manifest.write_text(manifest.read_text().replace('"mtime_ns": 1', '"mtime_ns": 2'))
+    assert slot_of(model, plans[0]).hit is None
+    assert "the source changed: model-a.safetensors was written at another time" in caplog.text
+
+
+def test_what_is_not_worth_caching_is_told(cache, model):
+    assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized as it loads"
+    dummy = replace(model, source=DummySource(PARAMETERS, "bfloat16"))
+    assert find_cached(dummy, plan_of(model)) == "weights are made up"
+    plan = plan_of(model)
+    odd = replace(plan.weights[2], scheme=replace(FP8, name="own"))
+    told = find_cached(model, replace(plan, weights=(odd,)))
+    assert isinstance(told, str)
+    assert "stored as own" in told
+    assert not cache.exists()
+
+
+def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, caplog):
+    plan = plan_of(model)
+    slot = slot_of(model, plan)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(2**40, 2**39, 16 * 2**30 + 1000))
+    told = slot.save(loaded(plan))
+    assert told is not None
+    assert "are needed on a disk that has 16.00 GiB left" in told
+    assert told in caplog.text
+    assert names(cache) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
+    plan = plan_of(model)
+    write, num_written = quantized_writer._write_fully, []
+
+    def full(file, data) -> None:
+        num_written.append(len(data))
+        if sum(num_written) > 100_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, data)
+
+    monkeypatch.setattr(quantized_writer, "_write_fully", full)
+    assert slot_of(model, plan).save(loaded(plan)) == "No space left on device"
+    assert len(num_written) > 1
+    assert "not kept for the next start: No space left on device" in caplog.text
+    assert names(cache) == []
+
+
+def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatch, caplog, tmp_path):
+    plan = plan_of(model)
+    slot = slot_of(model, plan)
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.loading.quantized.whole_folder.os.mkdir", refuse)
+        assert slot.save(loaded(plan)) == "Permission denied"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    told = find_cached(model, plan)
+    assert isinstance(told, str)
+    assert "Not a directory" in told
+    assert "quantized weights are not cached" in caplog.text
+
+
+def test_a_folder_that_others_can_write_is_not_believed(cache, tmp_path, monkeypatch):
+    assert cache_folder() == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o777)
+    with pytest.raises(OSError, match="can be written by others; set HOLDFAST_CACHE"):
+        cache_folder()
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "holdfast" / "weights"
+    monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-this-name/x")
+    with pytest.raises(OSError, match="names no folder here"):
+        cache_folder()
+
+
+def test_two_writers_at_once_leave_one_sound_entry(cache, model):
+    plan = plan_of(model)
+    weights = loaded(plan)
+    slots = [slot_of(model, plan) for _ in range(4)]
+    results: list[str | None] = []
+    threads = [threading.Thread(target=lambda slot=slot: results.append(slot.save(weights))) for slot in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [None] * 4, "what another one writes is kept all the same"
+    assert names(cache) == [slots[0].folder.name]
+    hit = slot_of(model, plan).hit
+    assert hit is not None
+    assert read_all(*hit, 10**6) == {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
+    hit[0].close()
+
+
+def save_under(model, recipe, used_ns: int, **options) -> CacheSlot:
+    plan = plan_of(model, recipe)
+    slot = slot_of(model, plan, **options)
+    assert slot.hit is None
+    assert slot.save(loaded(plan)) is None
+    os.utime(slot.folder / MANIFEST_FILE, ns=(used_ns, used_ns))
+    return slot
+
+
+def test_the_least_recently_used_goes_first(cache, model, caplog):
+    slots = {
+        name: save_under(model, WeightRecipe(scheme), used)
+        for used, (name, scheme) in enumerate({"fp8": FP8, "int8": INT8, "tensor": FP8_TENSOR}.items(), 1)
+    }
+    entries = cache_entries(cache)
+    assert [entry.folder for entry in entries] == [slot.folder for slot in slots.values()]
+    hit = slot_of(model, slots["fp8"].plan).hit
+    assert hit is not None
+    hit[0].close()
+    assert [entry.folder for entry in cache_entries(cache)][-1] == slots["fp8"].folder, "it has just been used"
+    bound = sum(entry.num_bytes for entry in entries)
+    save_under(model, WeightRecipe(MXFP4), 10, max_bytes=bound)
+    assert not slots["int8"].folder.exists()
+    assert slots["fp8"].folder.exists()
+    assert slots["tensor"].folder.exists()
+    assert "of cached weights removed" in caplog.text
+    told = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
+    assert told is not None
+    assert "the cache 1000 B" in told
+
+
+def test_an_entry_that_is_read_stays(cache, model):
+    slot = save_under(model, WeightRecipe(FP8), 1)
+    other = save_under(model, WeightRecipe(INT8), 2)
+    hit = slot_of(model, slot.plan).hit
+    assert hit is not None
+    os.utime(slot.folder / MANIFEST_FILE, ns=(1, 1))
+    assert trim_cache(cache, 0) > 0
+    assert names(cache) == [slot.folder.name]
+    hit[0].close()
+    assert not other.folder.exists()
+    assert trim_cache(cache, 10**9) == 0
+    assert clear_cache() > 0
+    assert names(cache) == []
+
+
+def test_clearing_leaves_what_is_not_ours(cache, model):
+    save_under(model, WeightRecipe(FP8), 1)
+    (cache / "notes.txt").touch()
+    (cache / ".x.1.partial").mkdir()
+    (cache / ".x.1.partial" / FILE).touch()
+    clear_cache()
+    assert names(cache) == ["notes.txt"]
+    assert quantized_cache.cache_entries(cache / "nowhere") == []

@@ -1,0 +1,157 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
+from holdfast.loading.planning.planned_weight import PlannedWeight
+from holdfast.loading.quantized.quantized_manifest import (
+    MAX_BLOCKS,
+    MIN_BLOCK_BYTES,
+    Manifest,
+    Mesh,
+    PlaneFile,
+    block_bytes_for,
+    manifest_text,
+    num_blocks,
+    read_manifest,
+    unsaved,
+)
+from holdfast.loading.quantized.source_identity import SourceFile, SourceIdentity
+from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
+
+DIGEST = "0123456789abcdef" * 2
+MANIFEST = Manifest(
+    dtype="bfloat16",
+    recipe=WeightRecipe(FP8_BLOCK, "all", ("*.down*", "re:x")),
+    mesh=Mesh(1, 2),
+    plan_digest=DIGEST,
+    source=SourceIdentity((SourceFile("a.safetensors", 12, -5, DIGEST),), DIGEST),
+    weights=(
+        PlannedWeight("a", (8,), "bfloat16"),
+        PlannedWeight("b", (128, 64), "bfloat16", replace(FP8_BLOCK, block_rows=64)),
+    ),
+    block_bytes=4096,
+    files=(PlaneFile("model-00001.safetensors", 99, DIGEST, {"a": bytes(16), "b": bytes(32), "b.scale": bytes(16)}),),
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest_text(MANIFEST))
+    assert read_manifest(path) == MANIFEST
+    assert MANIFEST.num_bytes == 99
+
+
+def test_blocks_are_small_and_not_too_many():
+    small, large = TensorSpec("a", (5,), "int8"), TensorSpec("b", (2**39,), "int8")
+    assert block_bytes_for([small]) == MIN_BLOCK_BYTES
+    block_bytes = block_bytes_for([large, small])
+    assert num_blocks(large.num_bytes, block_bytes) <= MAX_BLOCKS < num_blocks(large.num_bytes, block_bytes // 2) + 2
+    assert (num_blocks(1, 4096), num_blocks(4096, 4096), num_blocks(4097, 4096)) == (1, 1, 2)
+
+
+def test_a_scheme_that_a_manifest_cannot_name_is_told():
+    assert unsaved(MANIFEST.weights) is None
+    for scheme in (replace(FP8_BLOCK, block_rows=256), replace(MXFP4, block_columns=16), replace(INT8, name="own")):
+        reason = unsaved([PlannedWeight("b", (256, 64), "bfloat16", scheme)])
+        assert reason is not None
+        assert reason.startswith("b is stored as")
+
+
+HOSTILE = [
+    (("format",), "else", "format"),
+    (("dtype",), "int8", "dtype"),
+    (("dtype",), ["bfloat16"], "dtype"),
+    (("recipe",), None, "recipe"),
+    (("recipe", "scheme"), "fp7", "scheme"),
+    (("recipe", "embeddings"), 5, "embeddings"),
+    (("recipe", "ignore"), [5], "ignore"),
+    (("mesh", "rank"), 2, "rank"),
+    (("mesh", "num_ranks"), 0, "num_ranks"),
+    (("plan",), "zz" * 16, "plan"),
+    (("source", "files"), "all", "files"),
+    (("source", "files", 0, "bytes"), -1, "bytes"),
+    (("source", "settings"), "00", "settings"),
+    (("block_bytes",), 2**40, "block_bytes"),
+    (("block_bytes",), 5000, "block_bytes"),
+    (("block_bytes",), 4096.0, "block_bytes"),
+    (("block_bytes",), True, "block_bytes"),
+    (("files", 0, "name"), "../model-00001.safetensors", "name"),
+    (("files", 0, "name"), "/etc/passwd", "name"),
+    (("files", 0, "name"), "model-00001.safetensors\n", "name"),
+    (("files", 0, "bytes"), 2**70, "bytes"),
+    (("files", 0, "header"), None, "header"),
+    (("files", 0, "planes"), [], "planes"),
+    (("files", 0, "planes", "a"), "00" * 15, "a"),
+    (("files", 0, "planes", "a"), "0G" * 16, "a"),
+    (("files", 0, "planes", "a"), "", "a"),
+    (("weights",), {}, "weights"),
+    (("weights", 0, "name"), "n" * 600, "name"),
+    (("weights", 0, "name"), "", "name"),
+    (("weights", 0, "shape"), [], "shape"),
+    (("weights", 0, "shape"), [0], "shape"),
+    (("weights", 0, "shape"), [-1], "shape"),
+    (("weights", 0, "shape"), [2**39, 2**39], "shape"),
+    (("weights", 0, "shape"), [1] * 9, "shape"),
+    (("weights", 0, "dtype"), "float4", "dtype"),
+    (("weights", 1, "shape"), [128], "shape"),
+    (("weights", 1, "shape"), [2, 100, 64], "shape"),
+    (("weights", 1, "scheme"), "fp8", "scheme"),
+    (("weights", 1, "scheme", "name"), "own", "name"),
+    (("weights", 1, "scheme", "block_rows"), 0, "block_rows"),
+    (("weights", 1, "scheme", "block_rows"), 48, "block_rows"),
+    (("weights", 1, "scheme"), {"name": "mxfp4", "block_rows": 1, "x": 0}, None),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "key"), HOSTILE)
+def test_a_hostile_value_is_named(tmp_path, place, value, key):
+    values = json.loads(manifest_text(MANIFEST))
+    inner = values
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(values))
+    if key is None:
+        assert read_manifest(path).weights[1].scheme == MXFP4
+        return
+    with pytest.raises(ModelFormatError, match=rf"manifest\.json: .*{key}' is "):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize("place", [("dtype",), ("files", 0), ("weights", 1, "scheme"), ("mesh",), ("source",)])
+@pytest.mark.parametrize("junk", [None, 0, "x", [], {}, [[]], {"a": 1}, 1e300])
+def test_junk_anywhere_is_an_error_of_ours_or_sound(tmp_path, place, junk):
+    values = json.loads(manifest_text(MANIFEST))
+    inner = values
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = junk
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(values))
+    if place[-1] == "scheme" and junk is None:
+        assert read_manifest(path).weights[1].scheme is None
+        return
+    with pytest.raises(HoldfastError):
+        read_manifest(path)
+
+
+def test_another_version_is_told_from_a_broken_file(tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest_text(MANIFEST).replace('"version": 1', '"version": 2'))
+    with pytest.raises(UnsupportedModelError, match="has the version 2; version 1 is read"):
+        read_manifest(path)
+    path.write_text("[]")
+    with pytest.raises(ModelFormatError, match="an object is needed"):
+        read_manifest(path)
+
+
+def test_no_quantization_is_a_recipe_too(tmp_path):
+    path = tmp_path / "manifest.json"
+    plain = replace(MANIFEST, recipe=WeightRecipe(), weights=(PlannedWeight("b", (4, 4), "float32", FP8),))
+    path.write_text(manifest_text(plain))
+    assert read_manifest(path) == plain

@@ -1,0 +1,242 @@
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.loading.quantized import quantized_writer
+from holdfast.loading.quantized.quantized_manifest import MANIFEST_FILE, Mesh, read_manifest
+from holdfast.loading.quantized.quantized_source import open_quantized, plan_quantized
+from holdfast.loading.quantized.quantized_writer import files_of, plan_digest, refuse_saving, save_quantized
+from holdfast.loading.quantized.source_identity import identify_source
+from holdfast.loading.sources.dummy import DummySource
+from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import FP8, MXFP4
+from loading.saved_weights import PARAMETERS, RECIPES, bits, loaded, plan_of, planes_of, read_all, write_model
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+from holdfast.loading.quantized.quantized_writer import save_quantized
+from loading.saved_weights import loaded, open_written, plan_of
+folder = Path(sys.argv[1])
+plan = plan_of(open_written(folder / "m"))
+def stop(done, total):
+    if done > total // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+save_quantized(folder / "out", open_written(folder / "m"), plan, loaded(plan), on_progress=stop)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
+def test_a_saved_model_is_a_model_of_its_own(tmp_path, model, recipe):
+    plan = plan_of(model, recipe)
+    weights, folder = loaded(plan), tmp_path / "out"
+    steps: list[tuple[int, int]] = []
+    num_bytes = save_quantized(folder, model, plan, weights, on_progress=lambda *step: steps.append(step))
+    total = sum(spec.num_bytes for spec in plan.specs)
+    assert steps[-1] == (total, total)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model-00001.safetensors",
+        MANIFEST_FILE,
+    }
+    assert num_bytes == (folder / "model-00001.safetensors").stat().st_size
+    assert (folder / "config.json").read_text() == (model.path / "config.json").read_text()
+    source = open_quantized(folder)
+    again = plan_quantized(PARAMETERS, source, "bfloat16")
+    assert (again.weights, again.specs, again.dtype) == (plan.weights, plan.specs, plan.dtype)
+    expected = {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
+    assert read_all(source, again, 100_000) == expected
+    source.close()
+
+
+def test_the_safetensors_package_reads_what_is_written(tmp_path, model):
+    plan = plan_of(model)
+    weights = loaded(plan)
+    save_quantized(tmp_path / "out", model, plan, weights)
+    with safe_open(tmp_path / "out" / "model-00001.safetensors", "pt") as file:
+        for name, plane in planes_of(plan, weights).items():
+            stored = file.get_tensor(name)
+            assert (stored.dtype, stored.shape) == (plane.dtype, plane.shape)
+            assert bits(stored) == bits(plane)
+
+
+def test_planes_lie_in_plan_order_over_files_of_bounded_size(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(quantized_writer, "MAX_FILE_BYTES", 400_000)
+    plan = plan_of(model)
+    weights = loaded(plan)
+    save_quantized(tmp_path / "out", model, plan, weights, Mesh(1, 2))
+    manifest = read_manifest(tmp_path / "out" / MANIFEST_FILE)
+    assert [name for file in manifest.files for name in file.digests] == [spec.name for spec in plan.specs]
+    assert len(manifest.files) == 3
+    sizes = {spec.name: spec.num_bytes for spec in plan.specs}
+    for file in manifest.files:
+        assert sum(sizes[name] for name in file.digests) <= 400_000 or len(file.digests) == 1
+    assert (manifest.mesh, manifest.source) == (Mesh(1, 2), identify_source(model))
+    source = open_quantized(tmp_path / "out")
+    assert list(source.entries) == [spec.name for spec in plan.specs]
+    source.close()
+
+
+def test_a_plane_beyond_the_bound_has_a_file_of_its_own():
+    specs = [
+        TensorSpec(name, (size,), "int8") for name, size in (("a", 2**30), ("b", 5 * 2**30), ("c", 1), ("d", 2**32))
+    ]
+    assert [[spec.name for spec in file] for file in files_of(specs)] == [["a"], ["b"], ["c"], ["d"]]
+    assert list(files_of([])) == []
+
+
+def test_chunks_and_blocks_do_not_change_what_is_written(tmp_path, model, monkeypatch):
+    plan = plan_of(model)
+    weights = loaded(plan)
+    save_quantized(tmp_path / "one", model, plan, weights)
+    monkeypatch.setattr(quantized_writer, "CHUNK_BYTES", 256 * 2**10)
+    save_quantized(tmp_path / "two", model, plan, weights)
+    for name in ("model-00001.safetensors", MANIFEST_FILE):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_host_tensors_are_written_without_a_copy(tmp_path, model, monkeypatch):
+    plan = plan_of(model)
+    weights = loaded(plan)
+    addresses = {plane.data_ptr() for plane in planes_of(plan, weights).values()}
+    seen: list[int] = []
+    on_host = quantized_writer.PlaneWriter._on_host
+
+    def watched(self, piece: torch.Tensor) -> torch.Tensor:
+        host = on_host(self, piece)
+        seen.append(host.data_ptr())
+        return host
+
+    monkeypatch.setattr(quantized_writer.PlaneWriter, "_on_host", watched)
+    save_quantized(tmp_path / "out", model, plan, weights)
+    assert set(seen) == addresses
+
+
+@pytest.mark.gpu
+def test_weights_of_a_gpu_come_through_one_chunk(tmp_path, model, device):
+    plan = plan_of(model)
+    weights = loaded(plan)
+    there = {}
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor):
+            there[name] = weight.to(device)
+        else:
+            there[name] = replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    save_quantized(tmp_path / "out", model, plan, there)
+    assert torch.cuda.max_memory_allocated() == before
+    source = open_quantized(tmp_path / "out")
+    expected = {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
+    assert read_all(source, plan_quantized(PARAMETERS, source, "bfloat16"), 2**20) == expected
+    source.close()
+
+
+def test_a_crash_in_the_middle_leaves_nothing_that_looks_whole(tmp_path, model):
+    tests = Path(__file__).parent.parent.parent
+    environment = os.environ | {"PYTHONPATH": str(tests)}
+    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = [path for path in tmp_path.iterdir() if path.name != "m"]
+    assert left.name.startswith(".out.")
+    assert not (left / MANIFEST_FILE).exists()
+    plan = plan_of(model)
+    save_quantized(tmp_path / "out", model, plan, loaded(plan))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, model, monkeypatch):
+    plan = plan_of(model)
+
+    def full(file: FileIO, data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(quantized_writer, "_write_fully", full)
+    with pytest.raises(ConfigError, match="could not be written: No space left on device; name a folder on a disk"):
+        save_quantized(tmp_path / "out", model, plan, loaded(plan))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_folder_that_may_not_be_written_is_told(tmp_path, model, monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("holdfast.loading.quantized.whole_folder.os.mkdir", refuse)
+    plan = plan_of(model)
+    with pytest.raises(ConfigError, match="could not be written: Permission denied"):
+        save_quantized(tmp_path / "out", model, plan, loaded(plan))
+
+
+def test_what_cannot_be_saved_is_refused_before_a_load(tmp_path, model, monkeypatch):
+    plan, out = plan_of(model), tmp_path / "out"
+    assert refuse_saving(out, model, plan) == identify_source(model)
+    with pytest.raises(ConfigError, match="made up are not saved"):
+        refuse_saving(out, replace(model, source=DummySource(PARAMETERS, "bfloat16")), plan)
+    with pytest.raises(ConfigError, match="nothing is quantized"):
+        refuse_saving(out, model, plan_of(model, WeightRecipe()))
+    with pytest.raises(ConfigError, match="GGUF file has no config"):
+        refuse_saving(out, replace(model, kind="gguf"), plan)
+    with pytest.raises(ConfigError, match="there is something there already"):
+        refuse_saving(model.path, model, plan)
+    with pytest.raises(ConfigError, match="there is something there already"):
+        refuse_saving(model.path / "config.json", model, plan)
+    with pytest.raises(ConfigError, match="the folder that it would be in is not there"):
+        refuse_saving(tmp_path / "a" / "b", model, plan)
+    full = SimpleNamespace(free=10, total=20)
+    monkeypatch.setattr("holdfast.loading.quantized.quantized_writer.shutil.disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match="are needed and 10 B free"):
+        refuse_saving(out, model, plan)
+
+
+def test_a_digest_changes_with_what_goes_where(model):
+    plans = [
+        plan_of(model),
+        plan_of(model, WeightRecipe(MXFP4)),
+        plan_of(model, WeightRecipe(FP8, "none")),
+        plan_of(model, dtype="float16"),
+    ]
+    moved = replace(plans[0], moves=(replace(plans[0].moves[0], tensor="else"), *plans[0].moves[1:]))
+    assert len({plan_digest(plan) for plan in (*plans, moved)}) == 5
+    assert plan_digest(plan_of(model)) == plan_digest(plans[0])
+
+
+def test_links_out_of_the_model_are_not_copied(tmp_path, model):
+    (tmp_path / "secret").write_text("secret")
+    (model.path / "tokenizer_config.json").symlink_to(tmp_path / "secret")
+    plan = plan_of(model)
+    with pytest.raises(ModelFormatError, match="a link that leads out"):
+        save_quantized(tmp_path / "out", model, plan, loaded(plan))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "secret"]
+
+
+def test_the_manifest_is_plain_json(tmp_path, model):
+    plan = plan_of(model)
+    save_quantized(tmp_path / "out", model, plan, loaded(plan))
+    values = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())
+    assert (values["format"], values["recipe"]["scheme"], values["dtype"]) == ("holdfast weights", "fp8", "bfloat16")
+    assert values["weights"][2] == {
+        "name": "layers.0.qkv.weight",
+        "shape": [1280, 256],
+        "dtype": "bfloat16",
+        "scheme": {"name": "fp8", "block_rows": 1},
+    }
