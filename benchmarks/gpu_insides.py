@@ -15,7 +15,7 @@ from gpu_engines import OpenEngine, moved, pointers
 
 from holdfast.attention.batch import Batch
 from holdfast.request.sequence import Step
-from holdfast.runner.result import StepResult
+from holdfast.runner.sampling.result import StepResult
 
 POISON_BYTE = 0xFF
 """Every float of such bytes is NaN."""

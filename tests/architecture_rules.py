@@ -26,7 +26,9 @@ LAYERS = (
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
     "kernels": (("",), ("numbers",), ("logits", "pages", "placing", "products"), ("experts",)),
+    "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf",), ("planning",), ("execution", "quantized"), ("",)),
+    "runner": (("planning",), ("sampling",), ("",)),
 }
 """Packages with rooms, lowest first; "" are the files beside the rooms. The same rule holds inside."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -57,17 +59,17 @@ TORCH_FREE = (
     "models.parameters",
     "models.families",
     "models.activations",
-    "models.blueprint*",
+    "models.blueprints.blueprint*",
     "models.catalogue",
     "loading.blueprints",
     "loading.gguf.gguf_file",
     "loading.sources.safetensors_file",
-    "runner.result",
-    "runner.resolve",
-    "runner.target",
-    "runner.*_terms",
-    "runner.plan*",
-    "runner.alternatives",
+    "runner.sampling.result",
+    "runner.planning.resolve",
+    "runner.planning.target",
+    "runner.planning.*_terms",
+    "runner.planning.plan*",
+    "runner.planning.alternatives",
     "engine.scheduler",
     "text.*",
     "cli.plan_*",
@@ -357,8 +359,8 @@ def missing_tests(sources: list[Source], test_files: set[str]) -> list[str]:
         folder = "/".join(folders)
         prefix = f"{folder}/" if folder else ""
         wanted = [f"{prefix}test_{stem}.py", f"{prefix}test_{stem}_*.py"]
-        if folders:
-            wanted += [f"{prefix}test_{folders[-1]}_{stem}.py", f"{prefix}test_{folders[-1]}_{stem}_*.py"]
+        for name in folders:
+            wanted += [f"{prefix}test_{name}_{stem}.py", f"{prefix}test_{name}_{stem}_*.py"]
         if not any(fnmatchcase(name, pattern) for name in test_files for pattern in wanted):
             found.append(f"{source.module} has no tests/{wanted[0]}")
     return found

@@ -8,8 +8,8 @@ import pytest
 from cli.plan_wishes import wish
 from holdfast.cli.plan_sweep import BAR_CELLS, EIGHTHS, Cell, bar, sweep, sweep_lines
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
-from holdfast.runner.alternatives import in_scheme
-from holdfast.runner.plan_fit import Wish, find_fit, settle
+from holdfast.runner.planning.alternatives import in_scheme
+from holdfast.runner.planning.plan_fit import Wish, find_fit, settle
 
 ASKED = wish("Qwen3-8B", "rtx4090", max_num_seqs=64)
 CELLS = sweep(ASKED)

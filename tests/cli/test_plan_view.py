@@ -9,8 +9,8 @@ from cli.plan_wishes import wish
 from holdfast.cli.plan_view import PlanView, plain_number, view_of
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
-from holdfast.runner.alternatives import list_alternatives
-from holdfast.runner.plan_fit import Wish, find_fit, fit_runner
+from holdfast.runner.planning.alternatives import list_alternatives
+from holdfast.runner.planning.plan_fit import Wish, find_fit, fit_runner
 
 FITTING = wish("Qwen3-8B", "h200", max_model_len=8192)
 TOO_LONG = wish("Qwen3-8B", "rtx4090", max_model_len=1_000_000)

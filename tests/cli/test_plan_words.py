@@ -9,9 +9,9 @@ import pytest
 
 from cli.plan_wishes import wish
 from holdfast.cli.plan_words import asked_words, start_command, token_words
-from holdfast.runner.alternatives import Alternative
-from holdfast.runner.plan_fit import Wish, settle
-from holdfast.runner.target import cpu_target
+from holdfast.runner.planning.alternatives import Alternative
+from holdfast.runner.planning.plan_fit import Wish, settle
+from holdfast.runner.planning.target import cpu_target
 
 
 def words_of(asked: Wish) -> str:

@@ -237,7 +237,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
         execute = engine.runner.execute
 
         def broken(step):
-            from holdfast.runner.result import NO_TOKEN, SequenceResult, StepResult
+            from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult
 
             results = execute(step).results
             bad = [item.sequence.num_prompt_tokens == 3 for item in step.scheduled]

@@ -17,7 +17,7 @@ from engine.fakes import (
 from holdfast.engine import completion
 from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.runner.result import NO_TOKEN, SequenceResult, StepResult
+from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
 

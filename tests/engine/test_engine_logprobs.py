@@ -3,7 +3,7 @@ import pytest
 from engine.fakes import shared_tokenizer
 from holdfast.engine.logprobs import PromptLogprobs, position_logprobs
 from holdfast.request.outputs import Logprob
-from holdfast.runner.result import TokenLogprobs
+from holdfast.runner.sampling.result import TokenLogprobs
 
 TOP = ((98, -0.1), (97, -2.0), (99, -3.0))
 

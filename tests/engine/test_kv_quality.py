@@ -21,7 +21,7 @@ from holdfast.engine.kv_contenders import (
 from holdfast.engine.kv_quality import Contender, Quality, measure, steps_of
 from holdfast.errors import HoldfastError
 from holdfast.loading.model_files import open_model
-from holdfast.runner.sampling_terms import PROMPT_ROWS
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
 from loading.tiny_models import VOCAB, save_tiny
 
 WINDOW, NUM_WINDOWS, CHUNK = 90, 3, 32

@@ -15,8 +15,9 @@ from holdfast.kernels.products.begin_rows import begin_rows_reference
 from holdfast.kernels.products.finish_rows import finish_rows_reference
 from holdfast.kernels.products.row_peaks import row_peaks_reference
 from holdfast.kernels.products.skinny_linear import linear_add_reference, normed_linear_reference
-from holdfast.models import blueprint_grouped, few_route
-from holdfast.models.blueprint_anatomy import StepShape
+from holdfast.models import few_route
+from holdfast.models.blueprints import blueprint_grouped
+from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.few_route import FewRoute
 from holdfast.quant.quantized_weight import QuantizedWeight

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from holdfast.errors import ConfigError, ModelNotFoundError
-from holdfast.models.blueprint import read_blueprint
+from holdfast.models.blueprints.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE, find_model
 from models.meta_models import count_elements
 

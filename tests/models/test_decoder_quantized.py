@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.models.blueprint_anatomy import StepShape
+from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter

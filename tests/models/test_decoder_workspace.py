@@ -21,14 +21,14 @@ from holdfast.memory.gpus import GPUS
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
 from holdfast.memory.workspace import Workspace
-from holdfast.models.blueprint import read_blueprint
+from holdfast.models.blueprints.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.plan import plan_runner
-from holdfast.runner.target import gpu_target
+from holdfast.runner.planning.plan import plan_runner
+from holdfast.runner.planning.target import gpu_target
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan

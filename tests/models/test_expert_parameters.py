@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from holdfast.models.blueprint_experts import Experts
+from holdfast.models.blueprints.blueprint_experts import Experts
 from holdfast.models.expert_parameters import ExpertNames, list_experts
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.spec import ExpertsSpec

@@ -22,8 +22,8 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import WorkspacePlan
-from holdfast.models.blueprint import spec_blueprint
-from holdfast.models.blueprint_anatomy import StepShape
+from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
@@ -32,11 +32,11 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState, Step
 from holdfast.runner.batch_buffers import BatchBuffers
-from holdfast.runner.result import NO_TOKEN, StepResult, TokenLogprobs
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampler import Sampler
-from holdfast.runner.sampling_batch import SequenceSample
-from holdfast.runner.sampling_terms import PROMPT_ROWS
+from holdfast.runner.sampling.result import NO_TOKEN, StepResult, TokenLogprobs
+from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.sampling_batch import SequenceSample
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

@@ -7,7 +7,7 @@ import torch
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.sampler import Sampler
+from holdfast.runner.sampling.sampler import Sampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = frozenset({1})

@@ -10,7 +10,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.batch_buffers import MAX_GAP_BYTES, BatchBuffers
-from holdfast.runner.batch_terms import batch_terms
+from holdfast.runner.planning.batch_terms import batch_terms
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("mirrored", [False, True], ids=["shared", "mirrored"])

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.models.spec import ModelSpec
 from holdfast.runner.key_bias import key_bias_norms
-from runner.planning import blueprint
+from runner.plan_cases import blueprint
 
 
 def spec(**changes: object) -> ModelSpec:

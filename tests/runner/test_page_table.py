@@ -11,8 +11,8 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.mirrored_tensor import MirroredTensor
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.batch_terms import LISTED_PAGES, batch_terms
 from holdfast.runner.page_table import MAX_SINGLE_COPIES, PageTable
+from holdfast.runner.planning.batch_terms import LISTED_PAGES, batch_terms
 
 CPU = torch.device("cpu")
 NEVER_SENT = -99

@@ -15,7 +15,7 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, load_words
-from holdfast.runner.target import Target
+from holdfast.runner.planning.target import Target
 from kernels.exactness import require_native
 from runner.tiny_runners import TinyBuilder, held_storages
 

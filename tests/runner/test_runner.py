@@ -11,8 +11,8 @@ from holdfast.kernels.pages import tiled_attention
 from holdfast.kernels.products import skinny_linear
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.result import NO_TOKEN
-from holdfast.runner.sampling_terms import PROMPT_ROWS
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
+from holdfast.runner.sampling.result import NO_TOKEN
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model

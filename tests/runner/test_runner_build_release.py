@@ -19,7 +19,7 @@ from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
-from holdfast.runner.target import Target
+from holdfast.runner.planning.target import Target
 from runner.tiny_runners import TinyBuilder, held_storages, watched_arenas
 
 MIB = 1024**2
@@ -214,7 +214,7 @@ sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from holdfast.memory.profiler import measure
 from holdfast.runner import build as building
 from holdfast.runner import weight_load
-from holdfast.runner.target import Target
+from holdfast.runner.planning.target import Target
 from runner.tiny_runners import TinyBuilder
 
 build = TinyBuilder(Path({str(tmp_path)!r}))

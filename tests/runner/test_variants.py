@@ -18,8 +18,8 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import variants as module
 from holdfast.runner.build import build_runner
+from holdfast.runner.planning.target import Target
 from holdfast.runner.runner import Runner
-from holdfast.runner.target import Target
 from holdfast.runner.variants import Variant, build_variants, own_bytes
 from loading.tiny_models import save_tiny
 from runner.tiny_runners import UnreadableSource, held_storages, watched_arenas

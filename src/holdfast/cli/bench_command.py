@@ -129,8 +129,8 @@ def _check(options: BenchOptions, given: Given) -> None:
 
 def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
     """Settle type and device for all engines; take as much context and as many sequences as the cases need."""
-    from holdfast.runner.device_target import choose_device, device_target
-    from holdfast.runner.resolve import resolve
+    from holdfast.runner.planning.device_target import choose_device, device_target
+    from holdfast.runner.planning.resolve import resolve
 
     longest, most = max(case.longest for case in cases), max(len(case.prompts) for case in cases)
     config = replace(

@@ -13,8 +13,8 @@ from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.memory.gpus import find_gpu
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.runner.plan_fit import Wish
-from holdfast.runner.target import Target, cpu_target, gpu_target, memory_target
+from holdfast.runner.planning.plan_fit import Wish
+from holdfast.runner.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
 LEAST_BYTES = 2**20

@@ -9,9 +9,9 @@ from holdfast.cli.plan_table import LATER, Line
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED
-from holdfast.runner.alternatives import in_scheme, narrower_schemes
-from holdfast.runner.plan_fit import Wish, find_fit, settle
-from holdfast.runner.plan_terms import list_needs
+from holdfast.runner.planning.alternatives import in_scheme, narrower_schemes
+from holdfast.runner.planning.plan_fit import Wish, find_fit, settle
+from holdfast.runner.planning.plan_terms import list_needs
 
 BAR_CELLS = 40
 EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -6,7 +6,7 @@ from holdfast.cli.columns import FULL, LIGHT, aligned, cells_of
 from holdfast.cli.plan_view import OwnerRow, PlanView
 from holdfast.memory.planner import PHASES
 from holdfast.memory.sizes import format_bytes
-from holdfast.runner.alternatives import Alternative
+from holdfast.runner.planning.alternatives import Alternative
 
 BAR_CELLS = 20
 NOTHING = "-"

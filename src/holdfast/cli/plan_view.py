@@ -6,9 +6,9 @@ from typing import NamedTuple
 from holdfast.cli.plan_words import asked_words, start_command, token_words
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
-from holdfast.runner.alternatives import Alternative, list_alternatives
-from holdfast.runner.plan_fit import Wish, fit_runner, unfitting_runner
-from holdfast.runner.resolve import Choice
+from holdfast.runner.planning.alternatives import Alternative, list_alternatives
+from holdfast.runner.planning.plan_fit import Wish, fit_runner, unfitting_runner
+from holdfast.runner.planning.resolve import Choice
 
 
 class OwnerRow(NamedTuple):

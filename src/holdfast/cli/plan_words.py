@@ -6,9 +6,9 @@ from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.memory.sizes import format_bytes
-from holdfast.runner.alternatives import Alternative
-from holdfast.runner.plan_fit import Wish, settle
-from holdfast.runner.resolve import Resolved
+from holdfast.runner.planning.alternatives import Alternative
+from holdfast.runner.planning.plan_fit import Wish, settle
+from holdfast.runner.planning.resolve import Resolved
 
 STARTING = (
     *("dtype", "quantization", "quantized_embeddings", "quantization_ignore"),

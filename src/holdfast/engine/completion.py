@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from holdfast.engine.logprobs import PromptLogprobs, position_logprobs
 from holdfast.request.outputs import CompletionDelta, FinishReason, RequestMetrics
 from holdfast.request.sequence import Sequence
-from holdfast.runner.result import SequenceResult
+from holdfast.runner.sampling.result import SequenceResult
 from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, Step
-from holdfast.runner.result import NO_TOKEN, SequenceResult, StepResult
+from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
 

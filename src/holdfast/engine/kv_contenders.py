@@ -11,10 +11,10 @@ from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
 from holdfast.runner.build import plan_model
-from holdfast.runner.device_target import choose_device, device_target
-from holdfast.runner.plan import RunnerPlan
-from holdfast.runner.protected_layers import listed
-from holdfast.runner.resolve import resolve
+from holdfast.runner.planning.device_target import choose_device, device_target
+from holdfast.runner.planning.plan import RunnerPlan
+from holdfast.runner.planning.protected_layers import listed
+from holdfast.runner.planning.resolve import resolve
 from holdfast.runner.variants import Variant, build_variants
 
 CHUNK_TOKENS = 512

@@ -21,8 +21,8 @@ from holdfast.errors import HoldfastError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Step
 from holdfast.request.sequence import Sequence as TokenSequence
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampling_terms import PROMPT_ROWS
 
 PIECE_ELEMENTS = 2**21
 """Most logits of a piece: some tensors of them in float64 live at once."""

@@ -1,7 +1,7 @@
 """From the runner's numbers to what callers read: log-probabilities with the texts of their tokens; no torch."""
 
 from holdfast.request.outputs import Logprob, PositionLogprobs
-from holdfast.runner.result import TokenLogprobs
+from holdfast.runner.sampling.result import TokenLogprobs
 from holdfast.text.tokenizer import Tokenizer
 
 

@@ -20,7 +20,7 @@ from holdfast.engine.kv_quality import (
     steps_of,
 )
 from holdfast.request.sequence import Step
-from holdfast.runner.sampling_terms import PROMPT_ROWS
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
 
 OnTokens = Callable[[int], None]
 """Called with the number of tokens that have been read since the last call."""

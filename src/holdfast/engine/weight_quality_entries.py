@@ -13,10 +13,10 @@ from holdfast.engine.weight_quality import ReferenceReading, measure_scheme
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
-from holdfast.models.blueprint import spec_blueprint
+from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.runner.build import plan_model
-from holdfast.runner.device_target import device_target
+from holdfast.runner.planning.device_target import device_target
 from holdfast.runner.variants import Variant, build_variants
 
 REFERENCE_DTYPE = "float32"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ModelError, ModelNotFoundError
-from holdfast.models.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "holdfast-weights.json"

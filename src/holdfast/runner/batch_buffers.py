@@ -17,8 +17,8 @@ from holdfast.config import Limits
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.mirrored_tensor import MirroredTensor
 from holdfast.request.sequence import Step
-from holdfast.runner.batch_terms import batch_terms, input_specs, input_term
 from holdfast.runner.page_table import PageTable
+from holdfast.runner.planning.batch_terms import batch_terms, input_specs, input_term
 
 __all__ = ["BatchBuffers", "batch_terms"]
 

@@ -24,23 +24,23 @@ from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_few
-from holdfast.models.blueprint import spec_blueprint
+from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.observability.log import get_logger
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.batch_buffers import BatchBuffers
-from holdfast.runner.device_target import choose_device, device_target
-from holdfast.runner.graph_terms import graph_sizes, mixed_sizes
 from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.invariance import refuse_variant_products
 from holdfast.runner.key_bias import key_bias_norms
-from holdfast.runner.plan import RunnerPlan, plan_runner
-from holdfast.runner.protected_layers import by_key_bias, listed
-from holdfast.runner.resolve import resolve
+from holdfast.runner.planning.device_target import choose_device, device_target
+from holdfast.runner.planning.graph_terms import graph_sizes, mixed_sizes
+from holdfast.runner.planning.plan import RunnerPlan, plan_runner
+from holdfast.runner.planning.protected_layers import by_key_bias, listed
+from holdfast.runner.planning.resolve import resolve
+from holdfast.runner.planning.target import Target
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampler import Sampler
-from holdfast.runner.target import Target
+from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)

@@ -23,7 +23,7 @@ from holdfast.kernels.pages.scatter_pages import BLOCK, PADDING, scatter_pages
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.mirrored_tensor import MirroredTensor
 from holdfast.request.sequence import Sequence
-from holdfast.runner.batch_terms import LISTED_PAGES, input_term, page_table_specs
+from holdfast.runner.planning.batch_terms import LISTED_PAGES, input_term, page_table_specs
 
 # N rows, P pages, U entries of a list
 

@@ -17,10 +17,10 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.batch_buffers import BatchBuffers
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.result import SequenceResult, StepResult, TokenLogprobs
-from holdfast.runner.sampler import Sampler
-from holdfast.runner.sampling_batch import SequenceSample
-from holdfast.runner.sampling_terms import PROMPT_ROWS
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
+from holdfast.runner.sampling.result import SequenceResult, StepResult, TokenLogprobs
+from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.sampling_batch import SequenceSample
 
 WARMED_ROWS = (1, 2, 3, 9, 16, 17)
 """Decode steps that are run once before the first request: at each of these a kernel takes another form. Without graphs,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.logits.likeliest import likeliest, likeliest_reference, likeliest_triton
 from holdfast.kernels.logits.logit_chunks import NO_TOKEN, num_chunks
-from holdfast.runner import result
+from holdfast.runner.sampling import result
 from kernels.exactness import companies, random
 from kernels.logit_cases import INF, NAN, make_scratch
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing

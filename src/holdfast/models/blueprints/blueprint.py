@@ -1,0 +1,258 @@
+"""Blueprint: what planning needs to know of a model, also of those that this version cannot run; no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from holdfast.errors import ConfigError, UnsupportedModelError, shown
+from holdfast.models.blueprints.blueprint_anatomy import Anatomy
+from holdfast.models.blueprints.blueprint_grouped import GroupedAnatomy
+from holdfast.models.blueprints.blueprint_recipe import Review, review_recipe, stored_recipe
+from holdfast.models.blueprints.blueprint_weights import Weight, WeightGroup, weight_groups
+from holdfast.models.families import DTYPES, FAMILIES, read_spec
+from holdfast.models.rope_settings import MAX_POSITIONS
+from holdfast.models.settings import Settings, plain
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.formats import KVFormat, kv_format
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import WeightScheme
+
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model as numbers. Sizes are those of one rank of `tensor_parallel_size`."""
+
+    name: str
+    spec: ModelSpec | None
+    """The decoder that runs; None where this version has none."""
+    not_runnable: str | None
+    """Why there is none, in words."""
+    max_position: int
+    checkpoint_dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    """1 where all query heads share what is kept."""
+    head_dim: int
+    """Of what is kept of a token: a key, or a latent with its rotated part."""
+    anatomy: Anatomy
+    stored: Mapping[str, WeightScheme] = field(default_factory=dict)
+    """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
+    _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What has been listed before: a plan asks many times, with other sizes of everything else."""
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Positions beyond `max_position` do not exist."""
+        return self.anatomy.rope_width == 0
+
+    def check_ranks(self, tensor_parallel_size: int) -> None:
+        """An error in words where a layer cannot be shared by so many ranks."""
+        number = tensor_parallel_size
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_RANKS:
+            asked, has = (
+                f"tensor_parallel_size={shown(number)} was asked",
+                f"a whole number from 1 to {MAX_RANKS} works",
+            )
+            raise ConfigError(asked, has, "try 1")
+        reason = self.anatomy.indivisible(number)
+        if reason is not None:
+            works = [str(ranks) for ranks in range(1, 17) if self.anatomy.indivisible(ranks) is None]
+            raise ConfigError(f"tensor_parallel_size={number} was asked", reason, f"try {', '.join(works)}")
+
+    def parameters(self, tensor_parallel_size: int = 1) -> tuple[Weight, ...]:
+        """Every tensor that a rank holds, with its kind."""
+        self.check_ranks(tensor_parallel_size)
+        key = ("weights", tensor_parallel_size)
+        if key not in self._memo:
+            weights = self.anatomy.weights(tensor_parallel_size)
+            if self.stored:
+                weights = tuple(weight._replace(native=self.stored.get(weight.name)) for weight in weights)
+            self._memo[key] = weights
+        weights = self._memo[key]
+        assert isinstance(weights, tuple), f"{key} became {weights!r}"
+        return weights
+
+    @property
+    def stored_recipe(self) -> WeightRecipe | None:
+        """How the checkpoint has its weights quantized; None where it has not."""
+        if "stored" not in self._memo:
+            self._memo["stored"] = stored_recipe(self.parameters())
+        found = self._memo["stored"]
+        assert found is None or isinstance(found, WeightRecipe), f"the stored recipe became {found!r}"
+        return found
+
+    def review_recipe(self, recipe: WeightRecipe) -> Review:
+        """What a recipe does to this model; one that asks for what cannot be raises."""
+        key = ("review", recipe)
+        if key not in self._memo:
+            self._memo[key] = review_recipe(self.parameters(), recipe)
+        found = self._memo[key]
+        assert isinstance(found, Review), f"{key} became {found!r}"
+        return found
+
+    def group_bytes(
+        self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1
+    ) -> Mapping[str, WeightGroup]:
+        """Tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
+        key = ("groups", dtype, recipe, tensor_parallel_size)
+        if key not in self._memo:
+            self._memo[key] = weight_groups(self.parameters(tensor_parallel_size), dtype, recipe)
+        found = self._memo[key]
+        assert isinstance(found, dict), f"{key} became {found!r}"
+        return found
+
+    def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1) -> int:
+        """Bytes of the arena that holds every parameter of a rank."""
+        groups = self.group_bytes(dtype, recipe, tensor_parallel_size)
+        return sum(group.num_bytes for group in groups.values())
+
+    def kv_bytes_per_token(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> Fraction:
+        """Exact: a row of a compressed cache stands for several tokens."""
+        found = self.check_format(format)
+        self.check_ranks(tensor_parallel_size)
+        rows = self.anatomy.cache_rows(found, tensor_parallel_size)
+        return sum((row.bytes_per_token for row in rows), Fraction(0))
+
+    def kv_bytes_per_sequence(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> int:
+        """What a sequence costs whatever its length: windows and the like; nothing in ordinary models."""
+        found = self.check_format(format)
+        self.check_ranks(tensor_parallel_size)
+        return self.anatomy.sequence_bytes(found, tensor_parallel_size)
+
+    def check_format(self, format: KVFormat | str) -> KVFormat:
+        """The format, by name or as it is, or an error where this model's cache cannot be kept in it."""
+        found = kv_format(format) if isinstance(format, str) else format
+        reason = self.anatomy.unsupported_format(found)
+        if reason is not None:
+            works = [name for name in ("bfloat16", "fp8") if self.anatomy.unsupported_format(kv_format(name)) is None]
+            raise ConfigError(f"kv_cache_dtype={found.name} was asked", reason, f"try {' or '.join(works)}")
+        return found
+
+
+def spec_blueprint(spec: ModelSpec, name: str) -> Blueprint:
+    """The blueprint of a decoder that runs: its parameters are those that an engine loads."""
+    return _grouped(name, GroupedAnatomy(spec, FAMILIES[spec.architecture].names), None)
+
+
+def read_blueprint(config: Mapping[str, object], name: str, file: str = "config.json") -> Blueprint:
+    """The blueprint of the model that a config.json describes; settings that nobody could plan raise."""
+    settings = Settings(config, file)
+    native = _native_scheme(settings)
+    architectures = settings.texts("architectures") or ("",)
+    reader = PLANNED_FAMILIES.get(architectures[0])
+    if reader is not None:
+        return reader(settings, name, native)
+    if native is None:
+        return spec_blueprint(_read_known_spec(config, file), name)
+    spec = _read_known_spec({**config, "quantization_config": None}, file)
+    return _grouped(name, GroupedAnatomy(spec, FAMILIES[spec.architecture].names, native), None)
+
+
+def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
+    architectures = Settings(config, file).texts("architectures")
+    if architectures and architectures[0] not in FAMILIES:
+        known = (*FAMILIES, *PLANNED_FAMILIES)
+        raise UnsupportedModelError(
+            f"{file} describes a {plain(architectures[0])}",
+            f"plans are made for {', '.join(known)}",
+            "use a model of one of these",
+        )
+    return read_spec(config, file)
+
+
+def _grouped(name: str, anatomy: GroupedAnatomy, not_runnable: str | None) -> Blueprint:
+    spec = anatomy.decoder
+    return Blueprint(
+        name=name,
+        spec=spec if not_runnable is None else None,
+        not_runnable=not_runnable,
+        max_position=spec.max_position,
+        checkpoint_dtype=spec.checkpoint_dtype,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        anatomy=anatomy,
+    )
+
+
+def _read_deepseek(settings: Settings, name: str, native: str | None) -> Blueprint:
+    from holdfast.models.blueprints.blueprint_latent import deepseek  # a plan of another model does not wait for it
+
+    anatomy = deepseek(settings, native)
+    return Blueprint(
+        name=name,
+        spec=None,
+        not_runnable="latent attention (MLA) is not in this version",
+        max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
+        checkpoint_dtype=_dtype(settings),
+        vocab_size=anatomy.vocab_size,
+        hidden_size=anatomy.hidden_size,
+        num_layers=anatomy.num_layers,
+        num_heads=anatomy.num_heads,
+        num_kv_heads=1,
+        head_dim=anatomy.kv_rank + anatomy.rope_dim,
+        anatomy=anatomy,
+    )
+
+
+def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> Blueprint:
+    from holdfast.models.blueprints.blueprint_compressed import deepseek_v4
+
+    anatomy = deepseek_v4(settings, native)
+    return Blueprint(
+        name=name,
+        spec=None,
+        not_runnable="compressed attention is not in this version",
+        max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
+        checkpoint_dtype=_dtype(settings),
+        vocab_size=anatomy.vocab_size,
+        hidden_size=anatomy.hidden_size,
+        num_layers=len(anatomy.ratios),
+        num_heads=anatomy.num_heads,
+        num_kv_heads=1,
+        head_dim=anatomy.head_dim,
+        anatomy=anatomy,
+    )
+
+
+def _native_scheme(settings: Settings) -> str | None:
+    """The scheme in which the checkpoint stores its matrices, from quantization_config."""
+    part = settings.part("quantization_config")
+    if part is None:
+        return None
+    method = part.text("quant_method", "")
+    if method != "fp8":
+        raise UnsupportedModelError(
+            f"{settings.file} says {part.section}quant_method = {shown(method)}",
+            "checkpoints in fp8, or not quantized, can be planned",
+            "use the model's own checkpoint",
+        )
+    block = part.values.get("weight_block_size")
+    if block is None:
+        return "fp8_tensor"
+    if block != [128, 128]:
+        raise part.refuse("weight_block_size", block, "[128, 128]")
+    return "fp8_block"
+
+
+def _dtype(settings: Settings) -> str:
+    name = settings.text("dtype", settings.text("torch_dtype", "bfloat16")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise settings.refuse("torch_dtype", name, f"one of {', '.join(DTYPES)}")
+    return name
+
+
+PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], Blueprint]] = {
+    "DeepseekV2ForCausalLM": _read_deepseek,
+    "DeepseekV3ForCausalLM": _read_deepseek,
+    "DeepseekV4ForCausalLM": _read_deepseek_v4,
+}
+"""Architectures that can be planned and not run, by the name in config.json."""

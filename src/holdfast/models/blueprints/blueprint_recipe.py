@@ -1,0 +1,107 @@
+"""A recipe of quantization held against the weights of a model: what it covers, and what of it cannot be meant; no torch."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, shown
+from holdfast.models.blueprints.blueprint_weights import Weight
+from holdfast.quant.weight_recipe import QuantizedEmbeddings, WeightRecipe
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+
+QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
+"""Weights that a scheme may be for."""
+HEAD_NAMES = ("lm_head", "lm_head.weight")
+"""How a head is called also where a model has none of its own."""
+
+
+class Review(NamedTuple):
+    """What a recipe does to a model."""
+
+    num_weights: int
+    num_quantized: int
+    idle: tuple[str, ...]
+    """Patterns whose weights would not be quantized anyway."""
+
+
+def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:
+    """How much is quantized; what has the wrong shape and what matches nothing is refused."""
+    weights = tuple(weights)
+    assert recipe.scheme is not None, "a recipe without a scheme does nothing"
+    eager = replace(recipe, ignore=())
+    idle = tuple(pattern for pattern in recipe.ignore if not _quiets(pattern, weights, eager))
+    num_quantized = 0
+    for weight in weights:
+        scheme = recipe.scheme_for(weight.kind, weight.names)
+        if scheme is None:
+            continue
+        num_quantized += 1
+        reason = scheme.unsupported(weight.shape)
+        if reason is not None:
+            raise ConfigError(
+                f"quantization={recipe.scheme.name} was asked",
+                f"{weight.name} cannot be stored so: {reason}",
+                f"add {_in_every_layer(weight.name)} to quantization_ignore, or try int8",
+            )
+    return Review(len(weights), num_quantized, idle)
+
+
+def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
+    """The recipe that says of each kind of weight how the checkpoint stores it; None where nothing is quantized.
+
+    Where there are several schemes, the one whose products take activations as codes speaks for all: it needs most room.
+    Without such a one it is that of the layers: a head and an embedding have their own beside any scheme.
+    """
+    weights = [weight for weight in weights if weight.kind in QUANTIZED_KINDS]
+    schemes = [weight.stored_scheme for weight in weights if weight.stored_scheme is not None]
+    if not schemes:
+        return None
+    layers = [one.stored_scheme for one in weights if one.stored_scheme and one.kind in ("linear", "expert")]
+    first = next((scheme for scheme in schemes if scheme.codes_activations), (layers or schemes)[0])
+    kinds = {weight.kind for weight in weights if weight.stored_scheme is not None}
+    embeddings: QuantizedEmbeddings = "all" if "embedding" in kinds else "head" if "head" in kinds else "none"
+    plain = tuple(weight.name for weight in weights if weight.stored_scheme is None)
+    return WeightRecipe(WEIGHT_SCHEMES.get(first.name, first), embeddings, plain)
+
+
+def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> bool:
+    """Whether a pattern keeps a weight from being quantized; one that matches nothing at all is a slip of the pen."""
+    alone = replace(eager, ignore=(pattern,))
+    matched = [weight for weight in weights if alone.is_ignored(weight.names)]
+    if not matched:
+        raise _nothing_matches(pattern, weights)
+    return any(eager.scheme_for(weight.kind, weight.names) is not None for weight in matched)
+
+
+def _nothing_matches(pattern: str, weights: tuple[Weight, ...]) -> ConfigError:
+    names = tuple(dict.fromkeys(name for weight in weights for name in weight.names))
+    do = "leave it out"
+    is_tied = not any(weight.kind == "head" and weight.name in HEAD_NAMES for weight in weights)
+    if is_tied and WeightRecipe(ignore=(pattern,)).is_ignored(HEAD_NAMES):
+        do = "the head of this model is its embedding: ask for quantized_embeddings=none instead"
+    else:
+        near = difflib.get_close_matches(_plain(pattern), [*dict.fromkeys(map(_module, names))], n=1, cutoff=0.5)
+        if near:
+            do = f"did you mean *{near[0]}*?"
+    return ConfigError(
+        f"quantization_ignore: the pattern {shown(pattern)} was asked",
+        f"none of the {len(names)} names of weights matches it",
+        do,
+    )
+
+
+def _in_every_layer(name: str) -> str:
+    """The pattern of a weight and of those in its place in other layers, which have the same shape in most models."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _plain(pattern: str) -> str:
+    """The part of a pattern that a person typed as a name."""
+    return _module(pattern.strip("*?."))
+
+
+def _module(name: str) -> str:
+    """The last part of a name that tells weights apart: down_proj of model.layers.0.mlp.down_proj.weight."""
+    parts = [part for part in name.split(".") if part not in ("weight", "bias") and not part.isdecimal()]
+    return parts[-1] if parts else name

@@ -1,0 +1,92 @@
+"""Sampler: from logits to chosen tokens and log-probabilities, on the device, with one wait for the results at the end.
+
+The order of operations is the one that vLLM's users know:
+
+raw logits -> log-probabilities
+           -> penalties -> logit bias -> ban on ending before min_tokens
+           -> temperature -> min_p -> top_k -> top_p -> one token, by a random number that (seed, position) gives
+
+Every filter keeps the first tokens of one order: the likelier first, and the smaller id among equals. The token is
+then looked up among the weights that are left, in the order of the vocabulary. All sums are of whole numbers, so a row
+gives the same token and the same log-probabilities to the bit alone, in any company and in any place.
+"""
+
+from collections.abc import Sequence as SequenceABC
+
+import torch
+
+from holdfast.memory.ledger import Ledger
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.device_sampler import DeviceSampler
+from holdfast.runner.sampling.host_sampler import HostSampler
+from holdfast.runner.sampling.result import TokenLogprobs
+from holdfast.runner.sampling.sampling_batch import SequenceSample
+
+# S sequences, T prompt positions, V vocabulary
+
+_EVERY_EDIT = SamplingParams(
+    repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}, min_tokens=9, stop_token_ids=(0,), logprobs=1
+)
+
+
+class Sampler:
+    """Chooses tokens for up to `max_rows` sequences at once.
+
+    Logits are float32 and may be a view of a larger buffer whose rows lie side by side. On a GPU nothing is allocated after
+    construction, and nothing compiled after `warm` as long as the logits begin at a multiple of 16 bytes.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
+        self._vocab_size = vocab_size
+        self._has_kernels = device.type != "cpu"
+        self._chooser = (
+            DeviceSampler(vocab_size, device, max_rows, ledger)
+            if self._has_kernels
+            else HostSampler(vocab_size, max_rows)
+        )
+        self.likeliest_S = self._chooser.likeliest_S
+        """int64, at least `max_rows` long, and always in the same place."""
+
+    def warm(self, logits_SV: torch.Tensor) -> None:
+        """Compile every kernel for logits that lie like these; their values do not matter."""
+        if not self._has_kernels:
+            return
+        for params in (SamplingParams(top_k=1), _EVERY_EDIT):
+            self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
+        self.prompt_logprobs(logits_SV[:1], [0], 1)
+
+    def find_likeliest(self, logits_SV: torch.Tensor) -> None:
+        """The likeliest token of each row into the first places of `likeliest_S`; a CUDA graph may capture this."""
+        self._chooser.find_likeliest(logits_SV)
+
+    def read_greedy(self, num_rows: int) -> list[SequenceSample]:
+        """What `find_likeliest` has left for the first rows, where every sequence takes the likeliest token."""
+        return self._chooser.read_greedy(num_rows)
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        sequences: SequenceABC[Sequence],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
+    ) -> list[SequenceSample]:
+        """One token for each sequence; row i of the float32 logits follows everything in sequences[i].token_ids.
+
+        `chosen_by_graph` holds what `find_likeliest` would find, where a graph has found it already.
+        """
+        self._check(logits_SV, len(sequences), "sequences")
+        return self._chooser.sample(logits_SV, sequences, eos_token_ids, chosen_by_graph) if sequences else []
+
+    def prompt_logprobs(
+        self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        """Of target_ids[i] where row i of the float32 logits predicts it."""
+        self._check(logits_TV, len(target_ids), "targets")
+        return self._chooser.prompt_logprobs(logits_TV, target_ids, num_top) if target_ids else []
+
+    def _check(self, logits_XV: torch.Tensor, num_rows: int, name: str) -> None:
+        assert logits_XV.shape == (num_rows, self._vocab_size), (
+            f"logits are {tuple(logits_XV.shape)} for {num_rows} {name} and {self._vocab_size=}"
+        )
+        assert logits_XV.dtype == torch.float32, f"{logits_XV.dtype=} must be float32"

@@ -1,0 +1,138 @@
+"""Blueprints: from a config.json to what a plan asks, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
+from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES, read_blueprint, spec_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.families import FAMILIES, parameters, read_spec
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import FP8, MXFP4
+
+QWEN = CATALOGUE["Qwen3-8B"]
+STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3-0.6B", "OPT-125m", "Qwen2.5-0.5B-Instruct", "SmolLM2-135M", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B"],
+)
+def test_weight_bytes_are_those_of_the_arena_that_is_loaded_into(name: str, dtype: str) -> None:
+    spec = read_spec(CATALOGUE[name])
+    arena = arena_bytes(TensorSpec(parameter.name, parameter.shape, dtype) for parameter in parameters(spec))
+    blueprint = spec_blueprint(spec, name)
+    assert blueprint.weight_bytes(dtype) == arena
+    assert sum(group.num_bytes for group in blueprint.group_bytes(dtype).values()) == arena
+    assert sum(group.num_tensors for group in blueprint.group_bytes(dtype).values()) == len(parameters(spec))
+
+
+def test_numbers_of_a_decoder() -> None:
+    blueprint = read_blueprint(QWEN, "Qwen3-8B")
+    assert blueprint.spec == read_spec(QWEN)
+    assert blueprint.not_runnable is None
+    numbers = (blueprint.num_layers, blueprint.num_heads, blueprint.num_kv_heads, blueprint.head_dim)
+    assert numbers == (36, 32, 8, 128)
+    assert (blueprint.vocab_size, blueprint.hidden_size, blueprint.max_position) == (151936, 4096, 40960)
+    assert blueprint.checkpoint_dtype == "bfloat16"
+    assert not blueprint.has_learned_positions
+    assert read_blueprint(CATALOGUE["OPT-125m"], "opt").has_learned_positions
+
+
+def test_halves_and_quarters() -> None:
+    blueprint = read_blueprint(QWEN, "x")
+    plain = blueprint.weight_bytes("bfloat16")
+    assert 0.53 < blueprint.weight_bytes("bfloat16", WeightRecipe(FP8)) / plain < 0.55, "the embedding stays"
+    assert 0.33 < blueprint.weight_bytes("bfloat16", WeightRecipe(MXFP4)) / plain < 0.35, "the head has eight bits"
+    assert blueprint.weight_bytes("bfloat16", AS_STORED) == plain
+    tied = read_blueprint(CATALOGUE["Qwen3-4B"], "x")
+    kept, coded = (
+        tied.group_bytes("bfloat16", WeightRecipe(MXFP4, own))["embed"].num_bytes for own in ("none", "head")
+    )
+    assert kept == 151936 * 2560 * 2
+    assert coded == 151936 * (2560 + 4), "an embedding that is the head is quantized as one"
+
+
+def test_the_checkpoint_s_own_scheme_counts() -> None:
+    r1 = read_blueprint(CATALOGUE["DeepSeek-R1"], "r1")
+    assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", AS_STORED, 1)
+    assert abs(r1.weight_bytes("bfloat16") / 2**30 - 641.3) < 1
+    unpacked = read_blueprint({**CATALOGUE["DeepSeek-R1"], "quantization_config": None}, "r1")
+    assert abs(unpacked.weight_bytes("bfloat16") / r1.weight_bytes("bfloat16") - 2) < 0.02
+
+
+def test_a_quantized_checkpoint_of_a_family_that_runs_is_planned_as_it_is() -> None:
+    blueprint = read_blueprint({**QWEN, "quantization_config": STORED}, "Qwen3-8B-FP8")
+    assert blueprint.spec == read_spec(QWEN)
+    assert blueprint.not_runnable is None
+    assert blueprint.weight_bytes("bfloat16") < 0.6 * read_blueprint(QWEN, "x").weight_bytes("bfloat16")
+    assert blueprint.kv_bytes_per_token("bfloat16") == 147456
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quant_method = 'awq'; checkpoints in fp8, or not quantized, can be planned",
+        ),
+        ({"bits": 4}, "quant_method = ''"),
+        (STORED | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
+        ([1], "quantization_config"),
+    ],
+)
+def test_other_quantized_checkpoints_are_refused(settings, error: str) -> None:
+    with pytest.raises((UnsupportedModelError, ModelFormatError), match=error):
+        read_blueprint({**QWEN, "quantization_config": settings}, "x")
+
+
+def test_an_unknown_architecture_lists_what_can_be_planned() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"describes a MambaForCausalLM; plans are made for .*Qwen3ForCausalLM.*V4"
+    ):
+        read_blueprint({"architectures": ["MambaForCausalLM"]}, "x")
+    with pytest.raises(ModelFormatError, match="has no architectures"):
+        read_blueprint({}, "x")
+    assert not set(FAMILIES) & set(PLANNED_FAMILIES)
+
+
+def test_formats_by_name_or_as_values() -> None:
+    blueprint = read_blueprint(QWEN, "x")
+    for name, value in KV_FORMATS.items():
+        assert blueprint.kv_bytes_per_token(name) == blueprint.kv_bytes_per_token(value)
+        assert blueprint.kv_bytes_per_sequence(name) == 0
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp4' was asked"):
+        blueprint.kv_bytes_per_token("fp4")
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
+    """The advice is one that works."""
+    coded, turbo = KV_FORMATS[name].is_coded, name.startswith("turboquant")
+    odd = read_blueprint({**QWEN, "head_dim": 72}, "x")
+    for blueprint, declines, advice in (
+        (odd, coded, "head_dim is 72, and heads of a multiple of 16 elements can be coded; try bfloat16$"),
+        (read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), turbo, "this model keeps latents; try bfloat16 or fp8$"),
+        (read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
+    ):
+        if declines:
+            with pytest.raises(ConfigError, match=f"kv_cache_dtype={name} was asked; .*{advice}"):
+                blueprint.check_format(name)
+        else:
+            assert blueprint.check_format(name) is KV_FORMATS[name]
+
+
+def test_dtype_of_a_checkpoint_that_cannot_be_one() -> None:
+    with pytest.raises(ModelFormatError, match="torch_dtype = 'int4'"):
+        read_blueprint({**CATALOGUE["DeepSeek-R1"], "torch_dtype": "int4"}, "x")
+
+
+def test_asking_twice_lists_once() -> None:
+    blueprint = read_blueprint(QWEN, "x")
+    assert blueprint.parameters() is blueprint.parameters()
+    assert blueprint.group_bytes("bfloat16") is blueprint.group_bytes("bfloat16", AS_STORED)
+    assert replace(blueprint, name="y").parameters() == blueprint.parameters()

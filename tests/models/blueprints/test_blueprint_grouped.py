@@ -1,0 +1,233 @@
+"""Keys and values by head: what a rank holds, against the families that run and against transformers."""
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.dummy import DummySource
+from holdfast.models.activations import (
+    attention_request,
+    codes_request,
+    head_request,
+    mlp_request,
+    stream_request,
+)
+from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.blueprint_anatomy import StepShape
+from holdfast.models.catalogue import CATALOGUE, find_model
+from holdfast.models.families import parameters, read_spec
+from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightScheme
+from models.meta_models import count_elements
+
+TINY_MOE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
+RUNNABLE = [name for name, config in CATALOGUE.items() if read_blueprint(config, name).spec is not None]
+STEP = StepShape(num_rows=8, num_logit_rows=5, max_model_len=64, dtype="bfloat16")
+
+
+def moe(family: str, **changes: object) -> dict[str, Any]:
+    names = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}[family],
+    }
+    return TINY_MOE | names | changes
+
+
+def elements(blueprint: Blueprint, num_ranks: int = 1) -> int:
+    return sum(prod(weight.shape) for weight in blueprint.parameters(num_ranks))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        moe("Qwen2Moe", shared_expert_intermediate_size=40),
+        moe("Qwen2Moe", shared_expert_intermediate_size=40, decoder_sparse_step=2),
+        moe("Qwen3Moe"),
+        moe("Qwen3Moe", mlp_only_layers=[0, 2], tie_word_embeddings=True),
+    ],
+    ids=["qwen2", "qwen2 every second layer", "qwen3", "qwen3 with dense layers"],
+)
+def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    assert elements(read_blueprint(config, "tiny")) == count_elements(family, config)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
+    spec = read_spec(CATALOGUE[name])
+    loaded = [(parameter.name, parameter.shape, parameter.kind) for parameter in parameters(spec)]
+    planned = spec_blueprint(spec, name).parameters()
+    assert [(weight.name, weight.shape, weight.kind) for weight in planned] == loaded
+
+
+@pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme and scheme.name)
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe"])
+def test_planned_bytes_of_experts_are_those_that_are_loaded(family: str, scheme: WeightScheme | None) -> None:
+    """Of an arena for the load that was planned from the headers of a dummy, whatever is quantized."""
+    sizes = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 96}
+    spec = read_spec(moe(family, **sizes, intermediate_size=160, mlp_only_layers=[1]))
+    recipe, listed = WeightRecipe(scheme, "all"), parameters(spec)
+    plan = plan_load(listed, DummySource(listed, "bfloat16"), "bfloat16", recipe)
+    assert spec_blueprint(spec, "x").weight_bytes("bfloat16", recipe) == plan.final_bytes
+
+
+def test_kinds() -> None:
+    kinds: dict[str, set[str]] = {}
+    for config in (CATALOGUE["OPT-125m"], CATALOGUE["Qwen3-8B"], CATALOGUE["Qwen2.5-7B-Instruct"]):
+        for weight in read_blueprint(config, "x").parameters():
+            kinds.setdefault(weight.kind, set()).add(weight.name.rpartition("layers.")[2].lstrip("0123456789."))
+    assert kinds["embedding"] == {"embed.weight", "positions.weight"}
+    assert kinds["head"] == {"lm_head.weight", "embed.weight"}, "an embedding that is the head is a head"
+    assert kinds["linear"] == {"qkv.weight", "o.weight", "up.weight", "down.weight", "gate_up.weight"}
+    assert all(name.endswith(".bias") for name in kinds["bias"])
+    assert all(name.endswith("norm.weight") for name in kinds["norm"])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ranks_hold_everything_and_share_what_they_must(name: str, num_ranks: int) -> None:
+    blueprint = read_blueprint(CATALOGUE[name], name)
+    whole = {weight.name: prod(weight.shape) for weight in blueprint.parameters()}
+    kv_heads = blueprint.num_kv_heads
+    for weight in blueprint.parameters(num_ranks):
+        held = num_ranks * prod(weight.shape)
+        if weight.kind in ("norm", "router"):
+            assert held == num_ranks * whole[weight.name], f"{weight.name} is on every rank"
+        elif ".qkv." in weight.name and kv_heads < num_ranks:
+            assert held > whole[weight.name], "key heads are copied where there are fewer than ranks"
+        else:
+            assert held == whole[weight.name], weight.name
+
+
+def test_key_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
+    blueprint = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x")
+    bytes_per_token = [blueprint.kv_bytes_per_token("bfloat16", ranks) for ranks in (1, 2, 4, 8, 16)]
+    assert bytes_per_token == [98304, 49152, 24576, 24576, 24576]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "reason"),
+    [
+        ("Qwen3-8B", 3, "32 query heads do not divide into 3 equal parts; try 1, 2, 4, 8, 16"),
+        ("SmolLM2-135M", 2, "9 query heads do not divide into 2 equal parts; try 1, 3"),
+        ("Qwen2.5-7B-Instruct", 14, "4 key heads neither divide into 14 parts nor are shared by them evenly"),
+        ("Qwen3-30B-A3B", 5, "32 query heads"),
+        ("OPT-125m", 8, "12 query heads"),
+    ],
+)
+def test_ranks_that_do_not_divide(name: str, num_ranks: int, reason: str) -> None:
+    blueprint = read_blueprint(CATALOGUE[find_model(name)[0]], name)
+    for ask in (blueprint.parameters, lambda ranks: blueprint.kv_bytes_per_token("bfloat16", ranks)):
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size={num_ranks} was asked; {reason}"):
+            ask(num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, True, 2.0, "2", None, 10**9])
+def test_ranks_that_are_no_number(num_ranks) -> None:
+    with pytest.raises(ConfigError, match="a whole number from 1 to 4096 works"):
+        read_blueprint(CATALOGUE["Qwen3-8B"], "x").parameters(num_ranks)
+
+
+def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
+    blueprint = read_blueprint(CATALOGUE["Qwen3-0.6B"], "x")
+    spec = blueprint.spec
+    assert spec is not None
+    assert blueprint.anatomy.requests(STEP, 1, ()) == (
+        stream_request(spec, 8, "bfloat16"),
+        attention_request(spec, 8, "bfloat16", ()),
+        mlp_request(spec, 8, "bfloat16"),
+        head_request(spec, 5, "bfloat16"),
+    )
+
+
+def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
+    anatomy = read_blueprint(CATALOGUE["Qwen3-8B"], "x").anatomy
+    whole, part = ({request.owner: request for request in anatomy.requests(STEP, ranks, ())} for ranks in (1, 4))
+    assert part["head"] == whole["head"]
+    assert part["stream"] == whole["stream"]
+    assert part["mlp"].specs[0].shape == (8, 2 * 12288 // 4)
+    assert part["attention"].specs[1].shape == (8, 32 // 4, 128)
+
+
+@pytest.mark.parametrize("scheme", [FP8, INT8])
+def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
+    anatomy = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x").anatomy
+    recipe = WeightRecipe(scheme)
+    requests = {request.owner: request for request in anatomy.requests(STEP._replace(recipe=recipe), 2, ())}
+    spec = anatomy._rank(2)  # type: ignore[attr-defined]
+    wanted = codes_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
+    assert requests.get("codes") == (wanted if scheme is FP8 else None)
+    assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)
+
+
+def test_experts_take_the_place_of_the_mlp() -> None:
+    anatomy = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x").anatomy
+    assert [request.owner for request in anatomy.requests(STEP, 1, ())] == ["stream", "attention", "experts", "head"]
+    mixed = read_blueprint(moe("Qwen3Moe", mlp_only_layers=[1]), "x").anatomy
+    assert [request.owner for request in mixed.requests(STEP, 1, ())] == [
+        "stream",
+        "attention",
+        "mlp",
+        "experts",
+        "head",
+    ]
+
+
+@given(
+    heads=st.sampled_from([1, 2, 4, 8, 12]),
+    shared_by=st.sampled_from([1, 2, 4]),
+    layers=st.integers(1, 5),
+    head_dim=st.sampled_from([16, 64, 80]),
+    ranks=st.integers(1, 16),
+    format=st.sampled_from(["float32", "bfloat16", "fp8", "turboquant_3bit_nc"]),
+)
+def test_ranks_together_keep_at_least_the_whole_cache(heads, shared_by, layers, head_dim, ranks, format) -> None:
+    spec = replace(SPEC, num_kv_heads=heads, num_heads=heads * shared_by, num_layers=layers, head_dim=head_dim)
+    blueprint = spec_blueprint(spec, "x")
+    if blueprint.anatomy.indivisible(ranks) is not None:
+        return
+    whole, part = blueprint.kv_bytes_per_token(format), blueprint.kv_bytes_per_token(format, ranks)
+    assert part == whole / min(ranks, heads)
+
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    family="llama",
+    vocab_size=100,
+    hidden_size=48,
+    intermediate_size=960,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=64,
+    checkpoint_dtype="float32",
+    norm_eps=1e-5,
+    rope=RopeSpec(10_000.0),
+)
+
+
+@pytest.mark.parametrize("value", ["1", [1, "2"], {"a": 1}])
+def test_dense_layers_must_be_a_list_of_numbers(value) -> None:
+    with pytest.raises(ModelFormatError, match="mlp_only_layers"):
+        read_blueprint(moe("Qwen3Moe", mlp_only_layers=value), "x")

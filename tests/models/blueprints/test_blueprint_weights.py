@@ -1,0 +1,140 @@
+"""Bytes of weights under every recipe, counted by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.memory.tensor_spec import aligned
+from holdfast.models.blueprints.blueprint_weights import (
+    FP8_BLOCK_E8M0,
+    Weight,
+    WeightGroup,
+    weight_bytes,
+    weight_groups,
+    weight_of,
+)
+from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4, WEIGHT_SCHEMES
+
+LINEAR = Weight("layers.0.qkv.weight", (300, 96), "linear")
+SIZES = {
+    "fp8": (300 * 96, 4 * 300),
+    "fp8_tensor": (300 * 96, 4 * 300),
+    "fp8_block": (300 * 96, 4 * 3 * 1),
+    "int8": (300 * 96, 4 * 300),
+    "mxfp4": (300 * 48, 300 * 3),
+}
+RECIPES = {name: WeightRecipe(scheme) for name, scheme in WEIGHT_SCHEMES.items()}
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+def test_codes_and_scales(name: str) -> None:
+    codes, scales = SIZES[name]
+    assert weight_bytes(LINEAR, "bfloat16", RECIPES[name]) == aligned(codes) + aligned(scales)
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+def test_every_expert_has_scales_of_its_own(name: str) -> None:
+    codes, scales = SIZES[name]
+    experts = Weight("layers.0.experts.down.weight", (7, 300, 96), "expert")
+    if name == "fp8_block":
+        scales = 4 * 300 // 4 * 1
+        assert experts.scheme(RECIPES[name]) == FP8_BLOCK.with_parts((4,)), "300 rows in blocks that end with them"
+    assert weight_bytes(experts, "bfloat16", RECIPES[name]) == aligned(7 * codes) + aligned(7 * scales)
+
+
+def test_blocks_end_where_parts_do() -> None:
+    fused = LINEAR._replace(shape=(960, 256), seam_rows=192)
+    scheme = fused.scheme(RECIPES["fp8_block"])
+    assert scheme is not None
+    assert scheme.block_rows == 64
+    assert weight_bytes(fused, "bfloat16", RECIPES["fp8_block"]) == aligned(960 * 256) + aligned(4 * 15 * 2)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "norm", "bias", "router"])
+def test_the_rest_stays_as_it_is(kind) -> None:
+    for recipe in RECIPES.values():
+        assert weight_bytes(Weight("x", (300, 96), kind), "bfloat16", recipe) == aligned(2 * 300 * 96)
+
+
+@pytest.mark.parametrize(("embeddings", "is_coded"), [("none", False), ("head", False), ("all", True)])
+def test_embeddings_are_quantized_where_all_is_asked(embeddings, is_coded: bool) -> None:
+    recipe = WeightRecipe(MXFP4, embeddings)
+    num_bytes = weight_bytes(Weight("embed.weight", (300, 96), "embedding"), "bfloat16", recipe)
+    assert num_bytes == (aligned(300 * 96) + aligned(4 * 300) if is_coded else aligned(2 * 300 * 96)), "in fp8"
+
+
+def test_patterns_know_a_weight_by_the_tensors_that_it_is_made_of() -> None:
+    parts = (Part("model.layers.0.q.weight", 0, (64, 32)), Part("model.layers.0.k.weight", 64, (32, 32)))
+    weight = weight_of(Parameter("layers.0.qkv.weight", (96, 32), parts))
+    assert weight == Weight(
+        "layers.0.qkv.weight",
+        (96, 32),
+        "linear",
+        tensors=("model.layers.0.q.weight", "model.layers.0.k.weight"),
+        seam_rows=64,
+    )
+    for pattern in ("layers.0.qkv.weight", "*.k", "re:.*q[.]weight"):
+        assert weight.scheme(WeightRecipe(MXFP4, ignore=(pattern,))) is None, pattern
+    assert weight.scheme(WeightRecipe(MXFP4, ignore=("*.v",))) is MXFP4
+
+
+def test_a_type_of_its_own_outlives_the_dtype() -> None:
+    assert weight_bytes(Weight("x", (10, 6), "router", dtype="int64"), "bfloat16", AS_STORED) == aligned(8 * 60)
+
+
+def test_a_rank_s_share_of_stacked_matrices_has_blocks_that_end_with_it() -> None:
+    settled = FP8_BLOCK.with_parts((32,))
+    whole = Weight("layers.0.experts.gate_up.weight", (8, 64, 256), "expert", settled, seam_rows=32)
+    assert whole.scheme(AS_STORED) == settled
+    share = whole._replace(shape=(8, 16, 256))
+    assert share.scheme(AS_STORED) == FP8_BLOCK.with_parts((16,))
+    assert weight_bytes(share, "bfloat16", AS_STORED) == aligned(8 * 16 * 256) + aligned(4 * 8 * 1 * 2)
+
+
+def test_a_checkpoint_s_own_scheme_counts_by_name_or_as_it_is() -> None:
+    stored = LINEAR._replace(native=FP8_BLOCK_E8M0.name)
+    assert weight_bytes(stored, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(3)
+    settled = LINEAR._replace(native=FP8_BLOCK.with_parts((4,)))
+    assert weight_bytes(settled, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(4 * 75)
+    assert FP8_BLOCK_E8M0.name not in WEIGHT_SCHEMES, "nobody asks for it: checkpoints have it"
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from(sorted(WEIGHT_SCHEMES)))
+def test_never_more_than_plain_fp32_and_never_less_than_the_bits(rows: int, columns: int, name: str) -> None:
+    columns += -columns % 32
+    num_bytes = weight_bytes(Weight("x", (rows, columns), "linear"), "float32", RECIPES[name])
+    assert num_bytes % 256 == 0
+    assert rows * columns / WEIGHT_SCHEMES[name].codes_per_byte < num_bytes
+    assert num_bytes <= rows * columns + 4 * rows * -(-columns // 32) + 512
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "group"),
+    [
+        ("embed.weight", "embedding", "embed"),
+        ("layers.3.qkv.weight", "linear", "layers"),
+        ("layers.3.experts.down.weight", "expert", "experts"),
+        ("mtp.0.experts.down.weight", "expert", "mtp"),
+        ("lm_head.weight", "head", "lm_head"),
+    ],
+)
+def test_groups_of_a_table(name, kind, group) -> None:
+    assert Weight(name, (1, 1), kind).group == group
+
+
+def test_groups_name_every_way_in_which_their_weights_are_stored() -> None:
+    norms = [Weight(f"layers.{layer}.norm.weight", (96,), "norm") for layer in range(3)]
+    router = Weight("layers.0.router.weight", (8, 96), "router", dtype="float32")
+    stored = Weight("layers.1.qkv.weight", (300, 96), "linear", "int8")
+    head = Weight("lm_head.weight", (300, 96), "head")
+    weights = (*norms, router, LINEAR, LINEAR._replace(name="layers.2.qkv.weight"), stored, head)
+    groups = weight_groups(weights, "bfloat16", RECIPES["mxfp4"])
+    in_layers = sum(weight_bytes(weight, "bfloat16", RECIPES["mxfp4"]) for weight in weights[:-1])
+    assert groups == {
+        "layers": WeightGroup(7, in_layers, ("mxfp4", "int8", "bfloat16", "float32")),
+        "lm_head": WeightGroup(1, aligned(300 * 96) + aligned(4 * 300), ("int8",)),
+    }
+    assert weight_groups(norms, "float16", AS_STORED) == {"layers": WeightGroup(3, 3 * 256, ("float16",))}
+    assert weight_groups((), "float16", AS_STORED) == {}

@@ -1,0 +1,50 @@
+"""What tests of plans share: models by name, targets of any size, and a change applied as a person would."""
+
+from dataclasses import replace
+from functools import cache
+
+from holdfast.config import EngineConfig
+from holdfast.memory.gpus import GPUS
+from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.runner.planning.alternatives import Alternative
+from holdfast.runner.planning.plan_fit import Wish
+from holdfast.runner.planning.target import Target, gpu_target
+
+GIB = 1024**3
+H200 = gpu_target(GPUS["h200"])
+A100 = gpu_target(GPUS["a100-80g"])
+RTX4090 = gpu_target(GPUS["rtx4090"])
+HOST = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "made up")
+NUMBERS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+
+
+@cache
+def blueprint(name: str) -> Blueprint:
+    return read_blueprint(CATALOGUE[name], name)
+
+
+def wish(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> Wish:
+    """A wish; options that no config has go beside it."""
+    beside = {key: options.pop(key) for key in ("tensor_parallel_size", "staging") if key in options}
+    return Wish(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
+
+
+def changed(wish: Wish, alternative: Alternative) -> Wish:
+    """The wish of somebody who takes the advice."""
+    option, value = alternative.option, alternative.value
+    if option == "gpu":
+        config = replace(wish.config, memory_limit=None)
+        return wish._replace(target=gpu_target(GPUS[value]), config=config, staging=None)
+    if option == "quantization":
+        return wish._replace(config=wish.config.with_quantization(value))
+    if option == "tensor_parallel_size":
+        return wish._replace(tensor_parallel_size=int(value))
+    typed: object = value or None
+    if option in NUMBERS:
+        typed = int(value)
+    elif option == "memory_utilization":
+        typed = float(value)
+    elif option == "enforce_eager":
+        typed = value == "true"
+    return wish._replace(config=replace(wish.config, **{option: typed}))

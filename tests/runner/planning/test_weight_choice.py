@@ -1,0 +1,82 @@
+"""Which weights are quantized here: what a device can multiply, what a checkpoint has already, and what is told of it."""
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError
+from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.quant.weight_recipe import EMBEDDING_CHOICES, QuantizedEmbeddings, WeightRecipe
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, WEIGHT_SCHEMES
+from holdfast.runner.planning.target import Target, memory_target
+from holdfast.runner.planning.weight_choice import choose_recipe, unsupported_scheme
+from runner.plan_cases import A100, H200, HOST, RTX4090, blueprint
+
+CODED = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.codes_activations]
+
+
+def choose(model: str | Blueprint = "Qwen3-8B", target: Target = H200, **options):
+    known = blueprint(model) if isinstance(model, str) else model
+    return choose_recipe(EngineConfig.from_options(**options), known, target)
+
+
+def test_nothing_asked_is_nothing_told() -> None:
+    assert choose() == (WeightRecipe(), ())
+    assert choose(quantization="none") == (WeightRecipe(), ())
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("target", [H200, RTX4090, HOST, memory_target("24GiB")], ids=lambda target: target.name)
+def test_every_scheme_runs_here(name: str, target: Target) -> None:
+    """A GPU of which only the size is known is taken to be a new one."""
+    recipe, notes = choose(target=target, quantization=name)
+    assert recipe == WeightRecipe(WEIGHT_SCHEMES[name])
+    assert notes == (("quantization", name, "asked: 145 of 291 weights are quantized as they load"),)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_gpu_without_products_in_fp8_says_so_and_what_it_has(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(target=A100, quantization=name)
+    assert caught.value.asked == f"quantization={name} was asked"
+    assert "compute capability 8.0" in caught.value.has
+    assert caught.value.do == "try int8 or mxfp4"
+    assert [scheme for scheme in WEIGHT_SCHEMES if unsupported_scheme(scheme, A100) is None] == ["int8", "mxfp4"]
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+@pytest.mark.parametrize("embeddings", EMBEDDING_CHOICES)
+def test_heads_and_embeddings_are_quantized_there_as_anywhere(name: str, embeddings: QuantizedEmbeddings) -> None:
+    recipe, notes = choose(target=A100, quantization=name, quantized_embeddings=embeddings)
+    assert recipe == WeightRecipe(WEIGHT_SCHEMES[name], embeddings)
+    assert (recipe, notes) == choose(target=H200, quantization=name, quantized_embeddings=embeddings)
+    head = recipe.scheme_for("head", ())
+    assert head is None or not head.codes_activations, "else that GPU could not multiply by it"
+
+
+def test_patterns_that_do_nothing_are_told_and_those_that_match_nothing_raise() -> None:
+    _, notes = choose(quantization="fp8", quantization_ignore="*norm*,lm_head")
+    assert notes[1] == ("quantization_ignore", "*norm*", "asked, but what it matches is never quantized")
+    _, notes = choose(quantization="fp8", quantization_ignore="*")
+    assert notes == (("quantization", "fp8", "asked, but no weight is quantized: quantization_ignore covers them all"),)
+    with pytest.raises(ConfigError, match=r"'\*doun_proj\*' was asked; .*did you mean \*down_proj\*\?"):
+        choose(quantization="fp8", quantization_ignore="*doun_proj*")
+
+
+def test_a_checkpoint_that_is_quantized_stays_so() -> None:
+    recipe, notes = choose("DeepSeek-R1")
+    assert recipe.scheme == FP8_BLOCK
+    assert notes == (("quantization", "fp8_block", "the checkpoint's own"),)
+    assert choose("DeepSeek-R1", quantization="fp8_block")[0] == recipe, "that is what it is"
+    with pytest.raises(
+        ConfigError, match="quantization=mxfp4 was asked; DeepSeek-R1 has its weights in fp8_block already"
+    ):
+        choose("DeepSeek-R1", quantization="mxfp4")
+
+
+def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None:
+    from dataclasses import replace
+
+    stored = replace(blueprint("Qwen3-8B"), stored={"layers.0.o.weight": FP8})
+    assert choose(stored)[0].scheme == FP8
+    with pytest.raises(ConfigError, match=r"stored in fp8; .*8\.0.*; take the unquantized checkpoint"):
+        choose(stored, A100)

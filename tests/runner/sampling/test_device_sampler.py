@@ -1,0 +1,144 @@
+"""The sampler of devices: on the host, where its kernels are their references, it is the host's sampler to the bit."""
+
+import random
+
+import pytest
+import torch
+
+from holdfast.kernels.logits import edit_logits, likeliest, logprob_rows, sample_tokens
+from holdfast.memory.ledger import Ledger
+from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
+from holdfast.request.sequence import Sequence
+from holdfast.runner.planning import sampling_terms
+from holdfast.runner.sampling.device_sampler import DeviceSampler
+from holdfast.runner.sampling.edit_staging import EditStaging
+from holdfast.runner.sampling.host_sampler import HostSampler
+from holdfast.runner.sampling.result import NO_TOKEN
+from runner.sampling_rows import EOS, SETTINGS
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
+
+def make_rows(vocab_size: int, num_rows: int) -> tuple[torch.Tensor, list[Sequence]]:
+    rng = random.Random(num_rows)
+    settings = list(SETTINGS.values())
+    sequences = [
+        Sequence(
+            row, rng.choices(range(vocab_size), k=30), 20, SamplingParams(**settings[row % len(settings)]), row, 99
+        )
+        for row in range(num_rows)
+    ]
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(num_rows)) * 3, sequences
+
+
+def samplers(vocab_size: int, max_rows: int) -> tuple[DeviceSampler, HostSampler]:
+    return DeviceSampler(vocab_size, CPU, max_rows, Ledger()), HostSampler(vocab_size, max_rows)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 100, 9001])
+def test_every_setting_as_on_the_host(vocab_size):
+    logits, sequences = make_rows(vocab_size, len(SETTINGS))
+    on_device, on_host = samplers(vocab_size, len(SETTINGS))
+    raw = logits.clone()
+    for _ in range(2):
+        assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+    assert torch.equal(logits, raw)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 7])
+def test_rows_in_several_blocks(rows_at_once):
+    logits, sequences = make_rows(100, 2 * len(SETTINGS))
+    on_device, on_host = samplers(100, len(sequences))
+    on_device._rows_at_once = on_device._edited_at_once = rows_at_once
+    assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+
+
+@pytest.mark.parametrize("most", [1, 700])
+def test_more_edits_than_the_list_holds(monkeypatch, most):
+    monkeypatch.setattr(sampling_terms, "LISTED_EDITS", most)
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3000)
+    sequences = [Sequence(row, list(range(1000)) * 2, 1000, params, row, 9) for row in range(5)]
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)) * 3
+    on_device, on_host = samplers(1000, 5)
+    assert on_device._staging._list_E2.shape[0] <= 1792
+    assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+
+
+def test_prompts_as_on_the_host():
+    logits, _ = make_rows(300, 150)
+    targets = [(row * 7) % 300 for row in range(150)]
+    for max_rows in (1, 100):
+        on_device, on_host = samplers(300, max_rows)
+        for num_top in (0, 3, MAX_LOGPROBS):
+            expected = on_host.prompt_logprobs(logits, targets, num_top)
+            assert on_device.prompt_logprobs(logits, targets, num_top) == expected
+
+
+def test_poison_stays_in_its_row():
+    logits, sequences = make_rows(100, len(SETTINGS))
+    on_device, on_host = samplers(100, len(SETTINGS))
+    logits[::3, 7] = torch.nan
+    logits[1::3] = -torch.inf
+    samples = on_device.sample(logits, sequences, EOS, None)
+    assert samples == on_host.sample(logits, sequences, EOS, None)
+    assert [sample.token_id for sample in samples].count(NO_TOKEN) == 14
+
+
+def test_what_a_graph_has_found_is_believed():
+    logits, sequences = make_rows(100, 3)
+    on_device, on_host = samplers(100, 3)
+    plain = [Sequence(0, [1], 1, SamplingParams(temperature=0.0), 0, 9) for _ in range(3)]
+    found = torch.tensor([7, NO_TOKEN, 9, 55, 55])
+    for chooser in (on_device, on_host):
+        assert [sample.token_id for sample in chooser.sample(logits, plain, EOS, found)] == [7, NO_TOKEN, 9]
+    on_device.find_likeliest(logits)
+    on_host.find_likeliest(logits)
+    expected = on_host.read_greedy(3)
+    assert on_device.read_greedy(3) == expected
+    assert [sample.token_id for sample in expected] == logits.argmax(1).tolist()
+    found = on_device.likeliest_S.clone()
+    assert on_device.sample(logits, sequences, EOS, found) == on_host.sample(logits, sequences, EOS, None)
+
+
+def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
+    logits, sequences = make_rows(100, len(SETTINGS))
+    on_device, on_host = samplers(100, len(SETTINGS))
+
+    def interrupt(self, block):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EditStaging, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            on_device.sample(logits, sequences, EOS, None)
+    assert on_device._is_busy
+    logits, sequences = logits.flip(0), sequences[::-1]
+    assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+    assert not on_device._is_busy
+
+
+def test_the_ledger_holds_what_the_terms_say():
+    ledger = Ledger()
+    DeviceSampler(1000, CPU, 5, ledger)
+    terms = {term.owner: term.num_bytes for term in sampling_terms.sampling_terms(5, 1000, "cuda")}
+    assert {entry.owner: entry.num_bytes for entry in ledger} == terms
+
+
+def test_by_kernels(monkeypatch, device):
+    """Every setting through the kernels; the last place of an exponential is too little to change a token here."""
+    for module in (edit_logits, likeliest, logprob_rows, sample_tokens):
+        monkeypatch.setattr(module, "can_run", lambda tensor: True)
+    logits, sequences = make_rows(100, len(SETTINGS))
+    on_device, on_host = DeviceSampler(100, device, len(SETTINGS), Ledger()), HostSampler(100, len(SETTINGS))
+    found = on_device.sample(logits.to(device), sequences, EOS, None)
+    expected = on_host.sample(logits, sequences, EOS, None)
+    assert [sample.token_id for sample in found] == [sample.token_id for sample in expected]
+    for sample, other in zip(found, expected, strict=True):
+        if other.logprobs is not None:
+            assert sample.logprobs is not None
+            assert sample.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-6)
+            assert sample.logprobs.rank == other.logprobs.rank
+            assert [token_id for token_id, _ in sample.logprobs.top] == [token_id for token_id, _ in other.logprobs.top]
+    (prompt,) = on_device.prompt_logprobs(logits[:1].to(device), [3], 4)
+    assert prompt.logprob == pytest.approx(on_host.prompt_logprobs(logits[:1], [3], 4)[0].logprob, abs=1e-6)

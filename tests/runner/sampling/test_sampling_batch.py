@@ -1,0 +1,99 @@
+"""Rows by the work that they need, whatever stands beside them."""
+
+import pytest
+
+from holdfast.kernels.logits.logit_chunks import LogitRow
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence
+from holdfast.runner.planning.sampling_terms import MAX_NARROW_TOP_K
+from holdfast.runner.sampling.random_numbers import uniform
+from holdfast.runner.sampling.sampling_batch import RowParameters, SamplingBatch, is_edited, is_plain, logit_row
+
+VOCAB_SIZE = 1000
+
+
+def make_sequence(seed: int = 0, num_output: int = 3, **params) -> Sequence:
+    return Sequence(0, list(range(4 + num_output)), 4, SamplingParams(**params), seed, max_tokens=100)
+
+
+KINDS = {
+    "plain greedy": ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, None),
+    "penalised greedy": ({"temperature": 0.0, "presence_penalty": 0.1}, "edited_greedy"),
+    "biased greedy": ({"temperature": 0.0, "logit_bias": {3: 1.0}}, "edited_greedy"),
+    "greedy that may not end": ({"temperature": 0.0, "min_tokens": 4}, "edited_greedy"),
+    "greedy that may end": ({"temperature": 0.0, "min_tokens": 3}, None),
+    "greedy with an empty bias": ({"temperature": 0.0, "logit_bias": {}}, None),
+    "temperature": ({}, "unfiltered"),
+    "min_p": ({"min_p": 0.2}, "unfiltered"),
+    "top_k of everything": ({"top_k": VOCAB_SIZE}, "unfiltered"),
+    "top_k beyond everything": ({"top_k": 2**31 - 1}, "unfiltered"),
+    "top_k": ({"top_k": 1}, "narrow"),
+    "the largest small top_k": ({"top_k": MAX_NARROW_TOP_K, "top_p": 0.5}, "narrow"),
+    "large top_k": ({"top_k": MAX_NARROW_TOP_K + 1}, "wide"),
+    "top_p": ({"top_p": 0.999}, "wide"),
+    "top_p with a top_k beyond everything": ({"top_p": 0.9, "top_k": 5000}, "wide"),
+}
+
+
+@pytest.mark.parametrize(("params", "expected"), KINDS.values(), ids=KINDS.keys())
+def test_a_row_has_its_kind(params, expected):
+    batch = SamplingBatch.of([make_sequence(**params)], VOCAB_SIZE)
+    kinds = {name: getattr(batch, name) for name in ("edited_greedy", "unfiltered", "narrow", "wide")}
+    assert kinds == {name: (0,) if name == expected else () for name in kinds}
+    assert batch.is_plain == (expected is None)
+
+
+def test_a_mixed_batch_holds_each_row_once_and_in_order():
+    batch = SamplingBatch.of([make_sequence(**params) for params, _ in KINDS.values()], VOCAB_SIZE)
+    rows = [*batch.edited_greedy, *batch.unfiltered, *batch.narrow, *batch.wide]
+    assert sorted(rows) == [row for row, (_, kind) in enumerate(KINDS.values()) if kind]
+    assert not batch.is_plain
+
+
+def test_logprobs_rows_and_the_most_that_was_asked():
+    sequences = [make_sequence(logprobs=logprobs) for logprobs in (None, 0, 5, None, 3)]
+    batch = SamplingBatch.of(sequences, VOCAB_SIZE)
+    assert batch.logprobs == (1, 2, 4)
+    assert batch.num_top == 5
+    assert SamplingBatch.of(sequences, vocab_size=2).num_top == 2
+
+
+def test_parameters_of_a_block():
+    sequences = [
+        make_sequence(seed=2**64 - 1, temperature=0.5, top_k=2**31 - 1),
+        make_sequence(temperature=0.0),
+        make_sequence(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7),
+    ]
+    params = RowParameters.of((0, 2), sequences, VOCAB_SIZE)
+    assert params.rows.tolist() == [0, 2]
+    assert params.negative_temperature.tolist() == [[-0.5], [pytest.approx(-1e-30)]]
+    assert params.min_p.tolist() == [[0.0], [0.25]]
+    assert params.top_p.tolist() == [[1.0], [0.9]]
+    assert params.top_k.tolist() == [[VOCAB_SIZE], [7]]
+    assert params.uniform.tolist() == [[uniform(2**64 - 1, 7)], [uniform(5, 13)]]
+    assert (params.any_min_p, params.any_top_p, params.max_top_k) == (True, True, 7)
+
+
+def test_a_block_without_filters_says_so():
+    params = RowParameters.of((0,), [make_sequence()], VOCAB_SIZE)
+    assert (params.any_min_p, params.any_top_p, params.max_top_k) == (False, False, 0)
+
+
+def test_penalties_at_their_neutral_values_are_no_edits():
+    assert not is_edited(make_sequence(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
+    assert is_edited(make_sequence(frequency_penalty=-0.5))
+
+
+@pytest.mark.parametrize(("params", "kind"), KINDS.values(), ids=KINDS.keys())
+def test_who_is_plain(params, kind):
+    assert is_plain(make_sequence(**params)) == (kind is None)
+    assert not is_plain(make_sequence(**params, logprobs=0))
+
+
+def test_a_row_for_kernels_says_the_same():
+    sequence = make_sequence(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7)
+    row = LogitRow(*logit_row(sequence, 3, 8, VOCAB_SIZE))
+    assert row == LogitRow(3, 8, -1e-30, 0.25, 0.9, 7, uniform(5, 13))
+    for top_k in (0, VOCAB_SIZE, 2**31 - 1):
+        assert LogitRow(*logit_row(make_sequence(top_k=top_k), 0, 0, VOCAB_SIZE)).top_k == 0
+    assert logit_row(make_sequence(temperature=0.0, top_k=3), 1, 2, VOCAB_SIZE) == LogitRow(1, 2)
