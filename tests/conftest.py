@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,10 @@ def has_cuda() -> bool:
 # Triton reads this when it is imported, which happens long after this file.
 if not has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A job in the background of a script inherits an ignored Ctrl-C; tests that send one would wait for it for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")
