@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels.products import skinny_coded
+from holdfast.kernels.products import skinny_coded, skinny_linear
 from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch
 from holdfast.kernels.products.row_peaks import RowPeaks
 from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
 from holdfast.kernels.products.skinny_linear import (
-    BLOCK_N,
-    MAX_ROWS,
     MIN_SQUARE_COLUMNS,
     linear_add,
     linear_add_reference,
     normed_linear,
     normed_linear_reference,
-    num_parts,
 )
+from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, num_parts
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightScheme
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
@@ -122,8 +120,8 @@ class Guarded:
         num_rows, size_n, size_k = len(case.x_MK), case.num_outputs, case.x_MK.shape[1]
         num_blocks = -(-size_n // (MIN_SQUARE_COLUMNS if num_rows == 1 else BLOCK_N))
         is_coded = isinstance(case.weight_NK, QuantizedWeight)
-        count = skinny_coded.num_parts if is_coded else num_parts
-        parts = 1 if case.gated or num_rows == 1 else count(size_n, size_k)
+        block_k = skinny_coded.BLOCK_K if is_coded else skinny_linear.BLOCK_K
+        parts = 1 if case.gated or num_rows == 1 else num_parts(size_n, size_k, block_k)
         size_j = max(num_rows * num_squares, num_rows * num_blocks)
         self.scratch = SkinnyScratch(
             self.filled((size_j,), torch.float32),

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.experts.expert_blocks import order_specs
-from holdfast.kernels.products import skinny_coded, skinny_linear
+from holdfast.kernels.products import skinny_coded, skinny_linear, skinny_parts
 from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch
 from holdfast.kernels.products.row_peaks import RowPeaks
 from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
@@ -176,11 +176,10 @@ def test_only_embeddings_that_are_projected_or_placed_take_room():
 
 
 def test_the_numbers_of_the_kernels_are_known_without_them():
-    assert FEW_ROWS == skinny_linear.MAX_ROWS == skinny_coded.MAX_ROWS
-    assert FEW_BLOCK == skinny_linear.BLOCK_N == skinny_coded.BLOCK_N
+    assert FEW_ROWS == skinny_parts.MAX_ROWS
+    assert FEW_BLOCK == skinny_parts.BLOCK_N
     assert FEW_LEAST_COLUMNS == skinny_linear.MIN_SQUARE_COLUMNS
-    assert FEW_PART_COLUMNS == 2 * skinny_linear.PROGRAMS * skinny_linear.BLOCK_N
-    assert FEW_PART_COLUMNS == 2 * skinny_coded.PROGRAMS * skinny_coded.BLOCK_N
+    assert FEW_PART_COLUMNS == 2 * skinny_parts.PROGRAMS * skinny_parts.BLOCK_N
     assert FEW_GATE_PEAKS == NUM_GATE_PEAKS
 
 

@@ -8,7 +8,7 @@ import torch
 from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
 from holdfast.kernels.pages import tiled_attention
-from holdfast.kernels.products import skinny_linear
+from holdfast.kernels.products import skinny_parts
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
@@ -227,11 +227,11 @@ def test_every_form_that_a_kernel_takes_is_warmed(model, monkeypatch):
         decoder, "step_logits", lambda batch, plan: sizes.append(batch.num_rows) or step_logits(batch, plan)
     )
     rig.runner.warm(None, lambda done, total: None)
-    borders = {1, tiled_attention.FEW_ROWS, tiled_attention.FEW_MERGED_ROWS, skinny_linear.MAX_ROWS}
+    borders = {1, tiled_attention.FEW_ROWS, tiled_attention.FEW_MERGED_ROWS, skinny_parts.MAX_ROWS}
     for border in borders:
         assert border in sizes or any(size < border for size in sizes), f"up to {border} rows"
         assert any(size > border for size in sizes), f"beyond {border} rows"
-    assert skinny_linear.MAX_ROWS in sizes, "a multiple of 16 is compiled apart"
+    assert skinny_parts.MAX_ROWS in sizes, "a multiple of 16 is compiled apart"
     assert 64 in sizes, "the largest step"
 
 

@@ -12,16 +12,7 @@ from holdfast.kernels.products.begin_rows import (
     begin_rows_reference,
 )
 from holdfast.kernels.products.row_peaks import RowPeaks, row_peaks, row_peaks_reference
-from holdfast.kernels.products.skinny_coded import (
-    BLOCK_K,
-    BLOCK_N,
-    MAX_PARTS,
-    MAX_ROWS,
-    PROGRAMS,
-    can_code,
-    coded_sums_reference,
-    num_parts,
-)
+from holdfast.kernels.products.skinny_coded import BLOCK_K, can_code, coded_sums_reference
 from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
 from holdfast.kernels.products.skinny_linear import (
     linear_add,
@@ -29,6 +20,7 @@ from holdfast.kernels.products.skinny_linear import (
     normed_linear,
     normed_linear_reference,
 )
+from holdfast.kernels.products.skinny_parts import MAX_ROWS, num_parts
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_codes import LEAST_E4M3_SCALE
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
@@ -94,7 +86,7 @@ def test_sizes_that_are_odd_and_even(device, scheme, size_n, size_k):
     ("scheme", "size_k", "parts"), [(FP8, 768, 1), (FP8, 512, 2), (FP8, 1024, 4), (INT8, 1536, 2), (INT8, 2048, 8)]
 )
 def test_parts_along_k(device, scheme, size_k, parts):
-    assert num_parts(70, size_k) == parts
+    assert num_parts(70, size_k, BLOCK_K) == parts
     judge_add(coded_case(MAX_ROWS - 1, 70, size_k, widest_on(device), scheme, with_bias=True), device)
     judge_normed(coded_case(2, 70, size_k, widest_on(device), scheme, with_bias=True), device)
 
@@ -351,15 +343,6 @@ def test_what_is_missing_is_told(device):
         more = (host.norm_N, EPS, torch.empty_like(host.residual_MN))
         with pytest.raises(AssertionError, match="peaks of rows that are to be coded are missing"):
             function(host.x_MK, host.weight_NK, None, host.residual_MN, *more, Guarded(host, where).scratch)
-
-
-@given(size_n=st.integers(1, 200_000), size_k=st.integers(1, 500).map(lambda blocks: 64 * blocks))
-def test_parts_are_whole_blocks_and_no_more_than_are_needed(size_n, size_k):
-    parts, num_blocks = num_parts(size_n, size_k), -(-size_n // BLOCK_N)
-    assert parts in (1, 2, 4, 8)
-    assert parts <= MAX_PARTS
-    assert parts == 1 or size_k % (parts * BLOCK_K) == 0
-    assert parts == 1 or num_blocks * parts // 2 < PROGRAMS, "half as many would have been enough"
 
 
 @pytest.mark.gpu

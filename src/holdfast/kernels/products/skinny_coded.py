@@ -23,6 +23,7 @@ from holdfast.kernels.products.skinny_coded_row import (
     coded_row_kernel,
     row_blocks,
 )
+from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, leave_rows, num_parts, summed_parts
 from holdfast.kernels.triton_compat import (
     can_launch_early,
     constexpr,
@@ -35,24 +36,12 @@ from holdfast.kernels.triton_compat import (
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_codes import E4M3_MAX, LEAST_E4M3_SCALE
 
-MAX_ROWS = 16
 BLOCK_K = 256
-BLOCK_N = 64
-PROGRAMS = 128
-MAX_PARTS = 8
 
 
 def can_code(weight: QuantizedWeight | torch.Tensor) -> bool:
     """Whether these kernels take the weight: eight bits, and a scale for every row of it."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
-
-
-def num_parts(size_n: int, size_k: int) -> int:
-    """Parts along K for a weight of this shape: enough programs, and whole blocks of K in each."""
-    parts = 1
-    while -(-size_n // BLOCK_N) * parts < PROGRAMS and parts < MAX_PARTS and size_k % (2 * parts * BLOCK_K) == 0:
-        parts *= 2
-    return parts
 
 
 def launch_coded(
@@ -127,7 +116,7 @@ def launch_coded(
             **options,
         )
         return num_blocks
-    parts = 1 if gated else num_parts(size_n, size_k)
+    parts = 1 if gated else num_parts(size_n, size_k, BLOCK_K)
     num_blocks = -(-size_n // BLOCK_N)
     coded_rows_kernel[(num_blocks, parts)](
         *arguments,
@@ -268,9 +257,7 @@ def coded_rows_kernel(
         if arrived != NUM_PARTS - 1:
             return
         tl.store(p_arrived + i_n, 0)
-        b_y = tl.load(p_part, mask=m_nm, other=0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, NUM_PARTS):
-            b_y += tl.load(p_part + i * part_size, mask=m_nm, other=0.0, cache_modifier=".cg")
+        b_y = summed_parts(p_part, part_size, m_nm, NUM_PARTS)
     b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_scale[None, :]
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -285,13 +272,7 @@ def coded_rows_kernel(
             tl.atomic_max(p_gate_peaks + o_m * GATE_PEAKS + i_n % GATE_PEAKS, b_peak, mask=m_m, sem="relaxed")
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
-        b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
-        b_y = (b_old + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-        b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_scaled = (b_y * b_norm[:, None]).to(p_scaled.dtype.element_ty)
-        tl.store(p_scaled + o_y, b_scaled, mask=m_nm)
-        b_squares = tl.sum(tl.where(m_n[:, None], b_y * b_y, 0.0), axis=0)
-        tl.store(p_squares + o_m * tl.num_programs(0) + i_n, b_squares, mask=m_m)
+        b_y, b_scaled = leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
         b_peak = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)
         tl.store(p_new_peaks + o_m * tl.num_programs(0) + i_n, b_peak, mask=m_m)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_nm)

@@ -10,6 +10,7 @@ N outputs, K inputs, J blocks of K or N
 from typing import NamedTuple
 
 from holdfast.kernels.numbers.e4m3_parts import coded_numbers, loaded_numbers
+from holdfast.kernels.products.skinny_parts import leave_row
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.weight_codes import LEAST_E4M3_SCALE
 
@@ -252,11 +253,6 @@ def coded_row_kernel(
             peak = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
             tl.atomic_max(p_gate_peaks + i_n % GATE_PEAKS, peak, sem="relaxed")
     if RESIDUAL:
-        b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-        b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_scaled = (b_y * b_norm).to(p_scaled.dtype.element_ty)
-        tl.store(p_scaled + o_n, b_scaled, mask=m_n)
-        tl.store(p_squares + i_n, tl.sum(tl.where(m_n, b_y * b_y, 0.0), axis=0))
+        b_y, b_scaled = leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
         tl.store(p_new_peaks + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

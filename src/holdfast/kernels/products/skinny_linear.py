@@ -25,26 +25,13 @@ import torch
 from holdfast.kernels.products.begin_rows import NormedRows, SkinnyScratch, begin_rows_reference
 from holdfast.kernels.products.row_peaks import RowPeaks
 from holdfast.kernels.products.skinny_coded import coded_sums_reference, gate_peaks_reference, launch_coded
+from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, leave_row, leave_rows, num_parts, summed_parts
 from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-MAX_ROWS = 16
-"""Beyond it cuBLAS is faster, with the norms, gates and sums as kernels of their own."""
 BLOCK_K = 128
-PROGRAMS = 128
-"""About as many as a large GPU has multiprocessors: fewer leave some of them idle."""
-MAX_PARTS = 8
-BLOCK_N = 64
 MIN_SQUARE_COLUMNS = 2
 """The fewest columns of x whose squares are summed as one block."""
-
-
-def num_parts(size_n: int, size_k: int) -> int:
-    """Parts along K for a weight of this shape: enough programs, and whole blocks of K in each."""
-    parts = 1
-    while -(-size_n // BLOCK_N) * parts < PROGRAMS and parts < MAX_PARTS and size_k % (2 * parts * BLOCK_K) == 0:
-        parts *= 2
-    return parts
 
 
 def normed_linear(
@@ -188,7 +175,7 @@ def _launch(
             **flags,
         )
         return num_blocks
-    parts = 1 if gated else num_parts(size_n, size_k)
+    parts = 1 if gated else num_parts(size_n, size_k, BLOCK_K)
     num_blocks = -(-size_n // BLOCK_N)
     _rows_kernel[(num_blocks, parts)](
         *arguments,
@@ -296,11 +283,7 @@ def _row_kernel(
     if GATED:
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
     if RESIDUAL:
-        b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-        b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
-        tl.store(p_scaled + o_n, (b_y * b_norm).to(p_scaled.dtype.element_ty), mask=m_n)
-        tl.store(p_squares + i_n, tl.sum(tl.where(m_n, b_y * b_y, 0.0), axis=0))
+        b_y, _ = leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
 
 
@@ -376,9 +359,7 @@ def _rows_kernel(
         if arrived != NUM_PARTS - 1:
             return
         tl.store(p_arrived + i_n, 0)
-        b_y = tl.load(p_part, mask=m_nm, other=0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, NUM_PARTS):
-            b_y += tl.load(p_part + i * part_size, mask=m_nm, other=0.0, cache_modifier=".cg")
+        b_y = summed_parts(p_part, part_size, m_nm, NUM_PARTS)
     if SCALED:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / size_k + eps)
         b_y *= b_scale[None, :]
@@ -391,10 +372,5 @@ def _rows_kernel(
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
-        b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
-        b_y = (b_old + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
-        b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
-        tl.store(p_scaled + o_y, (b_y * b_norm[:, None]).to(p_scaled.dtype.element_ty), mask=m_nm)
-        b_squares = tl.sum(tl.where(m_n[:, None], b_y * b_y, 0.0), axis=0)
-        tl.store(p_squares + o_m * tl.num_programs(0) + i_n, b_squares, mask=m_m)
+        b_y, _ = leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_nm)
