@@ -115,10 +115,11 @@ def test_with_and_without_graphs_logits_are_near(build, name, options):
         logits.append(kept)
         built.release()
     spread = max(float(rows.std()) for rows in logits[0])
+    # Where inputs of products are codes, another rounding may choose another code.
+    share = 0.5 if options.get("quantization", "").startswith("fp8") else 0.1
     for left, right in zip(*logits, strict=True):
         assert bool(left.isfinite().all())
-        # Where inputs of products are codes, another rounding may choose another code.
-        assert float((left - right).abs().max()) < (0.5 if "quantization" in options else 0.1) * spread
+        assert float((left - right).abs().max()) < share * spread
 
 
 @pytest.mark.parametrize(("name", "options"), MODES)
