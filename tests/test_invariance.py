@@ -235,7 +235,7 @@ def chaos(family: str, dice: random.Random) -> Schedule:
     )
 
 
-@MODELS
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_tokens_in_torch(family, monkeypatch):
     """Twelve schedules in torch, whose sums depend on the company in their last bits, but not so far as to change a token."""
     pool(family)

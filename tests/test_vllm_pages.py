@@ -120,6 +120,7 @@ def record(six_layers: Path, tmp_path_factory) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_both_are_measured_in_one_run(record: dict) -> None:
     by_name = {result["measure"]: result for result in record["results"]}
     assert record["results"][0]["measure"] == "float32"
@@ -135,6 +136,7 @@ def test_both_are_measured_in_one_run(record: dict) -> None:
     assert record["command"] == told, "no place of this machine is in it"
 
 
+@pytest.mark.slow
 def test_every_format_has_a_verdict(record: dict) -> None:
     found = {row["format"]: row for row in record["against_vllm"]}
     assert found.keys() == FORMATS.keys()

@@ -137,7 +137,12 @@ class EngineConfig:
         """The same with weights in another scheme; what only makes sense with one goes where there is none."""
         if name not in (None, UNQUANTIZED):
             return dataclasses.replace(self, quantization=name)
-        bare = {"quantization_ignore": (), "save_quantized": None, "weight_cache": "auto"}
+        bare = {
+            "quantized_embeddings": WeightRecipe().embeddings,
+            "quantization_ignore": (),
+            "save_quantized": None,
+            "weight_cache": "auto",
+        }
         return dataclasses.replace(self, quantization=name, **bare)  # type: ignore[arg-type]
 
     def _check_quantization(self) -> None:

@@ -9,6 +9,7 @@ from cli.cli_models import Here
 from cli.page_reader import read_page
 from holdfast.cli.eval_weights import TOPICS, read_schemes, topics_or_text
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from loading.stored_models import make_stored
 
 SMALL = ("--window", "48", "--tokens", "96", "--max-num-batched-tokens", "32", "--device", "cpu")
 
@@ -29,7 +30,7 @@ def test_every_scheme_that_can_run_has_a_row(here: Here, tiny: Path) -> None:
     assert len(found["float32"]) == 4, "nothing is compared with itself"
     assert all(len(cells) == 8 for name, cells in found.items() if name != "float32")
     assert f"2 windows of 48 tokens of {TOPICS}, 94 predictions" in ended.out
-    assert "from that of float32 weights, in nats" in ended.out
+    assert "from that of weights in float32, in nats" in ended.out
     assert [line for line in ended.err.splitlines() if line.startswith("Loading ")] == [
         f"Loading {tiny.name} in {name}" for name in found
     ]
@@ -53,6 +54,23 @@ def test_record_and_page_say_what_the_table_says(here: Here, tiny: Path, tmp_pat
     cells = [row.all("td") for row in document.all("tbody")[0].all("tr")]
     assert [cell.text for cell in cells[2]][1:] == rows(ended.out)["int8"]
     assert "bytes of all weights" in html.read_text(encoding="utf-8")
+
+
+def test_the_reference_of_a_quantized_checkpoint_is_not_called_float32(here: Here, tmp_path: Path) -> None:
+    stored, record, html = (tmp_path / name for name in ("stored", "record.json", "page.html"))
+    make_stored(stored, "fp8_block", ("o_proj",))
+    ended = here("eval", "weights", stored, *SMALL, "--json", record, "--html", html)
+    assert ended.code == 0, ended
+    label = "fp8_block as stored (float32)"
+    assert f"\n{label} " in ended.out
+    assert f"from that of weights in {label}, in nats" in ended.out
+    made = json.loads(record.read_text())
+    assert (made["reference"], made["results"][0]["measure"]) == (label, label)
+    table = read_page(html.read_text(encoding="utf-8")).all("tbody")[0]
+    assert [row.all("td")[0].text for row in table.all("tr")] == [label, "fp8_block"]
+    ended = here("eval", "weights", stored, *SMALL, "--schemes", "mxfp4")
+    assert ended.code == 2, ended
+    assert "stored has its weights in fp8_block already; leave --schemes out" in ended.err
 
 
 REFUSED = [

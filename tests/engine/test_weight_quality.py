@@ -8,7 +8,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine import weight_quality_entries
 from holdfast.engine.kv_quality import Contender, Quality, measure
 from holdfast.engine.weight_quality import ReferenceReading, measure_scheme
-from holdfast.engine.weight_quality_entries import SchemeEntry, scheme_entry, settle_entries
+from holdfast.engine.weight_quality_entries import SchemeEntry, as_stored_entry, scheme_entry, settle_entries
 from holdfast.errors import HoldfastError
 from holdfast.loading.model_files import open_model
 from loading.tiny_models import save_tiny
@@ -46,7 +46,8 @@ def entries(folder: Path, *names: str) -> list[SchemeEntry]:
         reference, settled = settle_entries(config, model, 48)
     finally:
         model.source.close()
-    return [SchemeEntry("float32", reference), *(scheme_entry(settled, name, ()) for name in names)]
+    others = (as_stored_entry(settled, None) if name == "none" else scheme_entry(settled, name, ()) for name in names)
+    return [SchemeEntry("float32", reference), *others]
 
 
 def without_seconds(quality: Quality) -> dict[str, object]:

@@ -8,15 +8,18 @@ from holdfast.config import EngineConfig
 from holdfast.engine.weight_quality_entries import (
     Listener,
     SchemeEntry,
+    as_stored_entry,
     compare_schemes,
     plain_bytes,
     possible_schemes,
     scheme_entry,
     settle_entries,
+    stored_scheme,
 )
 from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from loading.stored_models import make_stored
 from loading.tiny_models import save_tiny
 from runner.tiny_runners import watched_arenas
 
@@ -44,8 +47,10 @@ def test_the_reference_is_as_stored_in_float32_whatever_is_asked(folder: Path, m
     reference, settled = settle_entries(asked, model, 32)
     assert (reference.dtype, reference.quantization) == ("float32", None)
     assert (settled.dtype, settled.quantized_embeddings, settled.max_model_len) == ("bfloat16", "all", 32)
-    plain = scheme_entry(settled, "none", "*down*")
-    assert (plain.name, plain.config.quantization_ignore) == ("bfloat16", ()), "patterns are for schemes"
+    assert reference.quantized_embeddings == "head", "that is for schemes"
+    plain = as_stored_entry(settled, None)
+    assert (plain.name, plain.config.quantized_embeddings) == ("bfloat16", "head")
+    assert stored_scheme(reference, model) is None
     entry = scheme_entry(settled, "fp8", "*down*")
     assert (entry.name, entry.config.quantization, entry.config.quantization_ignore) == ("fp8", "fp8", "*down*")
     assert entry.config.weight_cache == "off", "an evaluation leaves nothing behind"
@@ -58,6 +63,19 @@ def test_schemes_that_a_model_cannot_have_are_left_out_with_the_reason(folder: P
     assert "112 columns" in choice.left_out["mxfp4"]
     assert possible_schemes(settled, model, "*down*").names == tuple(WEIGHT_SCHEMES)
     assert plain_bytes(model) > 2 * 259 * 64 * 2
+
+
+def test_a_checkpoint_that_is_quantized_already_is_called_after_its_scheme(tmp_path: Path) -> None:
+    folder = make_stored(tmp_path / "stored", "fp8", ("o_proj",))
+    opened = open_model(str(folder), "auto")
+    reference, settled = settle_entries(config(folder, dtype="bfloat16"), opened, 32)
+    stored = stored_scheme(reference, opened)
+    choice = possible_schemes(settled, opened, (), stored)
+    opened.source.close()
+    assert as_stored_entry(reference, stored).name == "fp8 as stored (float32)"
+    assert as_stored_entry(settled, stored).name == "fp8 as stored (bfloat16)"
+    assert choice.names == ("fp8",)
+    assert choice.left_out["mxfp4"] == "the checkpoint has its weights in fp8 already"
 
 
 def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch) -> None:

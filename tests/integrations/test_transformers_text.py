@@ -93,7 +93,9 @@ def talker() -> Talker:
     return Talker(model, tokenizer_from_gguf(opened.gguf.metadata, opened.path.name), template)
 
 
-@pytest.mark.parametrize("prompt", [TABLE, FACTORIAL], ids=["table", "factorial"])
+@pytest.mark.parametrize(
+    "prompt", [pytest.param(TABLE, id="table", marks=pytest.mark.slow), pytest.param(FACTORIAL, id="factorial")]
+)
 def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str) -> None:
     cache = TurboQuantCache(talker.model.config, "turboquant_k8v4", tail=32)
     assert talker.is_equal(prompt, cache, num_new=32)

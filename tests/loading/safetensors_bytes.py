@@ -6,7 +6,18 @@ import struct
 from pathlib import Path
 from typing import Any
 
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
+BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "BOOL": 1,
+}
 
 
 def header_of(tensors: dict[str, tuple[str, list[int]]]) -> dict[str, Any]:

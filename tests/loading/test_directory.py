@@ -68,6 +68,42 @@ def test_dummy_needs_the_config_alone(tmp_path):
     assert len(opened.source.entries) == 12
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_scales_that_are_exponents_alone(tmp_path, bad):
+    """As newer fp8 checkpoints have them: F8_E8M0, which torch knows and Triton does not."""
+    import torch
+    from safetensors.torch import save_file
+
+    from holdfast.loading.execution.execute import load_weights
+    from holdfast.loading.planning.plan import plan_load
+    from holdfast.memory.ledger import Ledger
+
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "vocab_size": 8}
+    config = LLAMA | small | {"torch_dtype": "bfloat16", "tie_word_embeddings": True}
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    folder_with(tmp_path, config | {"quantization_config": stored})
+    tensors = {}
+    for entry in open_directory_without_weights(tmp_path).source.entries.values():
+        tensors[entry.name] = torch.ones(entry.shape).to(getattr(torch, entry.dtype))
+        if entry.name.endswith("_scale_inv"):
+            exponents = torch.arange(len(tensors) % 3, 256, 50, dtype=torch.uint8)[: tensors[entry.name].numel()]
+            tensors[entry.name] = exponents.view(torch.float8_e8m0fnu).view(entry.shape)
+    down = tensors["model.layers.0.mlp.down_proj.weight_scale_inv"].view(torch.uint8)
+    assert down.shape == (1, 2)
+    down[0] = torch.tensor([0, 255 if bad else 254])
+    save_file(tensors, tmp_path / "model.safetensors")
+    opened = open_directory(tmp_path)
+    plan = plan_load(opened.parameters, opened.source, "bfloat16", stored=opened.stored)
+    if bad:
+        with pytest.raises(ModelFormatError, match=r"down_proj.weight_scale_inv.* is not finite in row 0"):
+            load_weights(plan, opened.source, "cpu", Ledger(), lambda done, total: None)
+        return
+    weights = load_weights(plan, opened.source, "cpu", Ledger(), lambda done, total: None).weights
+    assert weights["layers.0.down.weight"].scales.tolist() == [[2.0**-127, 2.0**127]]
+    wanted = [tensors[f"model.layers.0.mlp.{half}_proj.weight_scale_inv"] for half in ("gate", "up")]
+    assert torch.equal(weights["layers.0.gate_up.weight"].scales, torch.cat(wanted).float())
+
+
 def test_the_type_of_the_weights_is_taken_from_them_where_the_config_is_silent(tmp_path):
     folder_with(tmp_path)
     write(tmp_path / "model.safetensors", {"a": ("BF16", [100]), "b": ("F32", [10])})

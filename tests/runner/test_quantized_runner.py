@@ -144,7 +144,7 @@ def test_a_checkpoint_in_fp8_runs_as_it_is(build: TinyBuilder, tmp_path: Path) -
     planned = sum(term.num_bytes for term in stored.plan.memory.terms if term.group == "weights")
     assert stored.ledger.group_bytes()["weights"] == planned
     assert open_blueprint(str(tmp_path / "llama")).weight_bytes("float32") == planned
-    with pytest.raises(ConfigError, match="stored as fp8_block"):
+    with pytest.raises(ConfigError, match="has its weights in fp8_block already"):
         build(readable=False, quantization="int8", max_model_len=64)
 
 

@@ -10,7 +10,9 @@ from runner.test_runner_gpu import check_companies
 ON_CPU = {"device": "cpu", "dtype": "float32"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("windows", "shared"))) for name in MODELS]
+)
 def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name):
     require_native()
     built = build_dummy(tmp_path, name, **ON_CPU)

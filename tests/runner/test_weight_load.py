@@ -200,3 +200,9 @@ def test_a_folder_is_saved_and_what_is_in_the_way_is_told_before_a_weight_is_rea
     with pytest.raises(ConfigError, match=r"save_quantized=.* is not there"):
         planned(folder, save_quantized=str(tmp_path / "no" / "such"))
     assert weights
+    with pytest.raises(
+        ConfigError, match="nothing is quantized as it loads; copy the folder saved, which was saved so"
+    ):
+        planned(target, save_quantized=str(tmp_path / "again"))
+    with pytest.raises(ConfigError, match="leave some of quantization_ignore out"):
+        planned(folder, save_quantized=str(tmp_path / "plain"), quantization_ignore="*")

@@ -216,7 +216,7 @@ def _plan(
 ) -> None:
     """Tell what a model would take of a device, before anything is read or taken; needs no GPU, no weights, no network.
 
-    Exits with 0 where it fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), kv_bytes_per_token, kv_tokens, max_model_len, max_concurrency, terms (owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives, not_in_this_version, command; with --sweep also sweep.
+    A folder whose weights are quantized already is counted as it would load: as stored, and with --quantization and its own scheme also what its makers left plain in that scheme. Exits with 0 where it fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), kv_bytes_per_token, kv_tokens, max_model_len, max_concurrency, terms (owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives, not_in_this_version, command; with --sweep also sweep.
 
     \b
     Examples:
@@ -383,7 +383,7 @@ def _eval_weights(
 ) -> None:
     """Read a text with weights in one scheme after the other, and tell how far predictions move from those in float32.
 
-    For each scheme: bytes of all weights, perplexity, mean and 99th percentile of the KL divergence, and how often the likeliest token is the same. The reference has the weights as stored, in float32, and stays loaded beside the scheme whose turn it is.
+    For each scheme: bytes of all weights, perplexity, mean and 99th percentile of the KL divergence, and how often the likeliest token is the same. The reference has the weights as stored, in float32, and stays loaded beside the scheme whose turn it is. Where they are stored quantized, the reference is called after their scheme ("fp8 as stored (float32)"), and that is the only scheme there is to compare.
 
     \b
     Examples:

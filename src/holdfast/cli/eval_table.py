@@ -54,7 +54,7 @@ WEIGHTS = Subject(
     "scheme",
     "bytes",
     "bytes of all weights",
-    "that of {} weights",
+    "that of weights in {}",
     "weight-quality",
     "weight_bytes",
 )

@@ -18,6 +18,7 @@ from holdfast.engine.text_windows import cut_windows
 from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.models.blueprints.blueprint_recipe import BEFORE
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:
@@ -76,19 +77,26 @@ def measure(
 ) -> EvalView:
     """Every scheme's figures; those that cannot run are left out with a line each where nobody named them."""
     from holdfast.engine.build import open_tokenizer
-    from holdfast.engine.weight_quality_entries import compare_schemes, plain_bytes, settle_entries
+    from holdfast.engine.weight_quality_entries import (
+        as_stored_entry,
+        compare_schemes,
+        plain_bytes,
+        settle_entries,
+        stored_scheme,
+    )
 
     model = open_model(config.model, config.load_format)
     try:
         windows = cut_windows(open_tokenizer(config, model), text, window, max_tokens, model.spec.vocab_size)
         reference, settled = settle_entries(config, model, window)
-        entries = _entries(settled, model, names, ignore)
+        stored = stored_scheme(reference, model)
+        entries = _entries(settled, model, names, ignore, stored)
         half_bytes = float(plain_bytes(model))
     finally:
         model.source.close()
     name = model_name(config)
     with _listening(name) as listener:
-        qualities: list[Quality] = compare_schemes(_reference(reference), entries, windows, listener)
+        qualities: list[Quality] = compare_schemes(as_stored_entry(reference, stored), entries, windows, listener)
     settings = f"{settled.dtype} on {settled.device}"
     return EvalView(name, settings, text_name, window, len(windows), half_bytes, qualities, WEIGHTS)
 
@@ -107,27 +115,36 @@ def read_schemes(typed: str) -> tuple[str, ...] | None:
     return names
 
 
-def _reference(config: EngineConfig) -> "SchemeEntry":
-    from holdfast.engine.weight_quality_entries import SchemeEntry
-
-    return SchemeEntry(config.dtype, config)
-
-
 def _entries(
-    settled: EngineConfig, model: OpenModel, names: tuple[str, ...] | None, ignore: tuple[str, ...]
+    settled: EngineConfig,
+    model: OpenModel,
+    names: tuple[str, ...] | None,
+    ignore: tuple[str, ...],
+    stored: str | None,
 ) -> "list[SchemeEntry]":
     """Whoever was asked for, all that can run where nobody was; before them the dtype alone where it is not float32."""
-    from holdfast.engine.weight_quality_entries import REFERENCE_DTYPE, possible_schemes, scheme_entry
+    from holdfast.engine.weight_quality_entries import (
+        REFERENCE_DTYPE,
+        as_stored_entry,
+        possible_schemes,
+        scheme_entry,
+    )
 
     if names is None:
-        choice = possible_schemes(settled, model, ignore)
+        choice = possible_schemes(settled, model, ignore, stored)
         for name, reason in choice.left_out.items():
             write_line(f"{name} is left out: {reason}")
         names = choice.names
     wanted = [name for name in names if name != UNQUANTIZED]
-    if settled.dtype != REFERENCE_DTYPE:
-        wanted = [UNQUANTIZED, *wanted]
-    return [scheme_entry(settled, name, ignore) for name in wanted]
+    other = next((name for name in wanted if stored not in (None, name)), None)
+    if other is not None:
+        raise ConfigError(
+            f"--schemes {other} was asked",
+            f"{model.path.name} has its weights in {stored} already",
+            f"leave --schemes out, or {BEFORE}",
+        )
+    plain = [] if settled.dtype == REFERENCE_DTYPE else [as_stored_entry(settled, stored)]
+    return [*plain, *(scheme_entry(settled, name, ignore) for name in wanted)]
 
 
 @contextmanager

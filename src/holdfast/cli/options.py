@@ -93,12 +93,18 @@ ENGINE_SETTINGS = (
     _engine("tokenizer", MODEL, "Folder or GGUF file of another tokenizer than the model's own.", "PATH"),
     _engine("chat_template", MODEL, "Jinja file, or the template itself, in place of the model's own.", "PATH"),
     _engine("load_format", MODEL, f"{', '.join(LOAD_FORMATS)} (made-up weights).", "NAME"),
-    _engine("quantization", MODEL, f"Weights in fewer bits, made while they load: {_scheme_words()}.", "NAME"),
+    _engine(
+        "quantization",
+        MODEL,
+        f"Weights in fewer bits, made while they load: {_scheme_words()}. Leave it out for a model that is quantized "
+        "already: it loads as it is stored, and only its own scheme may be named, for what its makers left plain.",
+        "NAME",
+    ),
     _engine(
         "quantized_embeddings",
         MODEL,
         "What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding), none. "
-        "They are int8 with a scale a row, beside any scheme.",
+        "They are int8 with a scale a row, beside any scheme; those that are stored quantized stay so.",
         "NAME",
     ),
     Setting(
@@ -106,7 +112,7 @@ ENGINE_SETTINGS = (
         "quantization_ignore",
         MODEL,
         "Weights that stay as they are: names with * in them, commas between, such as '*down_proj*'; "
-        "'re:' begins a regular expression. May be repeated.",
+        "'re:' begins a regular expression. Not for weights that are stored quantized. May be repeated.",
         "PATTERNS",
         read_patterns,
         is_repeated=True,
@@ -119,7 +125,11 @@ ENGINE_SETTINGS = (
         "NAME",
     ),
     _engine(
-        "save_quantized", MODEL, "Folder that gets the model with its quantized weights, to be opened later.", "PATH"
+        "save_quantized",
+        MODEL,
+        "Folder that gets the model with its quantized weights; it opens later like any model, without options of "
+        "quantization.",
+        "PATH",
     ),
     _engine("allow_nonfinite", MODEL, "Go on where weights hold a NaN or an infinity."),
     _engine("batch_invariant", MODEL, "Refuse to start unless logits are the same, to the bit, in any company."),

@@ -13,8 +13,9 @@ from holdfast.engine.weight_quality import ReferenceReading, measure_scheme
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.loading.quantized.quantized_source import QuantizedSource
 from holdfast.models.blueprints.blueprint import spec_blueprint
-from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.runner.build import plan_model
 from holdfast.runner.planning.device_target import device_target
 from holdfast.runner.variants import Variant, build_variants
@@ -50,22 +51,41 @@ class Listener(NamedTuple):
 def settle_entries(config: EngineConfig, model: OpenModel, window: int) -> tuple[EngineConfig, EngineConfig]:
     """The reference's config, in float32 and as stored, and the one that schemes are variations of."""
     settled = settle_config(config.with_quantization(None), model, window)
-    return replace(settled, dtype=REFERENCE_DTYPE), settled
+    # What is asked of head and embedding is for the schemes.
+    return replace(settled, dtype=REFERENCE_DTYPE), replace(settled, quantized_embeddings=config.quantized_embeddings)
+
+
+def stored_scheme(reference: EngineConfig, model: OpenModel) -> str | None:
+    """The scheme in which the checkpoint has its weights already, the reference's too; None where they are plain."""
+    if model.stored is None and not isinstance(model.source, QuantizedSource):
+        return None
+    _, plan = plan_model(reference, model, device_target(reference.device))
+    scheme = plan.resolved.recipe.scheme
+    return None if scheme is None else scheme.name
+
+
+def as_stored_entry(config: EngineConfig, stored: str | None) -> SchemeEntry:
+    """The model with its weights as they are, which a quantized checkpoint has in its scheme whatever is computed in."""
+    plain = config.with_quantization(None)
+    return SchemeEntry(config.dtype if stored is None else f"{stored} as stored ({config.dtype})", plain)
 
 
 def scheme_entry(settled: EngineConfig, name: str, ignore: tuple[str, ...] | str) -> SchemeEntry:
-    """The model with its weights in a scheme, or as they are."""
+    """The model with its weights in a scheme."""
     config = settled.with_quantization(name)
-    if name == UNQUANTIZED:
-        return SchemeEntry(settled.dtype, config)
     return SchemeEntry(name, replace(config, quantization_ignore=ignore, weight_cache="off"))
 
 
-def possible_schemes(settled: EngineConfig, model: OpenModel, ignore: tuple[str, ...] | str) -> SchemeChoice:
-    """Every scheme that can be planned here."""
+def possible_schemes(
+    settled: EngineConfig, model: OpenModel, ignore: tuple[str, ...] | str, stored: str | None = None
+) -> SchemeChoice:
+    """Every scheme that can be planned here; of a checkpoint that is quantized already only its own."""
     target = device_target(settled.device)
     names, left_out = [], {}
     for name in WEIGHT_SCHEMES:
+        if stored is not None and name != stored:
+            left_out[name] = f"the checkpoint has its weights in {stored} already"
+            continue
         try:
             plan_model(scheme_entry(settled, name, ignore).config, model, target)
         except (ConfigError, UnsupportedModelError) as error:

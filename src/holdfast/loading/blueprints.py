@@ -3,11 +3,17 @@
 What a name does not need is not imported: a plan from the catalogue answers before a reader of files is loaded.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holdfast.errors import ModelError, ModelNotFoundError
+from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+
+if TYPE_CHECKING:
+    from holdfast.loading.planning.open_model import OpenModel
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "holdfast-weights.json"
@@ -59,7 +65,9 @@ def _read_folder(folder: Path) -> Blueprint:
         raise ModelNotFoundError(
             f"{folder} cannot be read", str(error.strerror or error), "check the path and its permissions"
         ) from error
-    stored = _stored_in_headers(folder, name, has_file(folder, MANIFEST_FILE) or bool(config.get(QUANTIZATION)))
+    stored = None
+    if has_file(folder, MANIFEST_FILE) or config.get(QUANTIZATION):
+        stored = _stored_in_headers(folder, name) or _stored_in_settings(config, name)
     if stored is not None:
         return stored
     blueprint = read_blueprint(config, name)
@@ -68,28 +76,66 @@ def _read_folder(folder: Path) -> Blueprint:
     return blueprint
 
 
-def _stored_in_headers(folder: Path, name: str, is_quantized: bool) -> Blueprint | None:
+def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:
     """A quantized model whose weights are there is planned by what their headers say; None: by its settings alone."""
-    if not is_quantized:
-        return None
     from holdfast.loading.directory import open_directory
-    from holdfast.loading.planning.plan import plan_load
-    from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
 
     try:
         opened = open_directory(folder)
     except (ModelError, OSError):
         return None
     try:
-        dtype, source = opened.spec.checkpoint_dtype, opened.source
-        if isinstance(source, QuantizedSource):
-            plan = plan_quantized(opened.parameters, source, dtype)
-        else:
-            plan = plan_load(opened.parameters, source, dtype, stored=opened.stored)
+        return opened_blueprint(opened, name)
     finally:
         opened.source.close()
+
+
+def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
+    """The blueprint of a model whose headers have been read: with what it has quantized already, and what it left open."""
+    from holdfast.loading.planning.layout_choice import choose_all
+    from holdfast.loading.planning.plan import plan_load
+    from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
+
+    blueprint, source = spec_blueprint(opened.spec, name), opened.source
+    tensors: dict[str, list[str]] = {}
+    if isinstance(source, QuantizedSource):  # nothing is open: all are as they will be
+        plan = plan_quantized(opened.parameters, source, opened.spec.checkpoint_dtype)
+    elif opened.stored is not None:
+        plan = plan_load(opened.parameters, source, opened.spec.checkpoint_dtype, stored=opened.stored)
+        fills = choose_all(opened.parameters, source.entries).fills
+        tensors = {fill.parameter.name: [part.tensor for part in fill.whole_parts] for fill in fills}
+    else:
+        return blueprint
     schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
-    return replace(spec_blueprint(opened.spec, name), stored=schemes)
+    open_weights = frozenset(one for one in tensors if opened.stored and not opened.stored.leaves_alone(tensors[one]))
+    return replace(blueprint, stored=schemes, open_weights=open_weights)
+
+
+def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | None:
+    """Without weights, the settings are believed: all that can be stored so is, except the head and what the makers left out."""
+    from holdfast.loading.planning.quantization_config import read_stored_schemes
+    from holdfast.models.families import FAMILIES
+    from holdfast.models.settings import Settings
+
+    architectures = Settings(config, CONFIG_FILE).texts("architectures") or ("",)
+    quantization = config.get(QUANTIZATION)
+    if architectures[0] not in FAMILIES or not isinstance(quantization, dict):
+        return None
+    stored = read_stored_schemes(quantization, CONFIG_FILE)
+    blueprint = read_blueprint({**config, QUANTIZATION: None}, name)
+    if stored is None:
+        return blueprint
+    touched = [weight for weight in blueprint.parameters() if not stored.leaves_alone(weight.tensors)]
+    coded = [weight for weight in touched if weight.kind in stored.kinds and weight.kind != "head"]
+    for weight in coded:
+        if (reason := stored.scheme.unsupported(weight.shape)) is not None:
+            raise UnsupportedModelError(
+                f"{CONFIG_FILE} says that {weight.name} is stored as {stored.scheme.name}",
+                reason,
+                "use settings and weights of the same model",
+            )
+    schemes = {weight.name: stored.scheme for weight in coded}
+    return replace(blueprint, stored=schemes, open_weights=frozenset(weight.name for weight in touched))
 
 
 def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:

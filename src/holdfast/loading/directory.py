@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ModelNotFoundError
+from holdfast.loading.planning.made_up_planes import make_up_source
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.quantization_config import read_stored_schemes
 from holdfast.loading.planning.stored_schemes import StoredSchemes
 from holdfast.loading.quantized.quantized_source import has_saved_weights, open_quantized
-from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.json_file import read_json_object
 from holdfast.loading.sources.safetensors_source import SafetensorsSource
 from holdfast.loading.sources.source import TensorEntry
@@ -39,11 +39,12 @@ def open_directory(folder: Path) -> OpenModel:
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
-    """The same from config.json alone, with made-up weights."""
+    """The same from config.json alone, with made-up weights: quantized ones where it says that the model's are."""
     spec, config = _read_config(folder)
     generation = _read_generation(folder, config, FAMILIES[spec.architecture])
-    made_up = parameters(spec)
-    return OpenModel(folder, "directory", spec, made_up, DummySource(made_up, spec.checkpoint_dtype), generation)
+    made_up, stored = parameters(spec), _read_stored(config)
+    source = make_up_source(made_up, spec.checkpoint_dtype, stored)
+    return OpenModel(folder, "directory", spec, made_up, source, generation, stored=stored)
 
 
 def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:

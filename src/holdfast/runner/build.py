@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from holdfast.attention.spec import StepBounds
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.loading.blueprints import opened_blueprint
 from holdfast.loading.execution.load_report import LoadReport
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
@@ -24,7 +25,6 @@ from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_few
-from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.observability.log import get_logger
@@ -124,11 +124,9 @@ def plan_model(
 
     With `uses_cache`, weights that an earlier start has quantized are looked for.
     """
-    blueprint = spec_blueprint(model.spec, model.path.name)
+    blueprint = opened_blueprint(model, model.path.name)
     resolved = resolve(config, blueprint, target)
     load = plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache)
-    if load.stored:
-        blueprint = replace(blueprint, stored=load.stored)
     plan = plan_runner(config, blueprint, target, staging=load.staging(target.kind))
     _refuse_variance(config, plan)
     return load, plan
@@ -269,7 +267,7 @@ def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
         raise ConfigError(
             "batch_invariant=True was asked",
             f"products with weights in {scheme.name} choose their kernels by the number of rows on a GPU",
-            "leave out quantization, or batch_invariant",
+            "leave out batch_invariant, or take the model without quantized weights",
         )
     if config.batch_invariant and declaration is not None and not declaration.can_be_invariant:
         raise ConfigError(

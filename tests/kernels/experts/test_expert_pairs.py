@@ -54,6 +54,11 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
         assert same_bits(run_kernel(expert_pairs, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
 
 
+@EVERY_SCHEME
+def test_no_rows(device, scheme):
+    assert run_kernel(expert_pairs, expert_case((2, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
+
+
 def test_what_is_not_finite_stays_in_its_row(device):
     case = expert_case((3, 1, 2, 5, 64))
     clean = run_kernel(expert_pairs, case, device)

@@ -58,6 +58,11 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
         assert same_bits(run_kernel(expert_rows, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
 
 
+@EVERY_SCHEME
+def test_no_rows(device, scheme):
+    assert run_kernel(expert_rows, expert_case((6, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
+
+
 def test_what_is_not_finite_stays_in_its_row(device):
     """The first row too, which stands in for rows of padding."""
     case = expert_case((6, 1, 2, 5, 64))

@@ -83,6 +83,14 @@ def test_every_e4m3_code_comes_back(device):
     assert torch.equal(applied("e4m3", values[number], torch.uint8, device), codes[number])
 
 
+def test_every_exponent_is_its_power_of_two(device):
+    exponents = torch.arange(256, dtype=torch.uint8)
+    values = applied("to_float32", exponents, torch.int32, device).view(torch.float32)
+    assert same_bits(values[:255], torch.tensor(2.0, dtype=torch.float64).pow(torch.arange(255) - 127).float())
+    assert values[255].isnan()
+    assert same_bits(values[:255], exponents.view(torch.float8_e8m0fnu).float()[:255])
+
+
 def test_integers_tie_to_even(device):
     x = awkward()
     expected = x.round().clamp(-127, 127).nan_to_num(0).to(torch.int8).view(torch.uint8)

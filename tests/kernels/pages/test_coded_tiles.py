@@ -5,6 +5,7 @@ from holdfast.kernels.pages.coded_tiles import (
     LEAST_LOG2,
     WEIGHT_ONE,
     bytes_at,
+    key_codes,
     pages_of,
     part_dims,
     slots_of,
@@ -118,6 +119,30 @@ def test_bytes_of_tokens_and_nothing_beside_them(device, row, guarded):
     if row == 16:
         _bytes_kernel[(1,)](plane, out, slots.to(device), 11, row, ROW=row, COLUMNS=16, MASKED=False)
         assert torch.equal(out.cpu(), plane.cpu()[slots])
+
+
+@jit
+def _keys_kernel(
+    p_k, p_out, num_tokens, KEY_BITS: constexpr, HEAD_DIM: constexpr, COLUMNS: constexpr, PLAIN: constexpr
+):
+    o_n, o_c = tl.arange(0, 16), tl.arange(0, COLUMNS)
+    b = key_codes(p_k, o_n, o_c, o_n < num_tokens, True, KEY_BITS, HEAD_DIM, PLAIN)
+    tl.store(p_out + o_n[:, None] * COLUMNS + o_c[None, :], b.to(tl.int32))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_codes_of_keys_are_bytes_or_the_words_that_these_lie_in(device, bits, guarded):
+    plane = guarded(16, {8: 80, 4: 40, 3: 20}[bits], dtype=torch.uint8)
+    plane.copy_(torch.randint(1, 256, plane.shape, generator=torch.Generator().manual_seed(bits)))
+    for plain in (False, True):
+        out = guarded(16, 128, dtype=torch.int32)
+        _keys_kernel[(1,)](plane, out, 11, KEY_BITS=bits, HEAD_DIM=80, COLUMNS=128, PLAIN=plain)
+        codes = plane.cpu()[:11]
+        if plain and bits < 8:
+            codes = codes.view(torch.int32).repeat_interleave(4, dim=1)
+        expected = torch.zeros(16, 128, dtype=torch.int32)
+        expected[:11, : plane.shape[1]] = codes
+        assert torch.equal(out.cpu(), expected)
 
 
 @jit

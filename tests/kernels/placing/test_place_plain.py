@@ -71,6 +71,24 @@ def test_the_same_type_is_copied_bit_by_bit(device, dtype):
     assert not is_number or dtype in (torch.float32, torch.float64) or expected.any()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_exponents_become_powers_of_two(device, is_transposed):
+    amid_nan = torch.full((100, 100), 255, dtype=torch.uint8, device=device)
+    there_RC = amid_nan[9:94, 40:52].t() if is_transposed else amid_nan[40:52, 9:94]
+    rows = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
+    there_RC.copy_(rows)
+    expected = rows.view(torch.float8_e8m0fnu).float()
+    placed = place(there_RC, torch.float32, device)
+    assert same_bits(placed.planes[0].view(torch.float32), expected)
+    assert (placed.nonfinite, placed.differing) == (UNSEEN, UNSEEN)
+    assert placed == place(rows, torch.float32)
+    rows[7, 84] = there_RC[7, 84] = 255
+    for there, differing in ((None, UNSEEN), (placed.planes[0], 107)):
+        found = place(there_RC, torch.float32, device, first_row=100, verify=there)
+        assert found == place(rows, torch.float32, first_row=100, verify=there)
+        assert (found.nonfinite, found.differing) == (107, differing)
+
+
 @FLOAT_TYPES
 def test_what_is_not_finite_is_reported(device, dtype):
     for bad in (torch.nan, torch.inf, -torch.inf):

@@ -128,6 +128,21 @@ def test_like_by_tensors(launches, scheme, columns, chunk_bytes):
     assert all(is_aligned for is_program, is_aligned in launches if is_program)
 
 
+def test_exponents_become_numbers(launches):
+    tensors = {"a": torch.arange(6 * 40).to(torch.uint8).view(6, 40), "b": torch.full((3, 1), 130, dtype=torch.uint8)}
+    tensors["a"][4, 3] = 255
+    moves = [
+        Move("a", "uint8", "w", Part("a", 2, (6, 40)), None, 0),
+        Move("b", "uint8", "v", Part("b", 0, (3, 1), repeats=4), None, 0),
+    ]
+    planes = {"w": torch.zeros(8, 40), "v": torch.zeros(12)}
+    taken, findings = place_both_ways(tensors, planes, moves, chunk_bytes=256)
+    assert taken[0]
+    assert not taken[-1], "repeated rows go by tensors"
+    assert findings.tolist() == [[4, UNSEEN], [UNSEEN, UNSEEN]]
+    assert launches
+
+
 @pytest.mark.parametrize("scheme", [None, FP8, INT8, FP8_TENSOR], ids=lambda scheme: scheme.name if scheme else "plain")
 def test_rows_of_odd_width_find_their_program_by_their_alignment(launches, scheme):
     tensors = {"a": torch.randn(20, 33)}

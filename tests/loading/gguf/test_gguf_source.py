@@ -118,11 +118,29 @@ def test_threads_have_buffers_of_their_own(stored):
         assert all(pool.map(read, range(60)))
 
 
-def test_rows_of_stacked_matrices_are_counted_through(tmp_path):
-    raw = stored_bytes("Q8_0", (3, 4, 64), 0)
-    source = GGUFSource(write(tmp_path / "model.gguf", {"blk.0.ffn_up_exps.weight": ("Q8_0", raw)}), None)
-    whole = values("Q8_0", raw.reshape(12, -1))
-    assert torch.equal(read_rows(source, "blk.0.ffn_up_exps.weight", 3, 11), whole[3:11])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_rows_of_stacked_matrices_are_counted_through(tmp_path, kind, monkeypatch):
+    """A few rows at a time, of one expert or across two."""
+    monkeypatch.setattr(gguf_source, "STEP_ELEMENTS", 2 * NUM_COLUMNS)
+    raw = stored_bytes(kind, (3, 5, NUM_COLUMNS), 0)
+    source = GGUFSource(write(tmp_path / "model.gguf", {"blk.0.ffn_up_exps.weight": (kind, raw)}), None)
+    name, whole = "model.layers.0.mlp.experts.up_proj.weight", values(kind, raw.reshape(15, -1))
+    assert source.entries[name].shape == (3, 5, NUM_COLUMNS)
+    for start, end in ((0, 15), (5, 10), (3, 11)):
+        assert torch.equal(read_rows(source, name, start, end), whole[start:end])
+    assert len(source._buffers.raw) == len(raw.reshape(15, -1)[:2].tobytes())
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gate_of_the_shared_expert_is_a_matrix_of_one_row(tmp_path, kind):
+    raw = stored_bytes(kind, (1, NUM_COLUMNS), 0)
+    name, whole = "model.layers.0.mlp.shared_expert_gate.weight", values(kind, raw)
+    for stored in (raw, raw[0]):
+        file = write(tmp_path / "model.gguf", {"blk.0.ffn_gate_inp_shexp.weight": (kind, stored)})
+        source = GGUFSource(file, None)
+        assert source.entries[name].shape == (1, NUM_COLUMNS)
+        assert torch.equal(read_rows(source, name, 0, 1), whole)
+        assert torch.equal(read_rows(source, name, 0, 1, (33, 70)), whole[:, 33:70])
 
 
 def test_scratch_is_bounded_whatever_is_read(tmp_path):
@@ -214,7 +232,11 @@ def test_rotary_tables_may_stay_unused(tmp_path):
         ("blk.999999.ffn_gate.weight", "model.layers.999999.mlp.gate_proj.weight"),
         ("blk.01.ffn_up.weight", "blk.01.ffn_up.weight"),
         ("blk.1.ffn_up.scale", "blk.1.ffn_up.scale"),
-        ("blk.1.ffn_up_exps.weight", "blk.1.ffn_up_exps.weight"),
+        ("blk.1.ffn_gate_inp.weight", "model.layers.1.mlp.gate.weight"),
+        ("blk.1.ffn_down_exps.weight", "model.layers.1.mlp.experts.down_proj.weight"),
+        ("blk.1.ffn_gate_shexp.weight", "model.layers.1.mlp.shared_expert.gate_proj.weight"),
+        ("blk.1.ffn_up.0.weight", "blk.1.ffn_up.0.weight"),
+        ("blk.1.ffn_up_chexps.weight", "blk.1.ffn_up_chexps.weight"),
         ("blk.١.ffn_up.weight", "blk.١.ffn_up.weight"),
         ("token_embd", "token_embd"),
         ("v.blk.0.ffn_up.weight", "v.blk.0.ffn_up.weight"),

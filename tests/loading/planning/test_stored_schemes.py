@@ -246,9 +246,19 @@ def test_a_scale_of_another_shape_or_type_is_named():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (2, 1), "float32")]
     with pytest.raises(ModelFormatError, match=r"'t1_scale_inv' has the shape \[2, 1\]; .* need \[1, 1\]"):
         plan_of([QKV], entries, BLOCKS)
-    entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "uint8")]
-    with pytest.raises(UnsupportedModelError, match=r"'t1_scale_inv' is stored as uint8"):
+    entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "int8")]
+    with pytest.raises(UnsupportedModelError, match=r"'t1_scale_inv' is stored as int8; scales are read from .*uint8"):
         plan_of([QKV], entries, BLOCKS)
+
+
+def test_scales_may_be_exponents_and_nothing_else_may():
+    entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "uint8")]
+    plan = plan_of([QKV], entries, BLOCKS)
+    assert [spec.dtype for spec in plan.specs] == [E4M3, "float32"]
+    assert [move.tensor_dtype for move in plan.moves] == [E4M3, E4M3, "float32", "uint8"]
+    norm = Parameter("norm.weight", (8,), (Part("norm.weight", 0, (8,)),), "norm", dtype="float32")
+    with pytest.raises(UnsupportedModelError, match=r"'norm.weight' is stored as uint8; weights are read from"):
+        plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], BLOCKS)
 
 
 def test_a_scale_without_codes_is_too_many():

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources import dummy
-from holdfast.loading.sources.dummy import TABLE_VALUES, DummySource
+from holdfast.loading.sources.dummy import TABLE_VALUES, DummyPlane, DummySource
 from holdfast.loading.sources.read_rows import read_rows
 from holdfast.loading.sources.source import WritingSource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.weight_codes import e8m0_values
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -219,6 +221,57 @@ def test_a_tensor_of_many_rounds_takes_few_copies(columns, monkeypatch):
     write("a.weight", 1, 20_001, out, columns)
     assert len(copies) <= (3 if columns is None else 120)
     assert sum(copies) == out.numel() // 2
+
+
+def plane_source(stored="bfloat16"):
+    planes = [
+        DummyPlane.codes("a.weight", (33, 700), FP8),
+        DummyPlane.scales("a.weight_scale", (33, 1), FP8, 700),
+        DummyPlane.scales("a.weight_scale_inv", (1, 6), FP8_BLOCK, 700),
+        DummyPlane.codes("x_blocks", (2, 10, 20, 16), MXFP4),
+        DummyPlane.scales("x_scales", (2, 10, 20), MXFP4, 640),
+    ]
+    return DummySource([matrix("b.weight", 40, 64)], stored, planes)
+
+
+def assert_writes_what_it_reads(source, device="cpu"):
+    write = writer_of(source, device)
+    for name, entry in (*source.entries.items(), *reversed(source.entries.items())):
+        for columns in (None, (entry.shape[-1] // 2, entry.shape[-1])):
+            whole = read_rows(source, name, 0, rows_of(entry.shape), columns)
+            for chunk in (7, None):
+                assert torch.equal(bits(written(source, name, chunk, device, write, columns)), bits(whole)), name
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_planes_are_written_as_they_are_read(stored):
+    assert_writes_what_it_reads(plane_source(stored))
+
+
+def test_planes_make_matrices_of_the_spread_of_plain_ones():
+    source = plane_source()
+    plain = DummySource([matrix("b.weight", 40, 64)], "bfloat16")
+    assert source.writer_specs == plain.writer_specs, "the same peak"
+    codes = read_rows(source, "a.weight", 0, 33)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert bits(codes).bitwise_and(0x7F).max() == 0x7E, "the largest number, and no NaN"
+    for name in ("a.weight_scale", "a.weight_scale_inv"):
+        scales = read_rows(source, name, 0, rows_of(source.entries[name].shape))
+        assert (scales > 0).all()
+        assert len(scales.unique()) == scales.numel()
+        assert (codes.float() * scales.mean()).std() == pytest.approx(700**-0.5, rel=0.1)
+    blocks = read_rows(source, "x_blocks", 0, 400)
+    assert len(blocks.unique()) == 256
+    exponents = read_rows(source, "x_scales", 0, 20)
+    assert len(exponents.unique()) == 2
+    assert e8m0_values(exponents).square().mean().sqrt() * dummy.E2M1_SPREAD == pytest.approx(640**-0.5, rel=0.15)
+    with pytest.raises(AssertionError, match="codes of int8 are not made up"):
+        DummyPlane.codes("a.weight", (2, 2), INT8)
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_the_same_planes():
+    assert_writes_what_it_reads(plane_source(), "cuda")
 
 
 def test_a_dummy_source_writes_rows_itself():

@@ -32,9 +32,12 @@ def test_entries_are_in_the_order_of_files_and_data(tmp_path):
 
 
 def test_types_that_torch_does_not_read_keep_their_name_for_messages(tmp_path):
-    source = source_of(tmp_path, {"m.safetensors": {"a": ("F8_E4M3", [4]), "b": ("F8_E5M2", [4])}})
+    source = source_of(
+        tmp_path, {"m.safetensors": {"a": ("F8_E4M3", [4]), "b": ("F8_E5M2", [4]), "c": ("F8_E8M0", [4])}}
+    )
     assert source.entries["a"].dtype == "float8_e4m3fn"
     assert source.entries["b"].dtype == "F8_E5M2"
+    assert source.entries["c"].dtype == "uint8", "exponents are bytes"
     source.close()
 
 

@@ -1,17 +1,26 @@
 """Planned bytes of weights are those of the arena that a load allocates, to the byte: every scheme, every model that runs."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from holdfast.config import EngineConfig
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
+from holdfast.memory.ledger import Ledger
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.models.parameters import Parameter
 from holdfast.quant.weight_recipe import WeightRecipe
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.runner.build import plan_model
+from holdfast.runner.planning.plan_fit import Wish, settle
+from loading.stored_models import MOE, make_stored
+from runner.plan_cases import HOST
 
 TINY = {
     "vocab_size": 131,
@@ -70,3 +79,45 @@ def test_a_large_mixture_of_experts() -> None:
     recipe = WeightRecipe(WEIGHT_SCHEMES["fp8_block"])
     plan = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16", recipe)
     assert blueprint.weight_bytes("bfloat16", recipe) == plan.final_bytes
+
+
+STORED = {
+    "fp8, o_proj plain": ("fp8", ("o_proj",), (), {}),
+    "fp8_block, of two that are plain the makers tell of one": ("fp8_block", ("down_proj", "o_proj"), ("o_proj",), {}),
+    "fp8_block, experts plain": ("fp8_block", (".experts.",), (), MOE),
+    "mxfp4 experts, attention left out": ("mxfp4", (), ("self_attn",), MOE),
+    "mxfp4 experts": ("mxfp4", (), (), MOE),
+}
+OPTIONS = ({}, {"quantized_embeddings": "none"}, {"quantized_embeddings": "all", "quantization_ignore": "lm_head"})
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp_path: Path) -> None:
+    """Its own scheme, where it is asked, is for what it left plain and its makers did not leave out."""
+    scheme, plain, said, settings = STORED[case]
+    folder = str(make_stored(tmp_path / "model", scheme, plain, said, **settings))
+    sizes = []
+    for options in ({}, *({"quantization": scheme, "weight_cache": "off"} | more for more in OPTIONS)):
+        config = EngineConfig.from_options(model=folder, device="cpu", **options)
+        _, resolved = settle(Wish(config, open_blueprint(folder), HOST))
+        planned = open_blueprint(folder).weight_bytes(resolved.dtype, resolved.recipe)
+        load, plan = plan_model(config, open_model(folder, "auto"), HOST)
+        assert resolved.recipe == plan.resolved.recipe
+        ledger = Ledger()
+        load.run("cpu", ledger, lambda done, total: None)
+        assert planned == ledger.group_bytes()["weights"], options
+        sizes.append(planned)
+    as_stored, coded, bare, embedded = sizes
+    assert embedded == coded < bare <= as_stored, "head and embedding have the same size"
+    is_alike = case.endswith("attention left out")
+    assert (bare == as_stored) == is_alike, "nothing but head and embedding is open there"
+
+
+def test_without_weights_the_settings_are_believed(tmp_path: Path) -> None:
+    folder = make_stored(tmp_path / "model", "fp8_block", ("o_proj",), ("o_proj",))
+    known = open_blueprint(str(folder))
+    (folder / "model.safetensors").unlink()
+    alone = open_blueprint(str(folder))
+    assert alone.weight_bytes("bfloat16") == known.weight_bytes("bfloat16")
+    assert alone.open_weights == known.open_weights
+    assert "layers.0.o.weight" not in alone.open_weights

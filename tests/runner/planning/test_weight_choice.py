@@ -1,12 +1,14 @@
 """Which weights are quantized here: what a device can multiply, what a checkpoint has already, and what is told of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.quant.weight_recipe import EMBEDDING_CHOICES, QuantizedEmbeddings, WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, HEAD_SCHEME, WEIGHT_SCHEMES
 from holdfast.runner.planning.target import Target, memory_target
 from holdfast.runner.planning.weight_choice import choose_recipe, unsupported_scheme
 from runner.plan_cases import A100, H200, HOST, RTX4090, blueprint
@@ -73,10 +75,58 @@ def test_a_checkpoint_that_is_quantized_stays_so() -> None:
         choose("DeepSeek-R1", quantization="mxfp4")
 
 
-def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None:
-    from dataclasses import replace
+STORED = {"layers.0.o.weight": FP8, "lm_head.weight": HEAD_SCHEME}
 
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"quantization_ignore": "*o_proj*"},
+            r"'\*o_proj\*' was asked; layers.0.o.weight is stored as fp8 already; leave",
+        ),
+        ({"quantization_ignore": "*o_porj*"}, r"did you mean \*o_proj\*\?"),
+        ({"quantized_embeddings": "none"}, "lm_head.weight is stored as int8 already; leave quantized_embeddings out"),
+        ({"quantized_embeddings": "all"}, "embed.weight is stored unquantized .* leave quantized_embeddings out"),
+        ({"quantization": "int8"}, "leave quantization out to load it as it is, or take the model as it was before"),
+    ],
+)
+def test_what_cannot_be_had_of_saved_weights_is_refused_with_what_can(options, words: str) -> None:
+    """Nothing of them is open. Each advice, typed, is heard."""
+    saved = replace(blueprint("Qwen3-8B"), stored=STORED)
+    with pytest.raises(ConfigError, match=words):
+        choose(saved, **{"quantization": "fp8"} | options)
+    if "quantized_embeddings" in options:
+        with pytest.raises(ConfigError, match=words):
+            choose(saved, **options)
+    as_it_is = choose(saved)[0]
+    assert choose(saved, quantization="fp8")[0] == as_it_is
+    assert choose(saved, quantization="fp8", quantization_ignore="*down_proj*")[0] == as_it_is, "that is plain anyway"
+
+
+def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
+    plain = blueprint("Qwen3-8B")
+    left = frozenset(weight.name for weight in plain.parameters() if "layers.1." not in weight.name)
+    stored = replace(plain, stored={"layers.0.o.weight": FP8}, open_weights=left)
+    recipe, notes = choose(stored, quantization="fp8", quantization_ignore="model.layers.2.*")
+    (note,) = notes
+    assert note[2] == "asked, and the checkpoint's own; 136 of its plain weights are quantized on load"
+    assert recipe.scheme_for("linear", ["layers.3.o.weight"]) == FP8
+    assert recipe.scheme_for("linear", ["layers.1.o.weight"]) is None, "its makers left it out"
+    assert recipe.scheme_for("linear", ["layers.2.o.weight"]) is None, "asked"
+    assert choose(stored)[0] == stored.stored_recipe
+
+
+def test_embeddings_without_a_scheme_are_told() -> None:
+    recipe, notes = choose(quantized_embeddings="all")
+    assert recipe.scheme is None
+    assert notes == (("quantized_embeddings", "all", "asked, but nothing is quantized without quantization"),)
+
+
+def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None:
     stored = replace(blueprint("Qwen3-8B"), stored={"layers.0.o.weight": FP8})
     assert choose(stored)[0].scheme == FP8
     with pytest.raises(ConfigError, match=r"stored in fp8; .*8\.0.*; take the unquantized checkpoint"):
         choose(stored, A100)
+    with pytest.raises(ConfigError, match="take the unquantized checkpoint, with int8 or mxfp4"):
+        choose(stored, A100, quantization="int8")  # to leave that out would not help

@@ -33,9 +33,9 @@ def expert_linear(
     Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that codes activations gets room in `coded`
     for all rows of x at least. On CPU a row's result does not depend, to the bit, on the other rows.
     """
-    check_operands(x_XK, weight, order, out_PN, gated, coded)
     if not can_run(x_XK):
-        return _by_expert(x_XK, weight, order, out_PN, gated, coded)
+        return expert_linear_reference(x_XK, weight, order, out_PN, gated, coded)
+    check_operands(x_XK, weight, order, out_PN, gated, coded)
     room = _room(coded, weight, len(x_XK))
     rows = None if room is None else quantize_rows(x_XK, room)
     launch = expert_pairs if order.block_rows == 1 else expert_rows
@@ -50,9 +50,26 @@ def expert_linear_reference(
     gated: bool,
     coded: CodedRows | None,
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """The same in plain torch: one expert after the other, and of each only if it has rows."""
     check_operands(x_XK, weight, order, out_PN, gated, coded)
-    return _by_expert(x_XK, weight, order, out_PN, gated, coded)
+    room = _room(coded, weight, len(x_XK))
+    rows = None if room is None else quantize_rows_reference(x_XK, room)
+    pairs_per_row = order.num_pairs // max(1, len(x_XK))
+    ids_P = order.expert_ids_TS.flatten()
+    for expert in ids_P.unique().tolist():
+        pairs = (ids_P == expert).nonzero().flatten()
+        chosen = pairs // pairs_per_row
+        if isinstance(weight, torch.Tensor):
+            y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
+            plain_linear_float32(x_XK[chosen], weight[expert], y)
+        elif rows is None:
+            y = _widened(x_XK[chosen].float(), weight, expert)
+        else:
+            y = _coded(rows.codes_TK[chosen].float(), rows.scales_TB[chosen], weight, expert)
+        if gated:
+            y = silu_mul(y)
+        out_PN[pairs] = y.to(out_PN.dtype)
+    return out_PN
 
 
 def check_operands(
@@ -79,35 +96,6 @@ def check_operands(
 def _room(coded: CodedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int) -> CodedRows | None:
     """Room for rows as codes; None where the weight takes them as they are."""
     return None if isinstance(weight, torch.Tensor) else coded_view(coded, weight, num_rows)
-
-
-def _by_expert(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    out_PN: torch.Tensor,
-    gated: bool,
-    coded: CodedRows | None,
-) -> torch.Tensor:
-    """One expert after the other, and of each only if it has rows."""
-    room = _room(coded, weight, len(x_XK))
-    rows = None if room is None else quantize_rows_reference(x_XK, room)
-    pairs_per_row = order.num_pairs // max(1, len(x_XK))
-    ids_P = order.expert_ids_TS.flatten()
-    for expert in ids_P.unique().tolist():
-        pairs = (ids_P == expert).nonzero().flatten()
-        chosen = pairs // pairs_per_row
-        if isinstance(weight, torch.Tensor):
-            y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
-            plain_linear_float32(x_XK[chosen], weight[expert], y)
-        elif rows is None:
-            y = _widened(x_XK[chosen].float(), weight, expert)
-        else:
-            y = _coded(rows.codes_TK[chosen].float(), rows.scales_TB[chosen], weight, expert)
-        if gated:
-            y = silu_mul(y)
-        out_PN[pairs] = y.to(out_PN.dtype)
-    return out_PN
 
 
 def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:

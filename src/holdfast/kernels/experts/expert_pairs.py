@@ -47,6 +47,8 @@ def expert_pairs(
 ) -> torch.Tensor:
     """Each pair's row by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
+    if not num_pairs:
+        return out_PN
     size_k, early = x_XK.shape[1], can_launch_early(x_XK)
     operands = operands_of(x_XK, weight, coded)
     arguments = (*operands.tensors, order.expert_ids_TS, out_PN, size_n, size_k)

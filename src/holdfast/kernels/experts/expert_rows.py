@@ -68,6 +68,8 @@ def expert_rows(
 ) -> torch.Tensor:
     """Each block's rows by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
+    if not num_pairs:
+        return out_PN
     size_k, early = x_XK.shape[1], can_launch_early(x_XK)
     operands = operands_of(x_XK, weight, coded)
     tile = tile_for(order.block_rows, gated, operands.coding, operands.tensors[0].element_size())
@@ -136,9 +138,7 @@ def _rows_kernel(
     expert = tl.load(p_block_experts + i_block).to(tl.int64)
     if expert < 0:
         return
-    b_pairs = tl.load(p_pairs + i_block * BLOCK_M + o_m)
-    # A row of padding is multiplied as if it were the first row of x, and written nowhere.
-    b_rows = (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
+    b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
     first_row = expert * size_n * (2 if GATED else 1)
     up_offset = size_n.to(tl.int64) * size_k
     p_w = p_weight + (first_row + o_n)[:, None] * size_k + o_k[None, :]
@@ -185,6 +185,19 @@ def _rows_kernel(
         b_y *= tl.load(p_scales + first_row + o_n, mask=m_n, other=0.0)[:, None]
         if GATED:
             b_up_y *= tl.load(p_scales + first_row + size_n + o_n, mask=m_n, other=0.0)[:, None]
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED)
+
+
+@jit
+def _block_pairs(p_pairs, PAIRS_PER_ROW: constexpr):
+    """The pairs of a block and their rows of x; padding takes the first row, is multiplied with it, and written nowhere."""
+    b_pairs = tl.load(p_pairs)
+    return b_pairs, (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
+
+
+@jit
+def _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr):
+    """Products [N, M], gated by the second where it is so, to the rows of their pairs."""
     if GATED:
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
     o_y = b_pairs[None, :].to(tl.int64) * size_n + o_n[:, None]
@@ -247,8 +260,7 @@ def _nibble_rows_kernel(
     expert = tl.load(p_block_experts + i_block).to(tl.int64)
     if expert < 0:
         return
-    b_pairs = tl.load(p_pairs + i_block * BLOCK_M + o_m)
-    b_rows = (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
+    b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
     p_rows = p_x + b_rows[None, :] * size_k
     row_bytes = tl.multiple_of(size_k // 2, 16)
     row_groups = size_k // 32
@@ -283,10 +295,7 @@ def _nibble_rows_kernel(
                 b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_w)
                 b_exponents = tl.load(p_words + up_words + k // BLOCK_K, mask=m_s)
                 b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
-    if GATED:
-        b_y = b_y * tl.sigmoid(b_y) * b_up_y
-    o_y = b_pairs[None, :].to(tl.int64) * size_n + o_n[:, None]
-    tl.store(p_out + o_y, b_y.to(p_out.dtype.element_ty), mask=m_n[:, None] & (b_pairs >= 0)[None, :])
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED)
 
 
 @jit

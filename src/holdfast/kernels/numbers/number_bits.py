@@ -1,6 +1,7 @@
 """Pieces of kernels that take numbers apart into bits and put them together, alike on a GPU and in the interpreter.
 
 bfloat16 comes and goes as int16, because the interpreter does not round it; e4m3 as uint8, because not every GPU has it.
+Bytes that become float32 are exponents (e8m0), a type that Triton does not know.
 """
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
@@ -109,14 +110,25 @@ def e4m3_value(b_code):
 
 
 @jit
+def e8m0_bits(b_code):
+    """The bits of the float32 powers of two, 2^(e - 127), whose exponents are bytes, as int32; NaN for 255."""
+    b_exponent = b_code.to(tl.int32)
+    b_bits = tl.where(b_exponent == 0, 0x400000, b_exponent << 23)  # 2^-127 is below the normal numbers
+    return tl.where(b_exponent == 255, 0x7FC00000, b_bits)
+
+
+@jit
 def narrowed_bits(b_x, TARGET: constexpr):
-    """The bits of loaded numbers in another type, rounded once: "float64", "float32", "float16" or "bfloat16"."""
+    """The bits of loaded numbers in another type, rounded once: "float64", "float32", "float16" or "bfloat16".
+
+    Bytes are exponents of two, for "float32" alone.
+    """
     if TARGET == "bfloat16":
         b_bits = bfloat16_bits(float32_to_odd(b_x))
     elif TARGET == "float16":
         b_bits = float32_to_odd(b_x).to(tl.float16).to(tl.int16, bitcast=True)
     elif TARGET == "float32":
-        b_bits = float32_of(b_x).to(tl.int32, bitcast=True)
+        b_bits = e8m0_bits(b_x) if b_x.dtype == tl.uint8 else float32_of(b_x).to(tl.int32, bitcast=True)
     else:
         b_bits = float32_of(b_x).to(tl.float64).to(tl.int64, bitcast=True)
     return b_bits

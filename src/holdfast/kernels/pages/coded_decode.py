@@ -30,6 +30,7 @@ from holdfast.kernels.pages.coded_tiles import (
     LEAST_LOG2,
     WEIGHT_ONE,
     bytes_at,
+    key_codes,
     pages_of,
     part_dims,
     slots_of,
@@ -285,27 +286,10 @@ def _scores(
     PLAIN: constexpr,
 ):
     """[N, G]: keys without their scale times queries."""
-    ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
-    if KEY_BITS == 8:
-        b_codes = bytes_at(p_k, o_slot, o_c, m_n, ROW, ROW, MASKED or ROW < KEY_COLUMNS)
-        return tl.dot(key_numbers(b_codes, PLAIN), b_q[0])
-    elif PLAIN:
-        p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]
-        b_codes = tl.load(p_words, mask=m_n[:, None] & (o_c < ROW)[None, :], other=0)
-        if KEY_BITS == 4:
-            b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
-            return tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))
-        else:
-            b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
-            b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
-            return tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
-    elif KEY_BITS == 4:
-        b_codes = bytes_at(p_k, o_slot, o_c, m_n, ROW, ROW, MASKED or ROW < KEY_COLUMNS)
-        b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
-        return tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))
-    elif HEAD_DIM % 32 == 0:
+    if KEY_BITS == 3 and HEAD_DIM % 32 == 0 and not PLAIN:
+        ROW: constexpr = 2 * SIGNS
         MASK: constexpr = MASKED or SIGNS < KEY_COLUMNS
         b_lower = bytes_at(p_k, o_slot, o_c, m_n, SIGNS, ROW, MASK)
         b_upper = bytes_at(p_k + SIGNS, o_slot, o_c, m_n, SIGNS, ROW, MASK)
@@ -314,10 +298,16 @@ def _scores(
         b_score = tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
         return tl.dot(b_7, b_q[7], tl.dot(b_6, b_q[6], tl.dot(b_5, b_q[5], tl.dot(b_4, b_q[4], b_score))))
     else:
-        b_codes = bytes_at(p_k, o_slot, o_c, m_n, ROW, ROW, True)
-        b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
-        b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
-        return tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
+        b_codes = key_codes(p_k, o_slot, o_c, m_n, MASKED, KEY_BITS, HEAD_DIM, PLAIN)
+        if KEY_BITS == 8:
+            return tl.dot(key_numbers(b_codes, PLAIN), b_q[0])
+        elif KEY_BITS == 4:
+            b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
+            return tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))
+        else:
+            b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
+            b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
+            return tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
 
 
 @jit

@@ -19,7 +19,15 @@ from holdfast.kernels.pages.code_parts import (
     value_parts_4,
     value_parts_8,
 )
-from holdfast.kernels.pages.coded_tiles import LEAST_LOG2, WEIGHT_ONE, bytes_at, pages_of, part_dims, slots_of
+from holdfast.kernels.pages.coded_tiles import (
+    LEAST_LOG2,
+    WEIGHT_ONE,
+    bytes_at,
+    key_codes,
+    pages_of,
+    part_dims,
+    slots_of,
+)
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 
@@ -212,14 +220,9 @@ def _row_scores(
     PLAIN: constexpr,
 ):
     """[M, N]: queries times keys without their scale."""
-    ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
-    if PLAIN and KEY_BITS < 8:
-        p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]
-        b_codes = tl.load(p_words, mask=m_n[:, None] & (o_c < ROW)[None, :], other=0)
-    else:
-        b_codes = bytes_at(p_k, o_slot, o_c, m_n, ROW, ROW, MASKED or ROW < KEY_COLUMNS)
+    b_codes = key_codes(p_k, o_slot, o_c, m_n, MASKED, KEY_BITS, HEAD_DIM, PLAIN)
     if KEY_BITS == 8:
         return tl.dot(b_q[0], tl.trans(key_numbers(b_codes, PLAIN)))
     elif KEY_BITS == 4:

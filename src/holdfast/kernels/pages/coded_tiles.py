@@ -49,6 +49,17 @@ def bytes_at(p, o_slot, o_c, m_n, limit, ROW: constexpr, MASKED: constexpr):
 
 
 @jit
+def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, PLAIN: constexpr):
+    """[N, C] of the codes of keys, as code_parts.py takes them apart: bytes, or for codes without assembler whole words."""
+    ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
+    if PLAIN and KEY_BITS < 8:
+        p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]
+        return tl.load(p_words, mask=m_n[:, None] & (o_c < ROW)[None, :], other=0)
+    else:
+        return bytes_at(p_k, o_slot, o_c, m_n, ROW, ROW, MASKED or o_c.shape[0] > ROW)
+
+
+@jit
 def store_parts(
     b_acc, b_scale, p_partial, o_pair, m_g, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr
 ):

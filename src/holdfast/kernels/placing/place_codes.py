@@ -17,11 +17,11 @@ from holdfast.kernels.numbers.number_bits import (
     e2m1_of,
     e4m3_of,
     finite_bits,
-    float32_of,
     int8_of,
     size_bits,
 )
 from holdfast.kernels.placing.row_launch import RowLaunch, Tile, jit_for_rows
+from holdfast.kernels.placing.row_tiles import numbers_at, report_rows, tile_place
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.weight_codes import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
@@ -119,15 +119,12 @@ def _by_row_kernel(
     o_block = tl.arange(0, BLOCK)
     b_peak, b_largest = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
     if IS_ONE_SWEEP:
-        m_x = m_row[:, None] & (o_block < num_columns)[None, :]
-        b_x = float32_of(tl.load(p_rows + o_block.to(tl.int64)[None, :] * column_stride, mask=m_x, other=0))
+        b_x = numbers_at(p_rows, o_block, m_row, num_columns, column_stride)
         b_largest = tl.max(size_bits(b_x), axis=1)
         b_peak = tl.max(finite_bits(b_x), axis=1)
     elif p_peak is None:
         for start in range(0, num_columns, BLOCK):
-            i_column = start + o_block
-            m_x = m_row[:, None] & (i_column < num_columns)[None, :]
-            b_x = float32_of(tl.load(p_rows + i_column.to(tl.int64)[None, :] * column_stride, mask=m_x, other=0))
+            b_x = numbers_at(p_rows, start + o_block, m_row, num_columns, column_stride)
             b_largest = tl.maximum(b_largest, tl.max(size_bits(b_x), axis=1))
             b_peak = tl.maximum(b_peak, tl.max(finite_bits(b_x), axis=1))
     if p_peak is not None:
@@ -139,16 +136,14 @@ def _by_row_kernel(
     else:
         for start in range(0, num_columns, BLOCK):
             i_column = start + o_block
-            m_x = m_row[:, None] & (i_column < num_columns)[None, :]
-            b_x = float32_of(tl.load(p_rows + i_column.to(tl.int64)[None, :] * column_stride, mask=m_x, other=0))
+            b_x = numbers_at(p_rows, i_column, m_row, num_columns, column_stride)
             if p_peak is not None:
                 b_largest = tl.maximum(b_largest, tl.max(size_bits(b_x), axis=1))
             b_differs |= _put_codes(p_out, b_x, b_scale, i_column - kept_start, num_kept, m_row, IS_INT8, VERIFY)
     _put_scales(
         p_scales + i_row, b_scale.to(tl.int32, bitcast=True), m_row, b_differs, first_row + i_row, p_differing, VERIFY
     )
-    m_bad = b_largest >= 0x7F800000
-    tl.atomic_min(p_nonfinite + tl.zeros_like(i_row), first_row + i_row, mask=m_bad, sem="relaxed")
+    report_rows(p_nonfinite, first_row + i_row, b_largest >= 0x7F800000)
 
 
 @jit_for_rows
@@ -170,15 +165,11 @@ def _by_block_kernel(
     BLOCK: constexpr,
 ):
     """A program for a block of rows and columns that share a scale."""
-    num_blocks = tl.cdiv(num_columns, BLOCK)
-    i_row = tl.program_id(0) // num_blocks * ROWS + tl.arange(0, ROWS)
-    i_column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
+    i_column = i_start + tl.arange(0, BLOCK)
     m_row = i_row < num_rows
-    m_x = m_row[:, None] & (i_column < num_columns)[None, :]
     i_row64 = i_row.to(tl.int64)[:, None]
-    b_x = float32_of(
-        tl.load(p_x + i_row64 * row_stride + i_column.to(tl.int64)[None, :] * column_stride, mask=m_x, other=0)
-    )
+    b_x = numbers_at(p_x + i_row64 * row_stride, i_column, m_row, num_columns, column_stride)
     b_peak = tl.max(tl.max(finite_bits(b_x), axis=1), axis=0)
     b_scale = _scale_of((tl.zeros((ROWS,), tl.int32) + b_peak).to(tl.float32, bitcast=True), False)
     p_out = p_codes + i_row64 * num_kept
@@ -187,8 +178,7 @@ def _by_block_kernel(
     m_first = tl.arange(0, ROWS) == 0
     p_scale = p_scales + tl.program_id(0) + tl.zeros_like(i_row)
     _put_scales(p_scale, b_scale.to(tl.int32, bitcast=True), m_first, b_differs, first_row + i_row, p_differing, VERIFY)
-    m_bad = tl.max(size_bits(b_x), axis=1) >= 0x7F800000
-    tl.atomic_min(p_nonfinite + tl.zeros_like(i_row), first_row + i_row, mask=m_bad, sem="relaxed")
+    report_rows(p_nonfinite, first_row + i_row, tl.max(size_bits(b_x), axis=1) >= 0x7F800000)
 
 
 @jit_for_rows
@@ -211,14 +201,10 @@ def _by_power_kernel(
     WIDTH: constexpr,
 ):
     """e2m1 codes, two to a byte, and an exponent for every `WIDTH` columns of a row."""
-    num_blocks = tl.cdiv(num_columns, BLOCK)
-    i_row = tl.program_id(0) // num_blocks * ROWS + tl.arange(0, ROWS)
-    i_start = tl.program_id(0) % num_blocks * BLOCK
-    i_column = i_start + tl.arange(0, BLOCK)
-    m_row = (i_row < num_rows)[:, None]
+    i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
+    m_row = i_row < num_rows
     i_row64 = i_row.to(tl.int64)[:, None]
-    p_rows = p_x + i_row64 * row_stride + i_column.to(tl.int64)[None, :] * column_stride
-    b_x = float32_of(tl.load(p_rows, mask=m_row & (i_column < num_columns)[None, :], other=0))
+    b_x = numbers_at(p_x + i_row64 * row_stride, i_start + tl.arange(0, BLOCK), m_row, num_columns, column_stride)
     m_bad = tl.max(size_bits(b_x), axis=1) >= 0x7F800000
     b_x = tl.reshape(b_x, (ROWS, BLOCK // WIDTH, WIDTH))
     b_exponent = (tl.max(finite_bits(b_x), axis=2) + 0x200000 >> 23) - 2
@@ -227,22 +213,22 @@ def _by_power_kernel(
     b_code = tl.reshape(b_code << 4 * (tl.arange(0, WIDTH) % 2)[None, None, :], (ROWS, BLOCK // 2, 2))
     b_byte = tl.sum(b_code, axis=2).to(tl.uint8)
     i_byte = (i_start - kept_start) // 2 + tl.arange(0, BLOCK // 2)
-    m_byte = m_row & ((i_byte >= 0) & (i_byte < num_kept // 2))[None, :]
+    m_byte = m_row[:, None] & ((i_byte >= 0) & (i_byte < num_kept // 2))[None, :]
     p_out = p_codes + i_row64 * (num_kept // 2) + i_byte[None, :]
     i_block = i_start // WIDTH + tl.arange(0, BLOCK // WIDTH)
     num_scales = tl.cdiv(num_columns, WIDTH)
-    m_scale = m_row & (i_block < num_scales)[None, :]
+    m_scale = m_row[:, None] & (i_block < num_scales)[None, :]
     p_scale = p_scales + i_row64 * num_scales + i_block[None, :]
     b_scale = b_exponent.to(tl.uint8)
     if VERIFY:
         m_differs = (tl.load(p_out, mask=m_byte, other=0) != b_byte) & m_byte
         m_scale_differs = (tl.load(p_scale, mask=m_scale, other=0) != b_scale) & m_scale
         b_differs = tl.max(m_differs.to(tl.int32), axis=1) + tl.max(m_scale_differs.to(tl.int32), axis=1)
-        tl.atomic_min(p_differing + tl.zeros_like(i_row), first_row + i_row, mask=b_differs > 0, sem="relaxed")
+        report_rows(p_differing, first_row + i_row, b_differs > 0)
     else:
         tl.store(p_out, b_byte, mask=m_byte)
         tl.store(p_scale, b_scale, mask=m_scale)
-    tl.atomic_min(p_nonfinite + tl.zeros_like(i_row), first_row + i_row, mask=m_bad, sem="relaxed")
+    report_rows(p_nonfinite, first_row + i_row, m_bad)
 
 
 @jit
@@ -272,6 +258,6 @@ def _put_scales(p_scale, b_bits, m_scale, b_differs, i_row, p_differing, VERIFY:
     """The bits of scales, one a row, into their place; or the rows where these or the codes are others."""
     if VERIFY:
         m_other = (tl.load(p_scale, mask=m_scale, other=0) != b_bits) & m_scale
-        tl.atomic_min(p_differing + tl.zeros_like(i_row), i_row, mask=m_other | (b_differs > 0), sem="relaxed")
+        report_rows(p_differing, i_row, m_other | (b_differs > 0))
     else:
         tl.store(p_scale, b_bits, mask=m_scale)

@@ -13,10 +13,10 @@ from holdfast.kernels.numbers.number_bits import (
     as_bits,
     as_kernels_read,
     finite_bits,
-    float32_of,
     narrowed_bits,
 )
 from holdfast.kernels.placing.row_launch import RowLaunch, Tile, jit_for_rows
+from holdfast.kernels.placing.row_tiles import numbers_at, report_rows, tile_place
 from holdfast.kernels.triton_compat import constexpr, tl
 
 WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4), Tile(64, 64, 4)
@@ -31,7 +31,7 @@ def place_plain_triton(
     differing: torch.Tensor,
     verify: bool,
 ) -> None:
-    """`place_plain` of the columns that are kept: bit by bit in the same type, else rounded once."""
+    """`place_plain` of the columns that are kept: bit by bit in the same type, exponents as numbers, else rounded once."""
     launch = plain_launch(rows_RK.dtype, out_RK.dtype, rows_RK.shape[1], rows_RK.stride(), out_RK.stride(), verify)
     x_RK = as_bits(rows_RK) if rows_RK.dtype == out_RK.dtype else as_kernels_read(rows_RK)
     launch.start(rows_RK.shape[0], x_RK, as_bits(out_RK), nonfinite, differing, first_row)
@@ -100,9 +100,8 @@ def _place_plain_kernel(
     ROWS: constexpr,
     BLOCK: constexpr,
 ):
-    num_blocks = tl.cdiv(num_columns, BLOCK)
-    i_row = tl.program_id(0) // num_blocks * ROWS + tl.arange(0, ROWS)
-    i_column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
+    i_column = i_start + tl.arange(0, BLOCK)
     m_x = (i_row < num_rows)[:, None] & (i_column < num_columns)[None, :]
     i_row64, i_column64 = i_row.to(tl.int64)[:, None], i_column.to(tl.int64)[None, :]
     b_bits = tl.load(p_x + i_row64 * row_stride + i_column64 * column_stride, mask=m_x, other=0)
@@ -110,21 +109,19 @@ def _place_plain_kernel(
         b_bits = narrowed_bits(b_bits, TARGET)
     if EXPONENT != 0:
         m_bad = tl.max(((b_bits & EXPONENT) == EXPONENT).to(tl.int32), axis=1) > 0
-        tl.atomic_min(p_nonfinite + tl.zeros_like(i_row), first_row + i_row, mask=m_bad, sem="relaxed")
+        report_rows(p_nonfinite, first_row + i_row, m_bad)
     p_out = p_y + i_row64 * y_row_stride + i_column64 * y_column_stride
     if VERIFY:
         m_bad = tl.max(((tl.load(p_out, mask=m_x, other=0) != b_bits) & m_x).to(tl.int32), axis=1) > 0
-        tl.atomic_min(p_differing + tl.zeros_like(i_row), first_row + i_row, mask=m_bad, sem="relaxed")
+        report_rows(p_differing, first_row + i_row, m_bad)
     else:
         tl.store(p_out, b_bits, mask=m_x)
 
 
 @jit_for_rows
 def _find_peak_kernel(p_x, p_peak, num_rows, num_columns, row_stride, column_stride, ROWS: constexpr, BLOCK: constexpr):
-    num_blocks = tl.cdiv(num_columns, BLOCK)
-    i_row = tl.program_id(0) // num_blocks * ROWS + tl.arange(0, ROWS)
-    i_column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
-    m_x = (i_row < num_rows)[:, None] & (i_column < num_columns)[None, :]
-    p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride + i_column.to(tl.int64)[None, :] * column_stride
-    b_x = float32_of(tl.load(p_rows, mask=m_x, other=0))
+    i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
+    i_column = i_start + tl.arange(0, BLOCK)
+    p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride
+    b_x = numbers_at(p_rows, i_column, i_row < num_rows, num_columns, column_stride)
     tl.atomic_max(p_peak, tl.max(tl.max(finite_bits(b_x), axis=1), axis=0), sem="relaxed")

@@ -14,7 +14,7 @@ import torch
 from holdfast.kernels.placing.place_codes import place_quantized_triton
 from holdfast.kernels.placing.place_plain import find_peak_triton, place_plain_triton
 from holdfast.kernels.triton_compat import can_run
-from holdfast.quant.weight_codes import encode, find_scales, largest_finite
+from holdfast.quant.weight_codes import e8m0_values, encode, find_scales, largest_finite
 from holdfast.quant.weight_schemes import WeightScheme
 
 UNSEEN = 2**31 - 1
@@ -22,7 +22,10 @@ UNSEEN = 2**31 - 1
 PIECE_ELEMENTS = 2**20
 """Elements that plain torch works on at a time: what it needs for them in between stays below 32 MiB."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that are converted into each other; all others are only copied."""
+"""Types that are converted into each other. Of all others bytes become float32, as exponents; else they are only copied."""
+
+EXPONENTS = (torch.uint8, torch.float32)
+"""From and to: scales that are stored as exponents of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ def place_plain(
     """Convert rows to the type of `out_RK` and write them there; with `verify`, compare instead of writing.
 
     `rows_RC` may have any strides (a transposed tensor). `first_row` is what row 0 counts as in the findings. Rounding is
-    to the nearest, ties to even, in one step from the stored type.
+    to the nearest, ties to even, in one step from the stored type. Bytes become float32 as the powers of two whose
+    exponents they are (e8m0), which is exact; 255 is NaN.
     """
     kept_RK = rows_RC[:, columns[0] : columns[1]]
     assert kept_RK.shape == out_RK.shape, f"{rows_RC.shape=} {columns=} into {out_RK.shape=}"
@@ -162,7 +166,7 @@ def find_peak_reference(rows_RC: torch.Tensor, peak: torch.Tensor) -> None:
 
 def is_placeable(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether `place_plain` takes one to the other."""
-    return source == target or (source in FLOATS and target in FLOATS)
+    return source == target or (source in FLOATS and target in FLOATS) or (source, target) == EXPONENTS
 
 
 def seen_columns(num_columns: int, columns: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
@@ -196,7 +200,12 @@ def _kept_codes(codes: torch.Tensor, kept: tuple[int, int], scheme: WeightScheme
 
 
 def _once_rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows that torch converts to this type with one rounding: from float64 it would round to float32 on the way."""
+    """Rows that torch converts to this type with one rounding: from float64 it would round to float32 on the way.
+
+    Exponents are powers of two here already, because torch would take bytes for whole numbers.
+    """
+    if (rows.dtype, dtype) == EXPONENTS:
+        return e8m0_values(rows)
     if rows.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
         return rows
     near = rows.to(torch.float32)

@@ -34,6 +34,8 @@ def quantized_linear(
     coded: CodedRows | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias into `out_TN`, in its type; `coded` is room for rows as codes where the scheme wants them so."""
+    if x_TK.shape[0] == 0:
+        return out_TN  # torch's scaled product does not promise to take no rows
     if not x_TK.is_cuda:
         return coded_linear(_taken_rows(x_TK, weight, coded), weight, bias_N, out_TN)
     rows = coded_view(coded, weight, x_TK.shape[0])

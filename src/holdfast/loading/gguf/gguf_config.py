@@ -10,6 +10,12 @@ from collections.abc import Mapping
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.gguf.gguf_data import read_floats
+from holdfast.loading.gguf.gguf_experts import (
+    EXPERT_ARCHITECTURES,
+    NEUTRAL_FOR_EXPERTS,
+    WITHOUT_EXPERTS,
+    expert_config,
+)
 from holdfast.loading.gguf.gguf_file import GGUFFile
 from holdfast.models.families import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.rope_settings import MAX_POSITIONS
@@ -19,10 +25,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **EXPERT_ARCHITECTURES,
 }
 """`general.architecture` -> the name in config.json."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "expert_count": (0,),
     "nextn_predict_layers": (0,),
     "use_parallel_residual": (False,),
     "logit_scale": (0, 1),
@@ -47,13 +53,14 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
     _decline_others(settings, arch)
     hidden_size = _required(settings, f"{arch}.embedding_length", MAX_WIDTH)
     num_heads = _required(settings, f"{arch}.attention.head_count", MAX_HEADS)
+    num_layers = _required(settings, f"{arch}.block_count", MAX_LAYERS)
     head_dim = _head_dim(settings, arch, hidden_size, num_heads)
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[arch]],
         "dtype": checkpoint_dtype(file),
         "hidden_size": hidden_size,
         "intermediate_size": _required(settings, f"{arch}.feed_forward_length", MAX_WIDTH),
-        "num_hidden_layers": _required(settings, f"{arch}.block_count", MAX_LAYERS),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": settings.count(f"{arch}.attention.head_count_kv", num_heads, MAX_HEADS),
         "head_dim": head_dim,
@@ -64,7 +71,8 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
         "rope_theta": decimal(settings.number(f"{arch}.rope.freq_base", 10_000.0)),
         "rope_scaling": _rope_scaling(file, settings, arch, head_dim),
     }
-    return config | _sliding_window(settings, arch)
+    experts = expert_config(file, settings, arch, num_layers, hidden_size)
+    return config | experts | _sliding_window(settings, arch, num_layers)
 
 
 def decimal(value: float) -> float:
@@ -110,7 +118,8 @@ def _decline_others(settings: Settings, arch: str) -> None:
         raise _declined(settings, "general.type", "a whole model is needed")
     if settings.values.get("split.count", 0) not in (0, 1):
         raise _declined(settings, "split.count", "models in one file are read", "merge the parts with llama-gguf-split")
-    for key, neutral in NEUTRAL.items():
+    experts = NEUTRAL_FOR_EXPERTS if arch in EXPERT_ARCHITECTURES else WITHOUT_EXPERTS
+    for key, neutral in {**NEUTRAL, **experts}.items():
         if f"{arch}.{key}" in settings and settings.values[f"{arch}.{key}"] not in neutral:
             raise _declined(settings, f"{arch}.{key}", "that setting is not computed here")
 
@@ -159,14 +168,16 @@ def _vocab_size(file: GGUFFile) -> int:
     return embedding.shape[0]
 
 
-def _sliding_window(settings: Settings, arch: str) -> dict[str, object]:
+def _sliding_window(settings: Settings, arch: str, num_layers: int) -> dict[str, object]:
     """Every layer has the window. For a Llama with one, config.json has the name Mistral."""
     window = settings.count(f"{arch}.attention.sliding_window", 0, MAX_POSITIONS, low=0)
     if window == 0:
         return {}
     if arch == "llama":
         return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    # Families differ in the layers that `max_window_layers` gives the window to, not in what kinds of layers mean.
+    kinds = ["sliding_attention"] * num_layers
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
 
 def _rope_scaling(file: GGUFFile, settings: Settings, arch: str, head_dim: int) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,9 @@ MODULES: Mapping[str, str] = {
     "output_norm": LLAMA_NAMES.final_norm,
     "output": LLAMA_NAMES.lm_head,
 }
+SHARED_GATE = "ffn_gate_inp_shexp"
+"""Hugging Face has a matrix of one row there; conversions write a vector."""
+_EXPERTS = LLAMA_NAMES.experts
 LAYER_MODULES: Mapping[str, str] = {
     "attn_norm": LLAMA_NAMES.attn_norm,
     "attn_q": LLAMA_NAMES.q,
@@ -34,7 +38,16 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_gate": LLAMA_NAMES.gate,
     "ffn_up": LLAMA_NAMES.up,
     "ffn_down": LLAMA_NAMES.down,
+    "ffn_gate_inp": _EXPERTS.router,
+    "ffn_gate_exps": f"{_EXPERTS.experts}.{_EXPERTS.gate}",
+    "ffn_up_exps": f"{_EXPERTS.experts}.{_EXPERTS.up}",
+    "ffn_down_exps": f"{_EXPERTS.experts}.{_EXPERTS.down}",
+    SHARED_GATE: _EXPERTS.shared_gate,
+    "ffn_gate_shexp": f"{_EXPERTS.shared}.{_EXPERTS.gate}",
+    "ffn_up_shexp": f"{_EXPERTS.shared}.{_EXPERTS.up}",
+    "ffn_down_shexp": f"{_EXPERTS.shared}.{_EXPERTS.down}",
 }
+"""Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each."""
 NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
@@ -62,7 +75,7 @@ class GGUFSource:
     def __init__(self, file: GGUFFile, interleaved_head_dim: int | None) -> None:
         """With an interleaved head, rows 2i and 2i+1 of a query or key head are what Hugging Face has at i and i + half."""
         self._data = GGUFData(file)
-        self._tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items()}
+        self._tensors = {hugging_face_name(name): _as_expected(tensor) for name, tensor in file.tensors.items()}
         self._head_dim = interleaved_head_dim
         self._buffers = local()
         self._entries = {
@@ -214,6 +227,14 @@ class _Table(NamedTuple):
     @property
     def is_coded_vector(self) -> bool:
         return len(self.tensor.shape) == 1 and self.tensor.type.block_elements > 1
+
+
+def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
+    """The tensor with the dimensions that Hugging Face gives it."""
+    match = _LAYER_TENSOR.fullmatch(tensor.name)
+    if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
+        return replace(tensor, shape=(1, *tensor.shape))
+    return tensor
 
 
 def _table(tensor: GGUFTensor) -> _Table:

@@ -158,8 +158,8 @@ def plan_load(
     every = (*choices.fills, *choices.twins)
     refuse_missing(every, entries)
     refuse_unexpected(every, ignorable, entries)
-    refuse_wrong_tensors(every, dtype, entries)
     scale_names = planes.scale_names
+    refuse_wrong_tensors(every, dtype, entries, scale_names)
     schemes: dict[str, WeightScheme | None] = {}
     for choice in choices.fills:
         name = choice.parameter.name

@@ -12,6 +12,8 @@ from holdfast.quant.weight_schemes import FP8, WeightScheme
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Types of checkpoint tensors that are converted on the way in."""
+EXPONENT_DTYPE = "uint8"
+"""Of scales that are exponents of two (e8m0): they are kept so, or converted to float32."""
 
 
 def refuse_missing(choices: Iterable[Choice], entries: Mapping[str, TensorEntry]) -> None:
@@ -39,14 +41,22 @@ def refuse_unexpected(choices: Iterable[Choice], ignorable: Set[str], entries: M
         )
 
 
-def refuse_wrong_tensors(choices: Iterable[Choice], dtype: str, entries: Mapping[str, TensorEntry]) -> None:
-    """Shapes and types are those that are needed; the first wrong one in the order of the source is named."""
+def refuse_wrong_tensors(
+    choices: Iterable[Choice],
+    dtype: str,
+    entries: Mapping[str, TensorEntry],
+    scale_names: Set[str] = frozenset(),
+) -> None:
+    """Shapes and types are those that are needed; the first wrong one in the order of the source is named.
+
+    `scale_names` are parameters that are stored scales.
+    """
     wanted = {part.tensor: (choice, part) for choice in choices for part in choice.whole_parts}
     for name, entry in entries.items():
         if name in wanted:
             choice, part = wanted[name]
             _refuse_shape(entry, part, choice.parameter)
-            _refuse_dtype(entry, choice.parameter.dtype or dtype)
+            _refuse_dtype(entry, choice.parameter.dtype or dtype, choice.parameter.name in scale_names)
 
 
 def refuse_scheme(parameter: Parameter, parts: Iterable[Part], scheme: WeightScheme) -> None:
@@ -96,12 +106,15 @@ def _refuse_shape(entry: TensorEntry, part: Part, parameter: Parameter) -> None:
     )
 
 
-def _refuse_dtype(entry: TensorEntry, dtype: str) -> None:
+def _refuse_dtype(entry: TensorEntry, dtype: str, is_scale: bool) -> None:
     wanted = FLOAT_DTYPES if dtype in FLOAT_DTYPES else (dtype,)
+    if is_scale and dtype == "float32":
+        wanted = (*wanted, EXPONENT_DTYPE)
     if entry.dtype not in wanted:
+        what = "scales" if is_scale else "weights"
         raise UnsupportedModelError(
             f"{entry.file}: {shown(entry.name)} is stored as {entry.dtype}",
-            f"weights are read from {', '.join(FLOAT_DTYPES)}" if len(wanted) > 1 else f"{dtype} is needed there",
+            f"{what} are read from {', '.join(wanted)}" if len(wanted) > 1 else f"{dtype} is needed there",
             "use a checkpoint of one of these types, or one whose config.json says how it is quantized",
         )
 

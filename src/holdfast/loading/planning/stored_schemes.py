@@ -95,6 +95,21 @@ class StoredSchemes:
             found.append(self._scales(parameter, scheme, choice, entries))
         return StoredPlanes(tuple(found), weights)
 
+    def made_up_codes(self, parameter: Parameter) -> tuple[Part, ...]:
+        """What a checkpoint stores of a parameter as codes, as far as its settings say; nothing: it leaves it plain.
+
+        It is all that can be stored so, except what the makers left out, and the head, which most leave out unsaid.
+        """
+        whole = parameter.whole or parameter
+        is_stored = whole.kind in self.kinds and whole.kind != "head" and len(whole.shape) > 1
+        if not is_stored or self.leaves_alone(part.tensor for part in whole.parts):
+            return ()
+        codes = self._codes(whole)
+        if self.scheme.codes_per_byte == 1:
+            return codes.parts
+        # Such experts are stored as one tensor, where a family can have them so.
+        return next((parts for parts in codes.layouts if len(parts[0].shape) > 3), codes.parts)
+
     def _stored_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice | None:
         """The codes of a parameter and the parts that they come from; None for one that is not stored as codes."""
         if parameter.kind not in self.kinds or len(parameter.shape) < 2:

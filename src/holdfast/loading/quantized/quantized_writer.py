@@ -93,7 +93,7 @@ def refuse_saving(folder: Path, model: OpenModel, plan: LoadPlan) -> SourceIdent
     if reason is None and model.kind == "gguf":
         reason, do = "a GGUF file has no config.json and no tokenizer.json to go with the weights", "save from a folder"
     if reason is None and not any(move.scheme for move in plan.moves):
-        reason, do = "nothing is quantized as it loads", "choose a quantization"
+        reason, do = "nothing is quantized as it loads", _nothing_to_save(model, plan)
     try:
         if reason is None and os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             reason, do = "there is something there already", "name a new folder"
@@ -106,6 +106,15 @@ def refuse_saving(folder: Path, model: OpenModel, plan: LoadPlan) -> SourceIdent
     if reason is not None or identity is None:
         raise ConfigError(f"save_quantized={folder} was asked", str(reason), do)
     return identity
+
+
+def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
+    """What to do for weights that nothing changes on their way."""
+    if model.kind == "directory" and os.path.lexists(model.path / MANIFEST_FILE):
+        return f"copy the folder {model.path.name}, which was saved so already"
+    if model.stored is not None and plan.num_quantized:
+        return f"copy the folder {model.path.name}, which is stored so already"
+    return "leave some of quantization_ignore out, or save_quantized"
 
 
 def write_weights(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from math import sqrt
+from math import log2, sqrt
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.loading.sources.source import RowWriter, TensorEntry
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.models.parameters import Parameter
 from holdfast.quant.formats import bytes_for
+from holdfast.quant.weight_schemes import WeightScheme
 
 if TYPE_CHECKING:
     import torch
@@ -23,17 +24,50 @@ DRAW_VALUES = 2**16
 READ_VALUES = 2**18
 """Values that a read scales and rounds at a time."""
 SPREAD = 0.1
-"""Standard deviation of biases, and of norm weights around 1."""
+"""Standard deviation of biases, and of norm weights around 1; of scales, as a share of them."""
+E4M3_SPREAD = 256.0
+"""Standard deviation of made-up e4m3 codes: the largest is then 443, which becomes 448 and never NaN."""
+E2M1_SPREAD = sqrt(68.5 / 8)
+"""The same of e2m1 where all codes are equally common: 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+EXPONENT_BIAS = 127
+
+
+class DummyPlane(NamedTuple):
+    """Codes or scales of a matrix that the checkpoint stores quantized: how values of the table become them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    factor: float
+    summand: float
+
+    @classmethod
+    def codes(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> DummyPlane:
+        """Numbers of e4m3; or bytes, all equally common, so that both halves of each are any code of e2m1."""
+        if scheme.codes_per_byte == 1:
+            assert scheme.code_dtype == "float8_e4m3fn", f"{name}: codes of {scheme.name} are not made up"
+            return cls(name, scheme.code_dtype, shape, E4M3_SPREAD, 0.0)
+        return cls(name, scheme.code_dtype, shape, 127.9 / sqrt(3), 128.0)
+
+    @classmethod
+    def scales(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme, num_inputs: int) -> DummyPlane:
+        """What gives a matrix with so many inputs the spread that it would have unquantized; of exponents nearly so."""
+        if not scheme.scale_is_power_of_two:
+            scale = 1 / (E4M3_SPREAD * sqrt(num_inputs))
+            return cls(name, scheme.scale_dtype, shape, SPREAD * scale, scale)
+        exponent = EXPONENT_BIAS - log2(E2M1_SPREAD * sqrt(num_inputs))
+        # Bytes are cut off, not rounded: a value from 0 to 1 on top makes the next one as common as it is near.
+        return cls(name, scheme.scale_dtype, shape, 0.5 / sqrt(3), exponent + 0.5)
 
 
 class DummySource:
-    """Stands for a checkpoint that has exactly the tensors the parameters need.
+    """Stands for a checkpoint that has exactly the tensors the parameters need, and planes of those that are quantized.
 
     Element i of a tensor is entry (start(name) + i) mod TABLE_VALUES of one fixed table, scaled for its kind of tensor.
     Chunking, device and neighbours do not enter, and a chunk costs about as much as copying it.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], dtype: str) -> None:
+    def __init__(self, parameters: Iterable[Parameter], dtype: str, planes: Iterable[DummyPlane] = ()) -> None:
         self._dtype = dtype
         self._entries: dict[str, TensorEntry] = {}
         self._inputs: dict[str, int] = {}
@@ -45,6 +79,11 @@ class DummySource:
                 num_bytes = bytes_for(dtype, part.shape)
                 self._entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
                 self._inputs[part.tensor] = part.source_columns
+        # Those that are made alike one after the other, so that the writer scales its table seldom.
+        self._planes = {plane.name: plane for plane in sorted(planes, key=lambda plane: plane[3:])}
+        for name, plane in self._planes.items():
+            num_bytes = bytes_for(plane.dtype, plane.shape)
+            self._entries[name] = TensorEntry(name, plane.dtype, plane.shape, "dummy weights", num_bytes)
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -56,7 +95,7 @@ class DummySource:
 
     @property
     def writer_specs(self) -> tuple[TensorSpec, ...]:
-        """The table, the table scaled, and that in the checkpoint's type."""
+        """The table, the table scaled, and that in the checkpoint's type; scales need no third, and codes less."""
         dtypes = {"table": "float32", "scaled": "float32", "stored": self._dtype}
         return tuple(TensorSpec(name, (TABLE_VALUES,), dtype) for name, dtype in dtypes.items())
 
@@ -121,13 +160,15 @@ class DummySource:
 
     def scale_and_shift(self, name: str) -> tuple[float, float]:
         """Factor and summand of a tensor's values. They are applied in two steps, so that every device rounds alike."""
+        if name in self._planes:
+            return self._planes[name].factor, self._planes[name].summand
         if len(self._entries[name].shape) > 1:
             return 1 / sqrt(self._inputs[name]), 0.0
         return SPREAD, 1.0 if name.endswith(".weight") else 0.0
 
 
 class _TableWriter:
-    """Rows as copies of the table, which is scaled and rounded when another kind of tensor comes.
+    """Rows as copies of the table, which is scaled, and rounded to the tensor's type, when another kind of tensor comes.
 
     A method writes, not a closure: an error keeps the functions that it came through, and a closure would keep the tensors.
     """
@@ -135,26 +176,37 @@ class _TableWriter:
     def __init__(self, source: DummySource, tensors: Mapping[str, torch.Tensor]) -> None:
         self._source = source
         self._table, self._scaled, self._stored = tensors["table"], tensors["scaled"], tensors["stored"]
-        self._at_hand: tuple[float, float] | None = None
+        self._at_hand: tuple[str, float, float] | None = None
+        self._values = self._stored
         _draw(self._table)
 
     def write(
         self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: tuple[int, int] | None = None
     ) -> None:
-        wanted = self._source.scale_and_shift(name)
+        wanted = (self._source.entries[name].dtype, *self._source.scale_and_shift(name))
         if wanted != self._at_hand:
-            scale, shift = self._at_hand = wanted
-            self._stored.copy_(self._scaled.copy_(self._table).mul_(scale).add_(shift))
+            self._at_hand, self._values = wanted, self._made(*wanted)
         row_elements = self._source.row_elements(name)
         first, last = columns or (0, row_elements)
-        values = out.view(-1).view(self._stored.dtype)
+        values = out.view(-1).view(self._values.dtype)
         num_values = (row_end - row_start) * (last - first)
         assert values.numel() == num_values, f"{name}: {out.shape=} for {num_values} values from row {row_start} on"
         start = _start(name) + row_start * row_elements + first
         if last - first == row_elements:
-            _repeat(self._stored, start, values)
+            _repeat(self._values, start, values)
         else:
-            _repeat_runs(self._stored, start, row_elements, values.view(row_end - row_start, last - first))
+            _repeat_runs(self._values, start, row_elements, values.view(row_end - row_start, last - first))
+
+    def _made(self, dtype: str, scale: float, shift: float) -> torch.Tensor:
+        """The table scaled, in a type: in the place for the checkpoint's own, which is too narrow for scales alone."""
+        import torch
+
+        scaled = self._scaled.copy_(self._table).mul_(scale).add_(shift)
+        wanted = getattr(torch, dtype)
+        if wanted.itemsize > self._stored.element_size():
+            assert wanted == scaled.dtype, f"a table in {dtype} has no place beside one in {self._stored.dtype}"
+            return scaled
+        return self._stored.view(torch.uint8)[: scaled.numel() * wanted.itemsize].view(wanted).copy_(scaled)
 
 
 def _draw(table: torch.Tensor) -> None:

@@ -48,8 +48,12 @@ TORCH_DTYPES: Mapping[str, str] = {
     "U8": "uint8",
     "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "uint8",
 }
-"""torch's names of those that it reads as they are; another type keeps its own name, for messages."""
+"""torch's names of those that are read as they are; another type keeps its own name, for messages.
+
+Numbers of F8_E8M0 are exponents alone. They are read as bytes, which is how checkpoints have them also where they say U8.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
 from holdfast.models.blueprints.blueprint_anatomy import Anatomy
 from holdfast.models.blueprints.blueprint_grouped import GroupedAnatomy
-from holdfast.models.blueprints.blueprint_recipe import Review, review_recipe, stored_recipe
+from holdfast.models.blueprints.blueprint_recipe import Review, review_recipe, review_stored, stored_recipe
 from holdfast.models.blueprints.blueprint_weights import Weight, WeightGroup, weight_groups
 from holdfast.models.families import DTYPES, FAMILIES, read_spec
 from holdfast.models.rope_settings import MAX_POSITIONS
@@ -42,6 +42,8 @@ class Blueprint:
     anatomy: Anatomy
     stored: Mapping[str, WeightScheme] = field(default_factory=dict)
     """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
+    open_weights: frozenset[str] = frozenset()
+    """Of the others those that a load may quantize: neither were they left out by the makers, nor saved as they are."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What has been listed before: a plan asks many times, with other sizes of everything else."""
 
@@ -84,6 +86,15 @@ class Blueprint:
             self._memo["stored"] = stored_recipe(self.parameters())
         found = self._memo["stored"]
         assert found is None or isinstance(found, WeightRecipe), f"the stored recipe became {found!r}"
+        return found
+
+    def review_stored(self, asked: WeightRecipe) -> WeightRecipe:
+        """The recipe of a load where `stored_recipe` is there; one that asks for what cannot be raises."""
+        key = ("stored", asked)
+        if key not in self._memo:
+            self._memo[key] = review_stored(self.parameters(), asked, self.open_weights)
+        found = self._memo[key]
+        assert isinstance(found, WeightRecipe), f"{key} became {found!r}"
         return found
 
     def review_recipe(self, recipe: WeightRecipe) -> Review:
@@ -233,7 +244,7 @@ def _native_scheme(settings: Settings) -> str | None:
         raise UnsupportedModelError(
             f"{settings.file} says {part.section}quant_method = {shown(method)}",
             "checkpoints in fp8, or not quantized, can be planned",
-            "use the model's own checkpoint",
+            "use the model's checkpoint before it was quantized, and choose a quantization",
         )
     block = part.values.get("weight_block_size")
     if block is None:

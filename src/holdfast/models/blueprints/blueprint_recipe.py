@@ -1,19 +1,21 @@
 """A recipe of quantization held against the weights of a model: what it covers, and what of it cannot be meant; no torch."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, shown
 from holdfast.models.blueprints.blueprint_weights import Weight
 from holdfast.quant.weight_recipe import QuantizedEmbeddings, WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 
 QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
 """Weights that a scheme may be for."""
 HEAD_NAMES = ("lm_head", "lm_head.weight")
 """How a head is called also where a model has none of its own."""
+BEFORE = "take the model as it was before it was quantized"
+"""The advice for whoever wants other codes than a checkpoint has."""
 
 
 class Review(NamedTuple):
@@ -39,12 +41,60 @@ def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:
         num_quantized += 1
         reason = scheme.unsupported(weight.shape)
         if reason is not None:
-            raise ConfigError(
-                f"quantization={recipe.scheme.name} was asked",
-                f"{weight.name} cannot be stored so: {reason}",
-                f"add {_in_every_layer(weight.name)} to quantization_ignore, or try int8",
-            )
+            raise _unsupported(recipe.scheme, weight, reason, ", or try int8")
     return Review(len(weights), num_quantized, idle)
+
+
+def review_stored(weights: Iterable[Weight], asked: WeightRecipe, open_weights: Collection[str]) -> WeightRecipe:
+    """The recipe of a load from a checkpoint that is quantized already: what is asked reaches the weights that it left open.
+
+    The others stay as they are stored; what asks for something else of them is refused.
+    """
+    settled: list[Weight] = []
+    for weight in weights:
+        if weight.stored_scheme is None and weight.name in open_weights:
+            scheme = asked.scheme_for(weight.kind, weight.names)
+            if scheme is not None and (reason := scheme.unsupported(weight.shape)) is not None:
+                raise _unsupported(scheme, weight, reason, ", or leave quantization out")
+            weight = weight._replace(native=scheme)
+        settled.append(weight)
+    _refuse_stored_patterns(tuple(settled), asked)
+    _refuse_stored_embeddings(settled, asked)
+    recipe = stored_recipe(settled)
+    assert recipe is not None, "a checkpoint that is quantized already has a recipe"
+    return recipe
+
+
+def _refuse_stored_patterns(weights: tuple[Weight, ...], asked: WeightRecipe) -> None:
+    """A pattern keeps weights plain as they load; it cannot make one plain again that is stored as codes."""
+    for pattern in asked.ignore:
+        alone = WeightRecipe(ignore=(pattern,))
+        matched = [weight for weight in weights if alone.is_ignored(weight.names)]
+        if not matched:
+            raise _nothing_matches(pattern, weights)
+        coded = next((weight for weight in matched if weight.stored_scheme is not None), None)
+        if coded is not None and coded.stored_scheme is not None:
+            raise ConfigError(
+                f"quantization_ignore: the pattern {shown(pattern)} was asked",
+                f"{coded.name} is stored as {coded.stored_scheme.name} already",
+                f"leave quantization and quantization_ignore out to load it as it is, or {BEFORE}",
+            )
+
+
+def _refuse_stored_embeddings(weights: Iterable[Weight], asked: WeightRecipe) -> None:
+    """The default asks for nothing; another choice must be what the load will give."""
+    for weight in weights:
+        scheme = weight.stored_scheme
+        if asked.embeddings == "none" and weight.kind in ("head", "embedding") and scheme is not None:
+            has = f"{weight.name} is stored as {scheme.name} already"
+        elif asked.embeddings == "all" and weight.kind == "embedding" and scheme is None:
+            if asked.is_ignored(weight.names):
+                continue
+            has = f"{weight.name} is stored unquantized beside weights that are quantized, and stays so"
+        else:
+            continue
+        do = f"leave quantized_embeddings out to load it as it is, or {BEFORE}"
+        raise ConfigError(f"quantized_embeddings={asked.embeddings} was asked", has, do)
 
 
 def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
@@ -88,6 +138,14 @@ def _nothing_matches(pattern: str, weights: tuple[Weight, ...]) -> ConfigError:
         f"quantization_ignore: the pattern {shown(pattern)} was asked",
         f"none of the {len(names)} names of weights matches it",
         do,
+    )
+
+
+def _unsupported(scheme: WeightScheme, weight: Weight, reason: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"quantization={scheme.name} was asked",
+        f"{weight.name} cannot be stored so: {reason}",
+        f"add {_in_every_layer(weight.name)} to quantization_ignore{instead}",
     )
 
 

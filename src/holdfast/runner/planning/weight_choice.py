@@ -3,6 +3,7 @@
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.models.blueprints.blueprint_recipe import BEFORE
 from holdfast.quant.weight_recipe import WeightRecipe
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.runner.planning.target import Target
@@ -19,7 +20,11 @@ def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tup
     if model.stored_recipe is not None:
         return _as_stored(recipe, model.stored_recipe, model, target)
     if recipe.scheme is None:
-        return recipe, ()
+        if recipe.embeddings == WeightRecipe().embeddings:
+            return recipe, ()
+        return recipe, (
+            ("quantized_embeddings", recipe.embeddings, "asked, but nothing is quantized without quantization"),
+        )
     declined = unsupported_scheme(recipe.scheme.name, target)
     if declined is not None:
         raise ConfigError(f"quantization={recipe.scheme.name} was asked", declined, f"try {_works_on(target)}")
@@ -38,14 +43,8 @@ def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tup
 def _as_stored(
     asked: WeightRecipe, stored: WeightRecipe, model: Blueprint, target: Target
 ) -> tuple[WeightRecipe, tuple[Note, ...]]:
-    """A checkpoint that is quantized already stays as it is."""
+    """A checkpoint that is quantized already stays as it is; its own scheme, where that is asked, is for what it left plain."""
     assert stored.scheme is not None, f"{model.name} is stored in no scheme"
-    if asked.scheme is not None and asked.scheme.name != stored.scheme.name:
-        raise ConfigError(
-            f"quantization={asked.scheme.name} was asked",
-            f"{model.name} has its weights in {stored.scheme.name} already",
-            "leave it out, or take the unquantized checkpoint",
-        )
     declined = stored.scheme.codes_activations and _lacks_coded_products(target)
     if declined and model.not_runnable is None:
         raise ConfigError(
@@ -53,7 +52,18 @@ def _as_stored(
             _lack_words(target),
             f"take the unquantized checkpoint, with {_works_on(target)}",
         )
-    return stored, (("quantization", stored.scheme.name, "the checkpoint's own"),)
+    if asked.scheme is not None and asked.scheme.name != stored.scheme.name:
+        raise ConfigError(
+            f"quantization={asked.scheme.name} was asked",
+            f"{model.name} has its weights in {stored.scheme.name} already",
+            f"leave quantization out to load it as it is, or {BEFORE}",
+        )
+    recipe = model.review_stored(asked)
+    reason = "the checkpoint's own" if asked.scheme is None else "asked, and the checkpoint's own"
+    num_more = len(stored.ignore) - len(recipe.ignore)
+    if num_more:
+        reason += f"; {num_more} of its plain weights {'is' if num_more == 1 else 'are'} quantized on load"
+    return recipe, (("quantization", stored.scheme.name, reason),)
 
 
 def unsupported_scheme(name: str, target: Target) -> str | None:
