@@ -62,7 +62,7 @@ pytest: $(DEV) $(MODEL) ## Run the tests alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
 
 test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu" --hypothesis-profile=search
 
 test-gpu: $(DEV) $(MODEL) ## Run the tests that need CUDA
 	@$(BIN)/python -m pytest -m gpu
