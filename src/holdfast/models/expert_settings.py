@@ -6,6 +6,8 @@ from holdfast.models.settings import Settings
 from holdfast.models.spec import ExpertsSpec
 
 MAX_EXPERTS = 2**16
+MAX_MODEL_EXPERTS = 2**17
+"""Of all layers together: every one is listed before a file is looked at. The largest models have some 23 thousand."""
 MAX_EXPERT_WIDTH = 2**20
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
 """Both mean the same; transformers writes one or the other, by family and version."""
@@ -28,6 +30,11 @@ def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) 
     dense_layers = _dense_layers(settings, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
         return None
+    num_sparse = num_layers - len(dense_layers)
+    if num_experts * num_sparse > MAX_MODEL_EXPERTS:
+        key = next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
+        most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
+        raise settings.refuse(key, num_experts, most)
     shared_size = 0
     if defaults.shared_size:
         shared_size = settings.count("shared_expert_intermediate_size", defaults.shared_size, MAX_EXPERT_WIDTH)
