@@ -3,14 +3,13 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from jinja2.filters import FILTERS
 from jinja2.runtime import Context
 from jinja2.tests import TESTS
 from jinja2.utils import pass_context
 
-from holdfast.text.template_meter import BudgetError, Meter
+from holdfast.text.template_meter import BudgetError, Meter, Metered
 from holdfast.text.template_methods import (
     MAX_CASE_CHARS,
     check_join,
@@ -19,9 +18,6 @@ from holdfast.text.template_methods import (
     check_strip,
 )
 from holdfast.text.template_values import Value, admit, scan_shallow, settled, survey, written_bytes
-
-if TYPE_CHECKING:
-    from holdfast.text.template_sandbox import TemplateEnvironment
 
 MAX_GROUPS = 10_000
 """Of batch and slice."""
@@ -244,15 +240,13 @@ _FREE_TESTS = frozenset(
 _NUMBER_TESTS = frozenset(("odd", "even", "divisibleby"))
 
 
-def metered_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., Value]]:
+def metered_filters(environment: Metered) -> dict[str, Callable[..., Value]]:
     """Every filter that templates may use."""
     functions: dict[str, Callable[..., Value]] = {**FILTERS, "tojson": to_json}
     return {name: _metered(environment, functions[name], charge) for name, charge in FILTER_CHARGES.items()}
 
 
-def _metered(
-    environment: "TemplateEnvironment", function: Callable[..., Value], charge: FilterCharge
-) -> Callable[..., Value]:
+def _metered(environment: Metered, function: Callable[..., Value], charge: FilterCharge) -> Callable[..., Value]:
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
     # Filters that ask for the context are never run while a template is compiled.
@@ -268,7 +262,7 @@ def _metered(
     return call
 
 
-def metered_tests(environment: "TemplateEnvironment") -> dict[str, Callable[..., Value]]:
+def metered_tests(environment: Metered) -> dict[str, Callable[..., Value]]:
     """Every test; those that compare go through both sides first."""
 
     def metered(name: str, function: Callable[..., Value]) -> Callable[..., Value]:

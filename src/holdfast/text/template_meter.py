@@ -7,6 +7,7 @@ doublings nor one huge operation get far, and what is refused does not depend on
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast.memory.sizes import format_bytes
 
@@ -109,3 +110,9 @@ class Meter:
         self._next_check = max(self._steps_left - CHECK_STEPS, 0)
         if time.monotonic() > self._deadline:
             raise BudgetError(f"it takes longer than {self.limits.max_seconds:g} s")
+
+
+class Metered(Protocol):
+    """Whoever has the meter of a rendering: it is another one for each, so it is asked for every time."""
+
+    meter: Meter

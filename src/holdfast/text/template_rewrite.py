@@ -11,9 +11,8 @@ for their length, so that a long body is not cheaper than a short one.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -21,10 +20,8 @@ from jinja2.runtime import Context
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
+from holdfast.text.template_meter import Metered
 from holdfast.text.template_values import MeteredLoop, Value, admit, survey, written_bytes
-
-if TYPE_CHECKING:
-    from holdfast.text.template_sandbox import TemplateEnvironment
 
 NODES_A_STEP = 4
 """Parts of a template that run in the time of about one operation."""
@@ -47,7 +44,7 @@ class GenerationTag(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def rewrite(template: nodes.Template, environment: "TemplateEnvironment") -> nodes.Template:
+def rewrite(template: nodes.Template, environment: Environment) -> nodes.Template:
     """The same template, metered."""
     _Metering().visit(template)
     template.set_environment(environment)
@@ -157,7 +154,7 @@ def _filtered(node: nodes.Node, name: str, args: Iterable[nodes.Expr] = ()) -> n
 class _Hooks:
     """What the rewritten template goes through. All ask for the context, so that none runs at compile time."""
 
-    def __init__(self, environment: "TemplateEnvironment") -> None:
+    def __init__(self, environment: Metered) -> None:
         self._environment = environment
 
     @pass_context
@@ -211,7 +208,7 @@ class _Hooks:
         self._environment.meter.step(steps)
 
 
-def hook_filters(environment: "TemplateEnvironment") -> dict[str, Callable[..., Value]]:
+def hook_filters(environment: Metered) -> dict[str, Callable[..., Value]]:
     """The hooks of one environment, by the names that the rewriting uses."""
     hooks = _Hooks(environment)
     return {
