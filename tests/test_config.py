@@ -178,8 +178,9 @@ def test_a_recipe_of_a_config() -> None:
     ("name", "value"), [("quantization_ignore", "lm_head"), ("save_quantized", "folder"), ("weight_cache", "on")]
 )
 def test_what_is_for_quantized_weights_alone_says_so(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}='{value}' was asked; nothing is quantized without quantization"):
+    with pytest.raises(ConfigError, match=f"{name}='{value}' was asked; nothing is quantized without") as refused:
         EngineConfig.from_options(**{name: value})
+    assert "for a model that is quantized already, its own scheme" in str(refused.value), "fp8 would be refused there"
     config = EngineConfig.from_options(quantization="fp8", **{name: value})
     assert getattr(config, name) == value
     assert config.with_quantization("mxfp4") == dataclasses.replace(config, quantization="mxfp4")

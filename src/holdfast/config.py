@@ -163,7 +163,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={shown(getattr(self, name))} was asked",
                     "nothing is quantized without quantization",
-                    "add quantization, such as fp8, or leave it out",
+                    "add quantization (such as fp8; for a model that is quantized already, its own scheme), or leave it out",
                 )
 
     @classmethod

@@ -41,6 +41,14 @@ def test_every_format_has_a_row_the_reference_first(here: Here, tiny: Path, text
     assert "\x1b" not in ended.out
 
 
+def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path) -> None:
+    asked = ("--window", "48", "--tokens", "20", "--formats", "float16", "--device", "cpu")
+    ended = here("eval", "kv", tiny, "--text", text, *asked)
+    assert "one window of 48 tokens" in ended.out
+    assert "48 tokens are read, not 20: one whole window is the least" in ended.err
+    assert "tokens are read, not" not in here("eval", "kv", tiny, "--text", text, *asked, "--tokens", "48").err
+
+
 def test_formats_are_those_that_were_asked_each_once(here: Here, tiny: Path, text: Path) -> None:
     asked = " bfloat16,turboquant_4bit_nc, bfloat16,float32"
     ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", asked, "--device", "cpu")

@@ -36,6 +36,12 @@ def test_every_scheme_that_can_run_has_a_row(here: Here, tiny: Path) -> None:
     ]
 
 
+def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path) -> None:
+    ended = here("eval", "weights", tiny, *SMALL, "--tokens", "20", "--schemes", "int8")
+    assert ended.code == 0, ended
+    assert "48 tokens are read, not 20: one whole window is the least" in ended.err
+
+
 def test_record_and_page_say_what_the_table_says(here: Here, tiny: Path, tmp_path: Path) -> None:
     text, record, html = tmp_path / "book.txt", tmp_path / "record.json", tmp_path / "page.html"
     text.write_text("It is not known who first thought of it, but there it was. " * 20)

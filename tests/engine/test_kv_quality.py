@@ -192,8 +192,14 @@ def test_what_is_no_number_is_counted_and_ruins_only_its_own(wrong: float) -> No
     assert (good.num_broken, good.mean_kl, good.agreement) == (0, 0, 1)
 
 
-def test_a_reference_that_is_no_number_is_refused() -> None:
-    with pytest.raises(HoldfastError, match=r"a comparison with ref was asked.*not finite.*float32"):
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [(torch.float16, "run it in another dtype, such as float32"), (torch.float32, "check its weights: they or their")],
+)
+def test_a_reference_that_is_no_number_is_refused(dtype: torch.dtype, advice: str, monkeypatch) -> None:
+    plain = FakeRunner.hidden_rows
+    monkeypatch.setattr(FakeRunner, "hidden_rows", lambda self, step: plain(self, step).to(dtype))
+    with pytest.raises(HoldfastError, match=rf"a comparison with ref was asked.*not finite; {advice}"):
         measure(fake("ref", 11, with_nan), [fake("other", 11)], [[1] * 40], silent)
 
 

@@ -81,5 +81,5 @@ def test_a_reference_whose_logits_are_no_numbers_is_refused(folder: Path, opened
     (first,) = (opened(entry) for entry in entries(folder))
     real = first.runner.row_logits
     monkeypatch.setattr(first.runner, "row_logits", lambda hidden: real(hidden).fill_(float("nan")))
-    with pytest.raises(HoldfastError, match=r"a comparison with float32 was asked; .*not finite"):
+    with pytest.raises(HoldfastError, match=r"a comparison with float32 was asked; .*not finite; check its weights"):
         ReferenceReading(first, WINDOWS).read(lambda num: None)

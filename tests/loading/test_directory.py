@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
+from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.directory import open_directory, open_directory_without_weights
 from holdfast.loading.planning.open_model import GenerationDefaults
 from loading.safetensors_bytes import write
@@ -66,6 +66,12 @@ def test_dummy_needs_the_config_alone(tmp_path):
     opened = open_directory_without_weights(folder_with(tmp_path, LLAMA | {"torch_dtype": "float16"}))
     assert {entry.dtype for entry in opened.source.entries.values()} == {"float16"}
     assert len(opened.source.entries) == 12
+
+
+def test_saved_weights_are_not_made_up(tmp_path):
+    folder = folder_with(tmp_path, **{"holdfast-weights": {}})
+    with pytest.raises(UnsupportedModelError, match=r"load_format=dummy .*saved quantized.*leave load_format out"):
+        open_directory_without_weights(folder)
 
 
 @pytest.mark.parametrize("bad", [False, True])

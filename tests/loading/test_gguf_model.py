@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
+from holdfast.loading.blueprints import open_blueprint
 from holdfast.loading.default_model import find_default_model
 from holdfast.loading.gguf_model import open_gguf
 from holdfast.loading.planning.plan import plan_load
@@ -201,6 +202,24 @@ def test_missing_and_unknown_tensors_fail_in_the_plan(tmp_path):
     opened = open_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*blk\.0\.attn_sinks\.weight"):
         plan_load(opened.parameters, opened.source, "float32")
+
+
+def test_a_plan_holds_the_headers_against_the_parameters(tmp_path, monkeypatch):
+    """What an engine would refuse has no plan: a stray tensor, a layer that is not announced, and another width."""
+    path = tmp_path / "tiny.gguf"
+    write_model(path, "llama")
+    assert open_blueprint(str(path)).num_layers == LAYERS
+    write_model(path, "llama", blk__0__attn_sinks__weight=np.ones(4, np.float32))
+    with pytest.raises(ModelFormatError, match=r"blk\.0\.attn_sinks\.weight"):
+        open_blueprint(str(path))
+    numbers = state_dict("llama", tied=False)
+    monkeypatch.setattr(f"{__name__}.state_dict", lambda arch, tied: numbers)
+    for name, announced, told in (("LAYERS", 1, r"too many: model\.layers\.1\."), ("INNER", 97, r"_proj\.weight")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{__name__}.{name}", announced)
+            write_model(path, "llama")
+        with pytest.raises(ModelFormatError, match=told):
+            open_blueprint(str(path))
 
 
 def test_generation_defaults(tmp_path, caplog):

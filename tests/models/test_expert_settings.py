@@ -48,7 +48,9 @@ def test_either_name_of_the_number_of_experts() -> None:
 def test_more_experts_than_can_be_listed_are_refused() -> None:
     assert read({"num_experts": 2**16}, num_layers=2) is not None
     assert read({"num_experts": 2**16, "mlp_only_layers": list(range(98))}, num_layers=100) is not None
-    with pytest.raises(ModelFormatError, match="num_local_experts = 65536; at most 43690 in each of 3 layers is needed"):
+    with pytest.raises(
+        ModelFormatError, match="num_local_experts = 65536; at most 43690 in each of 3 layers is needed"
+    ):
         read({"num_local_experts": 2**16}, num_layers=3)
 
 

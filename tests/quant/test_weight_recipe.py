@@ -26,6 +26,8 @@ def test_nothing_is_quantized_unless_asked():
         (WeightRecipe(INT8, "none"), {"linear": "int8", "expert": "int8"}),
         (WeightRecipe(INT8, "all"), {"linear": "int8", "expert": "int8", "embedding": "int8", "head": "int8"}),
         (WeightRecipe(MXFP4, "all"), {"linear": "mxfp4", "expert": "mxfp4", "embedding": "int8", "head": "int8"}),
+        (WeightRecipe(FP8, "all", (), FP8), {"linear": "fp8", "expert": "fp8", "embedding": "int8", "head": "fp8"}),
+        (WeightRecipe(FP8, "none", (), FP8), {"linear": "fp8", "expert": "fp8"}),
         (WeightRecipe(FP8_BLOCK), {"linear": "fp8_block", "expert": "fp8_block", "head": "int8"}),
     ],
 )

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.quant.weight_codes import quantize
-from holdfast.quant.weight_schemes import FP8_BLOCK, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightScheme
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import build as building
@@ -146,6 +146,31 @@ def test_a_checkpoint_in_fp8_runs_as_it_is(build: TinyBuilder, tmp_path: Path) -
     assert open_blueprint(str(tmp_path / "llama")).weight_bytes("float32") == planned
     with pytest.raises(ConfigError, match="has its weights in fp8_block already"):
         build(readable=False, quantization="int8", max_model_len=64)
+
+
+@pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR], ids=lambda scheme: scheme.name)
+def test_a_head_that_is_stored_as_e4m3_runs_as_it_is(build: TinyBuilder, tmp_path: Path, scheme: WeightScheme) -> None:
+    build(max_model_len=64).release()
+    folder = tmp_path / "llama"
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in ("lm_head.weight", "model.layers.0.mlp.down_proj.weight"):
+        peak = tensors[name].abs().amax().view(1) if scheme.is_whole_tensor else None
+        codes, scales = quantize(tensors[name].float(), scheme, peak)
+        tensors |= {name: codes, f"{name}_scale": scales[0] if scheme.is_whole_tensor else scales}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fbgemm_fp8" if scheme == FP8 else "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = build(max_model_len=64)
+    assert stored.plan.resolved.recipe.head_scheme == scheme
+    planned = sum(term.num_bytes for term in stored.plan.memory.terms if term.group == "weights")
+    assert stored.ledger.group_bytes()["weights"] == planned
+    saved = build(quantization=scheme.name, save_quantized=str(tmp_path / "saved"), max_model_len=64)
+    again = build("saved", max_model_len=64)
+    assert again.plan.resolved.recipe.head_scheme == scheme
+    assert tokens(again, [5, 6, 7]) == tokens(saved, [5, 6, 7])
+    assert tokens(stored, [5, 6, 7]), "steps run"
 
 
 def test_a_model_that_was_saved_quantized_is_a_model(build: TinyBuilder, tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ def test_the_second_start_reads_what_the_first_has_kept(folder: Path, cache: Pat
     assert_same(loaded(planned(folder, weight_cache="off")), weights)
 
 
+def test_settings_that_change_during_the_load_are_not_saved(folder: Path, tmp_path: Path) -> None:
+    load = planned(folder, save_quantized=str(tmp_path / "saved"), weight_cache="off")
+    settings = folder / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_hidden_layers": 1}))
+    with pytest.raises(ConfigError, match=r"changed while it was loaded: config\.json was changed"):
+        loaded(load)
+    assert not (tmp_path / "saved").exists()
+
+
 def test_nothing_is_kept_unless_weights_are_quantized_and_a_cache_is_wanted(folder: Path, cache: Path) -> None:
     for load in (
         planned(folder, quantization=None),

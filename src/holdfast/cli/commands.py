@@ -71,6 +71,7 @@ MemoryReport = Annotated[
 ]
 QualityPage = Annotated[str | None, _written("--html", "Write a page that draws quality against bytes.")]
 Window = Annotated[str, typer.Option(metavar="TOKENS", help="Tokens that are read together, from an empty cache.")]
+MOST_TOKENS = "Most tokens of the text, such as 16K; at least one whole window is read."
 
 app = typer.Typer(
     name="holdfast",
@@ -339,7 +340,7 @@ def _eval_kv(
     window: Window = "1024",
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Most tokens of the text, such as 16K. Left out: all.", show_default=False),
+        typer.Option(metavar="N", help=f"{MOST_TOKENS} Left out: all.", show_default=False),
     ] = None,
     json_file: JsonFile = None,
     html: QualityPage = None,
@@ -377,7 +378,7 @@ def _eval_weights(
         typer.Option(metavar="NAMES", help="Weight schemes, with commas between; all: every one that can run."),
     ] = "all",
     window: Window = "512",
-    tokens: Annotated[str, typer.Option(metavar="N", help="Most tokens of the text, such as 16K.")] = "1024",
+    tokens: Annotated[str, typer.Option(metavar="N", help=MOST_TOKENS)] = "1024",
     json_file: JsonFile = None,
     html: QualityPage = None,
 ) -> None:

@@ -58,6 +58,7 @@ def eval_kv(options: EvalOptions, engine: Given) -> None:
     config = EngineConfig.from_options(model=options.model, **engine)
     text = read_text(options.text)
     log_plainly()
+    tell_rounding(window, max_tokens)
     model = open_model(config.model, config.load_format)
     try:
         import_torch()
@@ -160,6 +161,12 @@ def read_tokens(typed: str | None) -> int | None:
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ConfigError(f"--tokens {shown(typed)} was asked", "a whole number from 1 up works", "write --tokens 16K")
     return count if isinstance(count, int) else None
+
+
+def tell_rounding(window: int, max_tokens: int | None) -> None:
+    """A line where one whole window is more than was asked for."""
+    if max_tokens is not None and max_tokens < window:
+        write_line(f"{window} tokens are read, not {max_tokens}: one whole window is the least; --window takes fewer")
 
 
 def read_text(file: str | None) -> str:

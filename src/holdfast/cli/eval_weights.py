@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli.eval_command import ALL, read_text, read_tokens, read_window, record_file, tell
+from holdfast.cli.eval_command import ALL, read_text, read_tokens, read_window, record_file, tell, tell_rounding
 from holdfast.cli.eval_progress import EvalBar
 from holdfast.cli.eval_table import WEIGHTS, EvalView
 from holdfast.cli.failures import log_plainly
@@ -53,6 +53,7 @@ def eval_weights(options: WeightEvalOptions, engine: Given) -> None:
     config = EngineConfig.from_options(model=options.model, **engine)
     text, text_name = topics_or_text(options.text)
     log_plainly()
+    tell_rounding(window, max_tokens)
     import_torch()
     tell(measure(config, ignore, names, text, text_name, window, max_tokens), text, json_file, html)
 

@@ -195,18 +195,21 @@ def _compare(
             with tally.timed(runner.device):
                 logits_RV = contender.runner.row_logits(hidden_TH[rows])
             if piece is None:
-                refuse_broken(contender, logits_RV)
+                refuse_broken(contender, hidden_TH.dtype, logits_RV)
                 piece = ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device))
             tally.add(window, first, piece, logits_RV)
 
 
-def refuse_broken(reference: Contender, logits_RV: torch.Tensor) -> None:
-    """Nothing can be compared with a reference whose logits are no numbers."""
+def refuse_broken(reference: Contender, dtype: torch.dtype, logits_RV: torch.Tensor) -> None:
+    """Nothing can be compared with a reference whose logits are no numbers. `dtype` is what it computes in."""
     if not bool(logits_RV.isfinite().all()):
+        is_widest = dtype == torch.float32
         raise HoldfastError(
             f"a comparison with {reference.name} was asked",
             "the model's own logits there are not finite",
-            "run it in another dtype, such as float32",
+            "check its weights: they or their scales may hold a NaN or an infinity"
+            if is_widest
+            else "run it in another dtype, such as float32",
         )
 
 

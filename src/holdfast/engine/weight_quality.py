@@ -57,7 +57,7 @@ class ReferenceReading:
             on_tokens(step.num_tokens)
             for first, rows, piece, logits_RV in self.pieces(index, step):
                 del rows
-                refuse_broken(self.reference, logits_RV)
+                refuse_broken(self.reference, hidden_TH.dtype, logits_RV)
                 tally.add(index, first, piece, logits_RV)
         return tally.quality(self.reference)
 

@@ -108,7 +108,8 @@ def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
         return blueprint
     schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
     open_weights = frozenset(one for one in tensors if opened.stored and not opened.stored.leaves_alone(tensors[one]))
-    return replace(blueprint, stored=schemes, open_weights=open_weights)
+    unread = None if opened.stored is None else opened.stored.unread_pattern
+    return replace(blueprint, stored=schemes, open_weights=open_weights, unread_pattern=unread)
 
 
 def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | None:
@@ -135,7 +136,8 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
                 "use settings and weights of the same model",
             )
     schemes = {weight.name: stored.scheme for weight in coded}
-    return replace(blueprint, stored=schemes, open_weights=frozenset(weight.name for weight in touched))
+    open_weights = frozenset(weight.name for weight in touched)
+    return replace(blueprint, stored=schemes, open_weights=open_weights, unread_pattern=stored.unread_pattern)
 
 
 def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
@@ -151,6 +153,8 @@ def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
 
 
 def _read_file(path: Path) -> Blueprint:
+    from holdfast.loading.gguf_model import refuse_wrong_headers
+
     if path.suffix == ".gguf":
         from holdfast.loading.gguf_model import open_gguf
 
@@ -160,4 +164,5 @@ def _read_file(path: Path) -> Blueprint:
 
         opened = open_model(str(path), "auto")
     opened.source.close()
+    refuse_wrong_headers(opened)
     return spec_blueprint(opened.spec, path.stem)

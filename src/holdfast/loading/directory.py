@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.errors import ModelNotFoundError
+from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.planning.made_up_planes import make_up_source
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.quantization_config import read_stored_schemes
@@ -33,6 +33,8 @@ def open_directory(folder: Path) -> OpenModel:
         return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
     source = SafetensorsSource(open_weight_files(folder), family.renames)
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
+    if stored is not None:
+        stored = stored.used_by(source.entries)
     if not has_dtype and stored is None:
         spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
     return OpenModel(folder, "directory", spec, parameters(spec), source, generation, stored=stored)
@@ -40,10 +42,18 @@ def open_directory(folder: Path) -> OpenModel:
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
     """The same from config.json alone, with made-up weights: quantized ones where it says that the model's are."""
+    if has_saved_weights(folder):  # what those are, config.json does not say
+        raise UnsupportedModelError(
+            "load_format=dummy was asked for",
+            f"{folder} holds weights that were saved quantized, which are not made up",
+            "leave load_format out to load them, or pass the folder that they were made from",
+        )
     spec, config = _read_config(folder)
     generation = _read_generation(folder, config, FAMILIES[spec.architecture])
     made_up, stored = parameters(spec), _read_stored(config)
     source = make_up_source(made_up, spec.checkpoint_dtype, stored)
+    if stored is not None:
+        stored = stored.used_by(source.entries)
     return OpenModel(folder, "directory", spec, made_up, source, generation, stored=stored)
 
 

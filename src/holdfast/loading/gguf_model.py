@@ -7,6 +7,7 @@ from holdfast.loading.gguf.gguf_config import gguf_config
 from holdfast.loading.gguf.gguf_file import GGUFFile, read_gguf
 from holdfast.loading.gguf.gguf_source import GGUFSource
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
+from holdfast.loading.planning.plan import plan_load
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
@@ -31,6 +32,11 @@ def open_gguf(path: Path) -> OpenModel:
         generation=_generation(file, spec.vocab_size),
         gguf=file,
     )
+
+
+def refuse_wrong_headers(opened: OpenModel) -> None:
+    """What loading the file would say of its tensors: missing, too many, of another shape; the source may be closed already."""
+    plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
 
 
 def _read_spec(file: GGUFFile) -> ModelSpec:

@@ -23,6 +23,8 @@ class WeightRecipe:
     embeddings: QuantizedEmbeddings = "head"
     ignore: tuple[str, ...] = ()
     """Globs such as "*.down_proj*", or regular expressions behind "re:", over a weight's own name and its tensors' names."""
+    head_scheme: WeightScheme = HEAD_SCHEME
+    """Another one only where a checkpoint stores its head so."""
 
     def __post_init__(self) -> None:
         if self.embeddings not in EMBEDDING_CHOICES:
@@ -44,7 +46,9 @@ class WeightRecipe:
         if kind in ("linear", "expert"):
             return self.scheme
         wanted = {"none": (), "head": ("head",), "all": ("head", "embedding")}[self.embeddings]
-        return HEAD_SCHEME if kind in wanted else None
+        if kind not in wanted:
+            return None
+        return self.head_scheme if kind == "head" else HEAD_SCHEME
 
     def is_ignored(self, names: Iterable[str]) -> bool:
         return any(_matches(pattern, name) for pattern in self.ignore for name in names)

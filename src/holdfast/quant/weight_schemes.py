@@ -102,6 +102,8 @@ WEIGHT_SCHEMES: Mapping[str, WeightScheme] = {
     scheme.name: scheme for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8, MXFP4)
 }
 """What `quantization` may name."""
+ROW_SCHEMES = tuple(scheme for scheme in WEIGHT_SCHEMES.values() if scheme.block_columns == 0)
+"""Those with a scale for every row, as a head has to have them."""
 HEAD_SCHEME = INT8
 """Of the head and of embeddings, whatever the layers have. Rows are looked up one by one, so they need scales of their own; and
 of the two codes of eight bits int8 loses a tenth of what e4m3 does on rows without outliers (docs/log.md)."""

@@ -12,6 +12,7 @@ from holdfast.loading.planning.plan import LoadPlan, plan_load
 from holdfast.loading.quantized.quantized_cache import CacheSlot, find_cached
 from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
 from holdfast.loading.quantized.quantized_writer import refuse_saving, save_quantized
+from holdfast.loading.quantized.source_identity import SourceIdentity
 from holdfast.loading.sources.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
@@ -35,6 +36,8 @@ class WeightLoad:
     """From the model's own source."""
     slot: CacheSlot | None = None
     """Where these weights are, or will be, kept between starts; None where they are not."""
+    identity: SourceIdentity | None = None
+    """What the source was when the load was planned, where it is to be saved."""
 
     @property
     def taken_plan(self) -> LoadPlan:
@@ -68,7 +71,7 @@ class WeightLoad:
                 raise ConfigError("weight_cache=on was asked", reason, "make room for it, or leave it out")
         if self.config.save_quantized is not None:
             folder = _folder(self.config.save_quantized)
-            num_bytes = save_quantized(folder, self.model, self.plan, loaded.weights)
+            num_bytes = save_quantized(folder, self.model, self.plan, loaded.weights, planned=self.identity)
             log.info("the model with quantized weights was saved to %s (%s)", folder, format_bytes(num_bytes))
         return loaded
 
@@ -99,10 +102,10 @@ def plan_weights(
         plan = plan_quantized(model.parameters, model.source, dtype, recipe)
     else:
         plan = plan_load(model.parameters, model.source, dtype, recipe, model.stored)
-    if config.save_quantized is not None:
-        refuse_saving(_folder(config.save_quantized), model, plan)
+    folder = None if config.save_quantized is None else _folder(config.save_quantized)
+    identity = None if folder is None else refuse_saving(folder, model, plan)
     slot = _find_slot(config, model, plan) if uses_cache else None
-    return WeightLoad(config, model, plan, slot)
+    return WeightLoad(config, model, plan, slot, identity)
 
 
 def _folder(name: str) -> Path:

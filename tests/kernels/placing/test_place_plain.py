@@ -89,6 +89,18 @@ def test_exponents_become_powers_of_two(device, is_transposed):
         assert (found.nonfinite, found.differing) == (107, differing)
 
 
+def test_exponents_that_stay_what_they_are_have_a_number_that_is_not_finite(device):
+    noise = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
+    for bad_row in (None, 7):
+        if bad_row is not None:
+            noise[bad_row, 84] = 255
+        rows = noise.view(torch.float8_e8m0fnu)
+        placed = place(rows.to(device), torch.float8_e8m0fnu, device, first_row=3)
+        assert torch.equal(placed.planes[0], noise)
+        assert placed.nonfinite == (UNSEEN if bad_row is None else 3 + bad_row)
+        assert placed == place(rows, torch.float8_e8m0fnu, first_row=3)
+
+
 @FLOAT_TYPES
 def test_what_is_not_finite_is_reported(device, dtype):
     for bad in (torch.nan, torch.inf, -torch.inf):

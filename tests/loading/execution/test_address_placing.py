@@ -128,18 +128,21 @@ def test_like_by_tensors(launches, scheme, columns, chunk_bytes):
     assert all(is_aligned for is_program, is_aligned in launches if is_program)
 
 
-def test_exponents_become_numbers(launches):
+def test_exponents_become_numbers_or_stay_what_they_are(launches):
     tensors = {"a": torch.arange(6 * 40).to(torch.uint8).view(6, 40), "b": torch.full((3, 1), 130, dtype=torch.uint8)}
     tensors["a"][4, 3] = 255
     moves = [
         Move("a", "uint8", "w", Part("a", 2, (6, 40)), None, 0),
+        Move("a", "uint8", "c", Part("a", 1, (6, 40)), None, 0),
+        Move("a", "uint8", "c.scale", Part("a", 1, (6, 40)), None, 0),
         Move("b", "uint8", "v", Part("b", 0, (3, 1), repeats=4), None, 0),
     ]
     planes = {"w": torch.zeros(8, 40), "v": torch.zeros(12)}
+    planes |= {name: torch.zeros(7, 40, dtype=torch.uint8) for name in ("c", "c.scale")}
     taken, findings = place_both_ways(tensors, planes, moves, chunk_bytes=256)
     assert taken[0]
     assert not taken[-1], "repeated rows go by tensors"
-    assert findings.tolist() == [[4, UNSEEN], [UNSEEN, UNSEEN]]
+    assert findings.tolist() == [[4, UNSEEN], [UNSEEN, UNSEEN], [4, UNSEEN], [UNSEEN, UNSEEN]]
     assert launches
 
 

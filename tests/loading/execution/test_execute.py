@@ -277,6 +277,18 @@ def test_numbers_that_are_none_are_told_with_file_tensor_and_row(recipe, bad, ch
     assert "'t' is not finite in row 217" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("num_bad", "told"), [(1, ";"), (2, ", and 1 more tensor is not;"), (3, ", and 2 more tensors are not;")]
+)
+def test_tensors_that_are_not_finite_are_counted_not_their_moves(num_bad, told):
+    names = "abc"[:num_bad]
+    tensors = {name: torch.full((4, 8), float("nan")) for name in names}
+    halves = [Part(name, row, (4, 8), rows=(row, row + 2)) for name in names for row in (0, 2)]
+    parameters = [Parameter(f"w{place}", (2, 8), (replace(half, row_start=0),)) for place, half in enumerate(halves)]
+    with pytest.raises(ModelFormatError, match=f"'a' is not finite in row 0{told}"):
+        load(parameters, MadeUpSource(tensors=tensors), "bfloat16")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ModelFormatError("a", "b", "c")])
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])

@@ -56,16 +56,18 @@ def test_rows_of_vectors_matrices_and_stacks_are_converted_in_any_order(backward
 
 def test_scales_that_are_exponents_become_numbers_or_stay_bytes():
     tensors = {"e": torch.tensor([[0, 1], [127, 254], [130, 255]], dtype=torch.uint8)}
-    final = {"w": torch.zeros(6, 2), "b": torch.zeros(3, 2, dtype=torch.uint8)}
+    final = {"w": torch.zeros(6, 2)} | {name: torch.zeros(3, 2, dtype=torch.uint8) for name in ("b", "b.scale")}
     moves = [
         Move("e", "uint8", "w", Part("e", 0, (3, 2), repeats=2), None, 0),
         Move("e", "uint8", "b", Part("e", 0, (3, 2)), None, 0),
+        Move("e", "uint8", "b.scale", Part("e", 0, (3, 2)), None, 0),
     ]
     placer = place_all(tensors, final, moves, chunk_bytes=128)
     assert final["w"][:4].tolist() == [[2.0**-127, 2.0**-126]] * 2 + [[1.0, 2.0**127]] * 2
     assert final["w"][4:, 0].tolist() == [8.0, 8.0]
     assert torch.equal(final["b"], tensors["e"])
-    assert placer.wrong_rows() == [(moves[0], 2, None)]
+    assert torch.equal(final["b.scale"], tensors["e"])
+    assert placer.wrong_rows() == [(moves[0], 2, None), (moves[2], 2, None)], "in codes 255 is a byte like any other"
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, FP8_BLOCK, INT8, MXFP4], ids=lambda scheme: scheme.name)

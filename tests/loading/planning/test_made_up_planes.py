@@ -130,5 +130,8 @@ def test_a_scheme_that_is_not_read_is_not_made_up(tmp_path):
 def test_what_is_not_quantized_is_made_up_plain():
     entries = make_up_source([experts(2, 4, 32)], "float16", None).entries
     assert {entry.dtype for entry in entries.values()} == {"float16"}
+    left_out = StoredSchemes(MXFP4, ignore=("experts",))
+    source = make_up_source([experts(2, 4, 33)], "float16", left_out)
+    assert plan_load([experts(2, 4, 33)], source, "float16", stored=left_out).num_quantized == 0
     with pytest.raises(UnsupportedModelError, match=r"is stored as mxfp4; it has 33 columns"):
         make_up_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))

@@ -221,6 +221,7 @@ def test_terms_say_how_weights_are_stored():
     plan = plan_of(parameters, recipe=WeightRecipe(MXFP4))
     assert plan.terms("cuda")[0].reason == "3 tensors in mxfp4, 1 in bfloat16, 1 in int8"
     assert plan_of([]).terms("cuda")[0].reason == "0 tensors in bfloat16"
+    assert plan_of(UNTIED[:1]).terms("cuda")[0].reason == "1 tensor in bfloat16"
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])

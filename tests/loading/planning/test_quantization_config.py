@@ -77,6 +77,8 @@ def test_nothing_is_nothing(config):
         (compressed("block", block_structure=[64, 64]), "block_structure = [64, 64]"),
         (compressed(group={"targets": ["re:.*q_proj"]}), "targets = ['re:.*q_proj']"),
         (compressed(group={"input_activations": None}), "input_activations = None"),
+        (compressed(group={"input_activations": {"num_bits": 4}}), "input_activations.num_bits = 4; 8 is understood"),
+        (compressed(group={"input_activations": {"type": "int"}}), "input_activations.type = 'int'; 'float' is understood"),
         (compressed(group={"output_activations": {"num_bits": 8}}), "output_activations = "),
         (compressed() | {"format": "pack-quantized"}, "format = 'pack-quantized'"),
         (compressed() | {"sparsity_config": {"format": "sparse"}}, "sparsity_config = "),

@@ -60,6 +60,16 @@ def test_scales_by_row_or_tensor(shape, wanted):
     assert runs(scale_parts([part], FP8, FP8, ("_scale",), {"t_scale": entry("t_scale", shape, "float32")})) == wanted
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_scales_by_row_of_matrices_in_one_row_each(is_transposed):
+    part = Part("t", 0, (2, 8, 6) if is_transposed else (2, 6, 8), rows=(2, 9), is_transposed=is_transposed)
+    parts = scale_parts([part], FP8, FP8, ("_scale",), {"t_scale": entry("t_scale", (2, 6), "float32")})
+    assert runs(parts) == [(0, (2, 6), 1), (4, (0, 3), 1)]
+    assert [own.columns for own in parts] == [(0, 1), (1, 2)]
+    for own in parts:
+        own.check()
+
+
 def test_mxfp4_parts():
     part = Part("experts.down_proj", 6, (2, 96, 3), rows=(0, 3), columns=(32, 96), is_transposed=True)
     codes = mx_codes(part, MXFP4)

@@ -154,15 +154,11 @@ def test_scales_by_row_or_tensor_are_kept_by_row(scale_shape, rows_each, stored,
         assert (spread(scales, FP8, parameter.shape) == scales_of(parameter, parameter.parts, spreads)).all()
 
 
-@pytest.mark.parametrize("per_expert", [False, True], ids=["by row", "by expert"])
-def test_scales_of_stacked_experts(per_expert):
+@pytest.mark.parametrize("ones", [(1, 1), (6, 1), (6,)], ids=["by expert", "by row", "by row, without a last 1"])
+def test_scales_of_stacked_experts(ones):
     whole = experts(4, 3, 8)
-
-    def scale_shape(shape):
-        return (shape[0], 1, 1) if per_expert else (shape[0], shape[1], 1)
-
     entries, tensors, spreads = checkpoint(
-        whole.layouts[0], scale_shape, 6 if per_expert else 1, 8, np.random.default_rng(0)
+        whole.layouts[0], lambda shape: (shape[0], *ones), 6 // ones[0], 8, np.random.default_rng(0)
     )
     plan = plan_of([whole], entries, ROWS)
     scales = carried_out(plan, tensors)[f"{whole.name}.scale"]
@@ -198,6 +194,14 @@ def test_mxfp4_experts_are_taken_as_they_are(mesh):
     wanted = tensors["experts.gate_up_blocks"].reshape(4, 12, 64)[chosen][:, rows]
     assert (planes[parameter.name] == wanted).all()
     assert (planes[f"{parameter.name}.scale"] == tensors["experts.gate_up_scales"][chosen][:, rows]).all()
+
+
+def test_plain_experts_beside_settings_of_mxfp4_may_have_any_shape():
+    whole = experts(4, 6, 40)
+    entries = [entry(part.tensor, part.shape) for part in whole.parts]
+    assert plan_of([whole], entries, MX).num_quantized == 0
+    with pytest.raises(UnsupportedModelError, match=r"is stored as mxfp4; it has 40 columns"):
+        plan_of([whole], [entry("experts.gate_up_blocks", (4, 12, 1, 16), "uint8")], MX)
 
 
 def test_columns_of_mxfp4_experts():
@@ -294,6 +298,14 @@ def test_what_the_makers_left_out_stays_as_it_is():
     assert {move.target: move.scheme for move in plan.moves}["layers.0.o.weight"] == FP8_BLOCK, "quantized on the way"
 
 
+def test_settings_count_where_something_is_stored_so():
+    names = [entry("t0", (128, 128)), entry("t0.input_scale", (), E4M3)]
+    assert ROWS.used_by({one.name: one for one in names}) is None
+    assert ROWS.used_by({one.name: one for one in qkv_entries()}) is ROWS
+    assert StoredSchemes(FP8, (), ("lm_head", "re:(?!a)b")).unread_pattern == "re:(?!a)b"
+    assert ROWS.unread_pattern is None
+
+
 def test_codes_that_the_settings_call_unquantized_are_refused():
     stored = StoredSchemes(FP8_BLOCK, ("_scale_inv",), ("t1",))
     with pytest.raises(
@@ -337,5 +349,11 @@ def test_heads_may_have_scales_by_row_and_routers_none():
     assert ROWS.kinds == ("linear", "expert", "head")
     assert MX.kinds == ("expert",)
     router = Parameter("layers.0.router.weight", (4, 8), (Part("gate", 0, (4, 8)),), "router")
-    with pytest.raises(UnsupportedModelError, match="'gate' is stored as float8_e4m3fn"):
+    with pytest.raises(UnsupportedModelError, match="'gate' is stored as float8_e4m3fn; a router in fp8 is not read"):
         plan_of([router], [entry("gate", (4, 8), E4M3)], ROWS)
+    head = Parameter("lm_head.weight", (128, 128), (Part("lm_head.weight", 0, (128, 128)),), "head")
+    entries = [entry("lm_head.weight", (128, 128), E4M3), entry("lm_head.weight_scale_inv", (1, 1), "float32")]
+    with pytest.raises(
+        UnsupportedModelError, match=r"'lm_head.weight' is stored as .*; a head in fp8_block is not read"
+    ):
+        plan_of([head], entries, BLOCKS)

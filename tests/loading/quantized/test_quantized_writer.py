@@ -177,6 +177,37 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, model, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("when", ["load", "save"])
+def test_a_model_that_changes_meanwhile_is_not_saved(tmp_path, model, monkeypatch, when):
+    plan, config = plan_of(model), model.path / "config.json"
+    planned = refuse_saving(tmp_path / "out", model, plan)
+    copy = quantized_writer._copy_settings
+
+    def change(source: Path, folder: Path) -> None:
+        config.write_text('{"model_type": "another"}')
+        copy(source, folder)
+
+    if when == "load":
+        config.write_text('{"model_type": "another"}')
+    else:
+        monkeypatch.setattr(quantized_writer, "_copy_settings", change)
+    with pytest.raises(ConfigError, match=r"changed while it was loaded: config\.json was changed; start again"):
+        save_quantized(tmp_path / "out", model, plan, loaded(plan), planned=planned)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_another_process_that_saves_to_the_same_folder_is_told_as_that(tmp_path, model):
+    plan, out = plan_of(model), tmp_path / "out"
+
+    def intrude(done: int, total: int) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "theirs").touch()
+
+    with pytest.raises(ConfigError, match="written there meanwhile; use what is there now, or name a new folder"):
+        save_quantized(out, model, plan, loaded(plan), on_progress=intrude)
+    assert [path.name for path in out.iterdir()] == ["theirs"]
+
+
 def test_a_folder_that_may_not_be_written_is_told(tmp_path, model, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -56,8 +56,8 @@ def test_weights_say_every_way_in_which_they_are_stored() -> None:
     reasons = {owner: term.reason for owner, term in by_owner(needs("Qwen3-30B-A3B", quantization="fp8")).items()}
     assert reasons["weights/layers"] == "336 tensors in fp8 and bfloat16"
     assert reasons["weights/experts"] == "96 tensors in fp8"
-    assert reasons["weights/lm_head"] == "1 tensors in int8"
-    assert reasons["weights/embed"] == reasons["weights/final_norm"] == "1 tensors in bfloat16"
+    assert reasons["weights/lm_head"] == "1 tensor in int8"
+    assert reasons["weights/embed"] == reasons["weights/final_norm"] == "1 tensor in bfloat16"
     stored = by_owner(needs("DeepSeek-R1"))["weights/layers"]
     assert stored.reason == "787 tensors in fp8_block, bfloat16 and float32"
 

@@ -87,6 +87,12 @@ STORED = {
     "fp8_block, experts plain": ("fp8_block", (".experts.",), (), MOE),
     "mxfp4 experts, attention left out": ("mxfp4", (), ("self_attn",), MOE),
     "mxfp4 experts": ("mxfp4", (), (), MOE),
+    "fp8, of a layer two are left out by an expression": (
+        "fp8",
+        ("layers.0.mlp",),
+        (r"re:.*layers\.0\.mlp\.(gate|up)_proj",),
+        {},
+    ),
 }
 OPTIONS = ({}, {"quantized_embeddings": "none"}, {"quantized_embeddings": "all", "quantization_ignore": "lm_head"})
 
@@ -111,6 +117,20 @@ def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp
     assert embedded == coded < bare <= as_stored, "head and embedding have the same size"
     is_alike = case.endswith("attention left out")
     assert (bare == as_stored) == is_alike, "nothing but head and embedding is open there"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("said", [("model", "lm_head"), ("model",)], ids=" and ".join)
+def test_a_checkpoint_that_stores_nothing_quantized_is_a_plain_one(said, load_format, tmp_path: Path) -> None:
+    """Whatever its settings say: what is asked is done to all of it."""
+    folder = str(make_stored(tmp_path / "model", "fp8", ("model.",), said))
+    for scheme in ("fp8", "int8"):
+        config = EngineConfig.from_options(model=folder, device="cpu", quantization=scheme, weight_cache="off")
+        _, resolved = settle(Wish(config, open_blueprint(folder), HOST))
+        load, plan = plan_model(config, open_model(folder, load_format), HOST)
+        assert resolved.recipe == plan.resolved.recipe
+        assert open_blueprint(folder).weight_bytes(resolved.dtype, resolved.recipe) == load.plan.final_bytes
+        assert load.plan.num_quantized == 9
 
 
 def test_without_weights_the_settings_are_believed(tmp_path: Path) -> None:

@@ -117,6 +117,16 @@ def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
     assert choose(stored)[0] == stored.stored_recipe
 
 
+def test_what_is_open_is_not_guessed() -> None:
+    plain = blueprint("Qwen3-8B")
+    stored = replace(plain, stored={"layers.0.o.weight": FP8}, unread_pattern="re:(?!a)b")
+    assert choose(stored)[0] == stored.stored_recipe
+    with pytest.raises(
+        ConfigError, match=r"quantization=fp8 was asked; Qwen3-8B leaves out 're:\(\?!a\)b'.*not followed"
+    ):
+        choose(stored, quantization="fp8")
+
+
 def test_embeddings_without_a_scheme_are_told() -> None:
     recipe, notes = choose(quantized_embeddings="all")
     assert recipe.scheme is None

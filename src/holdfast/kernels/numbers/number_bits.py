@@ -15,6 +15,7 @@ AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of the same size by bytes of an element."""
 EXPONENT_BITS = {
     torch.float8_e4m3fn: 0x7F,
+    torch.float8_e8m0fnu: 0xFF,
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
     torch.float32: 0x7F800000,

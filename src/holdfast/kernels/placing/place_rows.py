@@ -14,7 +14,7 @@ import torch
 from holdfast.kernels.placing.place_codes import place_quantized_triton
 from holdfast.kernels.placing.place_plain import find_peak_triton, place_plain_triton
 from holdfast.kernels.triton_compat import can_run
-from holdfast.quant.weight_codes import e8m0_values, encode, find_scales, largest_finite
+from holdfast.quant.weight_codes import E8M0_NAN, e8m0_values, encode, find_scales, largest_finite
 from holdfast.quant.weight_schemes import WeightScheme
 
 UNSEEN = 2**31 - 1
@@ -23,7 +23,8 @@ PIECE_ELEMENTS = 2**20
 """Elements that plain torch works on at a time: what it needs for them in between stays below 32 MiB."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are converted into each other. Of all others bytes become float32, as exponents; else they are only copied."""
-
+E8M0 = torch.float8_e8m0fnu
+"""Exponents of two that stay what they are; their one number that is not finite is 255."""
 EXPONENTS = (torch.uint8, torch.float32)
 """From and to: scales that are stored as exponents of two."""
 
@@ -47,6 +48,8 @@ def place_plain(
     verify: bool,
 ) -> None:
     """Convert rows to the type of `out_RK` and write them there; with `verify`, compare instead of writing.
+
+    Exponents that stay what they are come as float8_e8m0fnu, which has a NaN to look for; as uint8 they would be any bytes.
 
     `rows_RC` may have any strides (a transposed tensor). `first_row` is what row 0 counts as in the findings. Rounding is
     to the nearest, ties to even, in one step from the stored type. Bytes become float32 as the powers of two whose
@@ -221,6 +224,8 @@ def _nonfinite_rows(rows: torch.Tensor) -> torch.Tensor | None:
     if rows.dtype == torch.float8_e4m3fn:
         is_bad = rows.view(torch.uint8) & 0x7F == 0x7F
         return is_bad.any(dim=1)
+    if rows.dtype == E8M0:
+        return (rows.view(torch.uint8) == E8M0_NAN).any(dim=1)
     if not rows.is_floating_point() or rows.numel() == 0:
         return None
     least, most = rows.aminmax()

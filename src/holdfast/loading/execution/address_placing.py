@@ -12,7 +12,7 @@ import torch
 from holdfast.kernels.numbers.number_bits import as_bits, as_kernels_read
 from holdfast.kernels.placing.place_codes import codes_launch
 from holdfast.kernels.placing.place_plain import peak_launch, plain_launch
-from holdfast.kernels.placing.place_rows import FLOATS, is_placeable, seen_columns
+from holdfast.kernels.placing.place_rows import E8M0, FLOATS, is_placeable, seen_columns
 from holdfast.kernels.placing.row_launch import Pointer, RowLaunch
 from holdfast.loading.execution.chunks import Piece
 from holdfast.loading.planning.move import Move
@@ -103,11 +103,13 @@ class AddressPlacer:
         assert is_placeable(source, target.dtype) or move.scheme is not None, f"{move}: into {target.dtype}"
         if move.scheme is not None:
             return self._new_codes_lane(move, move.scheme, x, target, verify)
-        p_x = Pointer((as_bits(x) if source == target.dtype else as_kernels_read(x)).dtype)
+        if move.keeps_exponents and target.dtype == torch.uint8:
+            x, target = x.view(E8M0), target.view(E8M0)
+        p_x = Pointer((as_bits(x) if x.dtype == target.dtype else as_kernels_read(x)).dtype)
         p_y, p_nonfinite, p_differing = Pointer(as_bits(target).dtype), Pointer(torch.int32), Pointer(torch.int32)
         width = kept[1] - kept[0]
         return _Lane(
-            launch=plain_launch(source, target.dtype, width, (num_columns, 1), (width, 1), verify),
+            launch=plain_launch(x.dtype, target.dtype, width, (num_columns, 1), (width, 1), verify),
             find_peak=None,
             shift=kept[0] * x.element_size(),
             target=target.data_ptr(),

@@ -226,7 +226,11 @@ def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSourc
     if nonfinite:
         move, row = nonfinite[0]
         found = f"{source.entries[move.tensor].file}: {shown(move.tensor)} is not finite in row {row}"
-        others = f", and {len(nonfinite) - 1} more tensors are not" if len(nonfinite) > 1 else ""
+        # A stacked tensor comes in many moves.
+        num_others = len({other.tensor for other, _ in nonfinite}) - 1
+        others = (
+            f", and {num_others} more {'tensor is' if num_others == 1 else 'tensors are'} not" if num_others else ""
+        )
         if not allow_nonfinite:
             raise ModelFormatError(
                 found + others,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.placing.place_rows import UNSEEN, Findings, find_peak, place_plain, place_quantized
+from holdfast.kernels.placing.place_rows import E8M0, UNSEEN, Findings, find_peak, place_plain, place_quantized
 from holdfast.kernels.triton_compat import can_run, is_interpreted
 from holdfast.loading.execution.address_placing import AddressPlacer
 from holdfast.loading.execution.chunks import Piece
@@ -91,6 +91,8 @@ class Placer:
         route = self._route
         assert route is not None, f"no way for {piece}"
         rows_RC = _rows_of(piece, route, views[route.dtype])
+        if route.target.dtype == E8M0:
+            rows_RC = rows_RC.view(E8M0)
         if piece.finds_peak:
             assert route.peak is not None, f"{self._jobs[piece.move]} has no peak"
             find_peak(rows_RC, route.peak)
@@ -146,6 +148,8 @@ class Placer:
             num_columns //= scheme.codes_per_byte
             scales = self._tensors[move.target + SCALE_SUFFIX]
             scales = scales.view(-1) if scheme.block_columns == 0 else scales.view(-1, scales.shape[-1])
+        if move.keeps_exponents and target.dtype == torch.uint8:
+            target = target.view(E8M0)
         self._planes[move.target] = target.view(-1, num_columns), scales
         return self._planes[move.target]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from holdfast.models.parameters import Part
 from holdfast.quant.formats import DTYPE_BYTES
-from holdfast.quant.weight_schemes import WeightScheme
+from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
 
 class Read(NamedTuple):
@@ -56,6 +56,11 @@ class Move:
     def row_bytes(self) -> int:
         """Bytes of a row as it is read."""
         return self.num_read_columns * DTYPE_BYTES[self.tensor_dtype]
+
+    @property
+    def keeps_exponents(self) -> bool:
+        """Whether these are scales that are stored as exponents of two, and stay so where their target has the same type."""
+        return self.scheme is None and self.tensor_dtype == "uint8" and self.target.endswith(SCALE_SUFFIX)
 
     @property
     def num_source_rows(self) -> int:

@@ -130,7 +130,8 @@ class LoadPlan:
         """What the load takes of the device's memory: for good, and only while it lasts."""
         counts = Counter(weight.stored_as for weight in self.weights)
         (first, num_first), *others = counts.most_common() or [(self.dtype, 0)]
-        stored = ", ".join([f"{num_first} tensors in {first}", *(f"{count} in {name}" for name, count in others)])
+        noun = "tensor" if num_first == 1 else "tensors"
+        stored = ", ".join([f"{num_first} {noun} in {first}", *(f"{count} in {name}" for name, count in others)])
         reason = "made-up rows" if self.writer_specs else "rows on their way to their place"
         if pinned_bytes := self.pinned_bytes(device_kind):
             reason += f", through {format_bytes(pinned_bytes)} of pinned host memory"

@@ -28,6 +28,8 @@ WORDS = ("quant_method", "version", "global_compression_ratio", "activation_scal
 """Keys that are read elsewhere, or say nothing about how weights are stored."""
 STRATEGIES: Mapping[str, WeightScheme] = {"channel": FP8, "tensor": FP8_TENSOR, "block": FP8_BLOCK}
 """What compressed-tensors calls the ways to scale a matrix."""
+CODED: Mapping[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
+"""What it says of weights and of activations that are e4m3."""
 INVERSE, PLAIN = "_scale_inv", "_scale"
 
 
@@ -88,14 +90,15 @@ def _group_scheme(group: Settings) -> WeightScheme:
     weights = group.part("weights")
     if weights is None:
         raise group.missing("weights", "it says how weights are stored")
-    if group.part("input_activations") is None:
+    activations = group.part("input_activations")
+    if activations is None:
         raise _declined(group, "input_activations", None, "products with e4m3 weights take activations as e4m3 too")
     if group.values.get("output_activations") is not None:
         raise _declined(group, "output_activations", group.values["output_activations"], "none are quantized here")
-    wanted = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "dynamic": (False, None)}
-    for key, values in wanted.items():
-        if weights.values.get(key, values[0]) not in values:
-            raise _declined(weights, key, weights.values[key], f"{shown(values[0])} is understood there")
+    for part, wanted in ((weights, {**CODED, "dynamic": (False, None)}), (activations, CODED)):
+        for key, values in wanted.items():
+            if part.values.get(key, values[0]) not in values:
+                raise _declined(part, key, part.values[key], f"{shown(values[0])} is understood there")
     strategy = weights.text("strategy", "tensor")
     if strategy not in STRATEGIES:
         raise _declined(weights, "strategy", strategy, f"{', '.join(STRATEGIES)} are understood")

@@ -13,13 +13,18 @@ MX_CODES, MX_SCALES = "_blocks", "_scales"
 """What follows a module's name in the names of its mxfp4 tensors."""
 
 
+def mx_codes_name(tensor: str) -> str:
+    """The tensor that holds the codes of a matrix which would be this one, were it plain."""
+    return tensor.removesuffix(".weight") + MX_CODES
+
+
 def mx_codes(part: Part, scheme: WeightScheme) -> Part:
     """A part of a matrix as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
     num_blocks, block_bytes = part.source_columns // scheme.block_columns, scheme.block_columns // scheme.codes_per_byte
     leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
     return replace(
         part,
-        tensor=part.tensor.removesuffix(".weight") + MX_CODES,
+        tensor=mx_codes_name(part.tensor),
         shape=(*leading, num_blocks, block_bytes),
         columns=_divided(part.columns, scheme.codes_per_byte),
         is_transposed=False,
@@ -72,6 +77,9 @@ def _scales_of(
     shapes = _row_scale_shapes(part)
     shape = entry.shape if entry is not None and entry.shape in shapes else next(iter(shapes))
     rows_each = shapes[shape]
+    if len(shape) == 2 and shape == (*part.shape[:-2], part.matrix_rows):
+        yield from _rows_of_matrices(Part(name, 0, shape, is_transposed=True), part)
+        return
     scales = Part(name, 0, shape, is_transposed=part.is_transposed and rows_each == 1 and len(shape) > 1)
     if rows_each == 1:
         yield replace(scales, rows=part.rows, whole_rows=part.whole_rows)
@@ -86,7 +94,17 @@ def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
     if not leading:
         return {**by_row, (num_rows,): 1, (1,): num_rows, (): num_rows}
     count = prod(leading)
-    return {**by_row, (*leading, 1, 1): num_rows, (count, 1): num_rows, (count,): num_rows}
+    return {**by_row, (*leading, num_rows): 1, (*leading, 1, 1): num_rows, (count, 1): num_rows, (count,): num_rows}
+
+
+def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
+    """Scales [E, N] of E matrices: those of one lie in a row, which becomes a column."""
+    row, end = codes.row_range
+    while row < end:
+        matrix, place = divmod(row, codes.matrix_rows)
+        next_row = min(end, row - place + codes.matrix_rows)
+        yield replace(scales, rows=(place, place + next_row - row), columns=(matrix, matrix + 1))
+        row = next_row
 
 
 def _runs(scales: Part, codes: Part, rows_each: int, our_rows: int) -> Iterator[Part]:

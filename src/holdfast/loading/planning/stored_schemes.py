@@ -7,7 +7,6 @@ compressed-tensors    because activations get scales of their own (compressed-te
 mxfp4, experts        X_blocks [E, N, K / 32, 16] bytes of two codes, X_scales [E, N, K / 32]
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
@@ -15,10 +14,11 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.planning.layout_choice import Choice, choose, turn_squares
-from holdfast.loading.planning.scale_parts import mx_codes, scale_parts
+from holdfast.loading.planning.module_patterns import is_followed, matches
+from holdfast.loading.planning.scale_parts import mx_codes, mx_codes_name, scale_parts
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Kind, Parameter, Part
-from holdfast.quant.weight_recipe import REGEX_PREFIX, WeightRecipe
+from holdfast.quant.weight_recipe import WeightRecipe
 from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
 UNNEEDED_ENDINGS = (".input_scale", ".input_scale_ub", ".input_scale_inv", ".activation_scale")
@@ -64,7 +64,18 @@ class StoredSchemes:
 
     def leaves_alone(self, tensors: Iterable[str]) -> bool:
         """Whether the makers of the checkpoint left one of these out."""
-        return any(_matches(pattern, tensor.removesuffix(".weight")) for tensor in tensors for pattern in self.ignore)
+        return any(matches(pattern, tensor.removesuffix(".weight")) for tensor in tensors for pattern in self.ignore)
+
+    @property
+    def unread_pattern(self) -> str | None:
+        """A pattern of theirs that is not followed, so that nobody knows what they left out; None: all are."""
+        return next((pattern for pattern in self.ignore if not is_followed(pattern)), None)
+
+    def used_by(self, entries: Mapping[str, TensorEntry]) -> "StoredSchemes | None":
+        """Itself; None where no tensor has the type of codes: such a checkpoint is a plain one, whatever its settings say."""
+        others = self.ignorable(entries)
+        is_used = any(one.dtype == self.scheme.code_dtype for name, one in entries.items() if name not in others)
+        return self if is_used else None
 
     def ignorable(self, names: Iterable[str]) -> frozenset[str]:
         """Those of the tensors that may stay unused."""
@@ -113,6 +124,9 @@ class StoredSchemes:
     def _stored_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice | None:
         """The codes of a parameter and the parts that they come from; None for one that is not stored as codes."""
         if parameter.kind not in self.kinds or len(parameter.shape) < 2:
+            self._refuse_codes(parameter, entries)
+            return None
+        if not self._has_codes(parameter, entries):  # then its shape may be any
             return None
         choice = choose(self._codes(parameter), entries)
         tensors = dict.fromkeys(part.tensor for part in choice.whole_parts)
@@ -134,6 +148,25 @@ class StoredSchemes:
                 "use weights and settings of the same model",
             )
         return choice
+
+    def _has_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> bool:
+        """Whether a tensor is there that would hold codes of it, were it of their type."""
+        name = mx_codes_name if self.scheme.codes_per_byte > 1 else str
+        whole = parameter.whole or parameter
+        return any(name(part.tensor) in entries for parts in (whole.parts, *whole.layouts) for part in parts)
+
+    def _refuse_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> None:
+        """A matrix that no product here takes in this scheme, such as a head in blocks, and is stored so all the same."""
+        for part in (parameter.whole or parameter).parts:
+            entry = entries.get(part.tensor)
+            if entry is None or entry.dtype != self.scheme.code_dtype or self.scheme.codes_per_byte > 1:
+                continue
+            what = {"head": "a head", "embedding": "an embedding", "router": "a router"}.get(parameter.kind, "it")
+            raise UnsupportedModelError(
+                f"{entry.file}: {shown(entry.name)} is stored as {entry.dtype}",
+                f"{what} in {self.scheme.name} is not read",
+                "use a checkpoint that leaves it unquantized",
+            )
 
     def _codes(self, parameter: Parameter) -> Parameter:
         whole = None if parameter.whole is None else self._codes(parameter.whole)
@@ -186,34 +219,3 @@ def _not_stored_so(parameter: Parameter, scheme: WeightScheme, reason: str) -> U
         reason,
         f"{fewer} a checkpoint that is not quantized",
     )
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Names match as wholes, or as some of the components in a row. A pattern comes from a file that nobody vouches for, so
-    of regular expressions only names, dots, ".*" and "$" are followed: others could run for ever, and headers say the same.
-    """
-    if not pattern.startswith(REGEX_PREFIX):
-        return f".{pattern}." in f".{module}."
-    text = pattern.removeprefix(REGEX_PREFIX).removeprefix("^")
-    is_whole = text.endswith("$")
-    pieces = text.removesuffix("$").replace("\\.", ".").split(".*")
-    if not all(re.fullmatch(r"[\w.-]*", piece) for piece in pieces):
-        return False
-    return _follows(pieces, module, is_whole)
-
-
-def _follows(pieces: list[str], module: str, is_whole: bool) -> bool:
-    """Whether the module begins with the first piece and has the others behind it, the last one at its end if need be."""
-    first, *others = pieces
-    if not module.startswith(first):
-        return False
-    place = len(first)
-    for piece in others[:-1]:
-        found = module.find(piece, place)
-        if found < 0:
-            return False
-        place = found + len(piece)
-    if not others:
-        return not is_whole or place == len(module)
-    last = others[-1]
-    return module.find(last, place) >= 0 if not is_whole else module.endswith(last) and len(module) - len(last) >= place

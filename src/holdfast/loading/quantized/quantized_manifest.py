@@ -21,7 +21,7 @@ from holdfast.loading.sources.json_file import read_json_object
 from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_recipe import EMBEDDING_CHOICES, WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import HEAD_SCHEME, ROW_SCHEMES, WEIGHT_SCHEMES
 
 MANIFEST_FILE = "holdfast-weights.json"
 FORMAT = "holdfast weights"
@@ -116,6 +116,7 @@ def manifest_text(manifest: Manifest) -> str:
             "scheme": None if recipe.scheme is None else recipe.scheme.name,
             "embeddings": recipe.embeddings,
             "ignore": list(recipe.ignore),
+            "head": recipe.head_scheme.name,
         },
         "mesh": manifest.mesh._asdict(),
         "plan": manifest.plan_digest,
@@ -185,8 +186,11 @@ def _read_recipe(fields: "_Fields") -> WeightRecipe:
     if fields.values.get("scheme") is not None:
         scheme = WEIGHT_SCHEMES[fields.choice("scheme", tuple(WEIGHT_SCHEMES))]
     embeddings = fields.choice("embeddings", EMBEDDING_CHOICES)
+    head = HEAD_SCHEME
+    if "head" in fields.values:  # older ones have no other
+        head = WEIGHT_SCHEMES[fields.choice("head", tuple(scheme.name for scheme in ROW_SCHEMES))]
     try:
-        return WeightRecipe(scheme, embeddings, tuple(ignore))  # type: ignore[arg-type] # one of the choices
+        return WeightRecipe(scheme, embeddings, tuple(ignore), head)  # type: ignore[arg-type] # one of the choices
     except ConfigError as error:
         raise fields.wrong("ignore", "patterns that can be read are needed") from error
 

@@ -42,7 +42,7 @@ from holdfast.models.parameters import Parameter, Part
 from holdfast.models.settings import listed
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import HEAD_SCHEME
+from holdfast.quant.weight_schemes import HEAD_SCHEME, ROW_SCHEMES
 
 QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
 
@@ -271,7 +271,7 @@ def _settled(parameter: Parameter, saved: PlannedWeight, manifest: Manifest, dty
         )
     scheme = saved.scheme
     if scheme is not None:
-        by_row = parameter.kind not in ("head", "embedding") or scheme == HEAD_SCHEME
+        by_row = {"head": scheme in ROW_SCHEMES, "embedding": scheme == HEAD_SCHEME}.get(parameter.kind, True)
         if parameter.kind not in QUANTIZED_KINDS or not by_row:
             raise _broken(f"{MANIFEST_FILE}: {saved.name} is {scheme.name}", f"a {parameter.kind} never is")
     elif saved.dtype != (parameter.dtype or manifest.dtype):

@@ -63,18 +63,27 @@ def save_quantized(
     weights: Mapping[str, torch.Tensor | QuantizedWeight],
     mesh: Mesh = ALONE,
     on_progress: Progress = lambda done, total: None,
+    planned: SourceIdentity | None = None,
 ) -> int:
     """Write a folder that is a model of its own: weights, settings, tokenizer. The bytes of its weights are returned.
 
-    `refuse_saving` says beforehand what can be known beforehand.
+    `refuse_saving` says beforehand what can be known beforehand, and what the source was: `planned`, which it must still be.
     """
-    identity = refuse_saving(folder, model, plan)
+    found = refuse_saving(folder, model, plan)
+    identity = found if planned is None else planned
     final = folder.absolute()
     try:
         sweep(final.parent, final.name)
         with whole_folder(final) as partial:
             _copy_settings(model.path, partial)
+            _refuse_changed(folder, model, identity)  # after the copy, which is then of the same model as the weights
             return write_weights(partial, plan, weights, identity, mesh, on_progress)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"save_quantized={folder} was asked",
+            "another process has written there meanwhile",
+            "use what is there now, or name a new folder",
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"save_quantized={folder} was asked",
@@ -106,6 +115,19 @@ def refuse_saving(folder: Path, model: OpenModel, plan: LoadPlan) -> SourceIdent
     if reason is not None or identity is None:
         raise ConfigError(f"save_quantized={folder} was asked", str(reason), do)
     return identity
+
+
+def _refuse_changed(folder: Path, model: OpenModel, planned: SourceIdentity) -> None:
+    """Weights of one model and settings of another are no model."""
+    now = identify_source(model)
+    assert now is not None, f"{model.path.name} has files, or refuse_saving would have said so"
+    change = now.change(planned)
+    if change is not None:
+        raise ConfigError(
+            f"save_quantized={folder} was asked",
+            f"the model was changed while it was loaded: {change}",
+            "start again, and leave its files alone meanwhile",
+        )
 
 
 def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:

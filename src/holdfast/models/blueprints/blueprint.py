@@ -44,6 +44,8 @@ class Blueprint:
     """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
     open_weights: frozenset[str] = frozenset()
     """Of the others those that a load may quantize: neither were they left out by the makers, nor saved as they are."""
+    unread_pattern: str | None = None
+    """Of the names that the makers left out, a pattern that is not followed: with one, it is not known what is open."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What has been listed before: a plan asks many times, with other sizes of everything else."""
 

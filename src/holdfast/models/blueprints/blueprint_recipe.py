@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast.errors import ConfigError, shown
 from holdfast.models.blueprints.blueprint_weights import Weight
 from holdfast.quant.weight_recipe import QuantizedEmbeddings, WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
+from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightScheme
 
 QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
 """Weights that a scheme may be for."""
@@ -112,7 +112,8 @@ def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
     kinds = {weight.kind for weight in weights if weight.stored_scheme is not None}
     embeddings: QuantizedEmbeddings = "all" if "embedding" in kinds else "head" if "head" in kinds else "none"
     plain = tuple(weight.name for weight in weights if weight.stored_scheme is None)
-    return WeightRecipe(WEIGHT_SCHEMES.get(first.name, first), embeddings, plain)
+    head = next((one.stored_scheme for one in weights if one.stored_scheme and one.kind == "head"), HEAD_SCHEME)
+    return WeightRecipe(WEIGHT_SCHEMES.get(first.name, first), embeddings, plain, head)
 
 
 def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> bool:

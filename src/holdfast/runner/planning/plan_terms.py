@@ -14,6 +14,7 @@ from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.models.blueprints.blueprint_anatomy import HeadGeometry, StepShape
+from holdfast.models.blueprints.blueprint_weights import WeightGroup
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.runner.planning.batch_terms import batch_terms
 from holdfast.runner.planning.graph_terms import graph_term
@@ -138,10 +139,12 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     groups = layout.blueprint.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
-    return [
-        Term(f"weights/{name}", group.num_bytes, f"{group.num_tensors} tensors in {_enumerated(group.stored_as)}")
-        for name, group in groups.items()
-    ]
+    return [Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items()]
+
+
+def _counted(group: WeightGroup) -> str:
+    noun = "tensor" if group.num_tensors == 1 else "tensors"
+    return f"{group.num_tensors} {noun} in {_enumerated(group.stored_as)}"
 
 
 def _enumerated(names: tuple[str, ...]) -> str:

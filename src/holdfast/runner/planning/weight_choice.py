@@ -1,7 +1,7 @@
 """Which weights are quantized here: what was asked, held against the model and against what the device can multiply; no torch."""
 
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, shown
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.models.blueprints.blueprint_recipe import BEFORE
 from holdfast.quant.weight_recipe import WeightRecipe
@@ -57,6 +57,12 @@ def _as_stored(
             f"quantization={asked.scheme.name} was asked",
             f"{model.name} has its weights in {stored.scheme.name} already",
             f"leave quantization out to load it as it is, or {BEFORE}",
+        )
+    if asked.scheme is not None and model.unread_pattern is not None:
+        raise ConfigError(
+            f"quantization={asked.scheme.name} was asked",
+            f"{model.name} leaves out {shown(model.unread_pattern)}, an expression that is not followed here",
+            "leave quantization out to load it as it is: which of its plain weights must stay so is not known",
         )
     recipe = model.review_stored(asked)
     reason = "the checkpoint's own" if asked.scheme is None else "asked, and the checkpoint's own"
