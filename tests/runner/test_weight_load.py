@@ -156,7 +156,7 @@ def test_weights_that_are_no_numbers_are_not_kept_for_a_start_that_may_not_allow
     assert list(cache.iterdir()) == []
     with pytest.raises(ModelFormatError, match="is not finite in row 5"):
         loaded(planned(folder, quantization=quantization))
-    with pytest.raises(ConfigError, match="weight_cache=on was asked; they hold a NaN or an infinity"):
+    with pytest.raises(ConfigError, match="weight_cache=on was asked; the weights hold a NaN or an infinity"):
         loaded(planned(folder, quantization=quantization, allow_nonfinite=True, weight_cache="on"))
 
 

@@ -126,6 +126,7 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
     blueprint = read_blueprint({**config, QUANTIZATION: None}, name)
     if stored is None:
         return blueprint
+    stored.refuse_unread()
     touched = [weight for weight in blueprint.parameters() if not stored.leaves_alone(weight.tensors)]
     coded = [weight for weight in touched if weight.kind in stored.kinds and weight.kind != "head"]
     for weight in coded:
@@ -137,7 +138,7 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
             )
     schemes = {weight.name: stored.scheme for weight in coded}
     open_weights = frozenset(weight.name for weight in touched)
-    return replace(blueprint, stored=schemes, open_weights=open_weights, unread_pattern=stored.unread_pattern)
+    return replace(blueprint, stored=schemes, open_weights=open_weights)
 
 
 def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:

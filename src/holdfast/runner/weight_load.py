@@ -23,7 +23,7 @@ from holdfast.quant.weight_schemes import WeightScheme
 
 log = get_logger(__name__)
 OnProgress = Callable[[int, int], None]
-NOT_FINITE = "they hold a NaN or an infinity, which the next start may not allow"
+NOT_FINITE = "the weights hold a NaN or an infinity, which the next start may not allow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class WeightLoad:
             if not loaded.is_finite:
                 log.info("quantized weights are not kept for the next start: %s", reason)
             if reason is not None and self.config.weight_cache == "on":
-                raise ConfigError("weight_cache=on was asked", reason, "make room for it, or leave it out")
+                do = "make room for it, or leave it out" if loaded.is_finite else "leave it out"
+                raise ConfigError("weight_cache=on was asked", reason, do)
         if self.config.save_quantized is not None:
             folder = _folder(self.config.save_quantized)
             num_bytes = save_quantized(folder, self.model, self.plan, loaded.weights, planned=self.identity)

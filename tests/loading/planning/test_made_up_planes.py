@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from holdfast.errors import UnsupportedModelError
+from holdfast.loading.blueprints import open_blueprint
 from holdfast.loading.directory import open_directory, open_directory_without_weights
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.made_up_planes import make_up_source
@@ -135,3 +136,12 @@ def test_what_is_not_quantized_is_made_up_plain():
     assert plan_load([experts(2, 4, 33)], source, "float16", stored=left_out).num_quantized == 0
     with pytest.raises(UnsupportedModelError, match=r"is stored as mxfp4; it has 33 columns"):
         make_up_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))
+
+
+def test_what_was_left_out_has_to_be_known(tmp_path):
+    """Headers would tell; without them a pattern that is not followed leaves nothing to go by, in a plan neither."""
+    stored = {"quant_method": "fp8", "modules_to_not_convert": [r"re:model\.layers\.\d+\.mlp"]}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": stored}))
+    for use in (open_directory_without_weights, lambda folder: open_blueprint(str(folder))):
+        with pytest.raises(UnsupportedModelError, match="is not followed here, and there are no weights"):
+            use(tmp_path)

@@ -23,6 +23,7 @@ MODULES += ["model.layers.11.mlp.gate_proj", "model.layers.11.self_attn.q_proj",
         r"(|lm_)head",
         r"layers",
         r"model.*mlp.*proj$",
+        r"model\.layers\..*\.up_proj$",
         r"",
     ],
 )
@@ -42,7 +43,7 @@ def test_an_expression_takes_no_longer_than_the_name_is():
 @pytest.mark.parametrize(
     "text",
     ["(?!.*experts).*", "a{2}", "(a", "a)", "[ab]", r"\d+", "*a", "a+", "a?", "(a|b)*", "(a|b)?c", r"\bx", "(?i)a",
-     "\\", r"(a)\1", "a^b", "a$b", "(?P<x>a)"],
+     "\\", r"(a)\1", "a^b", "a$b", r"model\.*mlp", r"a\\.*b", "(?P<x>a)"],
 )  # fmt: skip
 def test_what_is_not_understood_is_not_followed_and_matches_nothing(text):
     assert not is_followed(f"re:{text}")

@@ -12,6 +12,8 @@ from holdfast.quant.weight_schemes import WeightScheme
 
 def make_up_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSchemes | None) -> DummySource:
     """Weights in a type, but for the matrices that are stored otherwise."""
+    if stored is not None:
+        stored.refuse_unread()
     plain: list[Parameter] = []
     planes: dict[str, DummyPlane] = {}
     for parameter in parameters:

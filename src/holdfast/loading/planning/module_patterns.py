@@ -13,7 +13,8 @@ from holdfast.quant.weight_recipe import REGEX_PREFIX
 MAX_WAYS = 64
 """Expressions without alternatives that one with them may stand for."""
 _GROUP = re.compile(r"\((?:\?:)?([^()]*)\)(?![*+?{])")
-_NAME = re.compile(r"[\w.-]*")
+_ANYTHING = re.compile(r"(?<!\\)\.\*")
+_NAME = re.compile(r"(?:[\w.-]|\\\.)*")
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -49,8 +50,10 @@ def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
 def _pieces(text: str) -> tuple[tuple[str, ...], bool] | None:
     text = text.removeprefix("^")
     is_whole = text.endswith("$")
-    pieces = tuple(text.removesuffix("$").replace("\\.", ".").split(".*"))
-    return (pieces, is_whole) if all(map(_NAME.fullmatch, pieces)) else None
+    pieces = _ANYTHING.split(text.removesuffix("$"))
+    if not all(map(_NAME.fullmatch, pieces)):
+        return None
+    return tuple(piece.replace("\\.", ".") for piece in pieces), is_whole
 
 
 def _follows(pieces: tuple[str, ...], module: str, is_whole: bool) -> bool:

@@ -71,6 +71,15 @@ class StoredSchemes:
         """A pattern of theirs that is not followed, so that nobody knows what they left out; None: all are."""
         return next((pattern for pattern in self.ignore if not is_followed(pattern)), None)
 
+    def refuse_unread(self) -> None:
+        """Without headers, nothing but the patterns says what was left out: all of them have to be followed."""
+        if self.unread_pattern is not None:
+            raise UnsupportedModelError(
+                f"{self.file} leaves out {shown(self.unread_pattern)} of what is quantized",
+                "such an expression is not followed here, and there are no weights whose headers would tell",
+                "take the folder with its weights, or write the names of the modules in its place",
+            )
+
     def used_by(self, entries: Mapping[str, TensorEntry]) -> "StoredSchemes | None":
         """Itself; None where no tensor has the type of codes: such a checkpoint is a plain one, whatever its settings say."""
         others = self.ignorable(entries)
