@@ -50,3 +50,13 @@ def test_token_ids_are_a_number_or_a_list(value, ids):
 def test_other_token_ids_are_refused(value):
     with pytest.raises(ModelFormatError, match="token id"):
         settings(eos=value).token_ids("eos", ())
+
+
+def test_a_count_that_has_to_be_there() -> None:
+    settings = Settings({"a": 3, "b": 0}, "config.json")
+    assert settings.required_count("a", 3) == 3
+    with pytest.raises(ModelFormatError, match="has no c; a whole number is needed"):
+        settings.required_count("c", 3)
+    for key, high in (("a", 2), ("b", 9)):
+        with pytest.raises(ModelFormatError, match=f"a whole number from 1 to {high}"):
+            settings.required_count(key, high)

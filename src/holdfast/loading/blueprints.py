@@ -113,7 +113,7 @@ def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
 
 
 def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | None:
-    """Without weights, the settings are believed: all that can be stored so is, except the head and what the makers left out."""
+    """Without weights, the settings are believed."""
     from holdfast.loading.planning.quantization_config import read_stored_schemes
     from holdfast.models.families import FAMILIES
     from holdfast.models.settings import Settings
@@ -127,8 +127,8 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
     if stored is None:
         return blueprint
     stored.refuse_unread()
-    touched = [weight for weight in blueprint.parameters() if not stored.leaves_alone(weight.tensors)]
-    coded = [weight for weight in touched if weight.kind in stored.kinds and weight.kind != "head"]
+    weights = blueprint.parameters()
+    coded = [weight for weight in weights if stored.is_said_of(weight.kind, weight.tensors)]
     for weight in coded:
         if (reason := stored.scheme.unsupported(weight.shape)) is not None:
             raise UnsupportedModelError(
@@ -137,7 +137,7 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
                 "use settings and weights of the same model",
             )
     schemes = {weight.name: stored.scheme for weight in coded}
-    open_weights = frozenset(weight.name for weight in touched)
+    open_weights = frozenset(weight.name for weight in weights if not stored.leaves_alone(weight.tensors))
     return replace(blueprint, stored=schemes, open_weights=open_weights)
 
 

@@ -56,6 +56,12 @@ class Settings:
             raise self.refuse(key, value, f"a whole number from {low} to {high}")
         return value
 
+    def required_count(self, key: str, high: int) -> int:
+        """A whole number from 1 to `high` that has to be there."""
+        if key not in self:
+            raise self.missing(key, "a whole number is needed")
+        return self.count(key, 0, high)
+
     def optional_count(self, key: str, default: int | None, high: int) -> int | None:
         """A whole number from 1 to `high`, or null for none."""
         return None if self.values.get(key, default) is None else self.count(key, default or 1, high)

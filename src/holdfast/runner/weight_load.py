@@ -19,7 +19,6 @@ from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import WeightScheme
 
 log = get_logger(__name__)
 OnProgress = Callable[[int, int], None]
@@ -43,13 +42,6 @@ class WeightLoad:
     def taken_plan(self) -> LoadPlan:
         """The plan that will be carried out, unless kept weights turn out to be damaged."""
         return self.plan if self.slot is None or self.slot.hit is None else self.slot.hit[1]
-
-    @property
-    def stored(self) -> dict[str, WeightScheme]:
-        """How every quantized weight will be held, where the source has some of them quantized already; else nothing."""
-        schemes = {weight.name: weight.scheme for weight in self.plan.weights if weight.scheme is not None}
-        made = {move.target for move in self.plan.moves if move.scheme is not None}
-        return schemes if schemes.keys() - made else {}
 
     def staging(self, device_kind: str) -> Term:
         """What loading holds beside the weights: the most of what either way takes."""

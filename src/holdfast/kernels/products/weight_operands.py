@@ -125,5 +125,5 @@ def e2m1_numbers(b_codes):
 
 @jit
 def e8m0_numbers(b_exponents):
-    """2^(e - 127) of bytes, in float32."""
+    """2^(e - 127) of bytes, in float32. 255 becomes infinite and not NaN: a load finds it, and few ask to go on with it."""
     return tl.maximum(b_exponents.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)

@@ -51,20 +51,20 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
     settings = Settings({key: _scalar(value) for key, value in file.metadata.items()}, file.path.name)
     arch = _architecture(settings)
     _decline_others(settings, arch)
-    hidden_size = _required(settings, f"{arch}.embedding_length", MAX_WIDTH)
-    num_heads = _required(settings, f"{arch}.attention.head_count", MAX_HEADS)
-    num_layers = _required(settings, f"{arch}.block_count", MAX_LAYERS)
+    hidden_size = settings.required_count(f"{arch}.embedding_length", MAX_WIDTH)
+    num_heads = settings.required_count(f"{arch}.attention.head_count", MAX_HEADS)
+    num_layers = settings.required_count(f"{arch}.block_count", MAX_LAYERS)
     head_dim = _head_dim(settings, arch, hidden_size, num_heads)
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[arch]],
         "dtype": checkpoint_dtype(file),
         "hidden_size": hidden_size,
-        "intermediate_size": _required(settings, f"{arch}.feed_forward_length", MAX_WIDTH),
+        "intermediate_size": settings.required_count(f"{arch}.feed_forward_length", MAX_WIDTH),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": settings.count(f"{arch}.attention.head_count_kv", num_heads, MAX_HEADS),
         "head_dim": head_dim,
-        "max_position_embeddings": _required(settings, f"{arch}.context_length", MAX_POSITIONS),
+        "max_position_embeddings": settings.required_count(f"{arch}.context_length", MAX_POSITIONS),
         "rms_norm_eps": decimal(settings.number(f"{arch}.attention.layer_norm_rms_epsilon")),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -128,12 +128,6 @@ def _declined(settings: Settings, key: str, why: str, do: str = "use a model wit
     return UnsupportedModelError(f"{settings.file} sets {key} = {shown(settings.values.get(key))}", why, do)
 
 
-def _required(settings: Settings, key: str, high: int) -> int:
-    if key not in settings:
-        raise settings.missing(key, "a whole number is needed")
-    return settings.count(key, 0, high)
-
-
 def _head_dim(settings: Settings, arch: str, hidden_size: int, num_heads: int) -> int:
     key = f"{arch}.attention.key_length"
     if key not in settings and hidden_size % num_heads:
@@ -189,7 +183,7 @@ def _rope_scaling(file: GGUFFile, settings: Settings, arch: str, head_dim: int) 
         return default if is_zero else decimal(settings.number(prefix + key, default))
 
     kind = settings.text(f"{prefix}type", "linear")
-    context = _required(settings, f"{arch}.context_length", MAX_POSITIONS)
+    context = settings.required_count(f"{arch}.context_length", MAX_POSITIONS)
     factor = number("factor", settings.number(f"{arch}.rope.scale_linear", 1.0))
     attention_factor = number("attn_factor", 1.0)
     factors = _rope_factors(file, head_dim)

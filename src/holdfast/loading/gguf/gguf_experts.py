@@ -43,25 +43,19 @@ def expert_config(
     """What config.json says of experts; nothing for an architecture without."""
     if arch not in EXPERT_ARCHITECTURES:
         return {}
-    num_experts = _required(settings, f"{arch}.expert_count", MAX_EXPERTS)
+    num_experts = settings.required_count(f"{arch}.expert_count", MAX_EXPERTS)
     _refuse_split_experts(file)
     _check_routers(file, num_layers, (num_experts, hidden_size))
     config: dict[str, object] = {
         "num_experts": num_experts,
-        "num_experts_per_tok": _required(settings, f"{arch}.expert_used_count", num_experts),
-        "moe_intermediate_size": _required(settings, f"{arch}.expert_feed_forward_length", MAX_EXPERT_WIDTH),
+        "num_experts_per_tok": settings.required_count(f"{arch}.expert_used_count", num_experts),
+        "moe_intermediate_size": settings.required_count(f"{arch}.expert_feed_forward_length", MAX_EXPERT_WIDTH),
         "norm_topk_prob": settings.flag(f"{arch}.expert_weights_norm", NORMALIZES[arch]),
     }
     if arch in SHARED_ARCHITECTURES:
         key = f"{arch}.expert_shared_feed_forward_length"
-        config["shared_expert_intermediate_size"] = _required(settings, key, MAX_EXPERT_WIDTH)
+        config["shared_expert_intermediate_size"] = settings.required_count(key, MAX_EXPERT_WIDTH)
     return config
-
-
-def _required(settings: Settings, key: str, high: int) -> int:
-    if key not in settings:
-        raise settings.missing(key, "a whole number is needed")
-    return settings.count(key, 0, high)
 
 
 def _refuse_split_experts(file: GGUFFile) -> None:

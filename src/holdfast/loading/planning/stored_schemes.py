@@ -115,14 +115,17 @@ class StoredSchemes:
             found.append(self._scales(parameter, scheme, choice, entries))
         return StoredPlanes(tuple(found), weights)
 
-    def made_up_codes(self, parameter: Parameter) -> tuple[Part, ...]:
-        """What a checkpoint stores of a parameter as codes, as far as its settings say; nothing: it leaves it plain.
+    def is_said_of(self, kind: str, tensors: Iterable[str]) -> bool:
+        """Whether settings alone, without headers, say that such a parameter is stored so.
 
-        It is all that can be stored so, except what the makers left out, and the head, which most leave out unsaid.
+        It is all that can be, except what the makers left out, and the head, which most leave out unsaid.
         """
+        return kind in self.kinds and kind != "head" and not self.leaves_alone(tensors)
+
+    def made_up_codes(self, parameter: Parameter) -> tuple[Part, ...]:
+        """What a checkpoint stores of a parameter as codes, as far as its settings say; nothing: it leaves it plain."""
         whole = parameter.whole or parameter
-        is_stored = whole.kind in self.kinds and whole.kind != "head" and len(whole.shape) > 1
-        if not is_stored or self.leaves_alone(part.tensor for part in whole.parts):
+        if not self.is_said_of(whole.kind, (part.tensor for part in whole.parts)):
             return ()
         codes = self._codes(whole)
         if self.scheme.codes_per_byte == 1:
