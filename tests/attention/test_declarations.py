@@ -139,7 +139,7 @@ def test_one_layer_is_enough_to_decline(compiler):
         (TRITON, layer(num_heads=129, num_kv_heads=1), "129 query heads share a key head, 128 may"),
         (TRITON, layer("fp8", num_heads=129, num_kv_heads=1), "129 query heads share a key head, 128 may"),
         (TORCH, layer(num_heads=7, num_kv_heads=2), "7 query heads do not divide into 2 key heads"),
-        (TORCH, layer("fp8", head_dim=72), "head_dim is 72, and coded heads are multiples of 16"),
+        (TORCH, layer("fp8", head_dim=72), "head_dim is 72, and quantized heads are multiples of 16"),
         (TRITON, HALF_CODED, "the format mine codes only one of keys and values"),
         (TORCH, HALF_CODED, "the format mine codes only one of keys and values"),
     ],
@@ -332,7 +332,7 @@ def test_a_rotation_for_every_head_dim_that_is_coded_rotated(declaration, names,
 def test_tables_of_plain_torch(names, num_bytes):
     specs = [layer(name) for name in names]
     terms = {term.owner: term.num_bytes for term in TORCH.terms(specs, BOUNDS)}
-    assert terms.get("attention/codes") == num_bytes
+    assert terms.get("attention/dequantize") == num_bytes
 
 
 def test_scratch_does_not_depend_on_the_format():

@@ -43,7 +43,7 @@ def test_layers_share_one_rotation():
 
 def test_tables_are_held_where_pages_are_read():
     held = LayerPages(MIX.specs, MIX.storage(2), is_read=True).held_bytes()
-    assert held.keys() == {"attention/rotation", "attention/codes"}
+    assert held.keys() == {"attention/rotation", "attention/dequantize"}
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])

@@ -151,7 +151,7 @@ def test_heads_that_cannot_be_coded_are_told_what_works(here: Here, tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
     ended = here("plan", folder, "--memory", "4GiB", "--kv-cache-dtype", "fp8")
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert "head_dim is 24, and heads of a multiple of 16 elements can be coded; try bfloat16" in ended.err
+    assert "head_dim is 24, and heads of a multiple of 16 elements can be quantized; try bfloat16" in ended.err
 
 
 def test_the_help_tells_what_formats_there_are(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ MOE = replace(QWEN, hidden_size=2048, num_heads=16, experts=EXPERTS)
 )
 def test_codes_have_room_for_the_inputs_of_any_product(spec, recipe, num_codes, num_scales):
     request = activations.codes_request(spec, 7, 3, recipe)
-    assert (request.lane, request.owner) == (CODES, "codes")
+    assert (request.lane, request.owner) == (CODES, "quantized_rows")
     assert shapes(request) == {"codes": ((num_codes,), "float8_e4m3fn"), "scales": ((num_scales,), "float32")}
 
 
@@ -185,7 +185,7 @@ def test_the_numbers_of_the_kernels_are_known_without_them():
 
 def test_scratch_of_qwen3_32b():
     request = few_request(QWEN)
-    assert (request.lane, request.owner) == (FEW, "few")
+    assert (request.lane, request.owner) == (FEW, "fused_decode")
     assert shapes(request) == {
         "squares": ((max(FEW_ROWS * 80, 2560),), "float32"),
         "parts": ((FEW_ROWS * 16384,), "float32"),
@@ -196,12 +196,12 @@ def test_scratch_of_qwen3_32b():
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
 def test_scratch_of_qwen3_32b_in_eight_bits_has_peaks_too(scheme):
     plain, coded = few_request(QWEN), few_request(QWEN, WeightRecipe(scheme))
-    assert (coded.lane, coded.owner) == (FEW, "few")
+    assert (coded.lane, coded.owner) == (FEW, "fused_decode")
     assert coded.specs[:3] == plain.specs
-    assert shapes(Request(FEW, "few", coded.specs[3:])) == {
-        "peaks": (plain.specs[0].shape, "float32"),
-        "input_peaks": ((16,), "float32"),
-        "gate_peaks": ((16 * 64,), "int32"),
+    assert shapes(Request(FEW, "fused_decode", coded.specs[3:])) == {
+        "amax": (plain.specs[0].shape, "float32"),
+        "input_amax": ((16,), "float32"),
+        "gate_amax": ((16 * 64,), "int32"),
     }
 
 

@@ -119,7 +119,7 @@ def test_room_for_codes_is_what_was_planned(name, scheme, embeddings, monkeypatc
         plan = workspace_plan(tiny(name).spec, LIMITS, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved
-    assert (("codes", "codes") in reserved) == scheme.codes_activations
+    assert (("quantized_rows", "quantized_rows") in reserved) == scheme.codes_activations
 
 
 @SCHEMES

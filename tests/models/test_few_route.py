@@ -268,11 +268,11 @@ def test_scratch_begins_with_zeros_where_products_count_and_raise(recipe):
     assert len(parts) == len(made) == (3 if recipe is AS_STORED else 6)
     for part, tensor, spec in zip(parts, made, specs, strict=True):
         assert part is tensor
-        if spec.name in ("arrived", "gate_peaks"):
+        if spec.name in ("arrived", "gate_amax"):
             assert not part.any(), spec.name
         else:
             assert (part.view(torch.uint8) == 0xFF).all(), f"{spec.name} was touched in vain"
-    assert [spec.name for spec in specs][3:] == ([] if recipe is AS_STORED else ["peaks", "input_peaks", "gate_peaks"])
+    assert [spec.name for spec in specs][3:] == ([] if recipe is AS_STORED else ["amax", "input_amax", "gate_amax"])
 
 
 @cache

@@ -45,7 +45,7 @@ def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     """Owner by owner; pages, whose planes may end between two aligned places, to what aligning them can cost."""
     options = {"max_model_len": 60} | SETTINGS[settings]
     if is_coded(options) and family in ODD_HEADS:
-        with pytest.raises(ConfigError, match="multiple of 16 elements can be coded; try bfloat16"):
+        with pytest.raises(ConfigError, match="multiple of 16 elements can be quantized; try bfloat16"):
             build(family, readable=False, **options)
         return
     built = build(family, **options)

@@ -191,7 +191,7 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
         for plane in planes:
             plane[slots.flatten()] = float("nan")
     for lane, arena in runner._decoder._workspace._arenas.items():
-        if lane != "few":  # products of few rows count in it, and leave it at zero
+        if lane != "fused_decode":  # products of few rows count in it, and leave it at zero
             arena.tensors[lane].fill_(0xFF)
     inputs, table = runner._buffers._inputs, runner._buffers._page_table
     inputs.host.fill(7)

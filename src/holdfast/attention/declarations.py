@@ -113,7 +113,7 @@ class TorchPagedDeclaration:
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
         if spec.cache.format.is_coded and spec.cache.head_dim % CODED_HEADS:
-            return f"head_dim is {spec.cache.head_dim}, and coded heads are multiples of {CODED_HEADS}"
+            return f"head_dim is {spec.cache.head_dim}, and quantized heads are multiples of {CODED_HEADS}"
         return _half_coded(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
@@ -132,7 +132,7 @@ class TorchPagedDeclaration:
         if not codes:
             return (masks,)
         table_bytes = sum(code_table_bytes(key_bits or 8, value_bits or 8, dim) for key_bits, value_bits, dim in codes)
-        tables = Term("attention/codes", table_bytes, "what every code stands for, and where its coordinates lie")
+        tables = Term("attention/dequantize", table_bytes, "what every code stands for, and where its coordinates lie")
         return (masks, tables, *rotation_terms(specs))
 
 
@@ -219,11 +219,11 @@ def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
     if not head_dims:
         return ()
     num_bytes = sum(bytes_for(specs[0].dtype, (head_dim + 1, head_dim)) for head_dim in head_dims)
-    return (Term("attention/rotation", num_bytes, f"heads of {', '.join(map(str, head_dims))} are coded rotated"),)
+    return (Term("attention/rotation", num_bytes, f"heads of {', '.join(map(str, head_dims))} are quantized rotated"),)
 
 
 def rotated_head_dims(specs: Sequence[AttentionSpec]) -> tuple[int, ...]:
-    """Head dims of the layers whose keys or values are coded rotated: all codes but those of 8 bits are."""
+    """Head dims of the layers whose keys or values are quantized rotated: all codes but those of 8 bits are."""
     return tuple(
         dict.fromkeys(
             spec.cache.head_dim

@@ -60,7 +60,7 @@ class LayerPages:
         """What coded pages take beside the storage."""
         held: dict[str, int] = {}
         if self._readers:
-            held["attention/codes"] = sum(reader.num_bytes for reader in self._readers.values())
+            held["attention/dequantize"] = sum(reader.num_bytes for reader in self._readers.values())
         if self._rotations:
             held["attention/rotation"] = sum(rotation_DD.nbytes for rotation_DD in self._rotations.values())
         return held

@@ -15,8 +15,8 @@ from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
 
 STREAM = "stream"
 LAYERS = "layers"
-CODES = "codes"
-FEW = "few"
+CODES = "quantized_rows"
+FEW = "fused_decode"
 FEW_ROWS = 16
 """Steps of up to so many rows take the kernels for few rows (kernels/products/skinny_linear.py)."""
 FEW_BLOCK = 64
@@ -99,11 +99,11 @@ def codes_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: W
         if (scheme := recipe.scheme_for(kind, ())) is not None and scheme.codes_activations
     ]
     if not products:
-        return Request(CODES, "codes", ())
+        return Request(CODES, "quantized_rows", ())
     num_codes = max(num_inputs * width for num_inputs, width, _ in products)
     num_scales = max(num_inputs * -(-width // block) for num_inputs, width, block in products)
     codes, scales = TensorSpec("codes", (num_codes,), "float8_e4m3fn"), TensorSpec("scales", (num_scales,), "float32")
-    return Request(CODES, "codes", (codes, scales))
+    return Request(CODES, "quantized_rows", (codes, scales))
 
 
 def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple[str, int, int]]:
@@ -183,8 +183,8 @@ def few_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
     ]
     if recipe.scheme is not None:
         specs += [
-            TensorSpec("peaks", (num_squares,), "float32"),
-            TensorSpec("input_peaks", (FEW_ROWS,), "float32"),
-            TensorSpec("gate_peaks", (FEW_ROWS * FEW_GATE_PEAKS,), "int32"),
+            TensorSpec("amax", (num_squares,), "float32"),
+            TensorSpec("input_amax", (FEW_ROWS,), "float32"),
+            TensorSpec("gate_amax", (FEW_ROWS * FEW_GATE_PEAKS,), "int32"),
         ]
-    return Request(FEW, "few", tuple(specs))
+    return Request(FEW, "fused_decode", tuple(specs))

@@ -27,7 +27,7 @@ def test_a_row_of_a_table_is_aligned_anywhere():
 
 def test_scratch_by_row_and_by_rows_at_once():
     shapes = {spec.name: spec.shape for spec in scratch_specs(1000, 151936)}
-    assert shapes["chunk_largest"] == shapes["chunk_likeliest"] == (1000, 19)
+    assert shapes["chunk_largest"] == shapes["chunk_argmax"] == (1000, 19)
     assert shapes["chunk_weights"] == shapes["chunk_nearer"] == (MAX_ROWS, 19)
     assert shapes["listed_ids"] == shapes["listed_logits"] == (MAX_ROWS, MAX_CANDIDATES)
 

@@ -115,7 +115,7 @@ def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
     coded, turbo = KV_FORMATS[name].is_coded, name.startswith("turboquant")
     odd = read_blueprint({**QWEN, "head_dim": 72}, "x")
     for blueprint, declines, advice in (
-        (odd, coded, "head_dim is 72, and heads of a multiple of 16 elements can be coded; try bfloat16$"),
+        (odd, coded, "head_dim is 72, and heads of a multiple of 16 elements can be quantized; try bfloat16$"),
         (read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), turbo, "this model keeps latents; try bfloat16 or fp8$"),
         (read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
     ):

@@ -110,7 +110,7 @@ def test_every_format_is_taken(name: str) -> None:
 def test_pages_of_coded_formats_are_a_tile_unless_somebody_says_otherwise() -> None:
     resolved = settle(kv_cache_dtype="fp8")
     assert resolved.limits.page_tokens == 64
-    assert reasons(resolved)["page_tokens"] == ("64", "attention over coded pages works in tiles of 64 tokens")
+    assert reasons(resolved)["page_tokens"] == ("64", "attention over quantized pages works in tiles of 64 tokens")
     asked = settle(kv_cache_dtype="fp8", block_size=16)
     assert asked.limits.page_tokens == 16
     assert "page_tokens" not in reasons(asked)
@@ -143,7 +143,7 @@ def test_heads_that_cannot_be_coded_are_told_what_works(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settle(odd, kv_cache_dtype=name)
     assert str(caught.value) == (
-        f"kv_cache_dtype={name} was asked; head_dim is 72, and heads of a multiple of 16 elements can be coded; "
+        f"kv_cache_dtype={name} was asked; head_dim is 72, and heads of a multiple of 16 elements can be quantized; "
         "try bfloat16"
     )
     assert settle(odd, kv_cache_dtype="bfloat16").kv_format.name == "bfloat16"

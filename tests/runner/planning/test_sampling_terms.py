@@ -46,10 +46,10 @@ def test_what_a_gpu_holds(max_num_seqs, most_mib):
 def test_buffers_of_a_gpu(max_num_seqs, vocab_size):
     shapes = {spec.name: spec.shape for spec in device_specs(max_num_seqs, vocab_size)}
     rows = max(max_num_seqs, PROMPT_ROWS)
-    assert shapes["likeliest"] == shapes["chosen"] == (rows,)
+    assert shapes["argmax"] == shapes["chosen"] == (rows,)
     assert shapes["rows"][0] == 2 * rows  # a choice and log-probabilities
     assert shapes["block"][0] <= shapes["chunk_weights"][0] <= rows
-    assert shapes["block_likeliest"][0] >= max(PROMPT_ROWS, shapes["block"][0])
+    assert shapes["block_argmax"][0] >= max(PROMPT_ROWS, shapes["block"][0])
     assert shapes["edits"][0] % EDITS_PER_PROGRAM == 0
     assert shapes["edits"][0] >= min(4 * shapes["block"][0] * vocab_size, 2**20)
     assert all(shapes[spec.name] == spec.shape for spec in host_specs(max_num_seqs, vocab_size))

@@ -54,7 +54,7 @@ def scratch_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
     candidates = min(vocab_size, MAX_CANDIDATES)
     return (
         TensorSpec("chunk_largest", (max_rows, chunks), "float32"),
-        TensorSpec("chunk_likeliest", (max_rows, chunks), "int32"),
+        TensorSpec("chunk_argmax", (max_rows, chunks), "int32"),
         TensorSpec("chunk_weights", (rows, chunks), "int64"),
         TensorSpec("chunk_nearer", (rows, chunks), "int32"),
         TensorSpec("chunk_counts", (rows, chunks, NUM_BUCKETS), "int32"),

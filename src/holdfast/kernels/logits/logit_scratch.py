@@ -31,7 +31,7 @@ class LogitScratch:
         return cls(
             chunk_tokens,
             tensors["chunk_largest"],
-            tensors["chunk_likeliest"],
+            tensors["chunk_argmax"],
             tensors["chunk_weights"],
             tensors["chunk_nearer"],
             tensors["chunk_counts"],

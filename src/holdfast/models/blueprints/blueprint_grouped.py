@@ -58,7 +58,7 @@ class GroupedAnatomy(NamedTuple):
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         head_dim = self.decoder.head_dim
         if kv_format.is_coded and head_dim % CODED_HEAD_DIM:
-            return f"head_dim is {head_dim}, and heads of a multiple of {CODED_HEAD_DIM} elements can be coded"
+            return f"head_dim is {head_dim}, and heads of a multiple of {CODED_HEAD_DIM} elements can be quantized"
         return None
 
     def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:

@@ -121,7 +121,7 @@ def _page_tokens(config: EngineConfig, model: Blueprint, kv_format: KVFormat, ch
         return config.page_tokens
     if not kv_format.is_coded or model.anatomy.heads(1) is None:
         return PAGE_TOKENS
-    reason = f"attention over coded pages works in tiles of {CODED_PAGE_TOKENS} tokens"
+    reason = f"attention over quantized pages works in tiles of {CODED_PAGE_TOKENS} tokens"
     choices.append(Choice("page_tokens", str(CODED_PAGE_TOKENS), reason))
     return CODED_PAGE_TOKENS
 

@@ -34,15 +34,15 @@ _FLOAT64 = 8
 _BOOL = 1
 
 _REASONS = {
-    "likeliest": "the likeliest token of each row",
+    "argmax": "argmax of each row",
     "chosen": "the chosen token of each row",
-    "block_likeliest": "the same for a block of rows",
+    "block_argmax": "the same for a block of rows",
     "rows": "parameters of each row",
     "columns": "log-probabilities of each row",
     "block": "edited rows, a block at a time",
     "edits": "penalised, biased and banned logits",
-    "chunk_largest": "likeliest tokens by chunk of the vocabulary",
-    "chunk_likeliest": "likeliest tokens by chunk of the vocabulary",
+    "chunk_largest": "argmax by chunk of the vocabulary",
+    "chunk_argmax": "argmax by chunk of the vocabulary",
     "chunk_weights": "sums by chunk of the vocabulary",
     "chunk_nearer": "sums by chunk of the vocabulary",
     "chunk_counts": "tokens by chunk and distance",
@@ -89,8 +89,8 @@ def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
     """The buffers on a GPU."""
     rows = max(max_rows, PROMPT_ROWS)
     return (
-        TensorSpec("likeliest", (rows,), "int64"),
-        TensorSpec("block_likeliest", (min(rows, MAX_ROWS),), "int64"),
+        TensorSpec("argmax", (rows,), "int64"),
+        TensorSpec("block_argmax", (min(rows, MAX_ROWS),), "int64"),
         *host_specs(max_rows, vocab_size),
         TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),
         *scratch_specs(rows, vocab_size),

@@ -36,8 +36,8 @@ class DeviceSampler:
 
     def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
         tensors = Arena("sampling", device_specs(max_rows, vocab_size), device, ledger, "fixed buffers").tensors
-        self.likeliest_S, self._chosen_S = tensors["likeliest"], tensors["chosen"]
-        self._block_likeliest_R, self._block_RV = tensors["block_likeliest"], tensors["block"]
+        self.likeliest_S, self._chosen_S = tensors["argmax"], tensors["chosen"]
+        self._block_likeliest_R, self._block_RV = tensors["block_argmax"], tensors["block"]
         self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
         self._scratch = LogitScratch.of(tensors)
         is_cuda = device.type == "cuda"
