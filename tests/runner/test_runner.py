@@ -7,8 +7,6 @@ import torch
 
 from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
-from holdfast.kernels.pages import tiled_attention
-from holdfast.kernels.products import skinny_parts
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
@@ -212,27 +210,11 @@ def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
         require_native()
     num_pages = -(-limits.max_model_len // limits.page_tokens)
     rigs = [Rig(model, backend, limits, num_pages) for _ in range(2)]
-    rigs[1].runner.warm(None, lambda done, total: pytest.fail("there are no graphs"))
+    rows = sorted({1, limits.max_num_batched_tokens})
+    rigs[1].runner.warm(rows, None, lambda done, total: pytest.fail("there are no graphs"))
     sequence = Sequence(0, [9], 1, SamplingParams(temperature=0.0), 0, max_tokens=9, pages=[0])
     assert run(rigs[0], (sequence, 0, 1)) == run(rigs[1], (sequence, 0, 1))
     assert same_bits(rigs[0].logits[0][0], rigs[1].logits[0][0])
-
-
-def test_every_form_that_a_kernel_takes_is_warmed(model, monkeypatch):
-    """Forms change with the number of rows; without graphs nothing else would run them before the first request."""
-    rig = Rig(model, "torch_paged", Limits(32, 64, 40, 4), 10)
-    decoder, sizes = rig.runner._decoder, []
-    step_logits = decoder.step_logits
-    monkeypatch.setattr(
-        decoder, "step_logits", lambda batch, plan: sizes.append(batch.num_rows) or step_logits(batch, plan)
-    )
-    rig.runner.warm(None, lambda done, total: None)
-    borders = {1, tiled_attention.FEW_ROWS, tiled_attention.FEW_MERGED_ROWS, skinny_parts.MAX_ROWS}
-    for border in borders:
-        assert border in sizes or any(size < border for size in sizes), f"up to {border} rows"
-        assert any(size > border for size in sizes), f"beyond {border} rows"
-    assert skinny_parts.MAX_ROWS in sizes, "a multiple of 16 is compiled apart"
-    assert 64 in sizes, "the largest step"
 
 
 def test_the_logits_of_every_row_come_without_a_choice(rig):

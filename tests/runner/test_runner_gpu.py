@@ -51,6 +51,11 @@ SCHEMES = [
     pytest.param("shared", {"quantization": "fp8_tensor", "quantization_ignore": ("*.o_proj",)}, id="some left alone"),
 ]
 """What differs from the modes in its products alone."""
+FORMATS = [
+    pytest.param("experts", {"quantization": "fp8_block"}, id="experts in fp8_block"),
+    pytest.param("windows", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4"),
+]
+"""Blocks of experts with scales for blocks of columns, and compressed pages."""
 
 
 @pytest.fixture
@@ -163,13 +168,25 @@ def test_a_batch_that_shrinks_leaves_nothing_behind(build):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_after_ready_nothing_is_taken_moved_compiled_or_awaited(build, name, options, enforce_eager, decode_share):
     """Batches change at every step, contexts grow, and every way of choosing tokens has its turn."""
-    built = build(name, enforce_eager=enforce_eager, **options)
+    run_after_ready(build(name, enforce_eager=enforce_eager, **options), NUM_STEPS, decode_share)
+
+
+@pytest.mark.parametrize(("name", "options"), SCHEMES + FORMATS)
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_nor_with_other_products_and_pages(build, name, options, enforce_eager):
+    """What differs is which kernels there are, and fewer steps find a form that was not compiled."""
+    run_after_ready(build(name, enforce_eager=enforce_eager, **options), NUM_STEPS // 4, 0.4)
+
+
+def run_after_ready(built: BuiltRunner, num_steps: int, decode_share: float) -> None:
+    """Traffic through a runner that is ready: memory, places and compiled kernels stay, and no step waits but for its result."""
     torch.cuda.synchronize()
     places, before, compiled = held_storages(built.runner), counters(), num_compiled()
     assert len(places) >= 8, "the buffers were not found"
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in traffic(built).steps(NUM_STEPS, decode_share, asks_prompts=decode_share < 1.0):
+        for step in traffic(built).steps(num_steps, decode_share, asks_prompts=decode_share < 1.0):
             built.runner.execute(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -59,7 +59,7 @@ def captured_rig(model: LoadedModel, monkeypatch, num_logit_rows: int = 4) -> tu
     pretend_to_have_a_stream(rig)
     graphs = WatchedGraphs(DECODE, MIXED, num_logit_rows)
     seen: list[tuple[int, int]] = []
-    rig.runner.warm(graphs, lambda done, total: seen.append((done, total)))
+    rig.runner.warm((1, 2), graphs, lambda done, total: seen.append((done, total)))
     assert seen == [(done, 5) for done in range(1, 6)]
     for layer in range(model.spec.num_layers):  # what capturing wrote into pages must not matter
         for name in ("k", "v"):

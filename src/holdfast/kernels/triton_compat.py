@@ -43,6 +43,17 @@ def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launch
     return triton.jit(function) if triton is not None else function
 
 
+def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
+    """The same for a kernel whose arguments of these names change from step to step: numbers of rows, of pairs.
+
+    Triton compiles anew for a number that is 1 and for a multiple of 16; counts are exempt, so that one compiled kernel takes
+    all of them. No width or stride is a count: a load is as wide as their divisors are known to allow.
+    """
+    if triton is None:
+        return jit
+    return triton.jit(do_not_specialize=counts)
+
+
 def can_run(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels run where this tensor lies."""
     return triton is not None and tensor.is_cuda

@@ -41,6 +41,7 @@ from holdfast.runner.planning.resolve import resolve
 from holdfast.runner.planning.target import Target
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.warm_rows import warm_rows
 from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)
@@ -246,7 +247,8 @@ class RunnerBuild:
             )
             mixed = mixed_sizes(limits.max_num_batched_tokens)
             graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.max_num_seqs, least))
-        runner.warm(graphs, lambda done, total: None)
+        rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, self._model.spec.experts)
+        runner.warm(rows, graphs, lambda done, total: None)
         log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)
 
     def release(self) -> None:

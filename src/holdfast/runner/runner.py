@@ -22,10 +22,6 @@ from holdfast.runner.sampling.result import SequenceResult, StepResult, TokenLog
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.sampling.sampling_batch import SequenceSample
 
-WARMED_ROWS = (1, 2, 3, 9, 16, 17)
-"""Decode steps that are run once before the first request: at each of these a kernel takes another form. Without graphs,
-which run at every size when they are captured, the form would be compiled at the first step that needs it."""
-
 
 @dataclass(frozen=True, slots=True)
 class _WantedRows:
@@ -95,18 +91,17 @@ class Runner:
             return self._decoder.logits(hidden_RH)
 
     @torch.inference_mode()
-    def warm(self, graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
-        """Run every kernel once, so that nothing is compiled afterwards; and capture the graphs."""
+    def warm(self, rows: SequenceABC[int], graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
+        """Run every kernel in every form, so that nothing is compiled afterwards; and capture the graphs.
+
+        `rows` are numbers of rows whose steps take every form together (runner/warm_rows.py).
+        """
         with self._on_stream():
-            most = self.limits.max_num_batched_tokens
-            for num_rows in sorted({min(2, most), most}, reverse=True):
-                step, logit_rows = self._made_up_step(num_rows)
-                batch = self._fill(step, logit_rows)
-                logits_RV = self._decoder.step_logits(batch, self._backend.plan(batch))
-            for num_rows in sorted({min(max(rows, self._min_rows), most) for rows in WARMED_ROWS}):
-                batch = self._buffers.fill(Step(()), [], num_rows)
-                logits_RV = self._decoder.step_logits(batch, self._backend.plan(batch, captured=True))
-                self._sampler.warm(logits_RV)
+            step, logit_rows = self._made_up_step(self.limits.max_num_batched_tokens)
+            batch = self._fill(step, logit_rows)
+            self._decoder.step_logits(batch, self._backend.plan(batch, captured=True))  # every size of tiles
+            for num_rows in rows:
+                self._warm_rows(num_rows)
         if graphs is not None and self._stream is not None:
             with self._on_stream():
                 batches = {}
@@ -123,6 +118,15 @@ class Runner:
                 graphs.capture(run, self._stream, on_progress)
                 self._stream.synchronize()
             self._graphs = graphs
+
+    def _warm_rows(self, num_rows: int) -> None:
+        """Both ways that so many rows can go: those of few rows have kernels of their own where all of their logits are wanted."""
+        batch = self._buffers.fill(Step(()), [], num_rows)
+        plan = self._backend.plan(batch, captured=True)
+        hidden_TH = self._decoder.hidden(batch, plan)
+        if num_rows <= max(self.limits.max_num_seqs, PROMPT_ROWS):
+            self._decoder.logits(hidden_TH)
+            self._sampler.warm(self._decoder.step_logits(batch, plan))
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""

@@ -1,11 +1,38 @@
 """How pairs of token and expert fall into blocks of rows, from their numbers alone: the room that an order takes; no torch."""
 
+from typing import NamedTuple
+
 from holdfast.memory.tensor_spec import TensorSpec
 
 MAX_DIRECT_TOKENS = 4
 """Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""
 CUT_PAIRS = 2048
 """Pairs that one program looks through: more of them are cut, and counted in a launch of their own."""
+
+FEW_PAIRS, MANY_PAIRS = 256, 1024
+"""That are looked at at a time."""
+
+
+class OrderForm(NamedTuple):
+    """What of the launches over pairs follows from the number of tokens."""
+
+    block_rows: int
+    """1: pairs are not ordered, and what follows is not looked at."""
+    block_pairs: int
+    """Pairs that are looked at at a time."""
+    block_cuts: int
+    """A power of two that the cuts are not more than."""
+
+
+def row_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> OrderForm:
+    """The form of a step of so many tokens."""
+    num_pairs = num_rows * top_k
+    num_cuts = -(-num_pairs // cut_pairs)
+    return OrderForm(
+        block_rows_for(num_rows, top_k, num_experts),
+        FEW_PAIRS if num_pairs <= FEW_PAIRS else MANY_PAIRS,
+        1 << (num_cuts - 1).bit_length(),
+    )
 
 
 def block_rows_for(num_rows: int, top_k: int, num_experts: int) -> int:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.experts.expert_blocks import CUT_PAIRS, block_rows_for, order_specs
+from holdfast.kernels.experts.expert_blocks import CUT_PAIRS, block_rows_for, order_specs, row_form
 from holdfast.kernels.triton_compat import (
     can_launch_early,
     can_run,
     constexpr,
-    jit,
+    jit_counting,
     launched_early,
     next_power_of_two,
     tl,
@@ -26,8 +26,6 @@ from holdfast.kernels.triton_compat import (
 
 PADDING = -1
 """In the place of a pair: a row that nobody writes. In the place of an expert: a block without rows."""
-FEW_PAIRS, MANY_PAIRS = 256, 1024
-"""That are looked at at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,9 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     """Fill the order by Triton kernels: a program for each expert and cut of the pairs, after a count where there are cuts."""
     num_pairs, num_experts = order.num_pairs, order.num_experts
     num_cuts = max(1, len(counts_CE))
-    assert num_cuts * cut_pairs >= num_pairs, f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
-    block_c, block_e = next_power_of_two(num_cuts), next_power_of_two(num_experts)
+    assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
+    form = row_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)
+    block_e = next_power_of_two(num_experts)
     early = can_launch_early(order.expert_ids_TS)
     flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, "EARLY": early, **launched_early(early)}
     if num_cuts > 1:
@@ -121,15 +120,15 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
         num_cuts,
         len(order.block_experts_B),
         COUNTED=num_cuts > 1,
-        BLOCK_C=block_c,
-        BLOCK_P=FEW_PAIRS if num_pairs <= FEW_PAIRS else MANY_PAIRS,
-        BLOCK_ROWS=order.block_rows,
-        num_warps=4 if block_c * block_e <= 8192 else 8,
+        BLOCK_C=form.block_cuts,
+        BLOCK_P=form.block_pairs,
+        BLOCK_ROWS=form.block_rows,
+        num_warps=4 if form.block_cuts * block_e <= 8192 else 8,
         **flags,
     )
 
 
-@jit
+@jit_counting("num_pairs")
 def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, CUT_PAIRS: constexpr, EARLY: constexpr):
     i_cut = tl.program_id(0)
     o_e = tl.arange(0, BLOCK_E)
@@ -142,7 +141,7 @@ def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, C
     tl.store(p_counts + i_cut * num_experts + o_e, tl.histogram(b_ids, BLOCK_E, mask=m_p), mask=o_e < num_experts)
 
 
-@jit
+@jit_counting("num_pairs", "num_cuts", "num_blocks")
 def _order_kernel(
     p_ids,
     p_counts,

@@ -15,6 +15,11 @@ FEW_COLUMNS, MANY_COLUMNS = 256, 1024
 """Of a program. Few tokens are spread over many processors; many tokens are read sixteen bytes a thread."""
 
 
+def row_form(num_rows: int) -> int:
+    """Columns of a program: what of a launch follows from the number of tokens."""
+    return FEW_COLUMNS if num_rows <= FEW_TOKENS else MANY_COLUMNS
+
+
 def sum_experts(
     routed_PH: torch.Tensor,
     shares_TS: torch.Tensor,
@@ -84,7 +89,7 @@ def sum_experts_triton(
     (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
     if not out_TH.numel():
         return out_TH
-    columns = FEW_COLUMNS if num_rows <= FEW_TOKENS else MANY_COLUMNS
+    columns = row_form(num_rows)
     early = can_launch_early(routed_PH)
     _sum_kernel[(num_rows, -(-size // columns))](
         routed_PH,

@@ -63,6 +63,11 @@ def coded_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_bits:
     )
 
 
+def row_form(num_rows: int) -> int:
+    """Heads of a program that merges: what of a launch follows from the number of rows."""
+    return 1 if num_rows <= FEW_MERGED_ROWS else MERGED_HEADS
+
+
 def coded_attention(
     q_THD: torch.Tensor,
     planes: CodedPlanes,
@@ -188,7 +193,7 @@ def _merge(
     early: bool,
 ) -> None:
     num_rows, num_heads, head_dim = shape_THD
-    heads = 1 if num_rows <= FEW_MERGED_ROWS else MERGED_HEADS
+    heads = row_form(num_rows)
     _merge_kernel[(num_rows, -(-num_heads // heads))](
         out_TX,
         partial_out_CX,

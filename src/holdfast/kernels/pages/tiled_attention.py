@@ -14,6 +14,7 @@ runs at once, and take tiles in turn; how many tiles there are is read from the 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,20 @@ class TileWork:
     """Rows that are split or padded."""
 
 
+class RowForm(NamedTuple):
+    """What of a launch follows from the number of rows, padding included."""
+
+    is_few: bool
+    """Small tiles take fewer programs of more warps."""
+    merges_few: bool
+    """A merge takes one head a program."""
+
+
+def row_form(num_rows: int) -> RowForm:
+    """The form of a step of so many rows."""
+    return RowForm(num_rows <= FEW_ROWS, num_rows <= FEW_MERGED_ROWS)
+
+
 def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
     """Rows that a tile takes: its height divided by the heads that stand side by side, at least one."""
     group = num_heads // num_kv_heads
@@ -51,7 +66,7 @@ def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
 
 def small_programs(num_rows: int) -> tuple[int, int]:
     """Programs a multiprocessor and warps a program for small tiles; measured on an H200 (docs/log.md)."""
-    return (2, 4) if num_rows <= FEW_ROWS else (4, 2)
+    return (2, 4) if row_form(num_rows).is_few else (4, 2)
 
 
 def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
@@ -85,7 +100,7 @@ def tiled_attention(
     num_kv_heads = k_plane_SKD.shape[1]
     group = num_heads // num_kv_heads
     block_d = max(16, next_power_of_two(head_dim))  # the least that tensor cores take
-    early = can_launch_early(q_THD)
+    early, form = can_launch_early(q_THD), row_form(num_rows)
     for large in (False, True):
         if not (work.has_large if large else work.has_small):
             continue
@@ -117,12 +132,12 @@ def tiled_attention(
             BLOCK_D=block_d,
             NUM_STAGES=num_stages,
             EARLY=early,
-            FEW=not large and num_rows <= FEW_ROWS,
+            FEW=not large and form.is_few,
             num_warps=num_warps,
             **launched_early(early),
         )
     if work.has_merge:
-        heads = 1 if num_rows <= FEW_MERGED_ROWS else next_power_of_two(min(group, MERGED_HEADS))
+        heads = 1 if form.merges_few else next_power_of_two(min(group, MERGED_HEADS))
         _merge_kernel[(num_rows, -(-num_heads // heads))](
             out_TX,
             partial_out_CX,

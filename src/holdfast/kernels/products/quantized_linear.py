@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from holdfast.kernels.products.coded_linear import coded_linear, coded_linear_reference
 from holdfast.kernels.products.quantize_rows import BLOCK_COLUMNS, CodedRows, quantize_rows
 from holdfast.kernels.products.tile_linear import tile_linear
+from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 WHOLE_SIZES = 16
@@ -36,7 +37,7 @@ def quantized_linear(
     """x @ weight.T + bias into `out_TN`, in its type; `coded` is room for rows as codes where the scheme wants them so."""
     if x_TK.shape[0] == 0:
         return out_TN  # torch's scaled product does not promise to take no rows
-    if not x_TK.is_cuda:
+    if not can_run(x_TK):
         return coded_linear(_taken_rows(x_TK, weight, coded), weight, bias_N, out_TN)
     rows = coded_view(coded, weight, x_TK.shape[0])
     if rows is None:

@@ -23,12 +23,12 @@ from holdfast.kernels.products.skinny_coded_row import (
     coded_row_kernel,
     row_blocks,
 )
-from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, leave_rows, num_parts, summed_parts
+from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, leave_rows, num_parts, row_form, summed_parts
 from holdfast.kernels.triton_compat import (
     can_launch_early,
     constexpr,
     is_interpreted,
-    jit,
+    jit_counting,
     launched_early,
     next_power_of_two,
     tl,
@@ -100,7 +100,7 @@ def launch_coded(
         "EARLY": early,
     }
     eps, options = rows.eps if rows else 0.0, launched_early(early)
-    if num_rows == 1:
+    if row_form(num_rows):
         blocks = row_blocks(size_k, gated, norm_weight_N is not None, codes_rows)
         num_blocks = -(-size_n // blocks.block_n)
         coded_row_kernel[(num_blocks,)](
@@ -158,7 +158,7 @@ def gate_peaks_reference(y_MN: torch.Tensor, weight: QuantizedWeight, scratch: S
     first_M.copy_(torch.maximum(first_M, y_MN.float().abs().amax(-1).view(torch.int32)))
 
 
-@jit
+@jit_counting("num_rows")
 def coded_rows_kernel(
     p_x,
     p_codes,

@@ -25,8 +25,24 @@ import torch
 from holdfast.kernels.products.begin_rows import NormedRows, SkinnyScratch, begin_rows_reference
 from holdfast.kernels.products.row_peaks import RowPeaks
 from holdfast.kernels.products.skinny_coded import coded_sums_reference, gate_peaks_reference, launch_coded
-from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, leave_row, leave_rows, num_parts, summed_parts
-from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
+from holdfast.kernels.products.skinny_parts import (
+    BLOCK_N,
+    MAX_ROWS,
+    leave_row,
+    leave_rows,
+    num_parts,
+    row_form,
+    summed_parts,
+)
+from holdfast.kernels.triton_compat import (
+    can_launch_early,
+    constexpr,
+    jit,
+    jit_counting,
+    launched_early,
+    next_power_of_two,
+    tl,
+)
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 BLOCK_K = 128
@@ -161,7 +177,7 @@ def _launch(
         "EARLY": early,
         **launched_early(early),
     }
-    if num_rows == 1:
+    if row_form(num_rows):
         block_n, block_k, num_warps = _row_blocks(size_k, gated)
         num_blocks = -(-size_n // block_n)
         _row_kernel[(num_blocks,)](
@@ -287,7 +303,7 @@ def _row_kernel(
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
 
 
-@jit
+@jit_counting("num_rows")
 def _rows_kernel(
     p_x,
     p_weight,

@@ -16,6 +16,11 @@ PROGRAMS = 128
 MAX_PARTS = 8
 
 
+def row_form(num_rows: int) -> bool:
+    """Whether one row is multiplied where it is loaded: what of a launch follows from the number of rows."""
+    return num_rows == 1
+
+
 def num_parts(size_n: int, size_k: int, block_k: int) -> int:
     """Parts along K for a weight of this shape: enough programs, and whole blocks of K in each."""
     parts = 1

@@ -22,13 +22,18 @@ from holdfast.kernels.products.weight_operands import (
     e8m0_numbers,
     operands_of,
 )
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 BLOCK_K = 128
 """Columns that are multiplied at a time; of e4m3 with scales for blocks of columns, such a block."""
 FEW_PROGRAMS = 132
 """Below so many programs a large GPU is not busy, and tiles are made lower."""
+
+
+def row_form(num_rows: int) -> int:
+    """Rows of a tile: what of a launch follows from the number of rows."""
+    return min(128, max(16, next_power_of_two(num_rows)))
 
 
 def tile_linear(
@@ -42,7 +47,7 @@ def tile_linear(
     num_rows, size_k = x_MK.shape
     size_n, operands = weight.shape[0], operands_of(x_MK, weight, coded)
     assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
-    block_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
+    block_m = row_form(num_rows)
     block_n = 64 if block_m <= 64 or operands.coding == Coding.CODED_BLOCKS else 128
     if block_m == 16 and -(-size_n // block_n) < FEW_PROGRAMS:
         block_n = 32
@@ -74,7 +79,7 @@ def _scaled_e2m1(b_codes, b_scales, dtype: constexpr):
     return (e2m1_numbers(b_codes).to(tl.float32) * b_scales).to(dtype)
 
 
-@jit
+@jit_counting("num_rows")
 def tile_kernel(
     p_x,
     p_x_scales,

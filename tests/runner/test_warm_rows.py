@@ -1,0 +1,140 @@
+"""Every form that a step can take is compiled before ready: whatever is routed, sampled or asked, and however many rows there are."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.kernels.experts import expert_order
+from holdfast.kernels.experts.expert_blocks import order_specs
+from holdfast.kernels.triton_compat import triton
+from holdfast.models.spec import ExpertsSpec
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Step
+from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
+from holdfast.runner.runner import Runner
+from holdfast.runner.warm_rows import step_form, warm_rows
+from runner.gpu_traffic import Known, Traffic
+from runner.launch_forms import Form, RecordedKernel, argument_form, recorded_runner
+
+pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+
+MODELS = [
+    pytest.param("qwen3", {}, id="qwen3"),
+    pytest.param("windows", {}, id="windows"),
+    pytest.param("qwen3", {"dtype": "float16"}, id="float16"),
+    pytest.param("qwen3", {"batch_invariant": True}, id="batch invariant"),
+    pytest.param("qwen3", {"quantization": "fp8"}, id="fp8"),
+    pytest.param("qwen3", {"quantization": "int8"}, id="int8"),
+    pytest.param("qwen3", {"quantization": "fp8_block"}, id="fp8_block"),
+    pytest.param("qwen3", {"kv_cache_dtype": "fp8"}, id="keys and values in fp8"),
+    pytest.param("qwen3", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4"),
+    pytest.param("windows", {"kv_cache_dtype": "turboquant_3bit_nc"}, id="3 bits"),
+    pytest.param("experts", {}, id="experts"),
+    pytest.param("experts", {"dtype": "float16"}, id="experts in float16"),
+    pytest.param("experts", {"quantization": "fp8"}, id="experts in fp8"),
+    pytest.param("experts", {"quantization": "int8"}, id="experts in int8"),
+    pytest.param("experts", {"quantization": "fp8_block"}, id="experts in fp8_block"),
+    pytest.param("shared", {}, id="shared expert"),
+    pytest.param("shared", {"quantization": "mxfp4"}, id="shared expert in mxfp4"),
+    pytest.param("shared", {"quantization": "fp8_tensor", "quantization_ignore": ("*.o_proj",)}, id="some left alone"),
+]
+EXPERTS = ExpertsSpec(num_experts=128, top_k=8, intermediate_size=768)
+
+
+def run_every_size(runner: Runner) -> None:
+    """A prompt of each number of rows, all of which are wanted; and as many logits at a time as there may be."""
+    limits = runner.limits
+    for num_rows in range(1, limits.max_num_batched_tokens + 1):
+        known = Known(num_rows, num_rows, num_rows, runner.vocab_size, SamplingParams())
+        pages = list(range(-(-num_rows // limits.page_tokens)))
+        hidden_TH = runner.hidden_rows(Step((known.schedule(num_rows, lambda end, pages=pages: pages),)))
+        if num_rows <= PROMPT_ROWS:
+            runner.row_logits(hidden_TH)
+
+
+def run_traffic(runner: Runner, num_steps: int) -> None:
+    """As the test that counts compiled kernels on a GPU does: every way of choosing tokens, prompts among decodes."""
+    for step in Traffic(runner.limits, runner.num_pages, runner.vocab_size, 1).steps(num_steps, 0.4, asks_prompts=True):
+        runner.execute(step)
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS)
+def test_no_step_takes_a_form_that_was_not_warmed(tmp_path: Path, name, options):
+    with recorded_runner(tmp_path, name, enforce_eager=True, max_num_batched_tokens=140, **options) as (runner, forms):
+        warmed = set(forms)
+        run_every_size(runner)
+        run_traffic(runner, 30)
+        assert forms == warmed, "\n".join(map(str, sorted(forms - warmed, key=str)))
+    assert {"rms_norm._rms_norm_kernel", "logits.sample_tokens._choose_kernel"} <= {kernel for kernel, _ in warmed}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3", {"quantization": "int8"}), ("experts", {"quantization": "fp8"}), ("shared", {"quantization": "mxfp4"})],
+    ids=["int8", "experts in fp8", "shared expert in mxfp4"],
+)
+def test_nor_does_one_beside_graphs(tmp_path: Path, name, options):
+    with recorded_runner(tmp_path, name, **options) as (runner, forms):
+        warmed = set(forms)
+        run_traffic(runner, 60)
+        assert forms == warmed, "\n".join(map(str, sorted(forms - warmed, key=str)))
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (1, 2), (3, 16), (20, 17)], ids=str)
+def test_whatever_the_limits_are(tmp_path: Path, limits):
+    options = dict(zip(("max_num_seqs", "max_num_batched_tokens"), limits, strict=True))
+    with recorded_runner(tmp_path, "experts", enforce_eager=True, **options) as (runner, forms):
+        warmed = set(forms)
+        run_every_size(runner)
+        run_traffic(runner, 20)
+        assert forms == warmed, "\n".join(map(str, sorted(forms - warmed, key=str)))
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+def test_every_form_is_warmed_by_the_fewest_rows_that_take_it(experts):
+    rows = warm_rows(1, 8192, experts)
+    assert rows[0] == 1
+    assert list(rows) == sorted(set(rows))
+    forms = [step_form(num_rows, experts) for num_rows in range(1, 8193)]
+    assert [forms.index(form) + 1 for form in dict.fromkeys(forms)] == list(rows)
+    assert len(rows) <= 20, f"{rows} are many steps before a start is over"
+
+
+def test_rows_that_steps_are_padded_to_are_the_fewest():
+    assert warm_rows(16, 40, None) == (16, 17, 33)
+    assert warm_rows(1, 1, EXPERTS) == (1,)
+
+
+def test_orders_of_many_pairs_take_the_forms_that_are_said_of_them(monkeypatch):
+    """Cuts of the pairs begin where a whole runner would be slow to run here."""
+    forms: set[Form] = set()
+    for name in ("_count_kernel", "_order_kernel"):
+        monkeypatch.setattr(expert_order, name, RecordedKernel(getattr(expert_order, name), forms))
+    monkeypatch.setattr(expert_order, "can_run", lambda tensor: True)
+    said = {}
+    for num_rows in range(1, 4097):
+        forms.clear()
+        ids_TS = torch.empty(num_rows, EXPERTS.top_k, dtype=torch.int32)
+        tensors = [
+            torch.empty(spec.shape, dtype=torch.int32)
+            for spec in order_specs(num_rows, EXPERTS.top_k, EXPERTS.num_experts)
+        ]
+        expert_order.order_experts(ids_TS, EXPERTS.num_experts, tensors)
+        assert said.setdefault(step_form(num_rows, EXPERTS), set(forms)) == forms, f"{num_rows} rows"
+
+
+def test_forms_are_told_apart_wherever_triton_tells_them_apart():
+    """By its own rule, which a launch on a GPU asks."""
+    compiler = pytest.importorskip("triton.compiler.compiler")
+    jit = pytest.importorskip("triton.runtime.jit")
+    backend = compiler.make_backend(pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32))
+    numbers = torch.zeros(64)
+    tensors = [numbers, numbers[1:], numbers[4:], numbers.to(torch.bfloat16), numbers.to(torch.float8_e4m3fn)]
+    values = [None, True, False, 0, 1, 2, 15, 16, 17, 48, -16, 2**31, 2**31 + 1, 2**31 - 16, 0.0, 1.0, 0.5, *tensors]
+    for is_count in (False, True):
+        for left, right in combinations(values, 2):
+            keys = [jit.native_specialize_impl(backend, value, False, not is_count, True) for value in (left, right)]
+            ours = [argument_form(value, False, is_count) for value in (left, right)]
+            assert keys[0] == keys[1] or ours[0] != ours[1], f"{left} and {right} are {keys}"
