@@ -20,7 +20,7 @@ from holdfast.runner.runner import Runner
 
 OWNERS = (
     (r"\._workspace\b", "workspace"),
-    (r"\b_(k_|v_)?planes\b", "kv pages"),
+    (r"\b_?planes\b", "kv pages"),
     (r"\b_?backend\b", "attention"),
     (r"^_buffers\b", "inputs"),
     (r"^_sampler\b", "sampling"),

@@ -270,8 +270,11 @@ class Poison:
         scheduler: Any = opened.engine._scheduler
         page_tokens = runner.limits.page_tokens
         self._pool, self._device = scheduler.pool, device
+        storage = opened.built.storage
         self._pages = [
-            plane.view(-1, page_tokens, *plane.shape[1:]) for planes in runner._backend._planes for plane in planes
+            plane.view(-1, page_tokens, *plane.shape[1:])
+            for layer in range(len(storage.spec.layers))
+            for plane in storage.planes(layer).values()
         ]
         arenas = runner._decoder._workspace._arenas
         self._lanes = [arenas[lane].tensors[lane] for lane in POISONED_LANES if lane in arenas]

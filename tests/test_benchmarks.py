@@ -17,6 +17,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import readme_tables
+from attention.steps import Geometry, build
+from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.attention.triton_paged import TritonPagedAttention
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -230,9 +234,7 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
     ("path", "owner"),
     [
         ("_decoder._workspace._arenas[layers].tensors[layers]", "workspace"),
-        ("_backend._planes[0][1]", "kv pages"),
-        ("_decoder._layers[3].attention._backend._k_planes[2]", "kv pages"),
-        ("_backend._tiles[None].tensor", "attention"),
+        ("_backend._lists[None].tensor", "attention"),
         ("_buffers._page_table._table.tensor", "inputs"),
         ("_sampler._chooser.likeliest_S", "sampling"),
         ("_decoder._layers[0].attention._rotary.cos_LD", "rope"),
@@ -242,6 +244,24 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
 )
 def test_a_tensor_belongs_to_the_owner_of_its_place(path: str, owner: str) -> None:
     assert gpu_engines.owner_of(path) == owner
+
+
+@pytest.mark.parametrize(
+    ("backend_type", "kv_dtype"),
+    [
+        (NativePagedAttention, "float32"),
+        (TorchPagedAttention, "float16 turboquant_3bit_nc"),
+        (TritonPagedAttention, "float16 turboquant_k8v4"),
+    ],
+)
+def test_pages_are_found_under_every_backend_and_nothing_else_is_called_pages(backend_type, kv_dtype: str) -> None:
+    dtype = torch.float32 if kv_dtype == "float32" else torch.float16
+    geometry = Geometry(kv_dtype=kv_dtype, windows=(None, None), dtype=dtype)
+    storage = geometry.storage(num_pages=4)
+    found = gpu_engines.storages_by_owner(Thing(_backend=build(backend_type, geometry, storage)), "cpu")
+    pages = {plane.untyped_storage().data_ptr() for layer in range(2) for plane in storage.planes(layer).values()}
+    assert found["kv pages"].keys() == pages
+    assert found.keys() <= {"kv pages", "attention"}
 
 
 def test_what_moves_is_noticed_and_new_views_are_not() -> None:

@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_spec_and_of_the_ledger(kv_dtype, page_tokens):
 def test_planes_do_not_overlap():
     spec = uniform_cache(2, KV_FORMATS["float32"], 1, 4, page_tokens=2)
     storage = PageStorage(spec, 3, CPU, Ledger())
-    planes = [storage.plane(layer, name) for layer in range(2) for name in ("k", "v")]
+    planes = [plane for layer in range(2) for plane in storage.planes(layer).values()]
     for value, plane in enumerate(planes):
         plane.fill_(value)
     assert [plane.unique().tolist() for plane in planes] == [[0], [1], [2], [3]]
@@ -57,7 +57,8 @@ def test_layers_may_differ():
 
 def test_a_plane_stays_where_it_is():
     storage = PageStorage(uniform_cache(1, KV_FORMATS["float32"], 1, 4, 2), 3, CPU, Ledger())
-    assert storage.plane(0, "k").data_ptr() == storage.plane(0, "k").data_ptr()
+    assert storage.planes(0).keys() == {"k", "v"}
+    assert storage.planes(0)["k"].data_ptr() == storage.plane(0, "k").data_ptr() == storage.plane(0, "k").data_ptr()
     with pytest.raises(KeyError):
         storage.plane(0, "latent")
 

@@ -204,8 +204,8 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     runner: Any = built.runner
     torch.cuda.synchronize()
     slots = torch.tensor(free_pages, device="cuda").unsqueeze(1) * 16 + torch.arange(16, device="cuda")
-    for planes in runner._backend._planes:
-        for plane in planes:
+    for layer in range(len(built.storage.spec.layers)):
+        for plane in built.storage.planes(layer).values():
             plane[slots.flatten()] = float("nan")
     for lane, arena in runner._decoder._workspace._arenas.items():
         if lane != "fused_decode":  # products of few rows count in it, and leave it at zero

@@ -31,6 +31,10 @@ class PageStorage:
         """A plane of the index-th entry of the spec: [num_slots, *token_shape]."""
         return self._planes[index][name]
 
+    def planes(self, index: int) -> dict[str, torch.Tensor]:
+        """All planes of the index-th entry by name, each [num_slots, *token_shape]."""
+        return dict(self._planes[index])
+
     def release(self) -> None:
         """Give the pages back; nothing can be read afterwards."""
         self._planes.clear()

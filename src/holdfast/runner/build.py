@@ -63,6 +63,8 @@ class BuiltRunner:
     """A runner that is ready, and the account of how it came to be."""
 
     runner: Runner
+    storage: PageStorage
+    """The pages that the runner's steps write and read."""
     plan: RunnerPlan
     ledger: Ledger
     profile: PhaseProfile
@@ -115,7 +117,7 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
         max_len,
         num_tokens / max_len,
     )
-    return BuiltRunner(runner, plan, ledger, profile, load_seconds, report, build.release)
+    return BuiltRunner(runner, build.storage, plan, ledger, profile, load_seconds, report, build.release)
 
 
 def plan_model(
@@ -154,6 +156,7 @@ class RunnerBuild:
         self._ledger = ledger
         self._device = device
         self._weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+        self._storage: PageStorage | None = None
         self._releases: list[Callable[[], None]] = []
 
     @property
@@ -183,6 +186,12 @@ class RunnerBuild:
         """What is held; which layers are protected is settled by the weights when the runner is assembled."""
         return self._plan
 
+    @property
+    def storage(self) -> PageStorage:
+        """The pages, once the runner is assembled."""
+        assert self._storage is not None, "the runner is not assembled yet"
+        return self._storage
+
     def _settle_layers(self) -> None:
         """Protect the layers whose weights ask for it: as many as were planned, so that no byte changes."""
         protected = self._plan.resolved.protected
@@ -198,7 +207,7 @@ class RunnerBuild:
         limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
         assert cache is not None and declaration is not None, f"{plan.blueprint.name} cannot run"  # noqa: PT018
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
-        storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
+        storage = self._storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
         self._releases.append(storage.release)
         workspace = Workspace(plan.workspace, device, ledger)
         self._releases.append(workspace.release)
