@@ -7,7 +7,7 @@ from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of
 from holdfast.attention.declarations import TorchPagedDeclaration
 from holdfast.attention.paged_rows import PagedRows
 from holdfast.attention.spec import StepBounds
-from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.attention.torch_paged import MASK_ALIGNMENT, TorchPagedAttention, aligned_mask
 from holdfast.quant.rotation import rotate_heads
 from kernels.exactness import random, same_bits
 
@@ -117,7 +117,21 @@ def test_half_computation_over_codes(dtype, kv_dtype):
         torch.testing.assert_close(out.double(), text.exact(None), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "start", "end"), [(1, 0, 8), (3, 1, 20), (128, 255, 300), (2, 13, 14)])
+def test_a_mask_for_a_gpu_begins_at_an_aligned_place_and_so_does_each_row(dtype, num_rows, start, end):
+    """Whichever slice of the template it is, and whatever the template's width."""
+    for width in (300, 304):
+        template = random(128, width, seed=width).to(dtype)
+        mask = aligned_mask(template[:num_rows, start:end])
+        assert same_bits(mask, template[:num_rows, start:end])
+        assert mask.data_ptr() % (MASK_ALIGNMENT * mask.element_size()) == 0
+        assert mask.stride(0) % MASK_ALIGNMENT == 0
+        assert mask.stride(1) == 1
+
+
 @pytest.mark.gpu
+@pytest.mark.own_process
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_mix_of_formats_on_a_gpu(device, dtype):
     """Where no kernel takes the mix, since a layer's pages are wider than its queries."""

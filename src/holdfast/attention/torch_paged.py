@@ -8,12 +8,14 @@ the row dimension instead and needs no mask. Coded tokens become numbers again f
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.batch import Batch, SequenceRows
 from holdfast.attention.declarations import mask_rows
@@ -21,6 +23,11 @@ from holdfast.attention.layer_pages import KeyMeans, LayerPages
 from holdfast.attention.paged_rows import PagedRows
 from holdfast.attention.spec import AttentionSpec
 from holdfast.cache.storage import PageStorage
+
+GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Those of torch that pass on what they do not take. cuDNN's is not among them: it is asked first and fails instead."""
+MASK_ALIGNMENT = 8
+"""Elements. Fused kernels load a mask in vectors: rows must lie so far apart, and the first begin at such a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +102,17 @@ class TorchPagedAttention(LayerPages):
         num_kv_heads = spec.cache.num_kv_heads
         q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
-        for sequence in rows[spec.window]:
-            k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
-            for block in sequence.blocks:
-                self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+        with self._kernels():
+            for sequence in rows[spec.window]:
+                k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
+                for block in sequence.blocks:
+                    self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
         pages.finish(out_TX[:num_rows])
         return out_TX[:num_rows]
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Among which torch chooses; on a CPU it has no choice that could go wrong."""
+        return sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext()
 
     def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
         parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.pages))]
@@ -164,4 +176,13 @@ class TorchPagedAttention(LayerPages):
     def _mask(self, window: int | None, position: int, end: int, low: int) -> torch.Tensor:
         """The slice for rows at positions [position, end) and tokens [low, end)."""
         shift = self._max_model_len - position
-        return self._masks[window][: end - position, shift + low : shift + end]
+        mask_nL = self._masks[window][: end - position, shift + low : shift + end]
+        return aligned_mask(mask_nL) if self._device.type == "cuda" else mask_nL
+
+
+def aligned_mask(mask_nL: torch.Tensor) -> torch.Tensor:
+    """A copy that a fused kernel can load: torch looks at the strides of a mask but not at where it begins."""
+    num_rows, num_tokens = mask_nL.shape
+    padded_nX = mask_nL.new_zeros(num_rows, num_tokens + -num_tokens % MASK_ALIGNMENT)
+    padded_nX[:, :num_tokens] = mask_nL
+    return padded_nX[:, :num_tokens]
