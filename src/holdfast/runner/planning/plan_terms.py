@@ -25,7 +25,9 @@ from holdfast.runner.planning.target import Target
 LIBRARY_BYTES = 32 * 2**20
 """The workspace that torch gives to cuBLAS on the one stream that an engine uses."""
 ROUNDING_BYTES = 26 * 2**20
-"""What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured."""
+"""What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
+
+No other term has a share of it: owners are planned at the bytes that they ask for."""
 COLLECTIVE_BYTES = 512 * 2**20
 """Buffers of NCCL between ranks; assumed, not measured."""
 STAGING_BYTES = 64 * 2**20

@@ -1,0 +1,35 @@
+"""The rule by which tests tell rounding from a term that is missing."""
+
+import pytest
+import torch
+
+from cuda_blocks import MIB, block_bytes
+
+SAMPLING_BYTES = 35_483_136
+"""Of 40 rows and a vocabulary of 151,936: what was once planned while 34 MiB were held."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "counted"),
+    [
+        (1, 512),
+        (MIB + 1, MIB + 512),
+        (10 * MIB - 512, 10 * MIB - 512),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 10 * MIB + 512),
+        (11 * MIB - 512, 11 * MIB - 512),
+        (11 * MIB, 12 * MIB),
+        (SAMPLING_BYTES, 34 * MIB),
+    ],
+)
+def test_a_segment_is_split_where_much_is_left(asked, counted):
+    assert block_bytes(asked) == counted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [1, 5 * MIB + 1, 11 * MIB - 512, 11 * MIB, SAMPLING_BYTES, 100 * MIB + 1])
+def test_torch_does_so(asked):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    held = torch.empty(asked, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == block_bytes(held.nbytes)
