@@ -3,13 +3,14 @@
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 from red_zones import RedZones
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("gguf", "hypothesis", "jinja2", "rich", "safetensors", "tokenizers", "transformers", "typer")
+"""What a machine may lack on which nothing can be installed: tests that need one are skipped there, and say so."""
+OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
+"""Set in the process that a test marked own_process has to itself."""
+FAULT = pytest.StashKey[str]()
+"""Of the session: the test after which CUDA does not work any more in this process, and what CUDA says."""
 
 
 def has_cuda() -> bool:
@@ -39,9 +46,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, so that a check that was green stays green; --hypothesis-profile=search looks for new ones.
-settings.register_profile("house", deadline=None, print_blob=True, derandomize=True)
-settings.register_profile("search", deadline=None, print_blob=True)
-settings.load_profile("house")
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("house", deadline=None, print_blob=True, derandomize=True)
+    settings.register_profile("search", deadline=None, print_blob=True)
+    settings.load_profile("house")
+
+
+class TestModule(pytest.Module):
+    """A file of tests; where a package is missing that it imports, all of it is skipped."""
+
+    def collect(self) -> Sequence[pytest.Item | pytest.Collector]:
+        try:
+            return list(super().collect())
+        except self.CollectError as error:
+            cause = error.__cause__
+            if isinstance(cause, ModuleNotFoundError) and cause.name in PACKAGES:
+                pytest.skip(f"needs the package {cause.name}", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return TestModule.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,6 +78,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked own_process in a fresh process: a kernel that faults takes the whole process with it."""
+    if not (pyfuncitem.get_closest_marker("own_process") and has_cuda()) or OWN_PROCESS in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", pyfuncitem.nodeid]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {OWN_PROCESS: "1"}
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        told = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        words = told[-1] if told else f"exit status {done.returncode}"
+        pytest.fail(f"in a process of its own: {words}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}", pytrace=False)
+    return True
+
+
+def cuda_fault() -> str | None:
+    """None, or what CUDA says where a kernel has failed: from then on every call of this process fails with it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test is asked whether it leaves CUDA broken."""
+    report = yield
+    if report.failed and FAULT not in item.session.stash and (fault := cuda_fault()):
+        words = f"CUDA failed in {item.nodeid} ({fault}): nothing more can run in this process"
+        item.session.stash[FAULT] = words
+        report.sections.append(("CUDA", words))
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """After a fault this process ends: xdist starts another for what is left, and without it the run stops in words."""
+    done = yield
+    if fault := item.session.stash.get(FAULT, None):
+        if hasattr(item.config, "workerinput"):
+            os._exit(70)
+        item.session.shouldfail = fault
+    return done
 
 
 @pytest.fixture(scope="session")

@@ -127,6 +127,7 @@ def test_a_system_that_does_not_say(tmp_path: Path, text: str | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_is_asked() -> None:
     import torch
 

@@ -243,6 +243,7 @@ def tensor_bytes(built: BuiltRunner) -> int:
     return sum(entry.num_bytes for entry in built.ledger if not entry.owner.startswith(NOT_TENSORS))
 
 
+@pytest.mark.alone
 def test_two_engines_at_once(build):
     """The second sees what the first has taken, and neither disturbs the other."""
     alone = {}
@@ -288,6 +289,7 @@ def take_all_but(num_bytes: int) -> list[torch.Tensor]:
     return taken
 
 
+@pytest.mark.alone
 def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
     build().release()  # the context and its libraries are there now
     hogs = take_all_but(8 * MIB)
@@ -300,6 +302,7 @@ def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
     build(max_num_seqs=64)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", ["load_weights", "PageStorage", "Workspace", "Runner"])
 def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(build, monkeypatch, stage):
     """The plan fits, and then somebody is faster; the error is kept while it is looked at."""

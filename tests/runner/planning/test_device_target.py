@@ -99,6 +99,7 @@ def test_the_cpu_needs_no_driver(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_real_device_and_a_tensor_on_it() -> None:
     before = device_target("cuda:0")
     held = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
