@@ -64,15 +64,16 @@ pytest: $(DEV) $(MODEL) ## Run the tests alone
 test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu" --hypothesis-profile=search
 
-test-gpu: $(DEV) $(MODEL) ## Run the tests that need CUDA
-	@$(BIN)/python -m pytest -m gpu
+# With PYTHON as it is: a machine with a GPU has its own torch, and nothing is installed beside it.
+test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PART=1/2
+	@$(PYTHON) benchmarks/gpu_tests.py --jobs $(JOBS) $(if $(PART),--part $(PART))
 
 docs: $(DEV) ## Write the generated parts of the documents again
 	@$(BIN)/python scripts/architecture_rows.py
 	@$(BIN)/python scripts/readme_tables.py
 
 clean: ## Remove the virtual environment, build output and caches
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .triton-cache
 	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	rm -rf src/*.egg-info
 
