@@ -39,6 +39,10 @@ def say(subject: Completion, tokens: bytes | list[int], now: float = 20.0):
         ({"stop": "\ufffd", "max_tokens": 2}, "aé".encode()[:2], "a", Ending("stop", "\ufffd")),
         ({"stop": "bc", "min_tokens": 2}, b"abc", "a", Ending("stop", "bc")),
         ({"stop": "ab", "min_tokens": 3}, b"abc", "abc", None),
+        ({"stop_token_ids": [98], "min_tokens": 3}, b"aba", "aba", None),
+        ({"stop_token_ids": [98], "min_tokens": 3}, b"abb", "ab", Ending("stop", 98)),
+        ({"min_tokens": 3}, [*b"a", EOS, *b"b"], "ab", None),
+        ({"min_tokens": 3}, [*b"a", EOS, EOS], "a", Ending("stop")),
     ],
     ids=str,
 )

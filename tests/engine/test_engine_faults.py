@@ -182,6 +182,25 @@ def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k)
     assert f"after {k} tokens" in last.error
 
 
+def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterwards():
+    """Nobody knows which pages hold them: a prompt that was cached is computed again."""
+    engine = make_engine()
+    known = "a prompt of several pages"
+
+    def cached_tokens() -> int:
+        engine.add_request("known", known, SamplingParams(max_tokens=1, temperature=0.0))
+        return run_all(engine)["known", 0][-1].num_cached_tokens
+
+    assert cached_tokens() == 0
+    assert cached_tokens() == len(known) // 4 * 4
+    execute = engine.runner.execute
+    engine.runner.execute = lambda step: StepResult((SequenceResult(NO_TOKEN),) * len(step.scheduled))
+    engine.add_request("victim", "another", PARAMS)
+    assert run_all(engine)["victim", 0][-1].finish_reason == "error"
+    engine.runner.execute = execute
+    assert cached_tokens() == 0
+
+
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
     engine = make_engine(max_num_seqs=2)

@@ -38,6 +38,20 @@ def test_finish_in_any_state_any_number_of_times(when: str) -> None:
     assert scheduler.num_free_pages == 6
 
 
+def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page() -> None:
+    """As many pages are available as when it was blocked, but the page that the other might have claimed is not needed."""
+    scheduler = make(num_pages=8, page_tokens=4, caching=False)
+    leaver, grower, blocked = sequence(0, 1), sequence(1, 4), sequence(2, 16, max_tokens=4)
+    for one in (leaver, grower, blocked):
+        scheduler.add(one)
+    assert shape(run(scheduler)) == [(0, 0, 1), (1, 0, 4)]
+    available = scheduler.num_free_pages
+    scheduler.finish(leaver)
+    step = run(scheduler)
+    assert shape(step) == [(1, 4, 1), (2, 0, 16)]
+    assert scheduler.num_free_pages == available - len(blocked.pages), "the case is not what it says"
+
+
 def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
     scheduler = make()
     one = sequence(0, 9)

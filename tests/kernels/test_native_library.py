@@ -120,6 +120,21 @@ def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatc
     assert num_runs(real_compiler) == 1
 
 
+def test_a_change_of_any_source_asks_for_another_library(tmp_path, monkeypatch):
+    """Headers too: what was compiled before one changed is never loaded again."""
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_library, "SOURCES", shutil.copytree(native_library.SOURCES, tmp_path / "sources"))
+    sources = [path for path in native_library.SOURCES.iterdir() if path.suffix in (".c", ".h")]
+    assert {path.suffix for path in sources} == {".c", ".h"}
+    compiler = shutil.which("cc") or ""
+    seen = [native_library._library_path(compiler)]
+    assert native_library._library_path(compiler) == seen[0]
+    for path in sources:
+        path.write_text(path.read_text() + "\n")
+        seen.append(native_library._library_path(compiler))
+    assert len(set(seen)) == len(sources) + 1
+
+
 FAILING_COMPILERS = {
     "fails": ('echo "cannot do it: $@" >&2; exit 1', "compiling them failed: cannot do it"),
     "writes nothing": ("exit 0", "compiling them failed: [Errno 2] No such file"),

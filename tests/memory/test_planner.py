@@ -195,6 +195,16 @@ def test_the_change_that_a_refusal_offers_would_fit(has_pages: int, min_pages: i
         assert plan_memory(parse_bytes(size, "x"), "", terms, MIB, min_pages, 10_000).num_pages == min_pages
 
 
+@pytest.mark.parametrize("odd_bytes", [1, MIB // 3, MIB - 1, MIB])
+def test_the_limit_that_a_refusal_offers_fits_terms_that_are_no_whole_mib(odd_bytes: int) -> None:
+    terms = (Term("weights", 100 * MIB + odd_bytes, "float32"),)
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_memory(50 * MIB, "memory_limit", terms, MIB, 3, 3)
+    size = caught.value.do.partition("at least ")[2].partition(",")[0]
+    assert size == "104MiB"
+    assert plan_memory(parse_bytes(size, "x"), "", terms, MIB, 3, 3).num_pages == 3
+
+
 def test_the_plan_says_why_it_stopped() -> None:
     assert "longest" in make_plan(100 * MIB, [], MIB, 1, 10).pages_reason
     assert "budget" in make_plan(5 * MIB, [], MIB, 1, 10).pages_reason

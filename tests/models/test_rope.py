@@ -79,6 +79,12 @@ def test_any_base(name, theta):
     check(*KINDS[name], theta=theta)
 
 
+@pytest.mark.parametrize("num_positions", [4095, 4096, 4097, 10_000])
+def test_positions_go_on_beyond_a_block_of_rows(num_positions):
+    """A table is made in blocks; where one ends, and how many there are, cannot be seen in it."""
+    check("default", {}, max_position=10_000, num_positions=num_positions)
+
+
 @pytest.mark.parametrize("num_positions", [10, 64, 65, 100, 512])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
 def test_dynamic_at_the_longest_text_that_is_allowed(num_positions, factor):

@@ -21,8 +21,8 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner.build import BuiltRunner
 from kernels.exactness import require_native
-from loading.tiny_models import FAMILIES
-from runner.tiny_runners import held_storages
+from loading.tiny_models import FAMILIES, save_tiny
+from runner.tiny_runners import TinyBuilder, held_storages
 
 MIB = 1024**2
 ODD_HEADS = ("llama_bias", "llama_tied")
@@ -324,6 +324,12 @@ def test_the_runner_knows_what_the_engine_asks(build):
     assert built.runner.eos_token_ids == frozenset({2})
     assert built.runner.num_pages == built.plan.memory.num_pages
     assert built.load_seconds >= 0
+
+
+def test_every_id_that_ends_a_text_reaches_the_runner(tmp_path):
+    """Models that follow instructions name two or three."""
+    save_tiny("llama", tmp_path / "llama", eos_token_id=[2, 5])
+    assert TinyBuilder(tmp_path)(max_model_len=64).runner.eos_token_ids == frozenset({2, 5})
 
 
 def test_two_runners_do_not_see_each_other(build):

@@ -18,7 +18,7 @@ from holdfast.kernels.pages.coded_attention import (
 from holdfast.kernels.pages.tiled_attention import TileWork
 from holdfast.quant.rotation import rotation_table
 from kernels.coded_cases import BITS, FORMATS, fill_slots, heads_at, make_planes
-from kernels.coded_steps import NAN, QUIET, Cut, assert_near, coded_step, cut_tiles, judge, run_tiles
+from kernels.coded_steps import NAN, QUIET, Cut, assert_near, coded_step, cut_tiles, judge, peaked_step, run_tiles
 from kernels.exactness import random, same_bits
 from kernels.triton_cases import assert_allocates_nothing
 
@@ -87,6 +87,13 @@ def test_more_splits_than_are_merged_at_once(device, num_padding):
     """Most of them empty: nothing at first is not the end of it."""
     for bounds in (17 * (0,), (64, *(20 * (128,)))):
         judge(coded_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
+
+
+@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
+def test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it(device, num_padding):
+    """Those between are empty, so that only the first and the last count: 16 are merged at once."""
+    step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
+    judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
 
 
 def test_a_split_of_much_larger_values_decides(device):

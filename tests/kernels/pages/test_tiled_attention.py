@@ -121,6 +121,12 @@ def test_ranges_that_only_later_rows_see(device, widest, start, bounds):
     judge(paged_case([(start, 85)], group=1, num_kv_heads=1), Cut(large=True, bounds=bounds), device, widest)
 
 
+@pytest.mark.parametrize("start", [62, 63, 126, 127])
+def test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own(device, widest, start):
+    """Whether the first row sees the last token of the block decides whether the block needs a mask."""
+    judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
+
+
 @pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("num_empty", [16, 17, 40])
 def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty, num_padding):
