@@ -7,9 +7,10 @@ from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.linear import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.quant.weight_codes import quantize
 from holdfast.quant.weight_schemes import FP8
 from kernels.exactness import random, same_bits
+from kernels.quantized_cases import exact_rows, exact_weight
 
 NAN = float("nan")
 NUM_ROWS, HIDDEN, HEADS, HEAD_DIM = 5, 6, 2, 4
@@ -116,7 +117,9 @@ def test_quantized_products_code_their_rows_in_the_room_that_is_given(parts):
     x, out = random(NUM_ROWS, HIDDEN, seed=3), torch.full((NUM_ROWS, HIDDEN), NAN)
     y = layer(x, make_batch([1, 4]), torch.tensor([1, 4]), buffers()._replace(coded=room), out, wanted_only=True)
     qkv = backend.calls[0][1]
-    torch.testing.assert_close(qkv, x @ dequantize(coded[0]).T + qkv_bias, rtol=0.1, atol=0.3)
+    expected = exact_rows(x, FP8) @ exact_weight(coded[0]).T + qkv_bias
+    torch.testing.assert_close(qkv.double(), expected, rtol=1e-5, atol=1e-5)
     attended = 2 * qkv[[1, 4], :8]
-    torch.testing.assert_close(y, attended @ dequantize(coded[1]).T + o_bias, rtol=0.1, atol=0.5)
+    expected = exact_rows(attended, FP8) @ exact_weight(coded[1]).T + o_bias
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(room.scales_TB[:2], attended.abs().amax(-1) / 448), "two rows were coded last"

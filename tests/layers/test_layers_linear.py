@@ -4,9 +4,10 @@ import torch
 from holdfast.kernels.products.quantize_rows import CodedRows
 from holdfast.layers.linear import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.quant.weight_codes import quantize
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import random
+from kernels.quantized_cases import exact_rows, exact_weight
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
@@ -42,7 +43,8 @@ def test_codes_in_the_place_of_a_weight():
         room = CodedRows(torch.zeros(4, 50).to(torch.float8_e4m3fn), torch.zeros(4, 1))
         layer = Linear(weight, torch.ones(6))
         y = layer(x, torch.full((3, 6), float("nan")), room)
-        torch.testing.assert_close(y, x @ dequantize(weight).T + 1, rtol=0.1, atol=0.3)
+        expected = exact_rows(x, scheme) @ exact_weight(weight).T + 1
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
         assert bool(room.scales_TB[:3].all()) == scheme.codes_activations
     with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
         Linear(QuantizedWeight(FP8, (6, 40), *quantize(values, FP8)))(x, torch.empty(3, 6))

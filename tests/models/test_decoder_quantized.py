@@ -1,5 +1,7 @@
 """Decoders over quantized weights: near the same decoder over the numbers that the codes stand for, in room that was planned."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,6 +10,8 @@ import pytest
 import torch
 
 from holdfast.config import Limits
+from holdfast.kernels.products import linear
+from holdfast.layers import experts
 from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.families import parameters, read_spec
@@ -17,6 +21,7 @@ from holdfast.quant.weight_codes import dequantize, quantize
 from holdfast.quant.weight_recipe import WeightRecipe
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 from kernels.exactness import require_native, same_bits
+from kernels.quantized_cases import exact_rows
 from loading.tiny_models import FAMILIES, save_tiny
 from models.test_decoder_workspace import EVERY_ROW, WatchedWorkspace, make_step
 from models.tiny_experts import EXPERT_MODELS, assembled, config_of, make_tiny, tensors_of
@@ -87,21 +92,42 @@ def run(rig: Rig, *lengths: int) -> list[dict[int, torch.Tensor]]:
     return [machine.logits(request) for request in requests]
 
 
+@contextmanager
+def rows_as_codes(ours: LoadedModel, numbers: LoadedModel) -> Iterator[None]:
+    """Products of the numbers take their rows as the codes would: as they are, or as the nearest codes times a scale."""
+    schemes = {
+        numbers.weights[name].data_ptr(): weight.scheme
+        for name, weight in ours.weights.items()
+        if isinstance(weight, QuantizedWeight)
+    }
+    assert schemes
+
+    def rounding(product):
+        def multiply(x, weight, *others):
+            scheme = schemes.get(weight.data_ptr())
+            return product(x if scheme is None else exact_rows(x, scheme).float(), weight, *others)
+
+        return multiply
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((linear, "plain_linear"), (linear, "plain_linear_float32"), (experts, "expert_linear")):
+            patch.setattr(module, name, rounding(getattr(module, name)))
+        yield
+
+
 @pytest.mark.parametrize("name", [*MODELS, *DENSE])
 @SCHEMES
-def test_logits_are_near_those_of_the_numbers_that_codes_stand_for(name, scheme, monkeypatch):
+def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, scheme, monkeypatch):
+    """Of weights and of inputs, where these become codes too: rounding of sums is all that is left."""
     recipe = WeightRecipe(scheme, "all")
     ours, numbers = coded(name, recipe)
-    assert any(isinstance(weight, QuantizedWeight) for weight in ours.weights.values())
     (found,) = run(make_rig(ours, recipe, monkeypatch), 30)
-    (wanted,) = run(Rig(numbers, "torch_paged", LIMITS, 100), 30)
-    prompt = range(29)
-    errors = torch.stack([(found[position] - wanted[position]).abs().max() for position in prompt])
-    if scheme.codes_activations:
-        assert float(errors.median()) < 0.5, "inputs are codes too"
-        assert float(errors.max()) > 1e-5
-    else:
-        assert float(errors.max()) < 1e-4
+    with rows_as_codes(ours, numbers):
+        (wanted,) = run(Rig(numbers, "torch_paged", LIMITS, 100), 30)
+    errors = torch.stack([(found[position] - wanted[position]).abs().max() for position in range(29)])
+    assert float(errors.median()) < 1e-5
+    # An input that lies between two codes may take either, and moves its row, and a little those behind it.
+    assert float(errors.max()) < (1e-2 if scheme.codes_activations else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "opt_350m_like"])

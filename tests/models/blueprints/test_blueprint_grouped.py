@@ -108,15 +108,18 @@ def test_kinds() -> None:
 def test_ranks_hold_everything_and_share_what_they_must(name: str, num_ranks: int) -> None:
     blueprint = read_blueprint(CATALOGUE[name], name)
     whole = {weight.name: prod(weight.shape) for weight in blueprint.parameters()}
-    kv_heads = blueprint.num_kv_heads
-    for weight in blueprint.parameters(num_ranks):
+    sharded = {weight.name: weight for weight in blueprint.parameters(num_ranks)}
+    assert sharded.keys() == whole.keys(), "every rank holds something of everything"
+    num_copies = max(num_ranks - blueprint.num_kv_heads, 0)  # of keys' heads, and as many of values': one on each rank
+    for part, weight in sharded.items():
         held = num_ranks * prod(weight.shape)
         if weight.kind in ("norm", "router"):
-            assert held == num_ranks * whole[weight.name], f"{weight.name} is on every rank"
-        elif ".qkv." in weight.name and kv_heads < num_ranks:
-            assert held > whole[weight.name], "key heads are copied where there are fewer than ranks"
+            assert held == num_ranks * whole[part], f"{part} is on every rank"
+        elif ".qkv." in part:
+            row = prod(weight.shape[1:])
+            assert held == whole[part] + 2 * num_copies * blueprint.head_dim * row, f"{part}: {num_copies=}"
         else:
-            assert held == whole[weight.name], weight.name
+            assert held == whole[part], part
 
 
 def test_key_heads_are_copied_where_there_are_fewer_than_ranks() -> None:

@@ -81,8 +81,11 @@ def test_owners_on_a_gpu() -> None:
 
 
 def test_owners_on_a_cpu() -> None:
-    groups = {term.group for term in needs("Qwen3-0.6B", HOST).terms}
-    assert groups <= {"weights", "workspace", "inputs", "sampling", "rope", "attention"}
+    found = by_owner(needs("Qwen3-0.6B", HOST))
+    assert {term.group for term in found.values()} == {"weights", "workspace", "inputs", "sampling", "rope"}
+    assert {"weights/embed", "weights/layers", "weights/final_norm"} <= found.keys()
+    assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
+    assert found["rope/table"].num_bytes == 4 * 2 * 40960 * 128
 
 
 def test_neighbours_are_asked_for_their_own_terms() -> None:
