@@ -1,36 +1,54 @@
-"""Planted bugs: each takes pytest's monkeypatch and breaks one thing that the scheduler, pool or prefix cache does right."""
+"""Planted bugs: each breaks one thing that the scheduler, pool or prefix cache does right, and names the check that sees it.
+
+Each takes pytest's monkeypatch. Those of the source, kernels and all, are in source_mutants.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from holdfast.cache.pages import FreeRuns, PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixEntry
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import Queues
 from holdfast.engine.scheduler import Scheduler
+from holdfast.errors import RequestError
 from holdfast.request.sequence import ScheduledSequence, SequenceState, Step
 
-MUTANTS: dict[str, Callable] = {}
+
+class Mutant(NamedTuple):
+    """A planted bug, and who catches it."""
+
+    plant: Callable
+    says: str
+    """Found in the words of the check that is meant to see it: a regular expression."""
 
 
-def mutant(plant: Callable) -> Callable:
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(says: str) -> Callable[[Callable], Callable]:
     """Enters a planted bug under its name."""
-    MUTANTS[plant.__name__] = plant
-    return plant
+
+    def enter(plant: Callable) -> Callable:
+        MUTANTS[plant.__name__] = Mutant(plant, says)
+        return plant
+
+    return enter
 
 
-@mutant
+@mutant("is finished and holds pages")
 def finish_leaks_the_pages(patch):
     patch.setattr(Scheduler, "finish", lambda self, sequence: self._queues.remove(sequence))
 
 
-@mutant
+@mutant("sequences hold pages .* times, the pool counts")
 def finish_releases_all_but_the_last_page(patch):
     release = PagePool.release_many
     patch.setattr(PagePool, "release_many", lambda self, pages: release(self, pages[:-1]))
 
 
-@mutant
+@mutant("is listed as waiting")
 def finish_while_waiting_leaves_it_in_the_queue(patch):
     def remove(self, sequence):
         if sequence.state is not SequenceState.WAITING:
@@ -42,13 +60,13 @@ def finish_while_waiting_leaves_it_in_the_queue(patch):
     patch.setattr(Queues, "remove", remove)
 
 
-@mutant
+@mutant("is released and has no owner")
 def pages_are_released_twice(patch):
     release = PagePool.release_many
     patch.setattr(PagePool, "release_many", lambda self, pages: (release(self, pages), release(self, pages[:1])))
 
 
-@mutant
+@mutant("is released and has no owner")
 def a_second_finish_releases_again(patch):
     def finish(self, sequence):
         self._queues.remove(sequence)
@@ -63,34 +81,34 @@ def compare(patch, is_same: Callable) -> None:
     patch.setattr(PrefixCache, "_is_same", staticmethod(is_same))
 
 
-@mutant
+@mutant("reads what is not its own")
 def tokens_are_not_compared_on_a_hit(patch):
     compare(patch, lambda entry, parent, salt, key: entry.parent is parent and entry.salt == salt)
 
 
-@mutant
+@mutant("reads what is not its own")
 def the_parent_is_not_compared_on_a_hit(patch):
     compare(patch, lambda entry, parent, salt, key: entry.key.tokens == key.tokens and entry.salt == salt)
 
 
-@mutant
+@mutant("reads what is not its own")
 def the_salt_is_not_compared_on_a_hit(patch):
     compare(patch, lambda entry, parent, salt, key: entry.parent is parent and entry.key.tokens == key.tokens)
 
 
-@mutant
+@mutant("reads what is not its own")
 def the_salt_is_ignored(patch):
     real = PrefixCache.chain
     patch.setattr(PrefixCache, "chain", lambda self, salt: real(self, b""))
 
 
-@mutant
+@mutant("has nothing left to compute")
 def a_hit_may_cover_the_last_token(patch):
     real = PrefixCache.match
     patch.setattr(PrefixCache, "match", lambda self, chain, ids, num_tokens: real(self, chain, ids, num_tokens + 1))
 
 
-@mutant
+@mutant("starts inside a page")
 def a_hit_counts_one_token_too_many(patch):
     def admit(self, sequence, hits, max_new_tokens):
         item = real(self, sequence, hits, max_new_tokens)
@@ -103,12 +121,12 @@ def a_hit_counts_one_token_too_many(patch):
     patch.setattr(Scheduler, "_admit", admit)
 
 
-@mutant
+@mutant("must not use cached pages")
 def sequences_that_must_not_hit_do(patch):
     patch.setattr(Scheduler, "_asks_cache", lambda self, sequence: self._caches_prefixes)
 
 
-@mutant
+@mutant("has not the 0 positions of its account")
 def preemption_keeps_num_computed(patch):
     def preempt(self):
         num_computed = self._queues.youngest_running.num_computed
@@ -120,7 +138,30 @@ def preemption_keeps_num_computed(patch):
     patch.setattr(Scheduler, "_preempt_youngest", preempt)
 
 
-@mutant
+@mutant(r"has not the \d+ outputs that it was given")
+def preemption_drops_the_outputs(patch):
+    """A model that says the same again hides it from all but those who count."""
+
+    def preempt(self):
+        sequence = real(self)
+        del sequence.token_ids[sequence.num_prompt_tokens :]
+        return sequence
+
+    real = Scheduler._preempt_youngest
+    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+
+
+@mutant(r"the scheduler counts \d+ preemptions of \d+")
+def preemptions_are_counted_twice(patch):
+    def preempt(self):
+        self.num_preemptions += 1
+        return real(self)
+
+    real = Scheduler._preempt_youngest
+    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+
+
+@mutant(r"waits: sequence\.pages=\[\d")
 def preemption_keeps_the_pages(patch):
     def preempt(self):
         sequence = self._queues.youngest_running
@@ -133,7 +174,7 @@ def preemption_keeps_the_pages(patch):
     patch.setattr(Scheduler, "_preempt_youngest", preempt)
 
 
-@mutant
+@mutant("out of order of arrival")
 def preempted_sequences_go_to_the_back(patch):
     def preempt(self):
         sequence = real(self)
@@ -144,7 +185,7 @@ def preempted_sequences_go_to_the_back(patch):
     patch.setattr(Queues, "preempt", preempt)
 
 
-@mutant
+@mutant("was preempted and is in the step")
 def the_oldest_is_preempted(patch):
     def preempt(self):
         oldest = next(iter(self._running))
@@ -155,7 +196,7 @@ def the_oldest_is_preempted(patch):
     patch.setattr(Queues, "preempt", preempt)
 
 
-@mutant
+@mutant("was preempted and is in the step")
 def a_preempted_sequence_stays_in_the_step(patch):
     def schedule(self):
         running = self._queues.running
@@ -170,7 +211,7 @@ def a_preempted_sequence_stays_in_the_step(patch):
     patch.setattr(Scheduler, "schedule", schedule)
 
 
-@mutant
+@mutant(r"num_registered=\d+ pages, num_full=")
 def pages_are_registered_before_they_are_computed(patch):
     def register(self, chain, token_ids, pages, num_computed):
         page_tokens = self._page_tokens
@@ -181,7 +222,7 @@ def pages_are_registered_before_they_are_computed(patch):
     patch.setattr(PrefixCache, "register", register)
 
 
-@mutant
+@mutant("is written and holds a registered prefix")
 def pages_are_registered_at_schedule(patch):
     def schedule(self):
         step = real(self)
@@ -195,7 +236,7 @@ def pages_are_registered_at_schedule(patch):
     patch.setattr(Scheduler, "schedule", schedule)
 
 
-@mutant
+@mutant(r"are not \d+ pages once")
 def an_owned_page_is_evicted(patch):
     def share(self, page):
         self._num_owners[page] += 1
@@ -203,7 +244,7 @@ def an_owned_page_is_evicted(patch):
     patch.setattr(PagePool, "share", share)
 
 
-@mutant
+@mutant("sequences hold pages .* times, the pool counts")
 def sharing_does_not_count(patch):
     def share(self, page):
         if self._num_owners[page] == 0:
@@ -213,12 +254,12 @@ def sharing_does_not_count(patch):
     patch.setattr(PagePool, "share", share)
 
 
-@mutant
+@mutant("the pool keeps .* registered are")
 def an_evicted_page_is_still_found(patch):
     patch.setattr(PrefixCache, "_evict", lambda self, page: self._pool.forget(page))
 
 
-@mutant
+@mutant(r"\d+ children for \d+ entries")
 def eviction_leaves_the_children(patch):
     def evict(self, page):
         entry = self._by_page.pop(page)
@@ -229,7 +270,7 @@ def eviction_leaves_the_children(patch):
     patch.setattr(PrefixCache, "_evict", evict)
 
 
-@mutant
+@mutant("no run is left, though")
 def cached_pages_are_evicted_and_freed_twice(patch):
     def evict(self):
         page = next(iter(self._cached))
@@ -239,7 +280,7 @@ def cached_pages_are_evicted_and_freed_twice(patch):
     patch.setattr(PagePool, "_evict", evict)
 
 
-@mutant
+@mutant("is not found under its name")
 def a_second_registration_replaces_the_first(patch):
     def enter(self, chain, key, page):
         entry = self._entries.get(key.digest)
@@ -252,7 +293,7 @@ def a_second_registration_replaces_the_first(patch):
     patch.setattr(PrefixCache, "_enter", enter)
 
 
-@mutant
+@mutant("hits pages from before a reset")
 def reset_lets_old_pages_be_registered_later(patch):
     def register(self, chain, token_ids, pages, num_computed):
         if chain.epoch != self._epoch:
@@ -263,7 +304,7 @@ def reset_lets_old_pages_be_registered_later(patch):
     patch.setattr(PrefixCache, "register", register)
 
 
-@mutant
+@mutant(r"the pool keeps .* registered are \[\]")
 def reset_forgets_names_but_not_pages(patch):
     def reset(self):
         self._entries.clear()
@@ -273,12 +314,12 @@ def reset_forgets_names_but_not_pages(patch):
     patch.setattr(PrefixCache, "reset", reset)
 
 
-@mutant
+@mutant("hits pages from before a reset")
 def reset_does_nothing(patch):
     patch.setattr(PrefixCache, "reset", lambda self: None)
 
 
-@mutant
+@mutant("is written and (has other owners|holds a registered prefix)")
 def runs_are_joined_over_a_page_in_use(patch):
     def put(self, page):
         real(self, page)
@@ -293,14 +334,14 @@ def runs_are_joined_over_a_page_in_use(patch):
     patch.setattr(FreeRuns, "put", put)
 
 
-@mutant
+@mutant(r"has not \d+ pages for \d+ tokens")
 def one_page_too_few_for_a_full_last_page(patch):
     patch.setattr(
         PageNeeds, "pages_for", lambda self, num_tokens: max(-(-(num_tokens - 1) // self.limits.page_tokens), 1)
     )
 
 
-@mutant
+@mutant("was admitted without room")
 def cached_hits_count_as_available_too(patch):
     def admit_waiting(self, scheduled, budget):
         with patch.context() as inside:
@@ -311,13 +352,13 @@ def cached_hits_count_as_available_too(patch):
     patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
 
 
-@mutant
+@mutant(r"^\d+ tokens in a step")
 def the_token_budget_is_exceeded_by_one(patch):
     real = Scheduler._admit
     patch.setattr(Scheduler, "_admit", lambda self, sequence, hits, most: real(self, sequence, hits, most + 1))
 
 
-@mutant
+@mutant(r"^\d+ sequences in a step")
 def one_sequence_too_many_runs(patch):
     real = Scheduler.__init__
 
@@ -327,7 +368,7 @@ def one_sequence_too_many_runs(patch):
     patch.setattr(Scheduler, "__init__", init)
 
 
-@mutant
+@mutant(r"^\d+ wait, self\.world\.max_queue=")
 def the_queue_holds_one_too_many(patch):
     real = Scheduler.__init__
 
@@ -337,7 +378,7 @@ def the_queue_holds_one_too_many(patch):
     patch.setattr(Scheduler, "__init__", init)
 
 
-@mutant
+@mutant("was finished and got a token")
 def aborted_sequences_still_get_their_token(patch):
     def complete(self, step, token_ids):
         real(self, step, token_ids)
@@ -349,7 +390,7 @@ def aborted_sequences_still_get_their_token(patch):
     patch.setattr(Scheduler, "complete", complete)
 
 
-@mutant
+@mutant(r"the oldest sequence \d+ does not run")
 def admission_waits_until_the_pool_is_empty_of_owners_and_cache(patch):
     def admit_waiting(self, scheduled, budget):
         if self.pool.num_free == self.pool.num_pages:
@@ -359,7 +400,7 @@ def admission_waits_until_the_pool_is_empty_of_owners_and_cache(patch):
     patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
 
 
-@mutant
+@mutant(r"the oldest sequence \d+ does not run")
 def a_blocked_sequence_is_never_tried_again(patch):
     def is_still_blocked(self, sequence):
         return self._blocked is not None and self._blocked.sequence_id == sequence.sequence_id
@@ -367,7 +408,7 @@ def a_blocked_sequence_is_never_tried_again(patch):
     patch.setattr(Scheduler, "_is_still_blocked", is_still_blocked)
 
 
-@mutant
+@mutant("is not the order of arrival")
 def young_sequences_overtake_the_queue(patch):
     def oldest_waiting(self):
         return next(reversed(self._waiting.values()))
@@ -381,21 +422,25 @@ def young_sequences_overtake_the_queue(patch):
     patch.setattr(Queues, "admit", admit)
 
 
-@mutant
+@mutant(r"has not the \d+ positions of its account")
 def what_a_failed_step_computed_is_believed(patch):
     def schedule(self):
-        step = real(self)
-        for item in step.scheduled:
-            item.sequence.num_computed = item.start + item.num_new_tokens
-        return step
+        for item in () if self._step is None else self._step.scheduled:  # it was never completed
+            if item.sequence.state is SequenceState.RUNNING:
+                item.sequence.num_computed = item.start + item.num_new_tokens
+        return real(self)
 
     real = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
 
 
-@mutant
+@mutant("which can never run")
 def sequences_that_can_never_run_are_taken_in(patch):
     def max_pages(self, sequence):
-        return min(-(-len(sequence.token_ids) // self.limits.page_tokens), self.num_pages)
+        try:
+            return real(self, sequence)
+        except RequestError:
+            return self.num_pages
 
+    real = PageNeeds.max_pages
     patch.setattr(PageNeeds, "max_pages", max_pages)

@@ -96,6 +96,19 @@ class Client:
     num_preemptions: int = 0
     epoch: int = 0
     """Which life of the prefix cache it was last admitted in."""
+    num_given: int = 0
+    """Tokens of output that it was given."""
+    num_run: int = 0
+    """Positions that steps computed for it, every time that they did ..."""
+    num_found: int = 0
+    """... those that it found cached when it was admitted ..."""
+    num_lost: int = 0
+    """... and those of both that preemptions took away."""
+
+    @property
+    def num_held(self) -> int:
+        """Positions that are there for it now."""
+        return self.num_run + self.num_found - self.num_lost
 
     def learn(self, page_tokens: int) -> None:
         """Extends the truth to all of its tokens."""

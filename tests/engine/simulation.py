@@ -84,6 +84,8 @@ class Simulation:
         scheduler = self.scheduler
         left = (scheduler.num_waiting, scheduler.num_running, scheduler.num_free_pages)
         assert left == (0, 0, self.world.num_pages), f"waiting, running, free pages at the end: {left}"
+        counted, seen = scheduler.num_preemptions, self.counts["preempt"]
+        assert counted == seen, f"the scheduler counts {counted} preemptions of {seen}"
 
     def arrive(self) -> None:
         """A client asks; it is refused exactly when it has to be."""
@@ -230,16 +232,27 @@ class Simulation:
                 assert not is_running, f"{sequence} runs in the step that preempted it"
                 assert sequence_id not in in_step, f"{sequence} was preempted and is in the step"
                 client.num_preemptions += 1
+                client.num_lost += client.num_held
                 self.counts["preempt"] += 1
             elif is_running and not client.is_running:
                 assert sequence_id in in_step, f"{sequence} was admitted and does not run"
                 client.epoch = self.epoch
                 hits = sequence.pages[: sequence.num_computed // page_tokens]
                 self._check_hits(sequence, hits)
+                client.num_found += sequence.num_computed
                 self.counts["share"] += bool(hits)
             else:
                 assert is_running == client.is_running, f"{sequence} changed sides without a reason"
             client.is_running = is_running
+            self._check_account(client)
+
+    def _check_account(self, client: Client) -> None:
+        """Nothing that was given or computed is gone, or there twice: a model that says the same again would hide it."""
+        sequence, num_tokens = client.sequence, len(client.prompt) + client.num_given
+        assert sequence.num_tokens == num_tokens, f"{sequence} has not the {client.num_given} outputs that it was given"
+        assert sequence.num_computed == client.num_held, (
+            f"{sequence} has not the {client.num_held} positions of its account"
+        )
 
     def _check_hits(self, sequence: Sequence, hits: list[int]) -> None:
         assert sequence.num_computed == len(hits) * self.world.limits.page_tokens, f"{sequence} starts inside a page"
@@ -304,7 +317,9 @@ class Simulation:
                 assert not sequence.pages, f"{sequence} was finished and got pages"
                 continue
             assert sequence.num_tokens == length + (token is not None), f"{sequence} has not got its token"
-            assert sequence.num_computed == item.start + item.num_new_tokens, f"{sequence} computed something else"
+            client.num_given += token is not None
+            client.num_run += item.num_new_tokens
+            self._check_account(client)
             if index not in failed and sequence.num_output_tokens < client.num_outputs:
                 continue
             if index not in failed:

@@ -50,8 +50,8 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name](monkeypatch)
-    with pytest.raises(AssertionError):
+    MUTANTS[name].plant(monkeypatch)
+    with pytest.raises(AssertionError, match=MUTANTS[name].says):
         run_worlds()
 
 
