@@ -25,8 +25,8 @@ from holdfast.cli import bench_record
 ROOT = Path(__file__).parent.parent
 RECORDS = Path("benchmarks") / "records"
 COMMIT_VARIABLE = "HOLDFAST_COMMIT"
-PRIVATE_OPTIONS = ("--out", "--commit", "--folder")
-"""Where a record goes, what it is of and where files lie meanwhile: no part of the command that measures."""
+PRIVATE_OPTIONS = ("--out", "--commit", "--folder", "--tree", "--old-commit")
+"""Where a record goes, what it is of and where files lie: no part of the command that measures."""
 POLL_SECONDS = 0.05
 NUM_TOLD_LINES = 25
 """Of what a failed process has said."""
@@ -68,16 +68,23 @@ def run_child(
     arguments: Sequence[str],
     timeout_seconds: float,
     while_it_waits: Callable[[], Mapping[str, object]] = dict,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a script in a process of its own: what it found, or {"error": ...} with its last words on stderr.
 
-    The script leaves its findings with `leave` and waits there, still holding what it holds, for `while_it_waits`.
+    `environment` is added to that of this process. The script leaves its findings with `leave` and waits there, still holding what it holds, for `while_it_waits`.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, told = Path(folder) / "result.json", Path(folder) / "told.txt"
         command = [sys.executable, *arguments, "--result", str(result)]
         with told.open("w") as out:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT)
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+            )
         end = time.monotonic() + timeout_seconds
         try:
             while not result.exists() and child.poll() is None and time.monotonic() < end:

@@ -37,6 +37,7 @@ load_case = import_module("load_case")
 gpu_load = import_module("gpu_load")
 gpu_quantized = import_module("gpu_quantized")
 dummy_models = import_module("dummy_models")
+gpu_before_after = import_module("gpu_before_after")
 MIB = 2**20
 
 
@@ -768,3 +769,41 @@ def test_a_section_without_records_says_so(tmp_path: Path, section: str) -> None
 def test_sampling_of_traffic_follows_from_numbers_alone() -> None:
     numbers = random.Random(0).sample(range(1000), 20)
     assert [gpu_steady.sampling(n, 5, 1) for n in numbers] == [gpu_steady.sampling(n, 5, 1) for n in numbers]
+
+
+# --- before and after
+
+
+def test_a_rate_is_the_difference_of_the_medians_of_both_lengths() -> None:
+    seconds = {"17": [1.0, 9.0, 1.1], "217": [3.1, 3.0, 0.1]}
+    assert gpu_before_after.rate_of(4, seconds) == pytest.approx(4 * 200 / 1.9)
+
+
+def test_what_only_one_tree_ran_is_no_row() -> None:
+    case = gpu_before_after.ENGINES["32b-bf16"]
+    one, four = ({"batch": batch, "seconds": {"1": [1.0], "11": [1.5]}} for batch in (1, 4))
+    (row,) = gpu_before_after.rows_of(case, {"old": {"decode": [one]}, "new": {"decode": [one, four]}})
+    assert (row["measure"], row["ratio"]) == ("Qwen3-32B, bfloat16, batch 1", 1.0)
+    assert gpu_before_after.rows_of(case, {"old": {"error": "no room"}, "new": {"decode": [one]}}) == []
+
+
+def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
+    case, shape = gpu_before_after.ENGINES["30b-a3b-fp8"], gpu_before_after.TINY
+    task = gpu_before_after.task_of(case, tmp_path, shape, True, "cpu")
+    found = gpu_before_after.run_case(task, ROOT, 300)
+    assert [entry["batch"] for entry in found["decode"]] == [1, 3]
+    rows = gpu_before_after.rows_of(case, {"old": found, "new": found})
+    gpu_before_after.show(rows)
+    assert "Qwen3-30B-A3B, fp8, batch 3" in capsys.readouterr().out
+    record = gpu_records.make_record("gpu-before-after", rows, "M", "s", arguments(tmp_path), {})
+    kept = readme_tables.read_record(gpu_records.write_record(record, "before-after", arguments(tmp_path)))
+    assert [row["values"].keys() for row in kept["results"]] == [{"old", "new"}] * 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--tree", "."], ["--tree", str(ROOT)] * 3, ["--tree", str(ROOT), "--tree", "/nowhere"]],
+)
+def test_two_trees_are_needed(argv: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_before_after.parse(argv)

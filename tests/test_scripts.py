@@ -3,14 +3,18 @@
 import json
 import os
 import re
+import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 import check_no_cuda
 import check_python
+import compare_commits
 import pip_install
+import probe_numbers
 import readme_tables
 
 ROOT = Path(__file__).parent.parent
@@ -246,3 +250,115 @@ def test_pip_keeps_its_words_and_its_exit_status_and_loses_the_noise(
     monkeypatch.setattr("sys.argv", ["pip_install.py", "-e", "."])
     assert pip_install.main() == 3
     assert capsys.readouterr().err.splitlines() == ["-m pip install -e .", "ERROR: no such thing"]
+
+
+# --- two commits
+
+
+PLANTED = """
+
+_public = __getattr__
+
+
+def __getattr__(name):
+    found = _public(name)
+    return found if name != "LLM" else type("Wrong", (found,), {"generate": _off_by_one_bit(found.generate)})
+
+
+def _off_by_one_bit(generate):
+    from dataclasses import replace
+    from math import inf, nextafter
+
+    def wrong(*prompts, **options):
+        outputs = generate(*prompts, **options)
+        place = outputs[-1].outputs[0].logprobs[-1]
+        token = next(iter(place))
+        place[token] = replace(place[token], logprob=nextafter(place[token].logprob, inf))
+        return outputs
+
+    return wrong
+"""
+CASES = ("--cases", "plans/OPT-125m, h200, as it is", "--cases", "numbers/llama, none, auto")
+
+
+def test_a_tree_is_equal_to_itself_and_not_to_one_that_is_a_bit_off(tmp_path: Path, capsys) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    package = tmp_path / "src" / "holdfast" / "__init__.py"
+    package.write_text(package.read_text() + PLANTED)
+    first, second, wrong = (compare_commits.probe(tree, CASES) for tree in (ROOT, ROOT, tmp_path))
+    assert sorted(first) == ["numbers/llama, none, auto", "plans/OPT-125m, h200, as it is"]
+    assert json.loads(first["plans/OPT-125m, h200, as it is"]["stdout"])["fits"]
+    assert compare_commits.differences(first, second) == []
+    (found,) = compare_commits.differences(first, wrong)
+    assert found.case == "numbers/llama, none, auto"
+    assert re.fullmatch(r"/greedy\[5\]/outputs\[0\]/logprobs\[6\]\[0\]\[1\]", found.place)
+    assert float.fromhex(found.old.strip("'")) != float.fromhex(found.new.strip("'"))
+    compare_commits.show(first, wrong, [found])
+    assert re.search(r"numbers +1 +1 +0\nplans +1 +0 +0", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_pair_of_family_scheme_and_format_is_probed(device: str) -> None:
+    cases = probe_numbers.list_cases(device)
+    assert len({case.name for case in cases}) == len(cases)
+    probed = {(case.model, case.options.get("quantization"), case.options.get("kv_cache_dtype")) for case in cases}
+    axes = list(probe_numbers.FAMILIES), probe_numbers.SCHEMES, probe_numbers.KV_FORMATS
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert set(product(axes[one], axes[other])) <= {(case[one], case[other]) for case in probed}
+
+
+def test_parts_are_all_cases_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_numbers, "probe_case", lambda case, folder, device: {"of": case.name})
+    monkeypatch.setattr(probe_numbers, "probe_default_model", lambda device: {})
+    parts = [list(probe_numbers.probe_numbers("cpu", (index, 7), lambda case: True)) for index in range(1, 8)]
+    names = [name for part in parts for name, _ in part]
+    (whole,) = [list(probe_numbers.probe_numbers("cpu", (1, 1), lambda case: True))]
+    assert names == [name for name, _ in whole]
+    assert len(names) >= len(probe_numbers.list_cases("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 2]}, None),
+        ({"a": [1, 2]}, {"a": [1, 3]}, ("/a[1]", "2", "3")),
+        ({"a": [1, 2]}, {"a": [1]}, ("/a", "[1, 2]", "[1]")),
+        ({"a": 1}, {"a": True}, ("/a", "1", "True")),
+        ({"a": "x\ny"}, {"a": "x\nz"}, ("/a:2", "'y'", "'z'")),
+        ({"a": 1}, {"b": 1}, ("/a", "1", "'(nothing)'")),
+        ("0x1p+0", "-0x1p+0", ("", "'0x1p+0'", "'-0x1p+0'")),
+    ],
+)
+def test_the_first_difference_has_its_place(old: object, new: object, place: tuple[str, str, str] | None) -> None:
+    assert compare_commits.first_difference(old, new) == place
+
+
+def test_a_case_that_only_one_tree_has_is_a_difference() -> None:
+    found = compare_commits.differences({"a": {}, "b": {}}, {"b": {}, "c": {}})
+    assert [(one.case, one.old, one.new) for one in found] == [("a", "there", "(nothing)"), ("c", "(nothing)", "there")]
+
+
+def test_the_package_of_another_tree_is_no_answer(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="was probed in place of"):
+        compare_commits.merged([{"package": "/elsewhere/src/holdfast/__init__.py"}], tmp_path)
+
+
+def test_speeds_are_medians_of_rounds_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    rates = {old: iter([100.0, 50.0, 90.0]), new: iter([99.0, 98.0, 45.0])}
+    order: list[str] = []
+
+    def bench(tree: Path, options: object) -> dict[str, float]:
+        order.append(tree.name)
+        return {"decode, batch 1": next(rates[tree])}
+
+    monkeypatch.setattr(compare_commits, "bench", bench)
+    assert compare_commits.compare_speed(old, new, 3) == {"decode, batch 1": pytest.approx(98 / 90)}
+    assert order == ["old", "new", "new", "old", "old", "new"]
+    assert "1.089" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "-1/2"])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(Exception, match="a part is written"):
+        probe_numbers.parse_part(text)

@@ -1,0 +1,67 @@
+"""Decode speed of one engine through the public API: what benchmarks/gpu_before_after.py runs over the trees of two commits.
+
+Everything inside may have another name in either tree, so this imports the public names alone, and nothing of benchmarks/
+that imports more. It takes a task as JSON and leaves its findings in the file that --result names.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+
+def run_task(task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the whole call for both lengths of output, by batch; prompts are in the prefix cache by then."""
+    import holdfast
+    from holdfast import LLM
+
+    start = time.perf_counter()
+    llm = LLM(task["folder"], load_format="dummy", on_progress=lambda done, total: None, **task["options"])
+    found: dict[str, Any] = {
+        "package": str(holdfast.__file__),
+        "start_seconds": time.perf_counter() - start,
+        "decode": [],
+    }
+    dice = random.Random(0)
+    prompts = [
+        [dice.randrange(task["vocab_size"]) for _ in range(task["prompt_tokens"])] for _ in range(max(task["batches"]))
+    ]
+    with llm:
+        for batch in task["batches"]:
+            seconds_of(llm, prompts[:batch], 2)
+            seconds: dict[int, list[float]] = {length: [] for length in task["lengths"]}
+            for _ in range(task["num_repeats"]):
+                for length in task["lengths"]:
+                    seconds[length].append(seconds_of(llm, prompts[:batch], length))
+            found["decode"].append({"batch": batch, "seconds": seconds})
+    return found
+
+
+def seconds_of(llm: Any, prompts: list[list[int]], num_tokens: int) -> float:  # noqa: ANN401
+    """Seconds that so many greedy tokens for every prompt take."""
+    from holdfast import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    start = time.perf_counter()
+    outputs = llm.generate(asked, params, progress=False)
+    seconds = time.perf_counter() - start
+    assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs), f"{num_tokens=}"
+    return seconds
+
+
+def main() -> None:
+    """Run the task, and leave what it found under the final name at once."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", type=json.loads)
+    parser.add_argument("--result", type=Path, required=True)
+    arguments = parser.parse_args()
+    partial = arguments.result.with_suffix(".partial")
+    partial.write_text(json.dumps(run_task(arguments.task)))
+    partial.rename(arguments.result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Decode speed of two trees beside each other: python benchmarks/gpu_before_after.py --tree OLD --tree NEW [--engines NAME,...]
+
+A tree is a folder with a src/ in it: the checkouts of two commits, the old one first. Each engine is built in a fresh process
+of either tree in turn, with dummy weights, and runs all of its batches (benchmarks/before_after_case.py, which uses the public
+API alone). A rate is the difference of two lengths of output, by the medians of their repeats, behind a prompt that is in
+the prefix cache. The record has both rates, and the ratio of new to old.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dummy_models import tiny_settings, write_dummy_model
+from gpu_records import Budget, make_record, options, print_table, run_child, write_record
+
+CASE_SCRIPT = Path(__file__).parent / "before_after_case.py"
+OLD, NEW = "old", "new"
+MIN_SECONDS = 20.0
+"""A process is not begun with less than this left."""
+MOST_APART = 0.02
+"""Of a rate: trees that are closer than this count as equally fast."""
+
+
+class EngineCase(NamedTuple):
+    """A model, how it is opened, and the batches that it is run with."""
+
+    model: str
+    words: str
+    options: Mapping[str, Any]
+    batches: tuple[int, ...]
+
+
+ENGINES: Mapping[str, EngineCase] = {
+    "32b-bf16": EngineCase("Qwen3-32B", "bfloat16", {}, (1, 64)),
+    "32b-k8v4": EngineCase("Qwen3-32B", "k8v4 pages", {"kv_cache_dtype": "turboquant_k8v4"}, (1,)),
+    "32b-fp8": EngineCase("Qwen3-32B", "fp8", {"quantization": "fp8"}, (1,)),
+    "30b-a3b-fp8": EngineCase("Qwen3-30B-A3B", "fp8", {"quantization": "fp8"}, (1, 64)),
+}
+
+
+class Shape(NamedTuple):
+    """How much is run."""
+
+    prompt_tokens: int = 512
+    lengths: tuple[int, int] = (17, 217)
+    max_num_batched_tokens: int = 8192
+    num_repeats: int = 3
+    max_batch: int = 64
+
+
+FULL = Shape()
+TINY = Shape(24, (2, 6), 128, 1, 3)
+
+
+def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: str) -> dict[str, Any]:
+    """What the process of an engine is told."""
+    settings = tiny_settings(case.model) if tiny else {}
+    path = write_dummy_model(folder, case.model, **settings)
+    batches = sorted({min(batch, shape.max_batch) for batch in case.batches})
+    return {
+        "folder": str(path),
+        "options": {
+            "device": device,
+            "max_model_len": shape.prompt_tokens + shape.lengths[1] + 1,
+            "max_num_seqs": max(batches),
+            "max_num_batched_tokens": shape.max_num_batched_tokens,
+            **({"kv_cache_memory": "16MiB"} if tiny else {}),
+            **case.options,
+        },
+        "vocab_size": json.loads((path / "config.json").read_text())["vocab_size"],
+        "prompt_tokens": shape.prompt_tokens,
+        "lengths": list(shape.lengths),
+        "batches": batches,
+        "num_repeats": shape.num_repeats,
+    }
+
+
+def run_case(task: Mapping[str, Any], tree: Path, timeout_seconds: float) -> dict[str, Any]:
+    """Run a task in a process that imports the package of this tree, and of no other."""
+    source = tree.resolve() / "src"
+    command = [str(CASE_SCRIPT), json.dumps(task)]
+    found = run_child(command, timeout_seconds, environment={"PYTHONPATH": str(source)})
+    package = found.pop("package", None)
+    assert package is None or Path(package).is_relative_to(source), f"{package} was run in place of {source}"
+    return found
+
+
+def rate_of(batch: int, seconds: Mapping[str, Sequence[float]]) -> float:
+    """Tokens a second of what the longer run has more than the shorter one."""
+    (short, short_runs), (long, long_runs) = sorted((int(length), runs) for length, runs in seconds.items())
+    return batch * (long - short) / (statistics.median(long_runs) - statistics.median(short_runs))
+
+
+def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each batch that both trees ran."""
+    runs = {
+        name: {entry["batch"]: entry["seconds"] for entry in engine.get("decode", ())} for name, engine in found.items()
+    }
+    rows = []
+    for batch, seconds in runs.get(NEW, {}).items():
+        if batch in runs.get(OLD, {}):
+            both = {NEW: seconds, OLD: runs[OLD][batch]}
+            values = {name: round(rate_of(batch, own), 2) for name, own in both.items()}
+            rows.append(
+                {
+                    "measure": f"{case.model}, {case.words}, batch {batch}",
+                    "unit": "tokens/s",
+                    "values": values,
+                    "ratio": round(values[NEW] / values[OLD], 4),
+                    "seconds": both,
+                }
+            )
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table at the end of a run."""
+    lines = [(row["measure"], row["values"][OLD], row["values"][NEW], row["ratio"]) for row in rows]
+    print_table("Decode, tokens/s", ("", OLD, NEW, "new/old"), lines)
+    for row in rows:
+        if abs(row["ratio"] - 1) > MOST_APART:
+            print(f"more than {MOST_APART:.0%} apart: {row['measure']}")
+
+
+def measure_all(
+    trees: Mapping[str, Path], shape: Shape, arguments: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of all engines as far as the time goes, and what else was found of them."""
+    budget = Budget(arguments.budget_seconds)
+    rows: list[dict[str, Any]] = []
+    engines: dict[str, Any] = {}
+    for key in arguments.engines.split(","):
+        case, found = ENGINES[key], {}
+        for name, tree in trees.items():
+            if budget.left_seconds < MIN_SECONDS:
+                print(f"{key} of the {name} tree is left out: no time")
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                task = task_of(case, Path(folder), shape, arguments.tiny, arguments.device)
+                found[name] = run_case(task, tree, budget.left_seconds)
+            told = {fact: value for fact, value in found[name].items() if fact != "decode"}
+            engines.setdefault(key, {})[name] = told
+            print(json.dumps({"engine": key, "tree": name, **told}))
+            sys.stdout.flush()
+        rows += rows_of(case, found)
+    return rows, engines
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = options("Decode speed of two trees beside each other")
+    parser.add_argument("--tree", type=Path, action="append", default=[], help="twice: the old one, then the new one")
+    parser.add_argument("--old-commit", default=None, help="what the old tree is of; --commit names the new one's")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="some of these")
+    arguments = parser.parse_args(argv)
+    if len(arguments.tree) != 2:
+        parser.error(f"--tree was given {len(arguments.tree)} times; an old and a new tree are needed; name both")
+    for tree in arguments.tree:
+        if not (tree / "src" / "holdfast").is_dir():
+            parser.error(f"--tree {tree} was asked; it has no src/holdfast; name the root of a checkout")
+    if unknown := set(arguments.engines.split(",")) - ENGINES.keys():
+        parser.error(f"--engines {', '.join(sorted(unknown))} was asked; there are {', '.join(ENGINES)}; change it")
+    return arguments
+
+
+def main() -> None:
+    """Run what was asked, as far as the time goes."""
+    arguments = parse()
+    shape = TINY if arguments.tiny else FULL
+    rows, engines = measure_all(dict(zip((OLD, NEW), arguments.tree, strict=True)), shape, arguments)
+    if not rows:
+        sys.exit("error: two speeds were asked; no engine ran on both trees; see above")
+    facts = {
+        "context": f"{shape.prompt_tokens} tokens of prompt, then {shape.lengths[0]} to {shape.lengths[1]} of output",
+        "old_commit": arguments.old_commit,
+        "engines": engines,
+    }
+    models = ", ".join(dict.fromkeys(ENGINES[key].model for key in arguments.engines.split(",")))
+    record = make_record("gpu-before-after", rows, models, "dummy weights, public API", arguments, facts)
+    show(rows)
+    write_record(record, "before-after", arguments)
+
+
+if __name__ == "__main__":
+    main()
