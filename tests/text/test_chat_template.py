@@ -11,6 +11,7 @@ from holdfast.text.chat_template import (
     chat_template_from_directory,
     chat_template_from_gguf,
 )
+from holdfast.text.jinja_sandbox import ChatSandbox
 from text.both_renderers import MESSAGES, agree
 from text.chat_templates import CHAT_TEMPLATES
 from text.nasty_texts import NASTY_TEXTS
@@ -146,19 +147,17 @@ def test_a_broken_template_is_found_at_its_first_use_or_on_request():
 
 
 def test_compiling_happens_once_even_when_it_fails(monkeypatch):
-    import holdfast.text.template_sandbox as sandbox
-
-    calls = []
-    compile_template = sandbox.compile_template
-    monkeypatch.setattr(sandbox, "compile_template", lambda *args: calls.append(1) or compile_template(*args))
-    for source in ("{{ messages[0].content }}", "{% if %}"):
-        template = ChatTemplate(source, "x", {})
-        for _ in range(3):
-            try:
-                template.render([{"role": "user", "content": "hi"}])
-            except TemplateError:
-                assert source == "{% if %}"
-    assert len(calls) == 2
+    compiled = []
+    compile_template = ChatSandbox.compile_template
+    monkeypatch.setattr(
+        ChatSandbox, "compile_template", lambda *args: compiled.append(args[1]) or compile_template(*args)
+    )
+    sound, broken = ChatTemplate("{{ messages[0].content }}", "x", {}), ChatTemplate("{% if %}", "x", {})
+    for _ in range(3):
+        assert sound.render([{"role": "user", "content": "hi"}]) == "hi"
+        with pytest.raises(TemplateError, match="no Jinja"):
+            broken.render([{"role": "user", "content": "hi"}])
+    assert compiled == [sound.source, broken.source]
 
 
 def test_many_threads_may_render_at_once():

@@ -9,12 +9,11 @@ from holdfast.errors import ModelFormatError, TemplateError, shown
 from holdfast.loading.sources.json_file import read_json_object, read_small_file
 from holdfast.text.chat_messages import PlainData, plain_messages
 from holdfast.text.special_tokens import CONFIG_FILE, special_tokens_of
-from holdfast.text.template_meter import BudgetError, Meter, TemplateLimits
 
 if TYPE_CHECKING:
     import jinja2
 
-    from holdfast.text.template_sandbox import TemplateEnvironment
+    from holdfast.text.jinja_sandbox import ChatSandbox
 
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_CHARS = 128 * 2**10
@@ -32,15 +31,13 @@ class ChatTemplate:
         source: str,
         origin: str,
         special_tokens: Mapping[str, str],
-        limits: TemplateLimits | None = None,
     ) -> None:
         self.source = source
         self.origin = origin
         """The file it came from."""
         self.special_tokens = dict(special_tokens)
         """bos_token, eos_token and the like, which templates may write."""
-        self._limits = limits if limits is not None else TemplateLimits()
-        self._compiled: tuple[jinja2.Template, TemplateEnvironment] | TemplateError | None = None
+        self._compiled: tuple[jinja2.Template, ChatSandbox] | TemplateError | None = None
         self._lock = Lock()
 
     def render(
@@ -56,13 +53,11 @@ class ChatTemplate:
             "messages": plain_messages(messages, data),
             "add_generation_prompt": bool(add_generation_prompt),
         }
-        limits = self._limits.for_input(data.num_chars, len(messages))
-        # One rendering at a time: the meter belongs to the environment, and threads would not be faster.
+        # One rendering at a time: the budget belongs to the sandbox, and threads would not be faster.
         with self._lock:
-            template, environment = self._compile()
-            environment.meter = Meter(limits)
+            template, sandbox = self._compile()
             try:
-                return template.render(variables)
+                return sandbox.render(template, variables, data.num_chars, len(messages))
             except Exception as error:
                 raise self._failure(error) from error
 
@@ -71,31 +66,31 @@ class ChatTemplate:
         with self._lock:
             self._compile()
 
-    def _compile(self) -> "tuple[jinja2.Template, TemplateEnvironment]":
+    def _compile(self) -> "tuple[jinja2.Template, ChatSandbox]":
         if self._compiled is None:
             self._compiled = self._try_to_compile()
         if isinstance(self._compiled, TemplateError):
             raise TemplateError(*self._compiled.args)
         return self._compiled
 
-    def _try_to_compile(self) -> "tuple[jinja2.Template, TemplateEnvironment] | TemplateError":
+    def _try_to_compile(self) -> "tuple[jinja2.Template, ChatSandbox] | TemplateError":
         if len(self.source) > MAX_TEMPLATE_CHARS:
             return self._error(
                 f"it has {len(self.source)} characters, and at most {MAX_TEMPLATE_CHARS} are read",
                 "pass a shorter chat_template",
             )
-        from holdfast.text.template_sandbox import TemplateEnvironment, compile_template
+        from holdfast.text.jinja_sandbox import ChatSandbox
 
-        environment = TemplateEnvironment()
+        sandbox = ChatSandbox()
         try:
-            return compile_template(environment, self.source), environment
+            return sandbox.compile_template(self.source), sandbox
         except Exception as error:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> TemplateError:
         from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
-        from holdfast.text.template_sandbox import TemplateRefusalError
+        from holdfast.text.jinja_sandbox import BudgetError, TemplateRefusalError
 
         reason = plain_reason(error)
         if isinstance(error, TemplateRefusalError):

@@ -1,0 +1,193 @@
+import builtins
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from jinja2.filters import FILTERS
+from jinja2.tests import TESTS
+
+from holdfast.errors import TemplateError
+from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.jinja_sandbox import FILTERS_ALLOWED, METHODS, ChatSandbox
+from text.both_renderers import agree, ours
+from text.template_attacks import ATTACKS, COSTLY_BUT_LAWFUL, ESCAPES
+from text.template_snippets import (
+    CORNERS,
+    FILTER_SNIPPETS,
+    METHOD_SNIPPETS,
+    REFUSED_BY_BOTH,
+    SNIPPETS,
+    STRING_SNIPPETS,
+    TEST_SNIPPETS,
+)
+
+QUESTION = [{"role": "user", "content": "hi"}]
+MAX_SECONDS = 4.0
+"""Of processor time; about a tenth of it is usual, and machines differ."""
+MAX_BYTES = 64 * 2**20
+AGREEING = SNIPPETS | CORNERS | METHOD_SNIPPETS
+WRITING = FILTER_SNIPPETS | {f"is {name}": text for name, text in TEST_SNIPPETS.items()}
+WRITING |= {f".{name}()": text for name, text in STRING_SNIPPETS.items()}
+
+
+@pytest.mark.parametrize("source", WRITING.values(), ids=WRITING)
+def test_filters_tests_and_methods_write_what_transformers_writes(source):
+    assert agree(source) is not None
+
+
+def test_every_filter_test_and_method_that_is_allowed_is_tried():
+    assert FILTER_SNIPPETS.keys() == FILTERS_ALLOWED
+    assert TEST_SNIPPETS.keys() == TESTS.keys()
+    assert STRING_SNIPPETS.keys() == METHODS[str]
+
+
+@pytest.mark.parametrize("name", AGREEING)
+def test_templates_write_what_transformers_writes_or_are_refused_by_both(name):
+    assert (agree(AGREEING[name]) is None) == (name in REFUSED_BY_BOTH)
+
+
+@pytest.mark.parametrize("name", sorted(FILTERS.keys() - FILTERS_ALLOWED))
+def test_other_filters_do_not_exist(name):
+    with pytest.raises(TemplateError, match=f"No filter named '{name}'"):
+        ours("{{ text|" + name + " }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a'.encode() }}",
+        "{{ 'a'.center(5) }}",
+        "{{ 'a'.translate({}) }}",
+        "{{ '{a}'.format_map({'a': 1}) }}",
+        "{{ {}.fromkeys([1]) }}",
+        "{{ (5).to_bytes(9, 'big') }}",
+        "{{ (2.5).hex() }}",
+        "{{ ('a'|safe).striptags() }}",
+    ],
+)
+def test_other_methods_are_refused(source):
+    with pytest.raises(TemplateError, match="leaves its sandbox: it reaches for"):
+        ours(source)
+
+
+def test_nothing_else_is_known():
+    assert ChatSandbox().globals.keys() == {"range", "dict", "namespace", "raise_exception", "strftime_now"}
+    assert ours("{{ cycler }}{{ joiner }}{{ lipsum }}{{ config }}{{ request }}{{ open }}") == ""
+    assert agree("{{ messages[0].__x__ }}") == ""
+
+
+def test_autoescape_is_refused():
+    with pytest.raises(TemplateError, match="autoescape"):
+        ours("{% autoescape true %}{{ '<' }}{% endautoescape %}")
+
+
+def resident_peak(reset: bool = False) -> int:
+    """The most memory that the process has held since the last reset; 0 where the system does not say."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
+def test_a_template_that_burns_time_or_memory_is_refused_soon(source):
+    template = ChatTemplate(source, "evil.gguf", {})
+    before, started = resident_peak(reset=True), time.process_time()
+    with pytest.raises(TemplateError, match=r"evil\.gguf") as caught:
+        template.render(QUESTION)
+    assert time.process_time() - started < MAX_SECONDS
+    assert resident_peak() - before < MAX_BYTES
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("source", COSTLY_BUT_LAWFUL.values(), ids=COSTLY_BUT_LAWFUL)
+def test_a_large_template_is_not_refused(source):
+    assert isinstance(ours(source), str)
+
+
+@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
+def test_a_template_that_leaves_the_sandbox_is_refused_and_touches_nothing(source, monkeypatch, tmp_path):
+    import jinja2.ext  # noqa: F401 - imported before the door is shut
+
+    ChatTemplate("warm", "x", {}).render(QUESTION)
+    monkeypatch.chdir(tmp_path)
+    touched: list[str] = []
+    for module, name in ((os, "system"), (os, "popen"), (subprocess, "Popen"), (builtins, "open"), (builtins, "eval")):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: touched.append(name))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    try:
+        with pytest.raises(TemplateError) as caught:
+            ChatTemplate(source, "evil.gguf", {}).render(messages)
+    finally:
+        monkeypatch.undo()
+    assert touched == []
+    assert list(tmp_path.iterdir()) == []
+    assert messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert "0x" not in str(caught.value)
+
+
+def test_routes_give_no_budget_back():
+    refill = "{% for i in range(99999) %}{% set x = [-10**9]|map('|spend')|list %}{% endfor %}"
+    with pytest.raises(TemplateError, match="steps"):
+        ours(refill)
+
+
+def test_a_refused_template_leaves_the_next_rendering_alone():
+    template = ChatTemplate(
+        "{% for a in range(messages[0].content|int) %}{% for b in range(1000) %}{% endfor %}{% endfor %}ok", "x", {}
+    )
+    with pytest.raises(TemplateError, match="steps"):
+        template.render([{"role": "user", "content": "99999"}])
+    assert template.render([{"role": "user", "content": "3"}]) == "ok"
+
+
+def test_more_messages_may_take_more_steps():
+    template = ChatTemplate("{% for a in range(90000) %}{% if a == 5 %}five{% endif %}{% endfor %}", "x", {})
+    with pytest.raises(TemplateError, match="it takes more than 2"):
+        template.render(QUESTION)
+    assert template.render(QUESTION * 1000) == "five"
+
+
+def test_longer_messages_may_become_longer_texts():
+    template = ChatTemplate("{% for a in range(3) %}{{ 'x' * 900000 }}{% endfor %}{{ messages|length }}", "x", {})
+    with pytest.raises(TemplateError, match="it writes more than 10"):
+        template.render(QUESTION)
+    assert template.render([{"role": "user", "content": "y" * 200_000}]) == "x" * 2_700_000 + "1"
+
+
+def test_a_long_body_costs_more_than_a_short_one():
+    loop = "{{% for a in range(2000) %}}{}{{% endfor %}}"
+    assert ours(loop.format("{% if yes %}{% endif %}" * 10)) == ""
+    with pytest.raises(TemplateError, match="steps"):
+        ours(loop.format("{% if yes %}{% endif %}" * 1000))
+
+
+def test_time_is_the_backstop(monkeypatch):
+    clock = iter(range(0, 10**9, 2))
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    with pytest.raises(TemplateError, match="it takes longer than 3 s"):
+        ours("{% for a in range(2000) %}{{ a }}{% endfor %}")
+
+
+def test_dates_are_written_as_in_transformers():
+    assert agree("{{ strftime_now('%Y-%m-%d %B') }}") is not None
+    assert agree("{{ strftime_now('%-d %b') }}") is not None
+
+
+@pytest.mark.parametrize("form", ["%0999999999d", "%10000Y", "%" * 300, "x" * 300, "%"], ids=lambda form: form[:12])
+def test_dates_of_unknown_forms_are_refused(form):
+    with pytest.raises(TemplateError, match="writes the date"):
+        ours("{{ strftime_now('" + form + "') }}")
+
+
+def test_there_is_one_door_to_jinja_environments(root):
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (root / "src" / "holdfast").rglob("*.py")}
+    assert [name for name, text in texts.items() if "SandboxedEnvironment" in text] == ["jinja_sandbox.py"]
+    assert [name for name, text in texts.items() if "ChatSandbox()" in text] == ["chat_template.py"]
+    assert not any("jinja2.Environment" in text or "from_string(" in text for text in texts.values())
