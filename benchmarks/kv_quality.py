@@ -15,11 +15,11 @@ import gpu_records
 from vllm_pages import VLLM_FORMATS, MakeVllmPages
 
 from holdfast.cli.eval_command import read_text
-from holdfast.cli.eval_html import write_eval_page
 from holdfast.cli.eval_progress import EvalBar
 from holdfast.cli.eval_record import quality_record
 from holdfast.cli.eval_table import EvalView, quality_lines
 from holdfast.cli.opening import model_name
+from holdfast.cli.page import eval_page, write_page
 from holdfast.cli.plan_command import show
 from holdfast.cli.strict_json import dumps
 from holdfast.config import EngineConfig
@@ -147,7 +147,7 @@ def main() -> None:
     record = quality_record(view, command(arguments), facts)
     record["commit"] = arguments.commit or record["commit"]
     if arguments.html is not None:
-        write_eval_page(arguments.html, view)
+        write_page(arguments.html, eval_page(view))
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / gpu_records.record_name(str(record["cpu"]), "kv-quality", str(record["date"]))
     path.write_text(f"{dumps(record, indent=1)}\n", encoding="utf-8")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import gpu_records
 
-from holdfast.cli.eval_html import write_eval_page
 from holdfast.cli.eval_record import quality_record
 from holdfast.cli.eval_table import EvalView, quality_lines
 from holdfast.cli.eval_weights import TOPICS, measure, read_schemes, topics_or_text
+from holdfast.cli.page import eval_page, write_page
 from holdfast.cli.plan_command import show
 from holdfast.cli.strict_json import dumps
 from holdfast.config import EngineConfig
@@ -67,7 +67,7 @@ def main() -> None:
     record = quality_record(view, command(arguments), facts)
     record["commit"] = arguments.commit or record["commit"]
     if arguments.html is not None:
-        write_eval_page(arguments.html, view)
+        write_page(arguments.html, eval_page(view))
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / gpu_records.record_name(str(record["cpu"]), view.subject.section, str(record["date"]))
     path.write_text(f"{dumps(record, indent=1)}\n", encoding="utf-8")

@@ -72,7 +72,7 @@ TORCH_FREE = (
     "runner.planning.alternatives",
     "engine.scheduler",
     "text.*",
-    "cli.plan_*",
+    "cli.plan*",
 )
 """Modules, as patterns, that do without torch altogether. Others may say "no torch" in their first line: they import without it."""
 TORCH_BOUND = {"torch", "triton", "transformers", "accelerate"}

@@ -13,11 +13,11 @@ from holdfast.cli.eval_table import EvalView, quality_lines
 from holdfast.cli.failures import log_plainly
 from holdfast.cli.opening import import_torch, model_name
 from holdfast.cli.options import Given
+from holdfast.cli.page import eval_page, page_file, write_page
 from holdfast.cli.plan_command import show
 from holdfast.cli.side_lines import MAX_PATH, write_line
 from holdfast.cli.strict_json import dumps
 from holdfast.cli.values import read_count
-from holdfast.cli.web_page import page_file
 from holdfast.config import EngineConfig
 from holdfast.engine.progress import LoadingBar, is_watched
 from holdfast.engine.text_windows import MIN_WINDOW, cut_windows
@@ -114,9 +114,7 @@ def _entries(config: EngineConfig, model: OpenModel, names: tuple[str, ...] | No
 def tell(view: EvalView, text: str, json_file: str | None, html: Path | None) -> None:
     """The table on stdout, and what else was asked for."""
     if html is not None:
-        from holdfast.cli.eval_html import write_eval_page
-
-        write_eval_page(html, view)
+        write_page(html, eval_page(view))
         write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     lines = quality_lines(view)
     if json_file is None:

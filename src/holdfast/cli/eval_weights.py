@@ -11,8 +11,8 @@ from holdfast.cli.eval_table import WEIGHTS, EvalView
 from holdfast.cli.failures import log_plainly
 from holdfast.cli.opening import import_torch, model_name
 from holdfast.cli.options import Given
+from holdfast.cli.page import page_file
 from holdfast.cli.side_lines import write_line
-from holdfast.cli.web_page import page_file
 from holdfast.config import EngineConfig
 from holdfast.engine.text_windows import cut_windows
 from holdfast.errors import ConfigError

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from holdfast.cli.failures import log_plainly
 from holdfast.cli.interrupt import raise_interrupts
-from holdfast.cli.memory_html import write_memory_page
 from holdfast.cli.side_lines import MAX_PATH, write_line
-from holdfast.cli.web_page import page_file
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.llm import LLM, open_engine
@@ -48,7 +46,11 @@ def import_torch() -> None:
 
 def report_file(option: str | None) -> Path | None:
     """Where --memory-report is to be written, refused before a model is touched; None where nobody asked."""
-    return None if option is None else page_file(option, "--memory-report")
+    if option is None:
+        return None
+    from holdfast.cli.page import page_file
+
+    return page_file(option, "--memory-report")
 
 
 def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
@@ -89,7 +91,9 @@ def model_name(config: EngineConfig) -> str:
 def _write_report(opened: OpenedModel, file: Path | None) -> bool:
     if file is None:
         return False
-    write_memory_page(file, opened.name, opened.memory, opened.memory.entries)
+    from holdfast.cli.page import memory_page, write_page
+
+    write_page(file, memory_page(opened.name, opened.memory, opened.memory.entries))
     return True
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from holdfast.cli.options import Given
 from holdfast.cli.plan_table import Line, plan_lines
 from holdfast.cli.plan_view import view_of
+from holdfast.cli.side_lines import MAX_PATH, write_line
 from holdfast.cli.strict_json import dumps
 from holdfast.cli.values import read_count
 from holdfast.config import EngineConfig
@@ -41,21 +42,24 @@ class PlanOptions(NamedTuple):
 
 def plan(options: PlanOptions, engine: Given) -> int:
     """Tell what fits; the exit code is 1 where it does not. Everything that was typed is checked first."""
+    html = None
     if options.html is not None:
-        from holdfast.cli.web_page import page_file
+        from holdfast.cli.page import page_file
 
-        page_file(options.html, "--html")
+        html = page_file(options.html, "--html")
     wish = read_wish(options, engine)
     view = view_of(wish, options.model)
     cells = ()
-    if options.sweep or options.html is not None:
+    if options.sweep or html is not None:
         from holdfast.cli.plan_sweep import sweep
 
         cells = sweep(wish)
-    if options.html is not None:
-        from holdfast.cli.plan_html import write_plan_page
+    if html is not None:
+        from holdfast.cli.page import plan_page, write_page
 
-        write_plan_page(options.html, view, cells, is_told=not options.as_json)
+        write_page(html, plan_page(view, cells))
+        if not options.as_json:
+            write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     if options.as_json:
         record = view.as_dict() | ({"sweep": [cell._asdict() for cell in cells]} if options.sweep else {})
         _write(dumps(record, indent=1))
