@@ -75,7 +75,6 @@ def test_the_wheel_declares_the_core_dependencies(wheel: Path) -> None:
         "jinja2",
         "numpy",
         "rich",
-        "typer",
     }
     assert "Requires-Dist: torch<2.14,>=2.11" in metadata
     assert "License-Expression: Apache-2.0" in metadata

@@ -3,14 +3,14 @@
 import dataclasses
 
 import pytest
-import typer
 
+from holdfast.cli.commands import COMMANDS, parser_of
 from holdfast.cli.options import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
     SEVERAL_SETTINGS,
     Given,
-    takes,
+    given,
 )
 from holdfast.config import ALIASES, EngineConfig
 from holdfast.errors import ConfigError
@@ -30,19 +30,10 @@ def test_every_field_has_one_row() -> None:
 
 
 def parsed(*arguments: str) -> tuple[Given, Given]:
-    """What a command gets that takes everything."""
-    found: list[tuple[Given, Given]] = []
-    app = typer.Typer(add_completion=False)
-
-    @app.command()
-    @takes(engine=ENGINE_SETTINGS, sampling=(*SAMPLING_SETTINGS, *SEVERAL_SETTINGS))
-    def command(engine: Given, sampling: Given) -> None:
-        found.append((engine, sampling))
-
-    click_command = typer.main.get_command(app)
-    with click_command.make_context("test", list(arguments)) as context:
-        click_command.invoke(context)
-    return found[0]
+    """What a command gets that takes everything, as `run` does."""
+    run = next(command for command in COMMANDS if command.path == ("run",))
+    values = vars(parser_of(run).parse_args(arguments))
+    return given(run.engine, values), given(run.sampling, values)
 
 
 def test_nothing_given_is_nothing_set() -> None:

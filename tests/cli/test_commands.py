@@ -2,12 +2,15 @@
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 from cli.cli_models import Here
+from holdfast.cli.commands import COMMANDS
 
-PAGES = [("run",), ("chat",), ("plan",), ("bench", "latency"), ("bench", "throughput"), ("eval", "kv")]
+PAGES = [command.path for command in COMMANDS]
 
 
 @pytest.fixture
@@ -22,15 +25,17 @@ def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> No
     ended = here(*page, "--help")
     assert ended.code == 0
     assert ended.err == ""
-    panels = ["Model", "Memory", "Output", *(["Sampling"] if page not in (("plan",), ("eval", "kv")) else [])]
-    assert all(re.search(rf"─ {panel} ─", ended.out) for panel in panels), ended.out
+    panels = [] if page == ("cache",) else ["Arguments", "Model", "Memory", "Output"]
+    assert all(re.search(rf"^{panel}:$", ended.out, re.MULTILINE) for panel in ("Options", *panels)), ended.out
+    assert max(map(len, ended.out.splitlines())) <= 120
     examples = [line.strip() for line in ended.out.splitlines() if re.match(rf"\s+(.*\| )?holdfast {page[0]}\b", line)]
     assert 2 <= len(examples) <= 3
+    rows = ended.out.partition("Examples:")[2].partition("\n\n")[2]
     for example in examples:
         words = shlex.split(example.partition("holdfast ")[2])
         assert words[: len(page)] == list(page)
         for option in (word for word in words if word.startswith("-") and word != "-"):
-            assert re.search(rf"(?<![\w-]){option}(?![\w-])", ended.out.partition("─ Arguments")[2]), option
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", rows), option
 
 
 @pytest.mark.usefixtures("wide")
@@ -42,11 +47,25 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_all_commands_are_listed_however_few_of_them_are_built(here: Here) -> None:
+def test_all_commands_are_listed(here: Here) -> None:
     shown = here("--help").out
-    assert all(re.search(rf"│ {name} +\S", shown) for name in ("run", "chat", "plan", "cache", "bench", "eval")), shown
-    assert here("plan", "--help").out.count("Usage: holdfast plan ") == 1
-    assert "did you mean plan?" in here("plam").err
+    names = ("run", "chat", "plan", "cache", "bench", "eval")
+    assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
+    assert re.findall(r"^  ([a-z]+) +\S", here("eval").out.partition("Commands:")[2], re.MULTILINE) == ["kv", "weights"]
+
+
+@pytest.mark.usefixtures("wide")
+def test_defaults_are_told_where_a_setting_has_one(here: Here) -> None:
+    shown = " ".join(here("run", "--help").out.split())
+    assert "--top-k N Keep the k most likely tokens; 0 keeps all. Default: 0." in shown
+    assert "--memory-utilization SHARE Share of the device's memory that the engine may take: 0.9 or 90%. --kv" in shown
+    assert "Default: 512,2048." in here("bench", "latency", "-h").out
+
+
+def test_no_library_of_command_lines_is_imported() -> None:
+    words = "import sys; from holdfast.cli.app import run; run(['--help']); print({'typer', 'rich'} & set(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.usefixtures("wide")

@@ -37,11 +37,13 @@ MAX_TOKENS = 1 << 20
 Cases = Callable[[random.Random, range], list[Case]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """What both benchmarks are asked."""
 
     model: str | None
+    input_len: str
+    output_len: str
     against: str | None
     repeats: str
     threads: str | None
@@ -49,12 +51,26 @@ class BenchOptions:
     memory_report: str | None = None
 
 
-def bench_latency(
-    options: BenchOptions, engine: Given, prefill: str, batch: str, input_len: str, output_len: str
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyOptions(BenchOptions):
+    """What is asked where one thing is timed after the other."""
+
+    prefill: str
+    batch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions(BenchOptions):
+    """What is asked where requests run together."""
+
+    num_prompts: str
+    peer_batch: str
+
+
+def bench_latency(options: LatencyOptions, engine: Given) -> None:
     """Prefill of given lengths, and decode at given batch sizes."""
-    lengths, batches = read_counts(prefill, "--prefill"), read_counts(batch, "--batch")
-    num_in, num_out = _count(input_len, "--input-len"), _count(output_len, "--output-len")
+    lengths, batches = read_counts(options.prefill, "--prefill"), read_counts(options.batch, "--batch")
+    num_in, num_out = _count(options.input_len, "--input-len"), _count(options.output_len, "--output-len")
     if num_out < 2:
         raise ConfigError(
             f"--output-len {num_out} was asked",
@@ -68,12 +84,10 @@ def bench_latency(
     _bench(options, engine, cases, peer_batch=max(batches))
 
 
-def bench_throughput(
-    options: BenchOptions, engine: Given, num_prompts: str, input_len: str, output_len: str, peer_batch: str
-) -> None:
+def bench_throughput(options: ThroughputOptions, engine: Given) -> None:
     """Requests of random lengths."""
-    number, max_batch = _count(num_prompts, "--num-prompts"), _count(peer_batch, "--peer-batch")
-    num_in, num_out = read_range(input_len, "--input-len"), read_range(output_len, "--output-len")
+    number, max_batch = _count(options.num_prompts, "--num-prompts"), _count(options.peer_batch, "--peer-batch")
+    num_in, num_out = read_range(options.input_len, "--input-len"), read_range(options.output_len, "--output-len")
 
     def cases(choose: random.Random, ids: range) -> list[Case]:
         return [throughput_case(number, num_in, num_out, choose, ids)]
@@ -121,7 +135,7 @@ def _check(options: BenchOptions, given: Given) -> None:
     if options.against not in PEERS:
         raise ConfigError(f"--against {shown(options.against)} was asked", f"{', '.join(PEERS)} is known", "use that")
     if given.get("load_format") == "dummy":
-        raise ConfigError("--against was asked", "made-up weights are ours alone", "name a model with weights")
+        raise ConfigError("--against was asked", "dummy weights are ours alone", "name a model with weights")
     from holdfast.cli.bench_transformers import check_installed
 
     check_installed()

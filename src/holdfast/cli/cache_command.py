@@ -2,8 +2,7 @@
 
 import time
 
-import typer
-
+from holdfast.cli.answers import write_answer
 from holdfast.cli.columns import aligned
 from holdfast.cli.failures import log_plainly
 from holdfast.cli.side_lines import write_line
@@ -19,7 +18,7 @@ def list_weights() -> None:
     folder = cache_folder()
     entries = cache_entries(folder)[::-1]
     if entries:
-        typer.echo("\n".join(aligned([_cells(entry) for entry in entries], right=(0,))))
+        write_answer("\n".join((*aligned([_cells(entry) for entry in entries], right=(0,)), "")))
     write_line(f"{format_bytes(_sum(entries))} of quantized weights in {folder}")
 
 
@@ -30,7 +29,7 @@ def clear_weights() -> None:
     removed = format_bytes(clear_cache(folder))
     kept = _sum(cache_entries(folder))
     stays = f"; {format_bytes(kept)} stay, in use or not to be removed" if kept else ""
-    typer.echo(f"{removed} of quantized weights removed from {folder}{stays}")
+    write_answer(f"{removed} of quantized weights removed from {folder}{stays}\n")
 
 
 def _sum(entries: list[CacheEntry]) -> int:

@@ -1,397 +1,439 @@
-"""The commands and their help pages; whatever a command needs is imported when it runs; no torch."""
+"""Every command: its help page, its options, and what runs it; argparse is made of that. Imports little, so that help and plans come at once; no torch."""
 
-import copy
-from typing import Annotated
-
-import typer
+import argparse
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from holdfast import __version__
-from holdfast.cli.as_typed import take_as_typed
 from holdfast.cli.options import (
+    ARGUMENTS,
     BENCHMARK,
     ENGINE_SETTINGS,
     EVAL_SETTINGS,
     MEMORY,
     MODEL,
+    OPTIONS,
     OUTPUT,
+    PANELS,
     PLAN_SETTINGS,
     SAMPLING_SETTINGS,
     SEVERAL_SETTINGS,
     WEIGHT_EVAL_SETTINGS,
     Given,
-    takes,
+    Option,
+    Setting,
+    given,
 )
+from holdfast.errors import ConfigError
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder in Hugging Face layout, or a GGUF file. Left out: the default model.",
-        show_default=False,
-    ),
-]
-PlannedModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder with a config.json, a GGUF file, or a well-known name such as Qwen3-32B. Left out: the default model.",
-        show_default=False,
-    ),
-]
-System = Annotated[
-    str | None, typer.Option("--system", "-s", metavar="TEXT", help="What the model is told first.", show_default=False)
-]
-Against = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ENGINE",
-        help="Run another engine in turn with ours, and print ratios: transformers.",
-        show_default=False,
-        rich_help_panel=BENCHMARK,
-    ),
-]
-Threads = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="CPU threads of every engine.", show_default=False, rich_help_panel=BENCHMARK),
-]
-Repeats = Annotated[
-    str,
-    typer.Option("--repeats", metavar="N", help="Runs of each case after one to warm up.", rich_help_panel=BENCHMARK),
-]
+PROGRAM = "holdfast"
+ABOUT = "An LLM inference engine that plans its memory, takes it once, and holds it."
+START = "Start with: holdfast run -p 'What is the capital of France?'"
+PARAGRAPH = "\n\n"
+HELP_FLAGS, VERSION_FLAGS = ("-h", "--help"), ("-V", "--version")
+MIN_COLUMNS, MAX_COLUMNS = 60, 120
+"""Of a help page."""
 
 
-def _written(option: str, help: str) -> object:
-    """An option that names a file to write."""
-    return typer.Option(option, metavar="FILE", help=help, show_default=False, rich_help_panel=OUTPUT)
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of the program."""
+
+    path: tuple[str, ...]
+    """What is typed behind `holdfast`."""
+    summary: str
+    options: tuple[Option, ...]
+    run: Callable[[Given, Given, Given], int | None]
+    """Takes its own options, those of an engine and those of sampling; None is success."""
+    more: str = ""
+    examples: tuple[str, ...] = ()
+    engine: tuple[Setting, ...] = ()
+    sampling: tuple[Setting, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Option | Setting, ...]:
+        return (*self.options, *self.sampling, *self.engine)
 
 
-JsonFile = Annotated[str | None, _written("--json", "Write a record of the run as JSON; - writes to stdout.")]
-MemoryReport = Annotated[
-    str | None, _written("--memory-report", "Write a page (HTML) that draws who holds which memory.")
-]
-QualityPage = Annotated[str | None, _written("--html", "Write a page that draws quality against bytes.")]
-Window = Annotated[str, typer.Option(metavar="TOKENS", help="Tokens that are read together, from an empty cache.")]
-MOST_TOKENS = "Most tokens of the text, such as 16K; at least one whole window is read."
-
-app = typer.Typer(
-    name="holdfast",
-    help="An LLM inference engine that plans its memory, takes it once, and holds it.",
-    epilog="Start with: holdfast run -p 'What is the capital of France?'",
-    add_completion=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-bench = typer.Typer(help="Measure speed on this machine, alone or side by side with transformers.")
-app.add_typer(bench, name="bench")
-evaluate = typer.Typer(help="Measure what a setting costs in quality.")
-app.add_typer(evaluate, name="eval")
-
-
-def invoke(arguments: list[str]) -> int:
+def invoke(arguments: Sequence[str]) -> int:
     """Run a command line; its exit code. Complaints about the command line itself are raised."""
-    if arguments in ([], ["bench"], ["eval"]):
-        arguments = [*arguments, "--help"]
-    command = typer.main.get_command(_asked(arguments[0]))
-    take_as_typed(command)
     try:
-        with command.make_context("holdfast", list(arguments)) as context:
-            command.invoke(context)
-    except typer.Exit as ending:
-        return ending.exit_code
+        for command in COMMANDS:
+            depth = len(command.path)
+            if command.path == tuple(arguments[:depth]):
+                return _run(command, arguments[depth:])
+        return _show_group(arguments)
+    except SystemExit as ending:  # argparse, when it has shown a help page
+        return ending.code if isinstance(ending.code, int) else 0
+
+
+def _run(command: Command, arguments: Sequence[str]) -> int:
+    parser = parser_of(command)
+    values = vars(_parsed(parser, arguments, [flag for row in command.rows for flag in row.all_flags]))
+    own = {option.name: values[option.name] for option in command.options}
+    return command.run(own, given(command.engine, values), given(command.sampling, values)) or 0
+
+
+def _show_group(arguments: Sequence[str]) -> int:
+    """Commands that begin alike, or all of them: their help page, or the nearest to a wrong name."""
+    path = tuple(arguments[:1]) if tuple(arguments[:1]) in GROUPS else ()
+    parser = _group_parser(path)
+    rest = arguments[len(path) :]
+    if rest and not rest[0].startswith("-"):
+        names = dict.fromkeys(command.path[len(path)] for command in COMMANDS if command.path[: len(path)] == path)
+        meant = _nearest(rest[0], names)
+        raise ConfigError(
+            f"command {ascii(rest[0])[1:-1]} was asked",
+            f"{parser.prog} has no such command",
+            f"{meant}run {parser.prog} --help",
+        )
+    _parsed(parser, rest, VERSION_FLAGS)
+    parser.print_help()
     return 0
 
 
-def _asked(name: str) -> typer.Typer:
-    """The app with the command that is asked for and no other: building them all takes as long as some need to run."""
-    named = [command for command in app.registered_commands if command.name == name]
-    if not named:
-        return app
-    narrow = copy.copy(app)
-    narrow.registered_commands, narrow.registered_groups = named, []
-    return narrow
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose complaints are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        named = re.match(r"argument (.*?): (.*)", message)
+        asked, has = (f"option {named[1]} was asked", named[2]) if named else (f"{self.prog} was asked", message)
+        if has == "expected one argument":
+            has = "it requires an argument, and one that begins with a dash is written behind =, as in --stop=-x"
+        raise ConfigError(asked, has, f"run {self.prog} --help")
 
 
-@app.callback(invoke_without_command=True)
-def _holdfast(
-    version: Annotated[
-        bool, typer.Option("--version", "-V", metavar="", help="Print the version.", is_eager=True)
-    ] = False,
-) -> None:
-    if version:
-        typer.echo(f"holdfast {__version__}")
-        raise typer.Exit
+def parser_of(command: Command) -> argparse.ArgumentParser:
+    """The parser of a command line behind a command's name."""
+    words = [command.summary, *([command.more] if command.more else [])]
+    examples = "\n".join(("Examples:", *(f"  {example}" for example in command.examples)))
+    model = "".join(f" [{option.metavar}]" for option in command.options if option.panel == ARGUMENTS)
+    parser = _parser(command.path, f"[OPTIONS]{model}", f"{_wrapped(words, gap=PARAGRAPH)}{PARAGRAPH}{examples}")
+    titles = {row.panel for row in command.rows} | {OPTIONS}
+    panels = {title: parser.add_argument_group(title) for title in PANELS if title in titles}
+    for row in command.rows:
+        for flags, told in row.arguments:
+            panels[row.panel].add_argument(*flags, **told)
+    panels[OPTIONS].add_argument(*HELP_FLAGS, action="help", help="Show this page.")
+    return parser
 
 
-@app.command("run")
-@takes(several=SEVERAL_SETTINGS, sampling=SAMPLING_SETTINGS, engine=ENGINE_SETTINGS)
-def _run(
-    engine: Given,
-    sampling: Given,
-    several: Given,
-    model: ModelArgument = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt; piped input follows it.", show_default=False),
-    ] = None,
-    system: System = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", metavar="", help="Continue the bare text, without the chat template.")
-    ] = False,
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", metavar="", help="Print the answer and nothing else.", rich_help_panel=OUTPUT),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print one JSON object in place of the text.", rich_help_panel=OUTPUT),
-    ] = False,
-    memory_report: MemoryReport = None,
-) -> None:
-    """Answer a prompt: the text streams to stdout; who holds which memory, and the speed, go to stderr.
+def _group_parser(path: tuple[str, ...]) -> argparse.ArgumentParser:
+    """A page that lists commands, each with its summary."""
+    parser = _parser(path, "COMMAND [OPTIONS]", _wrapped([GROUPS[path]]), "" if path else START)
+    panel = parser.add_argument_group(OPTIONS)
+    panel.add_argument(*HELP_FLAGS, action="help", help="Show this page; behind a command: that of the command.")
+    if not path:
+        panel.add_argument(
+            *VERSION_FLAGS, action="version", version=f"{PROGRAM} {__version__}", help="Print the version."
+        )
+    below = {
+        command.path[: len(path) + 1]: command.summary for command in COMMANDS if command.path[: len(path)] == path
+    }
+    listed = [f"{name[-1]:<10}  {GROUPS.get(name, summary)}" for name, summary in below.items()]
+    parser.add_argument_group("Commands", _wrapped(listed, indent=" " * 12, width=_columns() - 2))
+    return parser
 
-    The model's chat template is applied where it has one. At most 512 tokens are generated unless --max-tokens says otherwise.
 
-    \b
-    Examples:
-      holdfast run -p "What is the capital of France?"
-      git diff | holdfast run path/to/model -p "Write a commit message" -q
-      holdfast run model.gguf --raw -p "Once upon a time" --temperature 0.8 -n 3 --json
-    """
+def _parser(path: tuple[str, ...], usage: str, about: str, end: str = "") -> argparse.ArgumentParser:
+    name = " ".join((PROGRAM, *path))
+    return _Parser(
+        prog=name,
+        usage=f"{name} {usage}",
+        description=about,
+        epilog=end,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=_columns()),
+        add_help=False,
+        allow_abbrev=False,
+    )
+
+
+def _columns() -> int:
+    return min(max(shutil.get_terminal_size().columns - 2, MIN_COLUMNS), MAX_COLUMNS)
+
+
+def _wrapped(texts: Iterable[str], indent: str = "", gap: str = "\n", width: int | None = None) -> str:
+    return gap.join(textwrap.fill(text, width or _columns(), subsequent_indent=indent) for text in texts)
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: Iterable[str]) -> argparse.Namespace:
+    """What was typed; the nearest right option to one that does not exist."""
+    values, extras = parser.parse_known_args(arguments)
+    if not extras:
+        return values
+    option = next((extra.partition("=")[0] for extra in extras if extra.startswith("-")), None)
+    if option is None:
+        asked, has, meant = f"argument {ascii(extras[0])[1:-1]} was asked", "takes no further argument", ""
+    else:
+        asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, flags)
+    raise ConfigError(asked, f"{parser.prog} {has}", f"{meant}run {parser.prog} --help")
+
+
+def _nearest(typed: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(typed, list(names), n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def _run_run(own: Given, engine: Given, sampling: Given) -> None:
     from holdfast.cli.run_command import RunOptions, run
 
-    run(RunOptions(model, prompt, system, raw, quiet, as_json, memory_report), engine, sampling | several)
+    run(RunOptions(**own), engine, sampling)
 
 
-@app.command("chat")
-@takes(sampling=SAMPLING_SETTINGS, engine=ENGINE_SETTINGS)
-def _chat(
-    engine: Given,
-    sampling: Given,
-    model: ModelArgument = None,
-    system: System = None,
-    memory_report: MemoryReport = None,
-) -> None:
-    """Talk with a model, turn by turn; /help lists what can be typed beside questions.
-
-    Ctrl-C stops an answer and keeps the chat; Ctrl-D leaves. Piped input is taken line by line.
-
-    \b
-    Examples:
-      holdfast chat
-      holdfast chat path/to/model --system "Answer in one sentence." --temperature 0.7
-      holdfast chat model.gguf --max-model-len 32K --kv-cache-dtype turboquant_4bit_nc
-    """
+def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
     from holdfast.cli.chat_command import chat
 
-    raise typer.Exit(chat(model, system, engine, sampling, memory_report))
+    return chat(own["model"], own["system"], engine, sampling, own["memory_report"])
 
 
-@app.command("plan")
-@takes(engine=PLAN_SETTINGS)
-def _plan(
-    engine: Given,
-    model: PlannedModel = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A GPU such as h200, a100-80g or rtx4090.", rich_help_panel=MEMORY),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="A GPU of that size, such as 24GiB.", rich_help_panel=MEMORY),
-    ] = None,
-    tensor_parallel_size: Annotated[
-        str | None,
-        typer.Option(
-            "--tensor-parallel-size", "-tp", metavar="N", help="GPUs that share the model.", rich_help_panel=MODEL
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", metavar="", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT),
-    ] = False,
-    sweep: Annotated[
-        bool,
-        typer.Option("--sweep", metavar="", help="Chart tokens by KV format and weights.", rich_help_panel=OUTPUT),
-    ] = False,
-    html: Annotated[str | None, _written("--html", "Write a page with the plan and the sweep.")] = None,
-) -> None:
-    """Tell what a model would take of a device, before anything is read or taken; needs no GPU, no weights, no network.
-
-    A folder whose weights are quantized already is counted as it would load: as stored, and with --quantization and its own scheme also what its makers left plain in that scheme. Exits with 0 where it fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), kv_bytes_per_token, kv_tokens, max_model_len, max_concurrency, terms (owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives, not_in_this_version, command; with --sweep also sweep.
-
-    \b
-    Examples:
-      holdfast plan Qwen3-32B --gpu h200
-      holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json
-      holdfast plan Qwen3-32B --gpu rtx5090 --quantization mxfp4 --kv-cache-dtype fp8 --sweep --html plan.html
-    """
+def _run_plan(own: Given, engine: Given, sampling: Given) -> int:
     from holdfast.cli.plan_command import PlanOptions, plan
 
-    options = PlanOptions(model, gpu, memory, tensor_parallel_size, as_json, sweep, html)
-    raise typer.Exit(plan(options, engine))
+    return plan(PlanOptions(**own), engine)
 
 
-@app.command("cache")
-def _cache(
-    clear: Annotated[bool, typer.Option("--clear", metavar="", help="Remove all that no process reads.")] = False,
-) -> None:
-    """List the quantized weights that earlier starts have kept for the next, or remove them.
-
-    \b
-    Examples:
-      holdfast cache
-      holdfast cache --clear
-    """
+def _run_cache(own: Given, engine: Given, sampling: Given) -> None:
     from holdfast.cli.cache_command import clear_weights, list_weights
 
-    if clear:
-        clear_weights()
-    else:
-        list_weights()
+    clear_weights() if own["clear"] else list_weights()
 
 
-@bench.command("latency")
-@takes(engine=ENGINE_SETTINGS)
-def _latency(
-    engine: Given,
-    model: ModelArgument = None,
-    prefill: Annotated[
-        str,
-        typer.Option(metavar="TOKENS", help="Prompt lengths whose reading is timed.", rich_help_panel=BENCHMARK),
-    ] = "512,2048",
-    batch: Annotated[
-        str, typer.Option(metavar="SIZES", help="Batch sizes whose decoding is timed.", rich_help_panel=BENCHMARK)
-    ] = "1,8",
-    input_len: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Prompt of each sequence in a batch.", rich_help_panel=BENCHMARK)
-    ] = "128",
-    output_len: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Tokens that each sequence generates.", rich_help_panel=BENCHMARK)
-    ] = "64",
-    repeats: Repeats = "3",
-    against: Against = None,
-    threads: Threads = None,
-    json_file: JsonFile = None,
-    memory_report: MemoryReport = None,
-) -> None:
-    """Time the reading of prompts and the decoding of batches.
+def _run_latency(own: Given, engine: Given, sampling: Given) -> None:
+    from holdfast.cli.bench_command import LatencyOptions, bench_latency
 
-    \b
-    Examples:
-      holdfast bench latency
-      holdfast bench latency --against transformers --json record.json
-      holdfast bench latency path/to/model --prefill 128,1k --batch 1,4,16 --output-len 32
-    """
-    from holdfast.cli.bench_command import BenchOptions, bench_latency
-
-    options = BenchOptions(model, against, repeats, threads, json_file, memory_report)
-    bench_latency(options, engine, prefill, batch, input_len, output_len)
+    bench_latency(LatencyOptions(**own), engine)
 
 
-@bench.command("throughput")
-@takes(engine=ENGINE_SETTINGS)
-def _throughput(
-    engine: Given,
-    model: ModelArgument = None,
-    num_prompts: Annotated[str, typer.Option(metavar="N", help="How many requests.", rich_help_panel=BENCHMARK)] = "32",
-    input_len: Annotated[
-        str, typer.Option(metavar="LOW-HIGH", help="Lengths of their prompts.", rich_help_panel=BENCHMARK)
-    ] = "32-256",
-    output_len: Annotated[
-        str, typer.Option(metavar="LOW-HIGH", help="Lengths of their answers.", rich_help_panel=BENCHMARK)
-    ] = "16-96",
-    peer_batch: Annotated[
-        str,
-        typer.Option(metavar="N", help="Batch size of the other engine, which pads.", rich_help_panel=BENCHMARK),
-    ] = "8",
-    repeats: Repeats = "3",
-    against: Against = None,
-    threads: Threads = None,
-    json_file: JsonFile = None,
-    memory_report: MemoryReport = None,
-) -> None:
-    """Time many requests of random lengths at once, through continuous batching.
+def _run_throughput(own: Given, engine: Given, sampling: Given) -> None:
+    from holdfast.cli.bench_command import ThroughputOptions, bench_throughput
 
-    \b
-    Examples:
-      holdfast bench throughput
-      holdfast bench throughput --against transformers --num-prompts 16
-      holdfast bench throughput path/to/model --input-len 512 --output-len 128 --json -
-    """
-    from holdfast.cli.bench_command import BenchOptions, bench_throughput
-
-    options = BenchOptions(model, against, repeats, threads, json_file, memory_report)
-    bench_throughput(options, engine, num_prompts, input_len, output_len, peer_batch)
+    bench_throughput(ThroughputOptions(**own), engine)
 
 
-@evaluate.command("kv")
-@takes(engine=EVAL_SETTINGS)
-def _eval_kv(
-    engine: Given,
-    model: ModelArgument = None,
-    text: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Plain text (UTF-8) that is read.", show_default=False),
-    ] = None,
-    formats: Annotated[
-        str,
-        typer.Option(metavar="NAMES", help="KV formats, with commas between; all: every one below the dtype."),
-    ] = "all",
-    window: Window = "1024",
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="N", help=f"{MOST_TOKENS} Left out: all.", show_default=False),
-    ] = None,
-    json_file: JsonFile = None,
-    html: QualityPage = None,
-) -> None:
-    """Read a text over pages of every KV format at once, and tell how far predictions move from those over full precision.
-
-    For each format: bytes of a token, perplexity, mean and 99th percentile of the KL divergence, and how often the likeliest token is the same. The weights are loaded once and all formats see the same windows.
-
-    \b
-    Examples:
-      holdfast eval kv --text book.txt --tokens 16K
-      holdfast eval kv path/to/model --text book.txt --formats fp8,turboquant_4bit_nc --html quality.html
-      holdfast eval kv model.gguf --text book.txt --window 4K --kv-protected-layers 0 --json record.json
-    """
+def _run_eval_kv(own: Given, engine: Given, sampling: Given) -> None:
     from holdfast.cli.eval_command import EvalOptions, eval_kv
 
-    eval_kv(EvalOptions(model, text, formats, window, tokens, json_file, html), engine)
+    eval_kv(EvalOptions(**own), engine)
 
 
-@evaluate.command("weights")
-@takes(engine=WEIGHT_EVAL_SETTINGS)
-def _eval_weights(
-    engine: Given,
-    model: ModelArgument = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Plain text (UTF-8) that is read. Left out: what Python's own help knows of the language.",
-            show_default=False,
-        ),
-    ] = None,
-    schemes: Annotated[
-        str,
-        typer.Option(metavar="NAMES", help="Weight schemes, with commas between; all: every one that can run."),
-    ] = "all",
-    window: Window = "512",
-    tokens: Annotated[str, typer.Option(metavar="N", help=MOST_TOKENS)] = "1024",
-    json_file: JsonFile = None,
-    html: QualityPage = None,
-) -> None:
-    """Read a text with weights in one scheme after the other, and tell how far predictions move from those in float32.
-
-    For each scheme: bytes of all weights, perplexity, mean and 99th percentile of the KL divergence, and how often the likeliest token is the same. The reference has the weights as stored, in float32, and stays loaded beside the scheme whose turn it is. Where they are stored quantized, the reference is called after their scheme ("fp8 as stored (float32)"), and that is the only scheme there is to compare.
-
-    \b
-    Examples:
-      holdfast eval weights
-      holdfast eval weights path/to/model --text book.txt --tokens 16K --schemes fp8,mxfp4 --html quality.html
-      holdfast eval weights model.gguf --schemes int8 --quantized-embeddings none --json record.json
-    """
+def _run_eval_weights(own: Given, engine: Given, sampling: Given) -> None:
     from holdfast.cli.eval_weights import WeightEvalOptions, eval_weights
 
-    eval_weights(WeightEvalOptions(model, text, schemes, window, tokens, json_file, html), engine)
+    eval_weights(WeightEvalOptions(**own), engine)
+
+
+def _file(name: str, flag: str, help: str) -> Option:
+    """An option that names a file to write."""
+    return Option(name, help, "FILE", panel=OUTPUT, flags=(flag,))
+
+
+def _measured(name: str, help: str, metavar: str, default: str | None) -> Option:
+    return Option(name, help, metavar, default, BENCHMARK)
+
+
+MODEL_ARGUMENT = Option(
+    "model",
+    "A folder in Hugging Face layout, or a GGUF file. Left out: the default model.",
+    "MODEL",
+    panel=ARGUMENTS,
+)
+SYSTEM = Option("system", "What the model is told first.", "TEXT", flags=("-s", "--system"))
+MEMORY_REPORT = _file("memory_report", "--memory-report", "Write a page (HTML) that draws who holds which memory.")
+JSON_FILE = _file("json_file", "--json", "Write a record of the run as JSON; - writes to stdout.")
+QUALITY_PAGE = _file("html", "--html", "Write a page that draws quality against bytes.")
+WINDOW_HELP = "Tokens that are read together, from an empty cache."
+MOST_TOKENS = "Most tokens of the text, such as 16K; at least one whole window is read."
+BENCH_OPTIONS = (
+    _measured("repeats", "Runs of each case after one to warm up.", "N", "3"),
+    _measured("against", "Run another engine in turn with ours, and print ratios: transformers.", "ENGINE", None),
+    _measured("threads", "CPU threads of every engine.", "N", None),
+    JSON_FILE,
+    MEMORY_REPORT,
+)
+
+GROUPS = {
+    (): ABOUT,
+    ("bench",): "Measure speed on this machine, alone or side by side with transformers.",
+    ("eval",): "Measure what a setting costs in quality.",
+}
+"""What commands that begin alike have in common."""
+
+COMMANDS = (
+    Command(
+        ("run",),
+        "Answer a prompt: the text streams to stdout; who holds which memory, and the speed, go to stderr.",
+        (
+            MODEL_ARGUMENT,
+            Option("prompt", "The prompt; piped input follows it.", "TEXT", flags=("-p", "--prompt")),
+            SYSTEM,
+            Option("raw", "Continue the bare text, without the chat template."),
+            Option("quiet", "Print the answer and nothing else.", panel=OUTPUT, flags=("-q", "--quiet")),
+            Option("as_json", "Print one JSON object in place of the text.", panel=OUTPUT, flags=("--json",)),
+            MEMORY_REPORT,
+        ),
+        _run_run,
+        "The model's chat template is applied where it has one. At most 512 tokens are generated unless --max-tokens "
+        "says otherwise.",
+        (
+            'holdfast run -p "What is the capital of France?"',
+            'git diff | holdfast run path/to/model -p "Write a commit message" -q',
+            'holdfast run model.gguf --raw -p "Once upon a time" --temperature 0.8 -n 3 --json',
+        ),
+        ENGINE_SETTINGS,
+        (*SEVERAL_SETTINGS, *SAMPLING_SETTINGS),
+    ),
+    Command(
+        ("chat",),
+        "Talk with a model, turn by turn; /help lists what can be typed beside questions.",
+        (MODEL_ARGUMENT, SYSTEM, MEMORY_REPORT),
+        _run_chat,
+        "Ctrl-C stops an answer and keeps the chat; Ctrl-D leaves. Piped input is taken line by line.",
+        (
+            "holdfast chat",
+            'holdfast chat path/to/model --system "Answer in one sentence." --temperature 0.7',
+            "holdfast chat model.gguf --max-model-len 32K --kv-cache-dtype turboquant_4bit_nc",
+        ),
+        ENGINE_SETTINGS,
+        SAMPLING_SETTINGS,
+    ),
+    Command(
+        ("plan",),
+        "Tell what a model would take of a device, before anything is read or taken; needs no GPU, no weights, "
+        "no network.",
+        (
+            Option(
+                "model",
+                "A folder with a config.json, a GGUF file, or a well-known name such as Qwen3-32B. Left out: the "
+                "default model.",
+                "MODEL",
+                panel=ARGUMENTS,
+            ),
+            Option("gpu", "A GPU such as h200, a100-80g or rtx4090.", "NAME", panel=MEMORY),
+            Option("memory", "A GPU of that size, such as 24GiB.", "SIZE", panel=MEMORY),
+            Option(
+                "tensor_parallel_size",
+                "GPUs that share the model.",
+                "N",
+                panel=MODEL,
+                flags=("-tp", "--tensor-parallel-size"),
+            ),
+            Option("as_json", "Print one JSON object and nothing else.", panel=OUTPUT, flags=("--json",)),
+            Option("sweep", "Chart tokens by KV format and weights.", panel=OUTPUT),
+            _file("html", "--html", "Write a page with the plan and the sweep."),
+        ),
+        _run_plan,
+        "A folder whose weights are quantized already is counted as it would load: as stored, and with --quantization "
+        "and its own scheme also what its makers left plain in that scheme. Exits with 0 where it fits and with 1 where "
+        "it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), kv_bytes_per_token, "
+        "kv_tokens, max_model_len, max_concurrency, terms (owner, bytes, phases, reason), phases (bytes to load, "
+        "capture and serve), choices, alternatives, not_in_this_version, command; with --sweep also sweep.",
+        (
+            "holdfast plan Qwen3-32B --gpu h200",
+            "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
+            "holdfast plan Qwen3-32B --gpu rtx5090 --quantization mxfp4 --kv-cache-dtype fp8 --sweep --html plan.html",
+        ),
+        PLAN_SETTINGS,
+    ),
+    Command(
+        ("cache",),
+        "List the quantized weights that earlier starts have kept for the next, or remove them.",
+        (Option("clear", "Remove all that no process reads."),),
+        _run_cache,
+        examples=("holdfast cache", "holdfast cache --clear"),
+    ),
+    Command(
+        ("bench", "latency"),
+        "Time the reading of prompts and the decoding of batches.",
+        (
+            MODEL_ARGUMENT,
+            _measured("prefill", "Prompt lengths whose reading is timed.", "TOKENS", "512,2048"),
+            _measured("batch", "Batch sizes whose decoding is timed.", "SIZES", "1,8"),
+            _measured("input_len", "Prompt of each sequence in a batch.", "TOKENS", "128"),
+            _measured("output_len", "Tokens that each sequence generates.", "TOKENS", "64"),
+            *BENCH_OPTIONS,
+        ),
+        _run_latency,
+        examples=(
+            "holdfast bench latency",
+            "holdfast bench latency --against transformers --json record.json",
+            "holdfast bench latency path/to/model --prefill 128,1k --batch 1,4,16 --output-len 32",
+        ),
+        engine=ENGINE_SETTINGS,
+    ),
+    Command(
+        ("bench", "throughput"),
+        "Time many requests of random lengths at once, through continuous batching.",
+        (
+            MODEL_ARGUMENT,
+            _measured("num_prompts", "How many requests.", "N", "32"),
+            _measured("input_len", "Lengths of their prompts.", "LOW-HIGH", "32-256"),
+            _measured("output_len", "Lengths of their answers.", "LOW-HIGH", "16-96"),
+            _measured("peer_batch", "Batch size of the other engine, which pads.", "N", "8"),
+            *BENCH_OPTIONS,
+        ),
+        _run_throughput,
+        examples=(
+            "holdfast bench throughput",
+            "holdfast bench throughput --against transformers --num-prompts 16",
+            "holdfast bench throughput path/to/model --input-len 512 --output-len 128 --json -",
+        ),
+        engine=ENGINE_SETTINGS,
+    ),
+    Command(
+        ("eval", "kv"),
+        "Read a text over pages of every KV format at once, and tell how far predictions move from those over full "
+        "precision.",
+        (
+            MODEL_ARGUMENT,
+            Option("text", "Plain text (UTF-8) that is read.", "FILE"),
+            Option("formats", "KV formats, with commas between; all: every one below the dtype.", "NAMES", "all"),
+            Option("window", WINDOW_HELP, "TOKENS", "1024"),
+            Option("tokens", f"{MOST_TOKENS} Left out: all.", "N"),
+            JSON_FILE,
+            QUALITY_PAGE,
+        ),
+        _run_eval_kv,
+        "For each format: bytes of a token, perplexity, mean and 99th percentile of the KL divergence, and how often "
+        "the most likely token is the same. The weights are loaded once and all formats see the same windows.",
+        (
+            "holdfast eval kv --text book.txt --tokens 16K",
+            "holdfast eval kv path/to/model --text book.txt --formats fp8,turboquant_4bit_nc --html quality.html",
+            "holdfast eval kv model.gguf --text book.txt --window 4K --kv-protected-layers 0 --json record.json",
+        ),
+        EVAL_SETTINGS,
+    ),
+    Command(
+        ("eval", "weights"),
+        "Read a text with weights in one scheme after the other, and tell how far predictions move from those in "
+        "float32.",
+        (
+            MODEL_ARGUMENT,
+            Option(
+                "text",
+                "Plain text (UTF-8) that is read. Left out: what Python's own help knows of the language.",
+                "FILE",
+            ),
+            Option("schemes", "Weight schemes, with commas between; all: every one that can run.", "NAMES", "all"),
+            Option("window", WINDOW_HELP, "TOKENS", "512"),
+            Option("tokens", MOST_TOKENS, "N", "1024"),
+            JSON_FILE,
+            QUALITY_PAGE,
+        ),
+        _run_eval_weights,
+        "For each scheme: bytes of all weights, perplexity, mean and 99th percentile of the KL divergence, and how "
+        "often the most likely token is the same. The reference has the weights as stored, in float32, and stays loaded "
+        "beside the scheme whose turn it is. Where they are stored quantized, the reference is called after their "
+        'scheme ("fp8 as stored (float32)"), and that is the only scheme there is to compare.',
+        (
+            "holdfast eval weights",
+            "holdfast eval weights path/to/model --text book.txt --tokens 16K --schemes fp8,mxfp4 --html quality.html",
+            "holdfast eval weights model.gguf --schemes int8 --quantized-embeddings none --json record.json",
+        ),
+        WEIGHT_EVAL_SETTINGS,
+    ),
+)

@@ -140,7 +140,7 @@ def meaning(view: EvalView) -> str:
     return (
         f"KL: divergence of the next token's distribution from {view.subject.against.format(view.qualities[0].name)}, "
         "in nats; "
-        "same top-1: how often the likeliest token is the same"
+        "same top-1: how often the most likely token is the same"
     )
 
 

@@ -3,10 +3,8 @@
 A traceback comes only where HOLDFAST_DEBUG asks for it.
 """
 
-import difflib
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
@@ -43,15 +41,13 @@ def report(error: BaseException) -> int:
     write_line(f"error: {in_words(error)}")
     if isinstance(error, MemoryPlanError):
         _draw_refusal(error)
-    return WRONG_USE if isinstance(error, ConfigError | RequestError) or _is_usage_error(error) else FAILED
+    return WRONG_USE if isinstance(error, ConfigError | RequestError) else FAILED
 
 
 def in_words(error: BaseException) -> str:
     """What was asked, what is there, what to do."""
     if isinstance(error, HoldfastError):
         return str(error)
-    if _is_usage_error(error):
-        return _usage_words(error)
     if isinstance(error, OSError):
         what = error.filename if isinstance(error.filename, str) else "a file"
         return (
@@ -113,26 +109,3 @@ def _discard_unwritten() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)
-
-
-def _is_usage_error(error: BaseException) -> bool:
-    """typer's own complaints about a command line, whose class has moved between its versions."""
-    return hasattr(error, "format_message") and hasattr(error, "exit_code")
-
-
-def _usage_words(error: BaseException) -> str:
-    """typer's complaint in one line: what it is about, the nearest right one, and where to read on."""
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "holdfast"
-    option = getattr(error, "option_name", None)
-    if option is not None and hasattr(error, "possibilities"):
-        near = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        return f"option {ascii(option)[1:-1]} was asked; {path} has no such option; {meant}run {path} --help"
-    message = " ".join(str(error.format_message()).split()).rstrip(".")  # type: ignore[attr-defined]
-    unknown = re.match(r"No such command '(.*?)'", message)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown[1], getattr(getattr(context, "command", None), "commands", ()), n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        return f"command {unknown[1]} was asked; {path} has no such command; {meant}run {path} --help"
-    return f"{message}; run {path} --help"

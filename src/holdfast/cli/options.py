@@ -1,12 +1,9 @@
 """The options of every command: a row for each setting of an engine and of a request, with the setting's own default; no torch."""
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from holdfast.cli.values import read_biases, read_count, read_integers, read_number, read_patterns, read_share
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
@@ -14,8 +11,45 @@ from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
 
-MODEL, MEMORY, SAMPLING, OUTPUT, BENCHMARK = "Model", "Memory", "Sampling", "Output", "Benchmark"
-"""Panels of a help page."""
+ARGUMENTS, OPTIONS, MODEL, MEMORY, SAMPLING = "Arguments", "Options", "Model", "Memory", "Sampling"
+OUTPUT, BENCHMARK = "Output", "Benchmark"
+PANELS = (ARGUMENTS, OPTIONS, OUTPUT, BENCHMARK, SAMPLING, MODEL, MEMORY)
+"""Parts of a help page, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of one command alone; its text is the command's to read."""
+
+    name: str
+    """Of the field that gets it."""
+    help: str
+    metavar: str = ""
+    """Nothing for a switch."""
+    default: str | None = None
+    panel: str = OPTIONS
+    flags: tuple[str, ...] = ()
+    """Where it is not called as its field is."""
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        return self.flags or (flag(self.name),)
+
+    @property
+    def arguments(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+        """What argparse is told."""
+        help = told(self.help, self.default)
+        if self.panel == ARGUMENTS:
+            yield (self.name,), {"metavar": self.metavar, "nargs": "?", "help": help}
+        elif self.metavar:
+            yield self.all_flags, {"dest": self.name, "metavar": self.metavar, "default": self.default, "help": help}
+        else:
+            yield self.all_flags, {"dest": self.name, "action": "store_true", "help": help}
+
+
+def as_typed(value: object) -> object:
+    """What was typed: the field reads and refuses it itself."""
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +61,10 @@ class Setting:
     panel: str
     help: str
     metavar: str = ""
-    read: Callable[[Any], object] = str
-    """Takes the text, or all texts where the option may be repeated; unused for a switch."""
+    read: Callable[[Any], object] = as_typed
+    """Takes the text, all texts where the option may be repeated, or what a switch was set to."""
     is_repeated: bool = False
-    short: str | None = None
+    short: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Other spellings, understood and not shown."""
     tells_default: bool = True
@@ -45,22 +79,51 @@ class Setting:
         return isinstance(self.default, bool)
 
     @property
-    def spellings(self) -> tuple[str, ...]:
-        """Every name under which it may be given, its own first."""
-        known = [alias for alias, name in ALIASES.items() if name == self.name and self.owner is EngineConfig]
-        return (self.name, *self.aliases, *known)
+    def other_names(self) -> tuple[str, ...]:
+        """Names of the same field that EngineConfig understands, and that it refuses beside the field's own."""
+        return tuple(alias for alias, name in ALIASES.items() if name == self.name and self.owner is EngineConfig)
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """Every spelling, the one that is shown first."""
+        shown, hidden = flag(self.name), f"--no-{flag(self.name)[2:]}"
+        if self.is_switch:
+            # Only the side that changes something is worth a line.
+            return (hidden, shown) if self.default else (shown, hidden)
+        return (shown, *self.short, *map(flag, (*self.aliases, *self.other_names)))
+
+    @property
+    def arguments(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+        """What argparse is told: one row of the help page, and spellings without one. What is not given leaves no trace."""
+        help = told(self.help, self.default if self.tells_default else None)
+        row: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": help}
+        if self.is_switch:
+            change, keep = ("store_false", "store_true") if self.default else ("store_true", "store_false")
+            yield self.all_flags[:1], row | {"action": change, "help": told(self.help, None)}
+            yield self.all_flags[1:], row | {"action": keep, "help": argparse.SUPPRESS}
+            return
+        row |= {"metavar": self.metavar, "action": "append" if self.is_repeated else "store"}
+        yield (*self.short, flag(self.name)), row
+        for name in (*self.aliases, *self.other_names):
+            dest = self.name if name in self.aliases else name
+            yield (flag(name),), row | {"dest": dest, "help": argparse.SUPPRESS}
 
 
-def _engine(name: str, panel: str, help: str, metavar: str = "", read: Callable[[Any], object] = str) -> Setting:
+def flag(name: str) -> str:
+    """A field's name as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _engine(name: str, panel: str, help: str, metavar: str = "", read: Callable[[Any], object] = as_typed) -> Setting:
     return Setting(EngineConfig, name, panel, help, metavar, read)
 
 
-def _sampling(name: str, help: str, metavar: str = "", read: Callable[[Any], object] = str) -> Setting:
+def _sampling(name: str, help: str, metavar: str = "", read: Callable[[Any], object] = as_typed) -> Setting:
     return Setting(SamplingParams, name, SAMPLING, help, metavar, read)
 
 
 def _format_words() -> str:
-    """Every format; of coded ones the bits of keys and values."""
+    """Every format; of quantized ones the bits of keys and values."""
     return ", ".join(
         f"{kv_format.name} ({kv_format.key_bits}-bit keys, {kv_format.value_bits}-bit values)"
         if kv_format.is_coded
@@ -92,7 +155,7 @@ ENGINE_SETTINGS = (
     _engine("device", MODEL, "Where the model runs: auto, cpu, cuda or cuda:N.", "NAME"),
     _engine("tokenizer", MODEL, "Folder or GGUF file of another tokenizer than the model's own.", "PATH"),
     _engine("chat_template", MODEL, "Jinja file, or the template itself, in place of the model's own.", "PATH"),
-    _engine("load_format", MODEL, f"{', '.join(LOAD_FORMATS)} (made-up weights).", "NAME"),
+    _engine("load_format", MODEL, f"{', '.join(LOAD_FORMATS)} (from config.json alone).", "NAME"),
     _engine(
         "quantization",
         MODEL,
@@ -163,7 +226,7 @@ ENGINE_SETTINGS = (
     _engine(
         "page_tokens",
         MEMORY,
-        "Tokens in a KV page: a power of two from 1 to 256. Left out: 64 for coded formats, else 16.",
+        "Tokens in a KV page: a power of two from 1 to 256. Left out: 64 for quantized formats, else 16.",
         "TOKENS",
         read_count,
     ),
@@ -248,7 +311,7 @@ SAMPLING_SETTINGS = (
         SamplingParams,
         "temperature",
         SAMPLING,
-        "0 takes the likeliest token, more is bolder. Left out: what the model's makers advise; else 0, "
+        "0 takes the most likely token, more is bolder. Left out: what the model's makers advise; else 0, "
         "or 1 beside --top-p, --top-k, --min-p or -n.",
         "NUMBER",
         read_number,
@@ -257,8 +320,8 @@ SAMPLING_SETTINGS = (
     ),
     _sampling("max_tokens", "Most tokens to generate, within the context.", "TOKENS", read_count),
     _sampling("top_p", "Keep the smallest set of tokens whose probability reaches this.", "SHARE", read_number),
-    _sampling("top_k", "Keep the k likeliest tokens; 0 keeps all.", "N", read_count),
-    _sampling("min_p", "Drop tokens less likely than this share of the likeliest.", "SHARE", read_number),
+    _sampling("top_k", "Keep the k most likely tokens; 0 keeps all.", "N", read_count),
+    _sampling("min_p", "Drop tokens less likely than this share of the most likely one.", "SHARE", read_number),
     _sampling("repetition_penalty", "Above 1: tokens seen before become less likely.", "NUMBER", read_number),
     _sampling("presence_penalty", "Taken off the logit of tokens in the answer.", "NUMBER", read_number),
     _sampling("frequency_penalty", "The same for each time that they are in it.", "NUMBER", read_number),
@@ -275,8 +338,8 @@ SAMPLING_SETTINGS = (
 """The fields of SamplingParams that fit every command; a request's own seed is left to the engine's."""
 
 SEVERAL_SETTINGS = (
-    Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short="-n"),
-    Setting(SamplingParams, "logprobs", OUTPUT, "With --json: how many likeliest tokens.", "N", read_count),
+    Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short=("-n",)),
+    Setting(SamplingParams, "logprobs", OUTPUT, "With --json: how many of the most likely tokens.", "N", read_count),
     Setting(SamplingParams, "prompt_logprobs", OUTPUT, "The same for the prompt's tokens.", "N", read_count),
 )
 """The other fields of SamplingParams, for a command that answers once."""
@@ -285,74 +348,18 @@ Given = dict[str, Any]
 """Options that were given, by the name of the field or by another spelling that EngineConfig knows."""
 
 
-def takes(**groups: tuple[Setting, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of each group; its parameter of the group's name gets those that were given."""
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        own = [item for item in inspect.signature(body).parameters.values() if item.name not in groups]
-        options = [option for settings in groups.values() for setting in settings for option in _options(setting)]
-
-        @functools.wraps(body)
-        def command(**values: object) -> None:
-            for group, settings in groups.items():
-                values[group] = _given(settings, values)
-            body(**values)
-
-        parameters = [*(item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own), *options]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {item.name: item.annotation for item in parameters}
-        del command.__wrapped__
-        return command
-
-    return decorate
-
-
-def _options(setting: Setting) -> Iterator[inspect.Parameter]:
-    """What typer shows, and after it what it only understands."""
-    default = setting.default
-    if setting.is_switch:
-        # Only the side that changes something is worth a line.
-        for name, is_default in ((setting.name, default is True), (f"no_{setting.name}", default is False)):
-            yield _parameter(setting, name, bool | None, setting.help, is_hidden=is_default)
-        return
-    tells = setting.tells_default and default not in (None, ())
-    help = f"{setting.help} Default: {default}." if tells else setting.help
-    for name in setting.spellings:
-        kind = list[str] | None if setting.is_repeated else str | None
-        yield _parameter(setting, name, kind, help, is_hidden=name != setting.name)
-
-
-def _parameter(setting: Setting, name: str, kind: object, help: str, is_hidden: bool) -> inspect.Parameter:
-    flags = [f"--{name.replace('_', '-')}"]
-    if setting.short is not None and not is_hidden:
-        flags.append(setting.short)
-    option = typer.Option(
-        *flags,
-        help=help,
-        metavar=setting.metavar,
-        rich_help_panel=setting.panel,
-        hidden=is_hidden,
-        show_default=False,
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind, option],  # type: ignore[valid-type]
-    )
-
-
-def _given(settings: tuple[Setting, ...], values: dict[str, Any]) -> Given:
-    given: Given = {}
+def given(settings: Iterable[Setting], values: Mapping[str, Any]) -> Given:
+    """Of what was typed, the values of these settings; one that leaves its choice open counts as not given."""
+    found: Given = {}
     for setting in settings:
-        if setting.is_switch:
-            on, off = values.pop(setting.name), values.pop(f"no_{setting.name}")
-            if on or off:
-                given[setting.name] = not off
-            continue
-        for name in setting.spellings:
-            value = values.pop(name)
-            read = None if value is None or value == [] else setting.read(value)
+        for name in (setting.name, *setting.other_names):
+            read = setting.read(values[name]) if name in values else None
             if read is not None:
-                given[setting.name if name in setting.aliases else name] = read
-    return given
+                found[name] = read
+    return found
+
+
+def told(help: str, default: object) -> str:
+    """A help text with the default behind it, as argparse takes it."""
+    words = help if default is None or default == () else f"{help} Default: {default}."
+    return words.replace("%", "%%")
