@@ -1,36 +1,20 @@
+"""The options that LLM and AsyncLLM share are those of the config; what the makers of a model advise."""
+
+from typing import get_type_hints
+
 import pytest
 
-from holdfast.config import EngineConfig
-from holdfast.engine.options import config_from, sampling_params_from
-from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.config import ALIASES, EngineConfig
+from holdfast.engine.options import EngineOptions, sampling_params_from
+from holdfast.errors import ModelFormatError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.sampling_params import SamplingParams
 
 
-def test_arguments_become_a_config():
-    assert config_from({"model": None, "seed": 0, "max_queue": 4096}, {}) == EngineConfig()
-    assert config_from({"seed": 5, "page_tokens": 32}, {}) == EngineConfig(seed=5, page_tokens=32)
-
-
-def test_another_spelling_of_an_argument_that_was_left_alone():
-    arguments = {"memory_utilization": None, "page_tokens": None}
-    config = config_from(arguments, {"gpu_memory_utilization": 0.5, "block_size": 32})
-    assert (config.memory_utilization, config.page_tokens) == (0.5, 32)
-
-
-def test_both_spellings_are_a_contradiction():
-    with pytest.raises(ConfigError, match="is the same option"):
-        config_from({"memory_utilization": 0.5}, {"gpu_memory_utilization": 0.6})
-
-
-def test_unknown_names_suggest_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean max_model_len"):
-        config_from({}, {"max_model_length": 5})
-
-
-def test_wrong_types_that_equal_a_default_are_not_taken_for_it():
-    with pytest.raises(ConfigError, match="seed"):
-        config_from({"seed": False}, {})
+def test_the_options_are_the_fields_of_the_config_and_other_names_of_them():
+    fields = get_type_hints(EngineConfig)
+    others = {alias: fields[name] for alias, name in ALIASES.items()}
+    assert get_type_hints(EngineOptions) == {name: kind for name, kind in fields.items() if name != "model"} | others
 
 
 def test_the_makers_advice():

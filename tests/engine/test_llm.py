@@ -1,10 +1,10 @@
-import dataclasses
 import inspect
 import io
 import signal
 import subprocess
 import sys
 import types
+from typing import Unpack, get_type_hints
 
 import pytest
 
@@ -12,6 +12,7 @@ from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, 
 from holdfast.config import EngineConfig
 from holdfast.engine.async_llm import AsyncLLM
 from holdfast.engine.llm import LLM
+from holdfast.engine.options import EngineOptions
 from holdfast.errors import ConfigError, EngineDeadError, PromptError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
@@ -308,14 +309,26 @@ def test_what_else_there_is_to_see():
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_the_signature_is_that_of_the_config(kind):
+def test_the_signature_is_a_model_and_the_shared_options(kind):
     parameters = inspect.signature(kind).parameters
-    for setting in dataclasses.fields(EngineConfig):
-        assert parameters[setting.name].default == setting.default, setting.name
-    assert set(parameters) == {setting.name for setting in dataclasses.fields(EngineConfig)} | {
-        "on_progress",
-        "options",
-    }
+    assert list(parameters) == ["model", "on_progress", "options"]
+    assert (parameters["model"].kind, parameters["model"].default) == (inspect.Parameter.POSITIONAL_OR_KEYWORD, None)
+    assert get_type_hints(kind.__init__)["options"] == Unpack[EngineOptions]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_length": 5}, "did you mean max_model_len"),
+        ({"memory_utilization": 0.5, "gpu_memory_utilization": 0.6}, "is the same option"),
+        ({"seed": False}, "seed=False was asked"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_touched(kind, options, words, built):
+    with pytest.raises(ConfigError, match=words):
+        kind("some/model", **options)
+    assert built == []
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Unpack
 
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.driver import Driver
 from holdfast.engine.engine import Engine
-from holdfast.engine.options import config_from, sampling_params_from
+from holdfast.engine.options import EngineOptions, sampling_params_from
 from holdfast.engine.output_assembly import DeltaBuffer, OutputAssembler
 from holdfast.engine.progress import GenerationBar, LoadingBar
 from holdfast.engine.prompt import Conversation, Prompt
@@ -36,43 +37,15 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        tokenizer: str | None = None,
-        chat_template: str | None = None,
-        dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        kv_protected_layers: int | str | None = None,
-        kv_protected_dtype: str = "fp8",
-        quantization: str | None = None,
-        quantized_embeddings: str = "head",
-        quantization_ignore: tuple[str, ...] | str = (),
-        allow_nonfinite: bool = False,
-        save_quantized: str | None = None,
-        weight_cache: str = "auto",
-        load_format: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_queue: int = 4096,
-        page_tokens: int | None = None,
-        memory_utilization: float | None = None,
-        memory_limit: str | int | None = None,
-        kv_cache_memory: str | int | None = None,
-        enable_prefix_caching: bool = True,
-        batch_invariant: bool = False,
-        enforce_eager: bool = False,
-        device: str = "auto",
-        seed: int = 0,
         on_progress: OnProgress | None = None,
-        **options: object,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Open a model: a folder, a GGUF file, or None for the default one. `holdfast.EngineConfig` explains the options.
 
-        `options` takes the names that vLLM has for some of them; a name that nobody knows raises.
+        Some have a second name, which is vLLM's; a name that nobody knows raises and tells the nearest.
         """
-        arguments = dict(locals())
-        for name in ("self", "options", "on_progress"):
-            del arguments[name]
-        self._driver: Driver | None = Driver(open_engine(config_from(arguments, options), on_progress))
+        config = EngineConfig.from_options(model=model, **options)
+        self._driver: Driver | None = Driver(open_engine(config, on_progress))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> "LLM":

@@ -1,25 +1,47 @@
-"""From the keyword arguments of LLM and AsyncLLM to an EngineConfig; no torch."""
+"""The keyword options that LLM and AsyncLLM share, and what the makers of a model advise for sampling; no torch."""
 
-import dataclasses
+from typing import TypedDict
 
-from holdfast.config import EngineConfig
 from holdfast.errors import ModelFormatError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.sampling_params import SamplingParams
 
 
-def config_from(arguments: dict[str, object], options: dict[str, object]) -> EngineConfig:
-    """A config from named arguments and from other spellings of the same options.
+class EngineOptions(TypedDict, total=False):
+    """Every field of `EngineConfig` but the model, for editors and type checkers; `EngineConfig` explains and checks them."""
 
-    An argument that has its default counts as not given, so that another spelling of it is not a contradiction.
-    """
-    defaults = {setting.name: setting.default for setting in dataclasses.fields(EngineConfig)}
-    given = {
-        name: value
-        for name, value in arguments.items()
-        if type(value) is not type(defaults[name]) or value != defaults[name]
-    }
-    return EngineConfig.from_options(**given, **options)
+    tokenizer: str | None
+    chat_template: str | None
+    dtype: str
+    kv_cache_dtype: str
+    kv_protected_layers: int | str | None
+    kv_protected_dtype: str
+    quantization: str | None
+    quantized_embeddings: str
+    quantization_ignore: tuple[str, ...] | str
+    allow_nonfinite: bool
+    save_quantized: str | None
+    weight_cache: str
+    load_format: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_queue: int
+    page_tokens: int | None
+    memory_utilization: float | None
+    memory_limit: str | int | None
+    kv_cache_memory: str | int | None
+    enable_prefix_caching: bool
+    batch_invariant: bool
+    enforce_eager: bool
+    device: str
+    seed: int
+    gpu_memory_utilization: float | None
+    """vLLM's name of memory_utilization."""
+    block_size: int | None
+    """vLLM's name of page_tokens."""
+    kv_cache_memory_bytes: str | int | None
+    """vLLM's name of kv_cache_memory."""
 
 
 def sampling_params_from(generation: GenerationDefaults) -> SamplingParams:
