@@ -13,6 +13,7 @@ from holdfast.errors import MemoryPlanError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Step
 from holdfast.runner import build as building
+from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.planning.plan_terms import LIBRARY_BYTES
 from kernels.exactness import same_bits
@@ -303,21 +304,25 @@ def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("stage", ["load_weights", "PageStorage", "Workspace", "Runner"])
-def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(build, monkeypatch, stage):
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [(weight_load, "load_weights"), (building, "PageStorage"), (building, "Workspace"), (building, "Runner")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(build, monkeypatch, module, stage):
     """The plan fits, and then somebody is faster; the error is kept while it is looked at."""
     build(**LARGE).release()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     hogs: list[list[torch.Tensor]] = []
-    real = getattr(building, stage)
+    real = getattr(module, stage)
 
     def late(*arguments: Any, **options: Any) -> Any:
         hogs.append(take_all_but(2 * MIB))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(building, stage, late)
+    monkeypatch.setattr(module, stage, late)
     error = None
     try:
         build(**LARGE)
