@@ -52,9 +52,14 @@ class CompiledOnly:
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self._kernel.params):
             value = values[parameter.name]
-            signature[parameter.name] = "constexpr" if parameter.is_constexpr else _type_of(value)
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+            else:
+                signature[parameter.name] = "i32" if parameter.do_not_specialize else _type_of(value)
             if signature[parameter.name] == "constexpr":
                 constants[parameter.name] = value
+            elif parameter.do_not_specialize:
+                continue
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self._kernel, signature, constants, attributes)

@@ -2,7 +2,7 @@
 
 A form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.
 What follows from the number of rows every launcher says of itself in `row_form`, and takes it from there when it launches;
-numbers of rows and pairs that are mere arguments are marked as counts (`jit_counting`), and change nothing.
+numbers that are mere arguments, such as rows, are marked as counts (`jit_counting`), and change nothing.
 """
 
 from collections.abc import Hashable

@@ -18,6 +18,7 @@ from holdfast.kernels.triton_compat import (
     can_launch_early,
     can_run,
     constexpr,
+    jit,
     jit_counting,
     launched_early,
     next_power_of_two,
@@ -128,7 +129,7 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     )
 
 
-@jit_counting("num_pairs")
+@jit
 def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, CUT_PAIRS: constexpr, EARLY: constexpr):
     i_cut = tl.program_id(0)
     o_e = tl.arange(0, BLOCK_E)
@@ -141,7 +142,7 @@ def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, C
     tl.store(p_counts + i_cut * num_experts + o_e, tl.histogram(b_ids, BLOCK_E, mask=m_p), mask=o_e < num_experts)
 
 
-@jit_counting("num_pairs", "num_cuts", "num_blocks")
+@jit_counting("num_cuts", "num_blocks")
 def _order_kernel(
     p_ids,
     p_counts,
