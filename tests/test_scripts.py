@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -294,7 +295,7 @@ def test_a_tree_is_equal_to_itself_and_not_to_one_that_is_a_bit_off(tmp_path: Pa
     assert re.fullmatch(r"/greedy\[5\]/outputs\[0\]/logprobs\[6\]\[0\]\[1\]", found.place)
     assert float.fromhex(found.old.strip("'")) != float.fromhex(found.new.strip("'"))
     compare_commits.show(first, wrong, [found])
-    assert re.search(r"numbers +1 +1 +0\nplans +1 +0 +0", capsys.readouterr().out)
+    assert re.search(r"numbers +1 +1 +0 +0\nplans +1 +0 +0 +0", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -336,6 +337,17 @@ def test_the_first_difference_has_its_place(old: object, new: object, place: tup
 def test_a_case_that_only_one_tree_has_is_a_difference() -> None:
     found = compare_commits.differences({"a": {}, "b": {}}, {"b": {}, "c": {}})
     assert [(one.case, one.old, one.new) for one in found] == [("a", "there", "(nothing)"), ("c", "(nothing)", "there")]
+
+
+def test_what_fails_alike_in_both_trees_is_not_the_same(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def raising() -> dict[str, object]:
+        raise ZeroDivisionError("by chance")
+
+    failed = probe_numbers.outcome(raising)
+    monkeypatch.setattr(compare_commits, "probe", lambda *asked: {"numbers/a": failed})
+    asked = SimpleNamespace(speed=False, what="numbers", device="cpu", cases=[], jobs=1)
+    assert compare_commits.compare(ROOT, ROOT, asked) == 1
+    assert "failed: numbers/a\n  ZeroDivisionError: by chance" in capsys.readouterr().out
 
 
 def test_the_package_of_another_tree_is_no_answer(tmp_path: Path) -> None:
