@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--lane-notes")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Notes(path, config.getoption("collectonly")))
+        config.pluginmanager.register(Notes(path, bool(config.getoption("collectonly"))))
 
 
 class Notes:

@@ -110,7 +110,7 @@ class TorchPagedAttention(LayerPages):
         pages.finish(out_TX[:num_rows])
         return out_TX[:num_rows]
 
-    def _kernels(self) -> AbstractContextManager[None]:
+    def _kernels(self) -> AbstractContextManager[object]:
         """Among which torch chooses; on a CPU it has no choice that could go wrong."""
         return sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext()
 
