@@ -61,8 +61,8 @@ types: $(DEV) ## Check types
 pytest: $(DEV) $(MODEL) ## Run the tests alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
 
-test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu" --hypothesis-profile=search
+test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes, and search for new examples everywhere
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or hypothesis) and not gpu" --hypothesis-profile=search
 
 # With PYTHON as it is: a machine with a GPU has its own torch, and nothing is installed beside it.
 test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PART=1/2

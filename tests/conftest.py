@@ -45,12 +45,13 @@ if not has_cuda():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run, so that a check that was green stays green; --hypothesis-profile=search looks for new ones.
+# The same examples in every run, so that a check that was green stays green; --hypothesis-profile=search looks for new ones
+# in all tests with @given, which hypothesis marks as its own: make test-slow. Tests that cost more say how many they take.
 if find_spec("hypothesis"):
     from hypothesis import settings
 
     settings.register_profile("house", deadline=None, print_blob=True, derandomize=True)
-    settings.register_profile("search", deadline=None, print_blob=True)
+    settings.register_profile("search", deadline=None, print_blob=True, max_examples=500)
     settings.load_profile("house")
 
 

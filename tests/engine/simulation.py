@@ -164,6 +164,12 @@ class Simulation:
         page, offset = divmod(item.start + item.num_new_tokens - 1, self.world.limits.page_tokens)
         return next_token(self.shadow[item.sequence.pages[page]][offset])
 
+    def book(self, client: Client, item: ScheduledSequence, token: int | None) -> None:
+        """Enters what a completed step did for a client, and looks whether the sequence has just that."""
+        client.num_given += token is not None
+        client.num_run += item.num_new_tokens
+        self._check_account(client)
+
     def check_against_solo(self, client: Client) -> None:
         """A sequence's tokens are those that it would have had alone."""
         sequence = client.sequence
@@ -317,9 +323,7 @@ class Simulation:
                 assert not sequence.pages, f"{sequence} was finished and got pages"
                 continue
             assert sequence.num_tokens == length + (token is not None), f"{sequence} has not got its token"
-            client.num_given += token is not None
-            client.num_run += item.num_new_tokens
-            self._check_account(client)
+            self.book(client, item, token)
             if index not in failed and sequence.num_output_tokens < client.num_outputs:
                 continue
             if index not in failed:

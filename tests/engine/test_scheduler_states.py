@@ -90,9 +90,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             for item in self.step.scheduled
         ]
         self.scheduler.complete(self.step, tokens)
-        for item in self.step.scheduled:
+        for item, token in zip(self.step.scheduled, tokens, strict=True):
             client = alive.get(item.sequence.sequence_id)
-            if client is not None and item.sequence.num_output_tokens >= item.sequence.max_tokens:
+            if client is None:
+                continue
+            self.simulation.book(client, item, token)
+            if item.sequence.num_output_tokens >= item.sequence.max_tokens:
                 self.simulation.check_against_solo(client)
                 self.leave(item.sequence)
         self.step = None
