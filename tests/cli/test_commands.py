@@ -62,6 +62,23 @@ def test_defaults_are_told_where_a_setting_has_one(here: Here) -> None:
     assert "Default: 512,2048." in here("bench", "latency", "-h").out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "x", "--temperature", "-1.5"), "temperature=-1.5 was asked"),
+        (("run", "x", "--temperature", "-inf"), "temperature=-inf was asked"),
+        (("run", "x", "--memory-limit", "-5GiB"), "memory_limit='-5GiB' is not a size"),
+        (("run", "x", "--stop", "-x", "-n", "-k"), "n='-k' was asked"),
+        (("plan", "x", "-tp", "--json"), "-tp/--tensor-parallel-size was asked; it requires an argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_value_may_begin_with_a_dash(here: Here, arguments: tuple[str, ...], words: str) -> None:
+    ended = here(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert words in ended.err
+
+
 def test_no_library_of_command_lines_is_imported() -> None:
     words = "import sys; from holdfast.cli.app import run; run(['--help']); print({'typer', 'rich'} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)

@@ -73,8 +73,8 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
-    parser = parser_of(command)
-    values = vars(_parsed(parser, arguments, [flag for row in command.rows for flag in row.all_flags]))
+    flags = [flag for row in command.rows for flag in row.all_flags]
+    values = vars(_parsed(parser_of(command), _with_dashes(command, flags, arguments), flags))
     own = {option.name: values[option.name] for option in command.options}
     return command.run(own, given(command.engine, values), given(command.sampling, values)) or 0
 
@@ -103,8 +103,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         named = re.match(r"argument (.*?): (.*)", message)
         asked, has = (f"option {named[1]} was asked", named[2]) if named else (f"{self.prog} was asked", message)
-        if has == "expected one argument":
-            has = "it requires an argument, and one that begins with a dash is written behind =, as in --stop=-x"
+        has = "it requires an argument" if has == "expected one argument" else has
         raise ConfigError(asked, has, f"run {self.prog} --help")
 
 
@@ -172,6 +171,20 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: It
     else:
         asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, flags)
     raise ConfigError(asked, f"{parser.prog} {has}", f"{meant}run {parser.prog} --help")
+
+
+def _with_dashes(command: Command, flags: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """The same with --stop=-x for --stop -x: argparse takes what begins with a dash, and is no option, for a mistake."""
+    longest = {flag: max(row.all_flags, key=len) for row in command.rows if row.metavar for flag in row.all_flags}
+    joined: list[str] = []
+    for argument in arguments:
+        flag = joined[-1] if joined else ""
+        is_value = argument.startswith("-") and argument.partition("=")[0] not in (*flags, *HELP_FLAGS)
+        if flag in longest and is_value:
+            joined[-1] = f"{longest[flag]}={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _nearest(typed: str, names: Iterable[str]) -> str:
