@@ -22,7 +22,7 @@ from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sequence import ScheduledSequence, Step
 from holdfast.runner.sampling.result import SequenceResult, StepResult, TokenLogprobs
 from holdfast.text.chat_template import ChatTemplate
-from holdfast.text.token_pieces import byte_alphabet
+from holdfast.text.detokenizer import byte_alphabet
 from holdfast.text.tokenizer import Tokenizer
 
 BOS, EOS, OTHER_EOS, PAD = 256, 257, 258, 259

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import PromptError
-from holdfast.text.chat_messages import MAX_CHAT_CHARS, MAX_DEPTH, MAX_MESSAGES, PlainData, plain_messages
+from holdfast.text.chat_template import MAX_CHAT_CHARS, MAX_DEPTH, MAX_MESSAGES, PlainData, plain_messages
 
 
 def plain(*messages):

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.text.detokenizer import IncrementalDetokenizer
-from holdfast.text.token_pieces import TokenPieces
+from holdfast.text.detokenizer import IncrementalDetokenizer, TokenPieces
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 from text.nasty_texts import NASTY_TEXTS
 from text.tokenizer_folders import FORMS, write_folder

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.text.special_tokens import TokenEntry, special_tokens_of
+from holdfast.text.tokenizer import TokenEntry, special_tokens_of
 
 
 def write(folder, **files):

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders, models
 
 from holdfast.errors import UnsupportedModelError
-from holdfast.text.token_pieces import TextStream, TokenPieces, byte_alphabet, decode_rule
+from holdfast.text.detokenizer import TextStream, TokenPieces, byte_alphabet, decode_rule
 
 TOKENS = [
     *("a", "b", "é", "中", "😀", " ", "  ", "▁", "▁▁", "▁the", "x▁y", "▁▁z▁", "<0xC3>", "<0xA9>", "<0xa9>", "<0xF0>"),

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
-from holdfast.text.token_reach import NO_BOUND, longest_token_chars
+from holdfast.text.tokenizer import NO_BOUND, longest_token_chars
 from text.nasty_texts import NASTY_TEXTS
 from text.tokenizer_folders import FORMS
 

@@ -14,7 +14,7 @@ from tokenizers import (
     processors,
 )
 
-from holdfast.text.token_pieces import byte_alphabet
+from holdfast.text.detokenizer import byte_alphabet
 
 WORDS = [
     "hello",

@@ -1,14 +1,14 @@
-"""ChatTemplate: messages to a prompt, by the Jinja template of a model, which is run as hostile code; no torch."""
+"""ChatTemplate: messages, checked and copied, to a prompt by the Jinja template of a model; no torch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ModelFormatError, TemplateError, shown
+from holdfast.errors import ModelFormatError, PromptError, TemplateError, shown
 from holdfast.loading.sources.json_file import read_json_object, read_small_file
-from holdfast.text.chat_messages import PlainData, plain_messages
-from holdfast.text.special_tokens import CONFIG_FILE, special_tokens_of
+from holdfast.text.tokenizer import CONFIG_FILE, special_tokens_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_CHARS = 128 * 2**10
 MAX_REASON_CHARS = 300
+MAX_MESSAGES = 10_000
+MAX_CHAT_CHARS = 16 * 2**20
+MAX_CHAT_VALUES = 200_000
+"""Strings, numbers, lists and dicts in all messages together."""
+MAX_DEPTH = 24
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that clients give the reasoning of an answer; templates read the first, some the second."""
+_EXAMPLE = 'write {"role": "user", "content": "Hello"}'
 
 
 class ChatTemplate:
@@ -122,7 +130,7 @@ def chat_template_from_directory(path: Path) -> ChatTemplate | None:
     file = path / TEMPLATE_FILE
     tokens = special_tokens_of(path).texts()
     if file.exists():
-        return ChatTemplate(_text(read_small_file(file, 4 * MAX_TEMPLATE_CHARS), file.name), file.name, tokens)
+        return ChatTemplate(_utf8_text(read_small_file(file, 4 * MAX_TEMPLATE_CHARS), file.name), file.name, tokens)
     config = path / CONFIG_FILE
     value = read_json_object(config).get("chat_template") if config.exists() else None
     source = _default_of(value, CONFIG_FILE)
@@ -160,10 +168,114 @@ def _default_of(value: object, file_name: str) -> str | None:
     return named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
 
 
-def _text(data: bytes, file_name: str) -> str:
+def _utf8_text(data: bytes, file_name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ModelFormatError(
             f"{file_name} is not UTF-8 at byte {error.start}", "templates are UTF-8", "download the model again"
         ) from error
+
+
+class PlainData:
+    """Copies values that templates may hold, and counts them; everything else raises PromptError."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self.num_values = 0
+
+    def copy(self, value: object, name: str, depth: int = 0) -> object:
+        """The value in exact built-in types: subclasses could bring methods of their own."""
+        self._count(name)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return self._text(value, name)
+        if isinstance(value, int) and value.bit_length() <= 128:
+            return int(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return float(value)
+        if depth >= MAX_DEPTH:
+            raise PromptError(f"{name} is nested more than {MAX_DEPTH} deep", "no template reads that", "flatten it")
+        if isinstance(value, Mapping):
+            return {
+                self._key(key, name): self.copy(item, f"{name}[{key!r:.40}]", depth + 1) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.copy(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
+        raise PromptError(
+            f"{name} is {shown(value)}",
+            "strings, finite numbers, lists and dicts can be given to a template",
+            "convert it to one of them",
+        )
+
+    def _key(self, key: object, name: str) -> str:
+        if not isinstance(key, str):
+            raise PromptError(f"{name} has the key {shown(key)}", "keys are strings", "convert it with str()")
+        return self._text(key, name)
+
+    def _text(self, text: str, name: str) -> str:
+        self.num_chars += len(text)
+        if self.num_chars > MAX_CHAT_CHARS:
+            raise PromptError(
+                f"{name} ends a chat of more than {MAX_CHAT_CHARS} characters", "no model reads that much", "shorten it"
+            )
+        return str.__str__(text)
+
+    def _count(self, name: str) -> None:
+        self.num_values += 1
+        if self.num_values > MAX_CHAT_VALUES:
+            raise PromptError(
+                f"{name} ends a chat of more than {MAX_CHAT_VALUES} values", "no model reads that much", "shorten it"
+            )
+
+
+def plain_messages(messages: Sequence[Mapping[str, object]], data: PlainData) -> list[dict[str, object]]:
+    """The messages with their content as one string each; text parts are joined by line breaks."""
+    if not isinstance(messages, list | tuple):
+        raise PromptError(f"messages are {shown(messages)}", "a list of dicts works", f"in a list, {_EXAMPLE}")
+    if not messages:
+        raise PromptError("a chat without messages was given", "there is nothing to answer", _EXAMPLE)
+    if len(messages) > MAX_MESSAGES:
+        raise PromptError(f"{len(messages)} messages were given", f"at most {MAX_MESSAGES} work", "drop the oldest")
+    return [_plain_message(message, index, data) for index, message in enumerate(messages)]
+
+
+def _plain_message(message: object, index: int, data: PlainData) -> dict[str, object]:
+    name = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise PromptError(f"{name} is {shown(message)}", "a message is a dict with role and content", _EXAMPLE)
+    plain = data.copy(message, name)
+    assert isinstance(plain, dict), f"{plain=} is no copy of a message"
+    if not isinstance(plain.get("role"), str) or not plain["role"]:
+        raise PromptError(f"{name} has the role {shown(plain.get('role'))}", "a role is a word such as user", _EXAMPLE)
+    if "content" in plain or "tool_calls" not in plain:
+        plain["content"] = _content(plain, name)
+    reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _content(message: Mapping[str, object], name: str) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and "tool_calls" in message:
+        return None
+    if isinstance(content, list) and content:
+        texts = [_part_text(part, f"{name}['content'][{index}]") for index, part in enumerate(content)]
+        return "\n".join(texts)
+    raise PromptError(f"{name} has the content {shown(content)}", "a string or a list of text parts works", _EXAMPLE)
+
+
+def _part_text(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise PromptError(
+            f"{name} is a part of type {shown(kind)}", "only text is read here", 'write {"type": "text", "text": "..."}'
+        )
+    return text

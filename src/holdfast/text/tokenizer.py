@@ -1,17 +1,17 @@
-"""Tokenizer: text to token ids and back, from a folder's tokenizer.json; no torch."""
+"""Tokenizer: text to token ids and back, from the files of a folder and the special tokens they name; no torch."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ModelFormatError, PromptError
-from holdfast.loading.sources.json_file import AGAIN, read_small_file
+from holdfast.errors import ModelFormatError, PromptError, shown
+from holdfast.loading.sources.json_file import AGAIN, read_json_object, read_small_file
 from holdfast.models.settings import plain
-from holdfast.text.special_tokens import CONFIG_FILE, SpecialTokens, TokenEntry, special_tokens_of
-from holdfast.text.token_pieces import TextStream, TokenPieces, decode_rule
-from holdfast.text.token_reach import longest_token_chars
+from holdfast.text.detokenizer import TextStream, TokenPieces, decode_rule
 
 if TYPE_CHECKING:
     import tokenizers
@@ -26,6 +26,45 @@ OTHER_FORMS = {
     "vocab.json": "a vocabulary and merges in files of their own",
 }
 """What a folder may hold in place of tokenizer.json, in words."""
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+NO_BOUND = 2**31
+"""More characters than any text has."""
+_COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
+MAX_COMPOSED_CHARS = 4
+"""Most characters that Unicode composes into one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """A token that is found in text before anything else is done with it."""
+
+    content: str
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    """single_word, lstrip, rstrip, normalized and special, where the file says them."""
+
+    def as_special(self) -> "TokenEntry":
+        return replace(self, flags={**self.flags, "special": True})
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """What the files beside tokenizer.json say about tokens."""
+
+    named: Mapping[str, TokenEntry]
+    """By name: bos_token, eos_token and the like."""
+    extra: tuple[TokenEntry, ...]
+    added: Mapping[int, TokenEntry] | None
+    """By id, when a file lists them; None leaves it to tokenizer.json."""
+    are_plain_text: bool = False
+    """Special tokens written out in a text are not understood as such."""
+
+    def texts(self) -> dict[str, str]:
+        """Names and texts, as chat templates see them."""
+        return {name: entry.content for name, entry in self.named.items()}
 
 
 class Tokenizer:
@@ -114,7 +153,7 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
     """The tokenizer of a folder in Hugging Face layout: tokenizer.json, and the special tokens that others name."""
     file = path / TOKENIZER_FILE
     if not file.is_file():
-        raise _missing(path)
+        raise _missing_tokenizer(path)
     import tokenizers
 
     data = read_small_file(file, MAX_TOKENIZER_BYTES)
@@ -154,7 +193,7 @@ def _flags_of(token: "tokenizers.AddedToken") -> dict[str, bool]:
     }
 
 
-def _missing(path: Path) -> ModelFormatError:
+def _missing_tokenizer(path: Path) -> ModelFormatError:
     found = [f"{name} ({words})" for name, words in OTHER_FORMS.items() if (path / name).is_file()]
     found += [f"{file.name} (a tiktoken vocabulary)" for file in sorted(path.glob("*.tiktoken"))[:1]]
     if not found:
@@ -176,16 +215,138 @@ def native_calls(origin: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _broken(origin, error) from error
+        raise _broken_tokenizer(origin, error) from error
     except BaseException as error:
         # A panic in its Rust code arrives as a BaseException of a class that cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
-        raise _broken(origin, error) from None
+        raise _broken_tokenizer(origin, error) from None
 
 
-def _broken(origin: str, error: BaseException) -> ModelFormatError:
+def _broken_tokenizer(origin: str, error: BaseException) -> ModelFormatError:
     if isinstance(error, ModelFormatError):
         return error
     reason = plain(str(error)) or type(error).__name__
     return ModelFormatError(f"{origin} is no sound tokenizer", reason, AGAIN)
+
+
+def special_tokens_of(directory: Path) -> SpecialTokens:
+    """Read the files of one folder; a missing file says nothing."""
+    path = directory / CONFIG_FILE
+    config = _optional_json(path)
+    added = _added_tokens(config["added_tokens_decoder"], path) if "added_tokens_decoder" in config else None
+    if added is None:
+        config = {**config, **_optional_json(directory / SPECIAL_TOKENS_FILE)}
+    named = {
+        name: entry
+        for name, value in config.items()
+        if name in STANDARD_NAMES or (name.endswith("_token") and _looks_like_token(value))
+        if (entry := _token_entry(value, path, name)) is not None
+    }
+    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(listed, dict):
+        named |= {
+            name: entry for name, value in listed.items() if (entry := _token_entry(value, path, name)) is not None
+        }
+        listed = []
+    if not isinstance(listed, list):
+        raise _wrong_token(path, "extra_special_tokens", listed)
+    entries = [_token_entry(value, path, "extra_special_tokens") for value in listed]
+    extra = tuple(entry for entry in entries if entry is not None)
+    if added is None:
+        added = _legacy_added_tokens(directory / ADDED_TOKENS_FILE, {e.content for e in (*named.values(), *extra)})
+    return SpecialTokens(_with_flags_of(added, named), extra, added, config.get("split_special_tokens") is True)
+
+
+def _with_flags_of(added: Mapping[int, TokenEntry] | None, named: dict[str, TokenEntry]) -> dict[str, TokenEntry]:
+    known = {entry.content: entry for entry in (added or {}).values()}
+    return {name: known.get(entry.content, entry) for name, entry in named.items()}
+
+
+def _added_tokens(value: object, path: Path) -> dict[int, TokenEntry]:
+    if not isinstance(value, dict):
+        raise _wrong_token(path, "added_tokens_decoder", value)
+    entries: dict[int, TokenEntry] = {}
+    for key, token in value.items():
+        entry = _token_entry(token, path, f"added_tokens_decoder[{key!r}]")
+        if entry is None or not key.isdecimal() or len(key) > 9:
+            raise _wrong_token(path, f"added_tokens_decoder[{key[:40]!r}]", token)
+        entries[int(key)] = entry
+    return entries
+
+
+def _legacy_added_tokens(path: Path, special: set[str]) -> dict[int, TokenEntry] | None:
+    """added_tokens.json of older models: texts and ids, with no word about which are special."""
+    entries: dict[int, TokenEntry] = {}
+    for content, token_id in _optional_json(path).items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise _wrong_token(path, f"the id of {content[:40]!r}", token_id)
+        is_special = content in special
+        entries[token_id] = TokenEntry(content, {"normalized": not is_special, "special": is_special})
+    return entries or None
+
+
+def _looks_like_token(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _token_entry(value: object, path: Path, name: str) -> TokenEntry | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return TokenEntry(value)
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(content, str):
+        raise _wrong_token(path, name, value)
+    flags = {flag: value[flag] for flag in _FLAGS if flag in value}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise _wrong_token(path, name, value)
+    return TokenEntry(content, flags)
+
+
+def _optional_json(path: Path) -> dict[str, object]:
+    return read_json_object(path) if path.exists() else {}
+
+
+def _wrong_token(path: Path, name: str, value: object) -> ModelFormatError:
+    return ModelFormatError(f"{path.name} says {name} = {shown(value)}", "a token is needed there", "check the file")
+
+
+def longest_token_chars(backend: "tokenizers.Tokenizer") -> int:
+    """Characters of the longest token, times what a normalizer may have made one of; NO_BOUND where words of any
+    length become one unknown token, or where a normalizer takes text away."""
+    from tokenizers import models
+
+    model = backend.model
+    if not isinstance(model, models.BPE):
+        return NO_BOUND
+    has_bytes = model.byte_fallback and all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    if model.unk_token is not None and not has_bytes:
+        return NO_BOUND
+    state = backend.normalizer.__getstate__() if backend.normalizer is not None else None
+    shrinking = 1 if state is None else _shrinking(json.loads(state))
+    if shrinking is None:
+        return NO_BOUND
+    return shrinking * max(map(len, backend.get_vocab(with_added_tokens=True)), default=0)
+
+
+def _shrinking(normalizer: dict[str, object]) -> int | None:
+    """How many characters a normalizer may make one of; None when there is no saying."""
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        inner = normalizer.get("normalizers")
+        product = 1
+        for step in inner if isinstance(inner, list) else ():
+            factor = _shrinking(step)
+            if factor is None:
+                return None
+            product *= factor
+        return product
+    if kind in _COMPOSING:
+        return MAX_COMPOSED_CHARS
+    if kind == "Replace":
+        pattern = normalizer.get("pattern")
+        old = pattern.get("String") if isinstance(pattern, dict) else None
+        new = normalizer.get("content")
+        return 1 if isinstance(old, str) and isinstance(new, str) and len(new) >= len(old) else None
+    return 1 if kind in ("Prepend", "Lowercase") else None
