@@ -1,14 +1,17 @@
+import random
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as NativeTokenizer
+from tokenizers import decoders, models
 
-from holdfast.text.detokenizer import IncrementalDetokenizer, TokenPieces
+from holdfast.errors import UnsupportedModelError
+from holdfast.text.detokenizer import IncrementalDetokenizer, TextStream, TokenPieces, byte_alphabet, decode_rule
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
-from text.nasty_texts import NASTY_TEXTS
-from text.tokenizer_folders import FORMS, write_folder
+from text.tokenizer_cases import FORMS, NASTY_TEXTS, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +49,9 @@ def test_the_deltas_are_what_the_native_decoder_adds_for_any_bytes(form, prompt,
     prompt_ids = tokenizer.encode(prompt)
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
     text = "".join(detokenizer.append([token_id]) for token_id in output) + detokenizer.flush()
-    native = tokenizer._backend.decode([*prompt_ids, *output], skip_special_tokens=skips)
-    assert tokenizer._backend.decode(prompt_ids, skip_special_tokens=skips) + text == native
+    native = FORMS[form]()
+    whole = native.decode([*prompt_ids, *output], skip_special_tokens=skips)
+    assert native.decode(prompt_ids, skip_special_tokens=skips) + text == whole
 
 
 @pytest.mark.parametrize("form", ["byte_fallback", "byte_fallback_metaspace", "unigram", "word_level"])
@@ -56,11 +60,12 @@ def test_the_deltas_are_what_the_native_decoder_adds_where_it_finds_characters(f
     """Native byte tokens are characters only if a whole run of them is; here those around a broken byte survive."""
     tokenizer = tokenizers[form]
     prompt_ids = tokenizer.encode(prompt)
-    native = tokenizer._backend.decode([*prompt_ids, *output], skip_special_tokens=skips)
+    native = FORMS[form]()
+    whole = native.decode([*prompt_ids, *output], skip_special_tokens=skips)
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
     text = "".join(detokenizer.append([token_id]) for token_id in output) + detokenizer.flush()
-    if "\ufffd" not in native:
-        assert tokenizer._backend.decode(prompt_ids, skip_special_tokens=skips) + text == native
+    if "\ufffd" not in whole:
+        assert native.decode(prompt_ids, skip_special_tokens=skips) + text == whole
     else:
         assert "\ufffd" in tokenizer.decode(prompt_ids, skips) + text
 
@@ -101,6 +106,17 @@ def test_a_character_that_the_prompt_begins_belongs_to_the_completion(tokenizers
     assert detokenizer.append(list(end)) == "😀"
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+@pytest.mark.parametrize("form", ["byte_level", "byte_fallback"])
+def test_every_byte_that_a_prompt_has_of_its_last_character_counts(form, num_bytes, tokenizers):
+    """The prompt ends after one, two or three bytes of a character of four, each a token of its own."""
+    first = 0 if form == "byte_level" else 3
+    data = [first + byte for byte in "a😀".encode()]
+    prompt, rest = data[: 1 + num_bytes], data[1 + num_bytes :]
+    detokenizer = IncrementalDetokenizer(tokenizers[form], prompt)
+    assert "".join(detokenizer.append([token_id]) for token_id in rest) + detokenizer.flush() == "😀"
+
+
 def test_an_unfinished_character_shows_at_the_end(tokenizers):
     detokenizer = IncrementalDetokenizer(tokenizers["byte_level"])
     assert detokenizer.append([0x61, *"😀".encode()[:3]]) == "a"
@@ -139,3 +155,91 @@ def test_each_token_is_looked_at_once(tokenizers, monkeypatch):
     for _ in range(5000):
         detokenizer.append([0x62])
     assert len(looked_up) == 5000
+
+
+TOKENS = [
+    *("a", "b", "é", "中", "😀", " ", "  ", "▁", "▁▁", "▁the", "x▁y", "▁▁z▁", "<0xC3>", "<0xA9>", "<0xa9>", "<0xF0>"),
+    *("<0x41>", "<0xGG>", "<0x123>", "Ġ", "Ġw", "Ã", "©", "Ã©", "ð", "Ł", "ĺ", "Ģ", "Ċ", "\x00", "\n", "<s>"),
+]
+DECODERS = {
+    "none": None,
+    "byte level": decoders.ByteLevel(),
+    "metaspace always": decoders.Metaspace(),
+    "metaspace first": decoders.Metaspace(prepend_scheme="first"),
+    "metaspace never": decoders.Metaspace(prepend_scheme="never"),
+    "other metaspace": decoders.Metaspace(replacement="é"),
+    "llama": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "gemma": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "two strips": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]),
+    "bytes": decoders.ByteFallback(),
+    "fuse": decoders.Fuse(),
+    "replace": decoders.Replace("a", "bb"),
+    "replacements": decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace(" ", "_")]),
+    "nested": decoders.Sequence([decoders.Sequence([decoders.Replace("▁", " ")]), decoders.Fuse()]),
+}
+DECLINED = {
+    "word piece": decoders.WordPiece(),
+    "bpe suffix": decoders.BPEDecoder(),
+    "ctc": decoders.CTC(),
+    "strip of each token": decoders.Strip(" ", 1, 0),
+    "strip at the end": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+    "replace of the whole": decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
+    "bytes after bytes": decoders.Sequence([decoders.ByteFallback(), decoders.ByteFallback()]),
+}
+
+
+def native_tokenizer(decoder) -> NativeTokenizer:
+    tokenizer = NativeTokenizer(models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="a"))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return tokenizer
+
+
+def state(decoder) -> bytes | None:
+    return None if decoder is None else decoder.__getstate__()
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+def test_pieces_join_to_what_the_native_decoder_writes(decoder):
+    tokenizer = native_tokenizer(decoder)
+    pieces = TokenPieces(tokenizer.id_to_token, decode_rule(state(decoder), "x"), frozenset())
+    chance = random.Random(1)
+    for _ in range(1500):
+        ids = chance.choices(range(len(TOKENS) + 1), k=chance.randint(0, 7))
+        stream = TextStream(pieces, skip_special_tokens=False)
+        text = "".join(stream.push([token_id]) for token_id in ids) + stream.finish()
+        expected = tokenizer.decode(ids)
+        # A run of byte tokens with a broken one is all broken for the native decoder.
+        if "\ufffd" not in expected or decoder is None or isinstance(decoder, decoders.ByteLevel):
+            assert text == expected, [TOKENS[i] for i in ids if i < len(TOKENS)]
+
+
+@pytest.mark.parametrize("decoder", DECLINED.values(), ids=DECLINED)
+def test_decoders_that_cannot_be_streamed_are_declined(decoder):
+    with pytest.raises(UnsupportedModelError, match="known here"):
+        decode_rule(state(decoder), "tokenizer.json")
+
+
+def test_every_byte_has_a_printable_character_of_its_own():
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    assert byte_alphabet() == {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def test_any_bytes_read_as_rust_reads_them():
+    """Broken characters: one U+FFFD for each longest part that could have begun a character."""
+    alphabet = {byte: character for character, byte in byte_alphabet().items()}
+    tokenizer = NativeTokenizer(models.WordLevel({alphabet[byte]: byte for byte in range(256)}, unk_token="!"))
+    tokenizer.decoder = decoders.ByteLevel()
+    pieces = TokenPieces(tokenizer.id_to_token, decode_rule(state(decoders.ByteLevel()), "x"), frozenset())
+    leads = [0x41, 0x80, 0xBF, 0xC0, 0xC2, 0xDF, 0xE0, 0xA0, 0x9F, 0xED, 0xEF, 0xF0, 0x90, 0x8F, 0xF4, 0xF5, 0xFF]
+    for first in leads:
+        for second in leads:
+            for third in leads:
+                for fourth in (0x41, 0x80, 0xBF, 0xF0):
+                    data = [first, second, third, fourth]
+                    stream = TextStream(pieces, skip_special_tokens=False)
+                    text = "".join(stream.push([byte]) for byte in data) + stream.finish()
+                    assert text == tokenizer.decode(data) == bytes(data).decode(errors="replace")

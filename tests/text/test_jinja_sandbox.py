@@ -11,9 +11,8 @@ from jinja2.tests import TESTS
 from holdfast.errors import TemplateError
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.jinja_sandbox import FILTERS_ALLOWED, METHODS, ChatSandbox
-from text.both_renderers import agree, ours
 from text.template_attacks import ATTACKS, COSTLY_BUT_LAWFUL, ESCAPES
-from text.template_snippets import (
+from text.template_cases import (
     CORNERS,
     FILTER_SNIPPETS,
     METHOD_SNIPPETS,
@@ -21,6 +20,8 @@ from text.template_snippets import (
     SNIPPETS,
     STRING_SNIPPETS,
     TEST_SNIPPETS,
+    agree,
+    ours,
 )
 
 QUESTION = [{"role": "user", "content": "hi"}]

@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as NativeTokenizer
+from tokenizers import decoders, models, normalizers
 
 from holdfast.errors import HoldfastError, ModelFormatError, PromptError, UnsupportedModelError
-from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
-from text.nasty_texts import NASTY_TEXTS
-from text.tokenizer_folders import FORMS, NAMED, write_folder
+from holdfast.text.tokenizer import (
+    NO_BOUND,
+    TokenEntry,
+    Tokenizer,
+    longest_token_chars,
+    special_tokens_of,
+    tokenizer_from_directory,
+)
+from text.tokenizer_cases import FORMS, NAMED, NASTY_TEXTS, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +275,6 @@ def test_a_missing_tokenizer_says_what_is_there_and_what_to_do(tmp_path, present
 
 
 def test_a_decoder_that_cannot_stream_is_declined_in_words(tmp_path):
-    from tokenizers import decoders
-
     tokenizer = FORMS["word_level"]()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -276,17 +282,23 @@ def test_a_decoder_that_cannot_stream_is_declined_in_words(tmp_path):
         tokenizer_from_directory(tmp_path)
 
 
-def test_a_panic_in_native_code_is_an_error_of_ours(ours, monkeypatch):
+def test_a_panic_in_native_code_is_an_error_of_ours():
     class PanicException(BaseException):
         pass
 
     class Panicking:
-        def encode(self, *args, **kwargs):
+        def __init__(self, backend: NativeTokenizer) -> None:
+            self.backend = backend
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.backend, name)
+
+        def encode(self, *args: object, **kwargs: object) -> None:
             raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(ours["byte_level"], "_backend", Panicking())
+    tokenizer = Tokenizer(Panicking(FORMS["byte_level"]()), "tokenizer.json", {})
     with pytest.raises(PromptError, match="index out of bounds"):
-        ours["byte_level"].encode("a")
+        tokenizer.encode("a")
 
 
 def test_importing_the_package_brings_neither_library():
@@ -302,3 +314,124 @@ def test_importing_the_package_brings_neither_library():
 
 def test_names_of_forms_and_of_their_special_tokens_agree():
     assert NAMED.keys() == FORMS.keys()
+
+
+def write(folder, **files):
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return special_tokens_of(folder)
+
+
+def test_a_folder_without_files_says_nothing(tmp_path):
+    tokens = special_tokens_of(tmp_path)
+    assert (tokens.texts(), tokens.extra, tokens.added, tokens.are_plain_text) == ({}, (), None, False)
+
+
+def test_names_are_read_as_strings_and_as_entries(tmp_path):
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": True, "__type": "AddedToken"},
+        "pad_token": None,
+        "image_token": "<image>",
+        "add_bos_token": True,
+        "odd_token": {"no": "content"},
+        "model_max_length": 1000000000000000019884624838656,
+    }
+    tokens = write(tmp_path, tokenizer_config=config)
+    assert tokens.texts() == {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
+    assert tokens.named["eos_token"].flags == {"lstrip": True}
+
+
+def test_the_list_by_id_decides_over_the_map(tmp_path):
+    entry = {"content": "<s>", "special": True, "rstrip": True}
+    config = {"bos_token": "<s>", "added_tokens_decoder": {"5": entry}}
+    tokens = write(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": "<other>"})
+    assert tokens.named["bos_token"] == tokens.added[5] == TokenEntry("<s>", {"special": True, "rstrip": True})
+
+
+def test_the_map_decides_where_there_is_no_list(tmp_path):
+    tokens = write(
+        tmp_path,
+        tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"},
+        special_tokens_map={"eos_token": "<end>", "additional_special_tokens": ["<x>"]},
+        added_tokens={"<end>": 7, "<word>": 8},
+    )
+    assert tokens.texts() == {"bos_token": "<s>", "eos_token": "<end>"}
+    assert tokens.extra == (TokenEntry("<x>"),)
+    assert tokens.added[7].flags["special"]
+    assert not tokens.added[8].flags["special"]
+
+
+def test_special_tokens_can_be_plain_text(tmp_path):
+    assert write(tmp_path, tokenizer_config={"split_special_tokens": True}).are_plain_text
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"bos_token": ["<s>"]}},
+        {"tokenizer_config": {"extra_special_tokens": "<x>"}},
+        {"tokenizer_config": {"added_tokens_decoder": {"1": "<s>"}, "x": 1, "bos_token": 2}},
+        {"special_tokens_map": {"eos_token": 3}},
+        {"added_tokens": {"<a>": "7"}},
+        {"added_tokens": {"<a>": -1}},
+        {"added_tokens": {"<a>": True}},
+    ],
+    ids=lambda files: json.dumps(files)[:60],
+)
+def test_wrong_types_are_refused_in_words(tmp_path, files):
+    with pytest.raises(ModelFormatError, match=r"\.json says .* a token is needed there"):
+        write(tmp_path, **files)
+
+
+BOUNDED = ["byte_level", "byte_level_nfc", "byte_fallback", "byte_fallback_metaspace"]
+
+
+@pytest.mark.parametrize("form", BOUNDED)
+def test_no_text_has_more_characters_than_its_tokens_can_stand_for(form):
+    tokenizer = FORMS[form]()
+    longest = longest_token_chars(tokenizer)
+    assert longest < 100
+    for text in NASTY_TEXTS.values():
+        assert len(text) <= longest * len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("form", BOUNDED)
+@given(text=st.text(max_size=60))
+def test_no_random_text_has_either(form, text):
+    tokenizer = FORMS[form]()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(text) <= longest_token_chars(tokenizer) * len(ids)
+
+
+def test_composed_characters_count_for_all_that_they_are_composed_of():
+    assert longest_token_chars(FORMS["byte_level_nfc"]()) == 4 * longest_token_chars(FORMS["byte_level"]())
+
+
+@pytest.mark.parametrize("form", ["unigram", "word_level"])
+def test_unknown_words_of_any_length_have_no_bound(form):
+    assert longest_token_chars(FORMS[form]()) == NO_BOUND
+
+
+def test_unknown_characters_without_byte_tokens_have_no_bound():
+    model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    assert longest_token_chars(NativeTokenizer(model)) == NO_BOUND
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "is_bounded"),
+    [
+        (normalizers.NFKC(), True),
+        (normalizers.Lowercase(), True),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")]), True),
+        (normalizers.Replace("  ", " "), False),
+        (normalizers.Strip(), False),
+        (normalizers.StripAccents(), False),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_normalizers_that_take_text_away_have_no_bound(normalizer, is_bounded):
+    tokenizer = FORMS["byte_level"]()
+    tokenizer.normalizer = normalizer
+    assert (longest_token_chars(tokenizer) < NO_BOUND) == is_bounded

@@ -1,4 +1,4 @@
-"""Small tokenizers of every form that models come with, written into folders as a model's files."""
+"""Tokenizers of every form that models come with, as folders and as GGUF metadata, and texts that they trip over."""
 
 import json
 from collections.abc import Callable
@@ -141,3 +141,113 @@ def write_folder(folder: Path, form: str, **config: object) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED[form], **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+def byte_level_metadata(**fields: object) -> dict[str, object]:
+    """The byte-level tokenizer above, as a GGUF file would hold it."""
+    state = json.loads(FORMS["byte_level"]().to_str())
+    vocab = {**state["model"]["vocab"], **{token["content"]: token["id"] for token in state["added_tokens"]}}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    kinds = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in state["added_tokens"]}
+    metadata = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [kinds.get(token, NORMAL) for token in tokens],
+        "merges": [" ".join(merge) for merge in state["model"]["merges"]],
+        "bos_token_id": vocab["<|im_start|>"],
+        "eos_token_id": vocab["<|im_end|>"],
+        **fields,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in metadata.items() if value is not None}
+
+
+SCORED_WORDS = [
+    "▁hello",
+    "▁world",
+    "▁the",
+    "▁they",
+    "th",
+    "he",
+    "the",
+    "ll",
+    "lo",
+    "hell",
+    "▁w",
+    "or",
+    "ld",
+    "aa",
+    "aaa",
+    "▁▁",
+    "▁▁▁",
+]
+
+
+def scored_metadata(**fields: object) -> dict[str, object]:
+    """A SentencePiece vocabulary: control tokens, bytes, pieces by falling score, single characters last."""
+    pieces = sorted(
+        {piece[:end] for piece in SCORED_WORDS for end in range(2, len(piece) + 1)}, key=lambda p: (-len(p), p)
+    )
+    characters = sorted({*"".join(SCORED_WORDS), *map(chr, range(33, 127))} - {"<"})
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *characters]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *([BYTE] * 256), *([NORMAL] * (len(tokens) - 259))]
+    metadata = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 259 + [-float(index) for index in range(len(tokens) - 259)],
+        "token_type": kinds,
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **fields,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in metadata.items() if value is not None}
+
+
+NASTY_TEXTS = {
+    "empty": "",
+    "plain": "Hello world, this is a test.",
+    "leading space": " hello",
+    "two leading spaces": "  hello",
+    "trailing space": "hello ",
+    "only spaces": "     ",
+    "tabs and newlines": "\ta\n\n b\r\n\r\tc \n",
+    "nul": "a\x00b\x00",
+    "controls": "\x01\x02\x1b[31mred\x7f",
+    "digits": "1 12 123 1234567890 3.14 1,000 007",
+    "contractions": "I'll don't we've it's I'M HE'LL 's'",
+    "code": "def f(x):\n    return {'a': [x**2 for x in range(10)]}\n\n\n",
+    "emoji": "😀👍🏽🏳️‍🌈",
+    "zwj family": "👩‍👩‍👧‍👦 and 👨🏿‍🚀",
+    "flags": "🇫🇷🇩🇪🇯🇵",
+    "combining": "e\u0301 n\u0303 a\u0308\u0304 \u0301alone",
+    "zalgo": "Z̴̢̛̩͎̺͔̹̹̼̥͛̓̐̊̅͜a̸l̴g̵o̶",
+    "precomposed": "é ñ ǟ",
+    "hangul jamo": "한국 한국",
+    "rtl": "שלום עולם مرحبا بالعالم",
+    "bidi marks": "\u202eabc\u202c \u200fdef\u200e",
+    "cjk": "中文字符，日本語のテキスト。한국어",
+    "thai": "ภาษาไทยไม่มีช่องว่าง",
+    "devanagari": "नमस्ते दुनिया",
+    "math": "∑∫√∞ ≠ ≤ ½ ² ₃ Ⅳ ٣",
+    "astral": "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈 \U0010ffff",
+    "replacement": "\ufffd \ufffd\ufffd",
+    "noncharacters": "\ufffe\uffff\ufdd0",
+    "bom": "\ufeffstart",
+    "odd spaces": "a\u00a0b\u2003c\u200bd\u3000e\u2028f\u2029g\x85h",
+    "metaspace mark": "▁ ▁▁a▁b",
+    "byte alphabet": "Ġ Ċ Ã© ĠĠ",
+    "byte token text": "<0x41><0xFF><0x0A>",
+    "special token text": "a <|im_start|>user\nhi<|im_end|> b <s>x</s> [UNK] <unk>",
+    "special glued": "<s><s>a</s></s>",
+    "almost special": "<|im_start| >< s> <S> </s",
+    "long run": "a" * 5000,
+    "long spaces": " " * 3000 + "x",
+    "long newlines": "\n" * 2000,
+    "long word": "supercalifragilistic" * 200,
+    "long emoji": "😀" * 500,
+    "mixed": "Ünïcödé – “quotes” …\t→ ✓ 100% <b>bold</b> &amp; \\n",
+}
