@@ -14,14 +14,11 @@ from pydoc_data.topics import topics
 import gpu_records
 from vllm_pages import VLLM_FORMATS, MakeVllmPages
 
-from holdfast.cli.eval_command import read_text
-from holdfast.cli.eval_progress import EvalBar
-from holdfast.cli.eval_record import quality_record
-from holdfast.cli.eval_table import EvalView, quality_lines
-from holdfast.cli.opening import model_name
+from holdfast.cli.eval import EvalBar, quality_record, read_text
+from holdfast.cli.opened_model import model_name
 from holdfast.cli.page import eval_page, write_page
-from holdfast.cli.plan_command import show
-from holdfast.cli.strict_json import dumps
+from holdfast.cli.tables import EvalView, quality_lines, show
+from holdfast.cli.terminal import dumps
 from holdfast.config import EngineConfig
 from holdfast.engine.build import open_tokenizer
 from holdfast.engine.kv_contenders import (

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,17 @@ class Here:
         # A handler keeps the stderr of the test that it was made in.
         logging.getLogger("holdfast").handlers.clear()
         return Ended(code, *self._capsys.readouterr())
+
+
+def run_apart(*arguments: object) -> Ended:
+    """A command in this process for several tests, whose streams are nobody's."""
+    from holdfast.cli.app import run
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run([str(argument) for argument in arguments])
+    logging.getLogger("holdfast").handlers.clear()
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:

@@ -1,6 +1,6 @@
 """Made-up figures of formats, for tests of what is told about them."""
 
-from holdfast.cli.eval_table import EvalView
+from holdfast.cli.tables import EvalView
 from holdfast.engine.kv_quality import Quality
 
 BASE = {

@@ -1,15 +1,29 @@
 """The entry point: however a command ends, an exit code and at most one line on stderr."""
 
+import logging
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from cli.cli_models import Here, finish, start
 from holdfast import __version__
+from holdfast.cli import app, terminal
+from holdfast.errors import (
+    ConfigError,
+    EngineDeadError,
+    MemoryPlanError,
+    ModelNotFoundError,
+    PlanRow,
+    PlanTable,
+    PromptError,
+)
 from holdfast.loading.default_model import find_default_model
 
 
@@ -51,9 +65,9 @@ def test_a_wrong_command_line_is_told_in_one_line(here: Here, arguments: tuple[s
     assert words in ended.err
 
 
-def test_a_full_disk_is_told(tiny: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        ended = finish(start("run", tiny, "-q", "-p", "Hello", stdout=full))
+def test_a_full_disk_is_told(here: Here, tiny: Path) -> None:
+    with open("/dev/full", "w") as full, redirect_stdout(full):
+        ended = here("run", tiny, "-q", "-p", "Hello", "--max-tokens", "4")
     assert ended.code == 1
     assert ended.err.startswith("error: ")
     assert ended.err.count("\n") == 1
@@ -115,13 +129,11 @@ def test_interrupted_while_it_answers(endless: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_closed_pipe_ends_in_silence(endless: Path) -> None:
-    process = start("run", endless, "-q", "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "90000")
-    assert process.stdout is not None
-    assert process.stdout.read(8)
-    process.stdout.close()
-    process.stdout = None
-    ended = finish(process)
+def test_a_closed_pipe_ends_in_silence(here: Here, endless: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, redirect_stdout(pipe):
+        ended = here("run", endless, "-q", "-p", "A long story", "--ignore-eos", "--max-tokens", "90000")
     assert (ended.code, ended.err) == (141, "")
 
 
@@ -135,3 +147,100 @@ def test_the_default_model_answers_in_a_fresh_process() -> None:
     assert "weights" in ended.err
     assert "tokens/s" in ended.err
     assert find_default_model().name in ended.err
+
+
+CLAUSES = ("it was asked", "it is not there", "do this")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(*CLAUSES), 2),
+        (PromptError(*CLAUSES), 2),
+        (ModelNotFoundError(*CLAUSES), 1),
+        (MemoryPlanError(*CLAUSES), 1),
+        (EngineDeadError(*CLAUSES), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_our_errors_are_one_line(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.report(error) == code
+    assert capsys.readouterr().err == "error: it was asked; it is not there; do this\n"
+
+
+def test_a_fault_of_ours_says_so_and_how_to_see_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.report(ZeroDivisionError("a\nb")) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "ZeroDivisionError: a b" in line
+    assert "HOLDFAST_DEBUG=1" in line
+
+
+def test_files_and_memory_have_words_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.report(PermissionError(13, "Permission denied", "record.json")) == 1
+    assert "record.json was needed; Permission denied" in capsys.readouterr().err
+    assert app.report(MemoryError()) == 1
+    assert "smaller model" in capsys.readouterr().err
+
+
+def test_a_traceback_comes_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DEBUG", "1")
+    with pytest.raises(ConfigError) as caught:
+        raise ConfigError(*CLAUSES)
+    assert app.report(caught.value) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.endswith("error: it was asked; it is not there; do this\n")
+
+
+def raised_while(inner: BaseException, outer: BaseException) -> BaseException:
+    """An error that a library made of another one."""
+    outer.__context__ = inner
+    return outer
+
+
+def test_an_interrupt_in_disguise_is_an_interrupt() -> None:
+    assert app._was_interrupted(raised_while(KeyboardInterrupt(), ImportError("numpy failed")))
+    assert not app._was_interrupted(raised_while(ValueError(), ImportError("numpy failed")))
+
+
+def test_a_chain_that_never_ends_is_given_up() -> None:
+    first, second = ValueError(), ValueError()
+    first.__context__, second.__context__ = second, first
+    assert not app._was_interrupted(first)
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_the_log_has_tracebacks_only_for_those_who_ask(
+    is_debugging: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DEBUG", "1" if is_debugging else "0")
+    logger = logging.getLogger("holdfast")
+    monkeypatch.setattr(logger, "handlers", [])
+    terminal.log_plainly()
+    try:
+        raise ValueError("inside")
+    except ValueError as error:
+        logging.getLogger("holdfast.engine").error("it stopped", exc_info=error)
+    shown = capsys.readouterr().err
+    assert "it stopped" in shown
+    assert ("Traceback" in shown) is is_debugging
+
+
+def test_a_refused_plan_is_drawn_for_whoever_watches_and_is_one_line_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = PlanTable("serve", (PlanRow("weights", 3 * 2**30, "12 tensors"),), 3 * 2**30, 2**30, "memory_limit")
+    error = MemoryPlanError(*CLAUSES, table)
+    assert app.report(error) == 1
+    line = "error: it was asked; it is not there; do this\n"
+    assert capsys.readouterr().err == line
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert app.report(error) == 1
+    told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
+    assert told.startswith(line)
+    assert re.search(r"short +2.00 GiB", told)
+    assert app.report(MemoryPlanError(*CLAUSES)) == 1
+    assert capsys.readouterr().err == line, "not every refusal has a table"

@@ -1,13 +1,237 @@
-"""`holdfast bench`: figures, ratios, records, and what is refused."""
+"""`holdfast bench`: cases, rates and turns; the same tokens from every engine; figures, ratios, records, and what is refused."""
 
 import json
+import random
+import re
 from pathlib import Path
 
 import pytest
 
+import readme_tables
 from cli.cli_models import Here
-from holdfast.cli import bench_command
-from holdfast.cli.bench_cases import Case, Timing
+from engine.fakes import assert_at_rest, make_engine, solo
+from holdfast.cli import bench, bench_record, bench_transformers
+from holdfast.cli.bench_cases import (
+    Case,
+    HoldfastContestant,
+    Result,
+    Timing,
+    check_agreement,
+    latency_cases,
+    race,
+    rate,
+    throughput_case,
+)
+from holdfast.cli.bench_record import commit, cpu_name, num_cores, ratios, record, versions
+from holdfast.cli.bench_transformers import TransformersContestant, check_installed, open_transformers
+from holdfast.cli.opened_model import open_quietly
+from holdfast.cli.terminal import dumps
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
+from holdfast.loading.model_files import open_model
+from holdfast.request.sampling_params import SamplingParams
+
+IDS = range(100)
+
+
+class Fake:
+    """An engine that says its name's length, again and again, and notes when it ran."""
+
+    def __init__(self, name: str, log: list[str], wrong_at: int | None = None) -> None:
+        self.name, self.log, self.wrong_at = name, log, wrong_at
+
+    def run(self, case: Case) -> Timing:
+        self.log.append(f"{self.name} {case.measure}")
+        tokens = [[7] * num_new for num_new in case.num_new]
+        if self.wrong_at is not None:
+            tokens[-1][self.wrong_at] = 8
+        return Timing(tuple(map(tuple, tokens)), 0.5, 2.5)
+
+
+def test_cases_of_latency() -> None:
+    cases = latency_cases([16, 32], [1, 4], 8, 5, random.Random(0), IDS)
+    assert [case.measure for case in cases] == [
+        "prefill, 16 tokens",
+        "prefill, 32 tokens",
+        "decode, batch 1",
+        "decode, batch 4",
+    ]
+    assert [[len(prompt) for prompt in case.prompts] for case in cases] == [[16], [32], [8], [8] * 4]
+    assert [case.longest for case in cases] == [17, 33, 13, 13]
+    assert len({prompt for case in cases for prompt in case.prompts}) == 7, "no prompt is another's prefix"
+
+
+def test_cases_follow_from_the_seed() -> None:
+    assert latency_cases([16], [2], 8, 5, random.Random(1), IDS) == latency_cases(
+        [16], [2], 8, 5, random.Random(1), IDS
+    )
+    assert latency_cases([16], [2], 8, 5, random.Random(1), IDS) != latency_cases(
+        [16], [2], 8, 5, random.Random(2), IDS
+    )
+
+
+def test_a_case_of_throughput_has_lengths_in_their_ranges() -> None:
+    case = throughput_case(200, (3, 9), (1, 4), random.Random(0), IDS)
+    assert {len(prompt) for prompt in case.prompts} == set(range(3, 10))
+    assert set(case.num_new) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("prefill", 60.0), ("decode", 9.0), ("throughput", 8.0)])
+def test_rates(kind, expected: float) -> None:
+    case = Case("", kind, ((1,) * 10, (1,) * 20), (10, 10))
+    assert rate(case, Timing(((), ()), 0.5, 2.5)) == expected
+
+
+def test_engines_take_turns() -> None:
+    log: list[str] = []
+    cases = latency_cases([4], [1], 4, 3, random.Random(0), IDS)
+    results = race(cases, [Fake("ours", log), Fake("theirs", log)], 2, lambda words: None)
+    assert log == [f"{name} {case.measure}" for case in cases for _ in range(2) for name in ("ours", "theirs")]
+    assert [len(result.rates["theirs"]) for result in results] == [2, 2]
+
+
+def test_every_engine_warms_up_on_every_case_before_any_is_timed() -> None:
+    log: list[str] = []
+    told: list[str] = []
+    cases = latency_cases([4], [1], 4, 3, random.Random(0), IDS)
+    check_agreement(cases, [Fake("ours", log), Fake("theirs", log)], told.append)
+    assert log == [f"{name} {case.measure}" for case in cases for name in ("ours", "theirs")]
+    assert len(told) == 4
+
+
+@pytest.mark.parametrize("wrong_at", [0, 4])
+def test_other_tokens_are_no_comparison(wrong_at: int) -> None:
+    cases = latency_cases([], [3], 4, 5, random.Random(0), IDS)
+    with pytest.raises(HoldfastError, match=rf"prompt 2, from token {wrong_at} on \(ours \[7.*theirs \[8"):
+        check_agreement(cases, [Fake("ours", []), Fake("theirs", [], wrong_at)], lambda words: None)
+
+
+def test_one_engine_alone_has_nothing_to_agree_with() -> None:
+    check_agreement(latency_cases([4], [], 4, 5, random.Random(0), IDS), [Fake("ours", [])], lambda words: None)
+
+
+def test_medians_and_bests() -> None:
+    result = Result(throughput_case(1, (1, 1), (1, 1), random.Random(0), IDS), {"ours": [1.0, 9.0, 3.0]})
+    assert (result.median("ours"), result.best("ours")) == (3.0, 9.0)
+
+
+def test_tokens_come_back_in_the_order_of_the_prompts() -> None:
+    engine = make_engine(enable_prefix_caching=False, max_num_seqs=3)
+    case = throughput_case(9, (2, 40), (1, 20), random.Random(0), range(97, 122))
+    timing = HoldfastContestant(engine).run(case)
+    for prompt, num_new, token_ids in zip(case.prompts, case.num_new, timing.token_ids, strict=True):
+        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+        assert list(token_ids) == solo({"prompt_token_ids": list(prompt)}, params)[0]
+    assert 0 < timing.first_seconds <= timing.total_seconds
+    assert_at_rest(engine)
+
+
+def test_it_can_run_again() -> None:
+    contestant = HoldfastContestant(make_engine(enable_prefix_caching=False))
+    case = Case("decode", "decode", ((97, 98), (99, 100)), (4, 4))
+    assert contestant.run(case).token_ids == contestant.run(case).token_ids
+
+
+def test_a_failure_is_no_figure() -> None:
+    engine = make_engine()
+    engine.runner.script["ab"] = [-1]  # type: ignore[attr-defined]
+    with pytest.raises(HoldfastError, match="not finite"):
+        HoldfastContestant(engine).run(Case("decode", "decode", ((97, 98),), (4,)))
+
+
+CASE = Case("decode, batch 1", "decode", ((1, 2),), (3,))
+
+
+RESULTS = [Result(CASE, {"holdfast": [30.0, 20.0, 40.0], "transformers": [10.0, 20.0, 15.0]})]
+
+
+def test_a_record_becomes_a_table(tmp_path: Path) -> None:
+    made = record(RESULTS, "A-Model", "float32, 2 threads", ["holdfast", "bench", "latency"], {"num_threads": 2})
+    (tmp_path / "record.json").write_text(dumps(made))
+    assert "| decode, batch 1 | tokens/s | 30 | 15 | 2.00x |" in readme_tables.tables(tmp_path)
+    read = json.loads((tmp_path / "record.json").read_text())
+    assert read["results"][0]["best"] == {"holdfast": 40.0, "transformers": 20.0}
+    assert read["results"][0]["runs"]["holdfast"] == [30.0, 20.0, 40.0]
+    assert read["results"][0]["ratios"] == {"transformers": 2.0}
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", read["date"])
+    assert read["command"] == "holdfast bench latency"
+    assert read["num_threads"] == 2
+    assert {"python", "torch", "holdfast", "transformers"} <= set(read["versions"])
+    assert read["cpu"] in read["machine"]
+
+
+def test_one_engine_has_no_ratio() -> None:
+    assert ratios(Result(CASE, {"holdfast": [1.0]})) == {}
+
+
+def test_the_machine_has_a_name() -> None:
+    assert cpu_name()
+    assert num_cores() >= 1
+
+
+def test_a_machine_that_tells_nothing_still_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_record, "_output", lambda *command: None)
+    monkeypatch.setattr(bench_record, "_lines", lambda path: [])
+    assert cpu_name()
+    assert commit() is None
+
+
+def test_the_commit_is_that_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"ls-files": "bench_record.py", "rev-parse": "abc", "status": " M x"}
+    monkeypatch.setattr(bench_record, "_output", lambda *command: said[command[3]])
+    assert commit() == "abc+"
+    said["status"] = ""
+    assert commit() == "abc"
+
+
+def test_packages_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_record, "PACKAGES", ("torch", "no-such-package-at-all"))
+    assert list(versions()) == ["python", "torch"]
+
+
+def contestants(model: str | None, max_batch: int) -> tuple[HoldfastContestant, TransformersContestant]:
+    config = EngineConfig(model=model, dtype="float32", enable_prefix_caching=False, max_num_seqs=8, max_model_len=128)
+    opened = open_model(model, "auto")
+    theirs = TransformersContestant(open_transformers(opened, "float32", "cpu"), max_batch)
+    opened.source.close()
+    return HoldfastContestant(open_quietly(config).engine), theirs
+
+
+def test_a_folder_gives_the_same_tokens(tiny: Path) -> None:
+    ours, theirs = contestants(str(tiny), max_batch=2)
+    prompts = tuple(tuple(range(3 + start, 12 + 3 * start)) for start in range(5))
+    case = Case("throughput", "throughput", prompts, (9, 1, 4, 12, 7))
+    timing = theirs.run(case)
+    assert timing.token_ids == ours.run(case).token_ids
+    assert tuple(map(len, timing.token_ids)) == case.num_new
+    assert 0 < timing.first_seconds <= timing.total_seconds
+
+
+def test_a_gguf_file_gives_the_same_tokens() -> None:
+    ours, theirs = contestants(None, max_batch=2)
+    case = Case("decode", "decode", ((504, 3575, 282, 4649, 314), (28, 198, 9, 1012, 7)), (6, 6))
+    assert theirs.run(case).token_ids == ours.run(case).token_ids
+
+
+def test_no_end_token_ends_it(tiny: Path) -> None:
+    _, theirs = contestants(str(tiny), max_batch=8)
+    assert [len(ids) for ids in theirs.run(Case("decode", "decode", ((5, 6),), (100,))).token_ids] == [100]
+
+
+def test_tensors_that_it_does_not_have_are_named() -> None:
+    opened = open_model(None, "auto")
+    with pytest.raises(UnsupportedModelError, match=r"other tensors \(model\.extra\)"):
+        bench_transformers._copy_weights(opened, dict.fromkeys([*opened.source.entries, "model.extra"]))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"other tensors \(model\."):
+        bench_transformers._copy_weights(opened, {})
+    opened.source.close()
+
+
+def test_without_it_there_is_a_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_transformers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[transformers\]'"):
+        check_installed()
+
 
 SMALL = ("--prefill", "24,40", "--batch", "1,3", "--input-len", "8", "--output-len", "6", "--repeats", "2")
 
@@ -88,8 +312,8 @@ def test_other_tokens_print_no_speed_up(here: Here, tiny: Path, tmp_path: Path, 
 
 def test_prompts_are_computed_every_time(here: Here, tiny: Path, monkeypatch) -> None:
     opened = []
-    monkeypatch.setattr(bench_command, "open_visibly", lambda *asked: opened.append(open_visibly(*asked)) or opened[-1])
-    from holdfast.cli.opening import open_visibly
+    monkeypatch.setattr(bench, "open_visibly", lambda *asked: opened.append(open_visibly(*asked)) or opened[-1])
+    from holdfast.cli.opened_model import open_visibly
 
     assert here("bench", "latency", tiny, *SMALL).code == 0
     stats = opened[0].engine.stats()
@@ -105,7 +329,7 @@ REFUSED = [
     (("--repeats", "1,2"), "one number"),
     (("--threads", "100000"), "cores are here"),
     (("--against", "vllm"), "transformers is known"),
-    (("--against", "transformers", "--load-format", "dummy"), "made-up weights"),
+    (("--against", "transformers", "--load-format", "dummy"), "dummy weights"),
     (("--enable-prefix-caching",), "not measured"),
     (("--json", "no/such/folder/record.json"), "its folder does not exist"),
     (("--memory-report", "no/such/folder/memory.html"), "its folder does not exist"),

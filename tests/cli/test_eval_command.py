@@ -1,115 +1,132 @@
-"""`holdfast eval kv`: a table, a record and a page of a text; and whatever can be typed wrong, told in one line."""
+"""`holdfast eval`: a table, a record and a page of a text; progress; and whatever can be typed wrong, told in one line."""
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from cli.cli_models import Here, make_model
-from cli.page_reader import read_page
-from holdfast.cli import eval_command
+import readme_tables
+from cli.cli_models import Ended, Here, make_model, run_apart
+from cli.eval_qualities import BROKEN, FEW, FP8, view
+from cli.page_reader import Element, read_page
+from holdfast.cli import eval as eval_command
+from holdfast.cli.eval import TOPICS, EvalBar, quality_record, read_schemes, topics_or_text
+from holdfast.cli.tables import KV_PAGES
+from holdfast.cli.terminal import dumps
+from holdfast.engine.kv_quality import Quality
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from loading.stored_models import make_stored
 
 WORDS = "It is not known who first thought of it, but there it was. "
-SMALL = ("--window", "48", "--tokens", "96", "--max-num-batched-tokens", "32")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
+SMALL = ("--window", "48", "--tokens", "96", "--max-num-batched-tokens", "32", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
     path.write_text(WORDS * 20, encoding="utf-8")
     return path
 
 
 def rows(out: str) -> dict[str, list[str]]:
-    """The table's cells by format."""
+    """The table's cells by format or scheme."""
     lines = out.splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith("format "))
+    start = next(place for place, line in enumerate(lines) if line.startswith(("format ", "scheme ")))
     return {line.split()[0]: line.split()[1:] for line in lines[start + 1 : lines.index("", start)]}
 
 
-def test_every_format_has_a_row_the_reference_first(here: Here, tiny: Path, text: Path) -> None:
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--device", "cpu")
+class Told(NamedTuple):
+    """One evaluation of every format: what it wrote, and where."""
+
+    ended: Ended
+    record: dict[str, Any]
+    page: Element
+
+
+@pytest.fixture(scope="module")
+def told(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("told")
+    record, html = folder / "record.json", folder / "page.html"
+    ended = run_apart("eval", "kv", tiny, "--text", text, *SMALL, "--json", record, "--html", html)
     assert ended.code == 0, ended
-    found = rows(ended.out)
+    return Told(ended, json.loads(record.read_text()), read_page(html.read_text(encoding="utf-8")))
+
+
+def test_every_format_has_a_row_the_reference_first(told: Told) -> None:
+    found = rows(told.ended.out)
     assert list(found) == list(KV_FORMATS)
     assert len(found["float32"]) == 4, "nothing is compared with itself"
     assert all(len(cells) == 8 for name, cells in found.items() if name != "float32")
-    assert "2 windows of 48 tokens of book.txt, 94 predictions" in ended.out
-    assert "tokens/s" in ended.err
-    assert "\x1b" not in ended.out
+    assert "2 windows of 48 tokens of book.txt, 94 predictions" in told.ended.out
+    assert "tokens/s" in told.ended.err
+    assert "\x1b" not in told.ended.out
 
 
-def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path) -> None:
-    asked = ("--window", "48", "--tokens", "20", "--formats", "float16", "--device", "cpu")
-    ended = here("eval", "kv", tiny, "--text", text, *asked)
-    assert "one window of 48 tokens" in ended.out
-    assert "48 tokens are read, not 20: one whole window is the least" in ended.err
-    assert "tokens are read, not" not in here("eval", "kv", tiny, "--text", text, *asked, "--tokens", "48").err
-
-
-def test_formats_are_those_that_were_asked_each_once(here: Here, tiny: Path, text: Path) -> None:
-    asked = " bfloat16,turboquant_4bit_nc, bfloat16,float32"
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", asked, "--device", "cpu")
-    assert list(rows(ended.out)) == ["float32", "bfloat16", "turboquant_4bit_nc"]
-
-
-def test_record_and_page_say_what_the_table_says(here: Here, bare: Path, text: Path, tmp_path: Path) -> None:
-    record, html = tmp_path / "record.json", tmp_path / "page.html"
-    options = ("--formats", "fp8", "--json", record, "--html", html, "--device", "cpu")
-    ended = here("eval", "kv", bare, "--text", text, *SMALL, *options)
-    assert ended.code == 0, ended
-    made = json.loads(record.read_text())
-    assert [result["measure"] for result in made["results"]] == ["float32", "fp8"]
-    assert made["results"][1]["num_predictions"] == 94
-    assert made["results"][0]["mean_kl"] == 0 < made["results"][1]["mean_kl"]
+def test_record_and_page_say_what_the_table_says(told: Told) -> None:
+    made, found = told.record, rows(told.ended.out)
+    assert [result["measure"] for result in made["results"]] == list(found)
+    fp8 = next(result for result in made["results"] if result["measure"] == "fp8")
+    assert fp8["num_predictions"] == 94
+    assert made["results"][0]["mean_kl"] == 0 < fp8["mean_kl"]
     assert (made["window"], made["num_windows"], made["text"]) == (48, 2, "book.txt")
     assert re.fullmatch(r"[0-9a-f]{64}", made["text_sha256"])
+    assert f"{fp8['perplexity']:.4f}" in found["fp8"]
+    cells = [[cell.text for cell in row.all("td")] for row in told.page.all("tbody")[0].all("tr")]
+    assert {name: own for name, *own in cells}["fp8"] == found["fp8"]
+    assert "page written to" in told.ended.err
+    assert "record written to" in told.ended.err
+
+
+def test_formats_that_are_asked_come_once_and_alike_with_their_record_alone_on_stdout(
+    here: Here, tiny: Path, text: Path, told: Told
+) -> None:
+    asked = " bfloat16,turboquant_3bit_nc, bfloat16,float32"
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", asked, "--json", "-")
+    assert "turboquant_3bit_nc" in ended.err, "the table gives way to the record"
+    made = json.loads(ended.out)
     assert made["command"].startswith("holdfast eval kv ")
-    shown = rows(ended.out)["fp8"]
-    document = read_page(html.read_text(encoding="utf-8"))
-    cells = [row.all("td") for row in document.all("tbody")[0].all("tr")]
-    assert [cell.text for cell in cells[1]][1:] == shown
-    assert f"{made['results'][1]['perplexity']:.4f}" in shown
-    assert "page written to" in ended.err
-    assert "record written to" in ended.err
+    assert [result["measure"] for result in made["results"]] == ["float32", "bfloat16", "turboquant_3bit_nc"]
+    before = {result["measure"]: result for result in told.record["results"]}
+    for result in made["results"]:
+        assert {**result, "seconds": 0} == {**before[result["measure"]], "seconds": 0}, "in other company"
 
 
-def test_a_record_alone_on_stdout(here: Here, tiny: Path, text: Path) -> None:
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", "float16", "--json", "-", "--device", "cpu")
-    assert json.loads(ended.out)["results"][1]["measure"] == "float16"
-    assert "float16" in ended.err
+def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path, told: Told) -> None:
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--tokens", "20", "--formats", "float16")
+    assert "one window of 48 tokens" in ended.out
+    assert "48 tokens are read, not 20: one whole window is the least" in ended.err
+    assert "tokens are read, not" not in told.ended.err
 
 
-def test_the_same_text_gives_the_same_figures(here: Here, tiny: Path, text: Path) -> None:
-    options = (*SMALL, "--formats", "turboquant_3bit_nc", "--json", "-", "--device", "cpu")
-    first, second = (json.loads(here("eval", "kv", tiny, "--text", text, *options).out) for _ in range(2))
-    for one, other in zip(first["results"], second["results"], strict=True):
-        assert {**one, "seconds": 0} == {**other, "seconds": 0}
-
-
-def test_protected_layers_are_for_coded_formats_and_count_in_their_bytes(here: Here, tiny: Path, text: Path) -> None:
-    def bytes_with(*options: str) -> list[str]:
-        asked = ("--formats", "float16,fp8,turboquant_4bit_nc", *options, "--device", "cpu")
+def test_protected_layers_are_for_quantized_formats_and_count_in_their_bytes(
+    here: Here, tiny: Path, text: Path
+) -> None:
+    def bytes_with(layers: str) -> list[str]:
+        asked = ("--formats", "float16,fp8,turboquant_4bit_nc", "--kv-protected-layers", layers, "--tokens", "48")
         ended = here("eval", "kv", tiny, "--text", text, *SMALL, *asked)
         assert ended.code == 0, ended
         notes.append(ended.out.splitlines()[-1])
         return [cells[0] for cells in rows(ended.out).values()]
 
     notes: list[str] = []
-    assert bytes_with("--kv-protected-layers", "0") == ["512", "256", "144", "80"]
-    assert bytes_with("--kv-protected-layers", "1,") == ["512", "256", "144", "112"]
+    assert bytes_with("0") == ["512", "256", "144", "80"]
+    assert bytes_with("1,") == ["512", "256", "144", "112"]
     assert notes[0].startswith("KL: ")
     assert notes[1] == "layers 1, in fp8: turboquant_4bit_nc"
 
 
-def test_a_model_that_cannot_be_coded_keeps_its_plain_formats(here: Here, tmp_path: Path, text: Path) -> None:
+def test_a_model_that_cannot_be_quantized_keeps_its_plain_formats(here: Here, tmp_path: Path, text: Path) -> None:
     odd = make_model(tmp_path / "odd", head_dim=24)
-    ended = here("eval", "kv", odd, "--text", text, *SMALL, "--device", "cpu")
+    ended = here("eval", "kv", odd, "--text", text, *SMALL)
     assert list(rows(ended.out)) == ["float32", "float16", "bfloat16"]
     assert ended.err.count(" is left out: ") == len(KV_FORMATS) - 3
-    refused = here("eval", "kv", odd, "--text", text, *SMALL, "--formats", "fp8", "--device", "cpu")
+    refused = here("eval", "kv", odd, "--text", text, *SMALL, "--formats", "fp8")
     assert refused.code in (1, 2)
     assert refused.out == ""
     assert re.match("error: .* 24", refused.err.splitlines()[-1]), refused
@@ -194,13 +211,179 @@ def test_a_model_that_is_not_there(here: Here, tmp_path: Path, text: Path) -> No
 
 
 def test_memory_that_does_not_suffice_is_refused_in_words(here: Here, tiny: Path, text: Path) -> None:
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--memory-limit", "600KiB", "--device", "cpu")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--memory-limit", "600KiB")
     assert ended.code == 1, ended
     assert ended.out == ""
     assert "budget" in ended.err
 
 
-def test_eval_alone_shows_its_help(here: Here) -> None:
-    ended = here("eval")
-    assert ended.code == 0
-    assert re.search(r"│ kv +\S", ended.out)
+def test_every_scheme_that_can_run_has_a_row(here: Here, tiny: Path) -> None:
+    ended = here("eval", "weights", tiny, *SMALL)
+    assert ended.code == 0, ended
+    found = rows(ended.out)
+    assert list(found) == ["float32", "fp8", "fp8_tensor", "fp8_block", "int8"]
+    assert "mxfp4 is left out: quantization=mxfp4 was asked; layers.0.down.weight" in ended.err
+    assert len(found["float32"]) == 4, "nothing is compared with itself"
+    assert all(len(cells) == 8 for name, cells in found.items() if name != "float32")
+    assert f"2 windows of 48 tokens of {TOPICS}, 94 predictions" in ended.out
+    assert "from that of weights in float32, in nats" in ended.out
+    assert [line for line in ended.err.splitlines() if line.startswith("Loading ")] == [
+        f"Loading {tiny.name} in {name}" for name in found
+    ]
+
+
+def test_record_and_page_say_what_the_table_says_of_schemes(here: Here, tiny: Path, tmp_path: Path) -> None:
+    text, record, html = tmp_path / "book.txt", tmp_path / "record.json", tmp_path / "page.html"
+    text.write_text("It is not known who first thought of it, but there it was. " * 20)
+    options = ("--schemes", "int8", "--text", text, "--json", record, "--html", html, "--dtype", "bfloat16")
+    ended = here("eval", "weights", tiny, *SMALL, *options, "--quantization-ignore", "*q_proj*", "--tokens", "20")
+    assert ended.code == 0, ended
+    assert "48 tokens are read, not 20: one whole window is the least" in ended.err
+    made = json.loads(record.read_text())
+    assert made["section"] == "weight-quality"
+    assert [result["measure"] for result in made["results"]] == ["float32", "bfloat16", "int8"]
+    full, half, int8 = made["results"]
+    assert full["weight_bytes"] == pytest.approx(2 * half["weight_bytes"], rel=0.01)
+    assert int8["weight_bytes"] < half["weight_bytes"] == made["plain_weight_bytes"]
+    assert full["mean_kl"] == 0 < half["mean_kl"]
+    assert "bytes_per_token" not in int8
+    document = read_page(html.read_text(encoding="utf-8"))
+    cells = [row.all("td") for row in document.all("tbody")[0].all("tr")]
+    assert [cell.text for cell in cells[2]][1:] == rows(ended.out)["int8"]
+    assert "bytes of all weights" in html.read_text(encoding="utf-8")
+
+
+def test_the_reference_of_a_quantized_checkpoint_is_not_called_float32(here: Here, tmp_path: Path) -> None:
+    stored, record, html = (tmp_path / name for name in ("stored", "record.json", "page.html"))
+    make_stored(stored, "fp8_block", ("o_proj",))
+    ended = here("eval", "weights", stored, *SMALL, "--json", record, "--html", html)
+    assert ended.code == 0, ended
+    label = "fp8_block as stored (float32)"
+    assert f"\n{label} " in ended.out
+    assert f"from that of weights in {label}, in nats" in ended.out
+    made = json.loads(record.read_text())
+    assert (made["reference"], made["results"][0]["measure"]) == (label, label)
+    table = read_page(html.read_text(encoding="utf-8")).all("tbody")[0]
+    assert [row.all("td")[0].text for row in table.all("tr")] == [label, "fp8_block"]
+    ended = here("eval", "weights", stored, *SMALL, "--schemes", "mxfp4")
+    assert ended.code == 2, ended
+    assert "stored has its weights in fp8_block already; leave --schemes out" in ended.err
+
+
+REFUSED_SCHEMES = [
+    (("--schemes", "fp9"), "--schemes 'fp9' was asked; the choices are none, fp8"),
+    (("--schemes", "int8,mxfp"), "try mxfp4"),
+    (("--schemes", ","), "the choices are none"),
+    (("--schemes", "mxfp4"), "112 columns"),
+    (("--schemes", "fp8", "--quantization-ignore", "*down_porj*"), "did you mean *down_proj*?"),
+    (("--quantization-ignore", "re:("), "no regular expression"),
+    (("--quantized-embeddings", "heads"), "try head"),
+    (("--window", "1"), "--window '1' was asked"),
+    (("--tokens", "none"), "write --tokens 16K"),
+    (("--json", "no/such/folder/record.json"), "its folder does not exist"),
+    (("--html", "no/such/folder/page.html"), "its folder does not exist"),
+    (("--text", "nothing.txt"), "name a file of plain text"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), REFUSED_SCHEMES, ids=[" ".join(options) for options, _ in REFUSED_SCHEMES]
+)
+def test_what_is_refused_of_schemes(here: Here, tiny: Path, options: tuple[str, ...], words: str) -> None:
+    ended = here("eval", "weights", tiny, *SMALL, *options)
+    assert ended.code == 2, ended
+    assert ended.out == ""
+    assert words in ended.err.splitlines()[-1]
+
+
+def test_names_are_taken_once_and_all_is_none() -> None:
+    assert read_schemes("ALL") is None
+    assert read_schemes(" fp8, mxfp4,fp8") == ("fp8", "mxfp4")
+    assert read_schemes(",".join(WEIGHT_SCHEMES)) == tuple(WEIGHT_SCHEMES)
+
+
+def test_a_text_is_always_at_hand(tmp_path: Path) -> None:
+    text, name = topics_or_text(None)
+    assert name == TOPICS
+    assert len(text) > 100_000
+    (tmp_path / "own.txt").write_text("abc")
+    assert topics_or_text(str(tmp_path / "own.txt")) == ("abc", "own.txt")
+
+
+def test_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    with EvalBar() as bar:
+        for done in range(0, 2001, 5):
+            bar(done, 2000)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("read 200 of 2,000 tokens, ")
+    assert lines[-1].startswith("read 2,000 of 2,000 tokens, ")
+    assert lines[-1].endswith(" 0 s left")
+    assert all(" tokens/s, " in line for line in lines)
+
+
+def test_few_steps_tell_no_line_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    with EvalBar() as bar:
+        for done in (0, 3, 4, 4, 10, 10):
+            bar(done, 10)
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_nothing_to_do_is_no_error() -> None:
+    with EvalBar() as bar:
+        bar(0, 0)
+
+
+def test_a_bar_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(eval_command, "is_watched", lambda: True)
+    monkeypatch.setattr(eval_command, "SECONDS_BETWEEN_UPDATES", 0.0)
+    with EvalBar() as bar:
+        bar(0, 100)
+        bar(50, 100)
+        task = bar._progress.tasks[0]  # type: ignore[union-attr]
+        assert (task.completed, task.total) == (50, 100)
+        assert task.fields["speed"] > 0
+        bar(100, 100)
+        assert task.completed == 100
+    assert "read " not in capsys.readouterr().err
+
+
+def test_a_bar_ends_with_whatever_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval_command, "is_watched", lambda: True)
+    with pytest.raises(KeyboardInterrupt), EvalBar() as bar:
+        raise KeyboardInterrupt
+    assert not bar._progress.live.is_started  # type: ignore[union-attr]
+
+
+def written(*qualities: Quality) -> dict:
+    made = quality_record(view(*qualities), ["holdfast", "eval", "kv", "--text", "a b.txt"], {"more": 1})
+    return json.loads(dumps(made, indent=1))
+
+
+def test_every_figure_is_kept() -> None:
+    record = written(FP8, FEW)
+    assert [result["measure"] for result in record["results"]] == ["float32", "fp8", "turboquant_3bit_nc"]
+    names = {field.name for field in fields(Quality)} - {"name", "size_bytes"} | {"bytes_per_token"}
+    for result in record["results"]:
+        assert names <= result.keys()
+    fp8 = record["results"][1]
+    assert fp8["values"] == {"mean_kl": 0.000512}
+    assert fp8["kl_by_place"] == [0.0004, 0.0006]
+    assert fp8["perplexity_change"] == pytest.approx(0.01)
+    assert record["results"][2]["ratio_to_16_bit"] == 5.12
+    assert (record["window"], record["num_windows"], record["reference"], record["more"]) == (1024, 2, "float32", 1)
+    assert record["command"] == "holdfast eval kv --text 'a b.txt'"
+    assert {"date", "machine", "versions", "commit", "cpu", "num_cores", "text"} <= record.keys()
+
+
+def test_a_record_can_be_read_by_the_readme(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(written(FP8)))
+    assert readme_tables.read_record(path)["section"] == KV_PAGES.section
+    assert readme_tables.records(tmp_path, None) == [], "it would be taken for a race of engines"
+
+
+def test_what_is_no_number_is_null() -> None:
+    result = written(BROKEN)["results"][1]
+    assert result["mean_kl"] is result["perplexity"] is result["kl_by_place"][1] is None
+    assert result["num_broken"] == 1023

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cli.eval_qualities import BROKEN, FEW, FP8, quality, view
 from cli.page_reader import Element, read_page
-from cli.plan_wishes import wish
+from cli.plan_requests import plan_request
 from holdfast.cli.page import (
     HEIGHT,
     MAP_ROWS,
@@ -41,8 +41,7 @@ from holdfast.cli.page import (
     with_small_ones_gathered,
     write_page,
 )
-from holdfast.cli.plan_sweep import Cell, sweep
-from holdfast.cli.plan_view import view_of
+from holdfast.cli.plan_view import Cell, sweep, view_of
 from holdfast.errors import ConfigError
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import PHASES
@@ -216,7 +215,7 @@ def test_no_two_names_share_a_colour() -> None:
 
 @pytest.mark.parametrize("asked", [("Qwen3-32B", "h200"), ("Qwen3-30B-A3B", "h200")], ids=" ".join)
 def test_every_owner_of_a_plan_has_a_colour_of_its_own(asked: tuple[str, str]) -> None:
-    planned = view_of(wish(*asked), None)
+    planned = view_of(plan_request(*asked), None)
     rows = read_page(plan_page(planned, ())).all("tbody")[0].all("tr")[:-1]
     found = [row.all("span")[1].attributes["style"] for row in rows]
     assert len(found) == len(planned.rows) == len(set(found))
@@ -363,7 +362,7 @@ def test_an_old_page_is_replaced(tmp_path: Path) -> None:
     read_page(file.read_text(encoding="utf-8"))
 
 
-ASKED = wish("Qwen3-8B", "rtx4090")
+ASKED = plan_request("Qwen3-8B", "rtx4090")
 VIEW, CELLS = view_of(ASKED, None), sweep(ASKED)
 
 
@@ -376,7 +375,7 @@ def test_every_phase_is_a_strip_that_fills_the_budget() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
-    asked = wish("Qwen3-32B", "l4")
+    asked = plan_request("Qwen3-32B", "l4")
     planned = view_of(asked, None)
     document = read_page(plan_page(planned, sweep(asked)))
     serve = document.all("svg")[2]

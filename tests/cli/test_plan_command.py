@@ -13,7 +13,7 @@ import pytest
 
 from cli.cli_models import Here, finish, make_model, start
 from cli.page_reader import read_page
-from holdfast.cli.plan_command import NO_DEVICE, PlanOptions, read_target, read_wish
+from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_request, read_target
 from holdfast.errors import ConfigError
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.loading.default_model import find_default_model
@@ -417,10 +417,10 @@ def test_targets() -> None:
         read_target(PlanOptions(gpu="h100", memory="1GiB"))
 
 
-def test_a_wish_is_checked_before_a_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_checked_before_a_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: object, **options: object) -> None:
         raise AssertionError("a file was opened")
 
     monkeypatch.setattr(builtins, "open", never)
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp9'"):
-        read_wish(PlanOptions(model="no/such/model", gpu="h200"), {"kv_cache_dtype": "fp9"})
+        read_request(PlanOptions(model="no/such/model", gpu="h200"), {"kv_cache_dtype": "fp9"})

@@ -1,23 +1,34 @@
-"""The view of a plan: sums, groups, and the same numbers as the planner's."""
+"""The view of a plan: the planner's own numbers, the same in words, a command that makes it again, and the sweep."""
 
 import json
+import shlex
+from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from cli.plan_wishes import wish
-from holdfast.cli.plan_view import PlanView, plain_number, view_of
+from cli.plan_requests import plan_request
+from holdfast.cli.plan_view import Cell, PlanView, asked_words, plain_number, start_command, sweep, token_words, view_of
+from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
-from holdfast.runner.planning.alternatives import list_alternatives
-from holdfast.runner.planning.plan_fit import Wish, find_fit, fit_runner
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.runner.planning.alternatives import Alternative, in_scheme, list_alternatives
+from holdfast.runner.planning.plan_fit import Wish, find_fit, fit_runner, settle
+from holdfast.runner.planning.target import cpu_target
 
-FITTING = wish("Qwen3-8B", "h200", max_model_len=8192)
-TOO_LONG = wish("Qwen3-8B", "rtx4090", max_model_len=1_000_000)
-TOO_LARGE = wish("Qwen3-32B", "l4")
+FITTING = plan_request("Qwen3-8B", "h200", max_model_len=8192)
 
 
-@pytest.mark.parametrize("asked", [FITTING, wish("DeepSeek-V4-Flash", "b200", tensor_parallel_size=8)])
+TOO_LONG = plan_request("Qwen3-8B", "rtx4090", max_model_len=1_000_000)
+
+
+TOO_LARGE = plan_request("Qwen3-32B", "l4")
+
+
+@pytest.mark.parametrize("asked", [FITTING, plan_request("DeepSeek-V4-Flash", "b200", tensor_parallel_size=8)])
 def test_a_plan_that_fits_is_the_planners(asked: Wish) -> None:
     view, plan = view_of(asked, None), fit_runner(asked)
     assert view.fits
@@ -116,8 +127,208 @@ def test_numbers_are_whole_where_they_can_be() -> None:
 
 
 def test_words_about_tokens() -> None:
-    fitting: PlanView = view_of(wish("Qwen3-8B", "h200", max_model_len=8192, max_num_seqs=2), None)
+    fitting: PlanView = view_of(plan_request("Qwen3-8B", "h200", max_model_len=8192, max_num_seqs=2), None)
     assert fitting.kv_words == (
         "KV cache size: 16,384 tokens (144.00 KiB each), Maximum concurrency for 8,192 tokens per request: 2.00x"
     )
     assert view_of(TOO_LARGE, None).kv_words == "a token of KV takes 256.00 KiB"
+
+
+def words_of(asked: Wish) -> str:
+    return asked_words(asked, settle(asked)[1])
+
+
+def change(option: str, value: object) -> Alternative:
+    return Alternative("", option, value, 1, 1.0, True, None, True)  # type: ignore[arg-type]
+
+
+def test_what_is_asked_is_one_line() -> None:
+    assert words_of(plan_request(max_model_len=4096, max_num_seqs=1)) == (
+        "Qwen3-8B on NVIDIA H200: weights in bfloat16, KV pages in bfloat16, context 4,096, one sequence, 8,192 tokens a step"
+    )
+    several = words_of(plan_request(tensor_parallel_size=4, quantization="fp8", kv_cache_dtype="turboquant_k8v4"))
+    assert several.startswith(
+        "Qwen3-8B on each of 4 x NVIDIA H200: weights in fp8, KV pages in turboquant_k8v4, context 40,960"
+    )
+    mixed = words_of(plan_request(kv_cache_dtype="turboquant_4bit_nc", kv_protected_dtype="auto"))
+    assert "KV pages in turboquant_4bit_nc, 4 of 36 layers in bfloat16, context 40,960" in mixed
+    assert "on the CPU of this machine" in words_of(plan_request()._replace(target=cpu_target()))
+
+
+def test_what_is_asked_reads_as_a_person_would_say_it() -> None:
+    one = words_of(plan_request(max_num_batched_tokens=1, quantization="none"))
+    assert "weights in bfloat16" in one
+    assert one.endswith(", 1 token a step")
+
+
+def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
+    asked = plan_request()
+    hostile = asked._replace(blueprint=replace(asked.blueprint, name="a\nb\x1b[2J"))
+    words = words_of(hostile)
+    assert words.isprintable()
+    assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")
+
+
+def test_bytes_of_a_token() -> None:
+    assert token_words(Fraction(147456)) == "144.00 KiB"
+    assert token_words(Fraction(1000, 3)) == "333.33 B on average"
+
+
+def test_only_what_was_asked_is_repeated() -> None:
+    assert start_command(plan_request(), "Qwen3-8B") == "holdfast chat path/to/Qwen3-8B --max-num-seqs 256"
+    assert (
+        start_command(plan_request()._replace(target=cpu_target()), None)
+        == "holdfast chat --device cpu --max-num-seqs 64"
+    )
+    alone = start_command(plan_request(max_num_seqs=1), "Qwen3-8B")
+    assert alone == "holdfast chat path/to/Qwen3-8B --max-num-seqs 1", "one is a number here, not a switch"
+    full = plan_request(
+        dtype="float16",
+        max_model_len=8192,
+        max_num_batched_tokens=512,
+        page_tokens=32,
+        memory_utilization=0.95,
+        max_num_seqs=4,
+        enforce_eager=True,
+        kv_cache_dtype="turboquant_3bit_nc",
+        kv_protected_layers=6,
+        kv_protected_dtype="auto",
+    )
+    assert shlex.split(start_command(full, "Qwen3-8B") or "")[3:] == [
+        *("--dtype", "float16"),
+        *("--kv-cache-dtype", "turboquant_3bit_nc"),
+        *("--kv-protected-layers", "6"),
+        *("--kv-protected-dtype", "auto"),
+        *("--max-model-len", "8192"),
+        *("--max-num-batched-tokens", "512"),
+        *("--page-tokens", "32"),
+        *("--memory-utilization", "0.95"),
+        "--enforce-eager",
+        *("--max-num-seqs", "4"),
+    ]
+
+
+def test_no_protected_layers_are_repeated_too() -> None:
+    command = start_command(plan_request(kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=0), "Qwen3-8B")
+    assert command is not None
+    assert "--kv-protected-layers 0 " in command
+    assert "--kv-protected-dtype" not in command
+
+
+def test_a_path_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "a model; rm -rf"
+    folder.mkdir()
+    command = start_command(plan_request(), str(folder))
+    assert shlex.split(command or "")[2] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("max_model_len", "2048", "--max-model-len 2048"),
+        ("memory_utilization", 0.93, "--memory-utilization 0.93"),
+        ("enforce_eager", "true", "--enforce-eager"),
+        ("max_num_seqs", 16, "--max-num-seqs 16"),
+        ("kv_cache_dtype", "turboquant_k8v4", "--kv-cache-dtype turboquant_k8v4"),
+    ],
+)
+def test_a_change_is_part_of_the_command(option: str, value: object, words: str) -> None:
+    command = start_command(plan_request(max_model_len=4096), "Qwen3-8B", change(option, value))
+    assert command is not None
+    assert words in command
+    assert command.count("--max-num-seqs") == 1
+    assert "true" not in command
+
+
+def test_another_gpu_is_no_option_of_a_command() -> None:
+    assert start_command(plan_request(), "Qwen3-8B", change("gpu", "b200")) is None
+
+
+ASKED = plan_request("Qwen3-8B", "rtx4090", max_num_seqs=64)
+
+
+CELLS = sweep(ASKED)
+
+
+def in_format(name: str) -> Wish:
+    return ASKED._replace(config=replace(ASKED.config, kv_cache_dtype=name))
+
+
+def test_every_cell_is_the_plan_of_its_formats() -> None:
+    for cell in CELLS:
+        alone = find_fit(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
+        assert cell.kv_tokens == alone.kv_tokens
+        assert cell.kv_protected_layers == len(alone.resolved.protected.layers)
+        assert cell.runs
+    assert [cell for cell in CELLS if cell.is_asked] == [CELLS[0]]
+
+
+def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
+    names = list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
+    assert names[0] == "bfloat16"
+    assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_coded)}
+    sizes = [layout.bytes_per_token(resolved) for layout, resolved in (settle(in_format(name)) for name in names)]
+    assert all(larger > smaller for larger, smaller in pairwise(sizes))
+    assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
+
+
+def test_what_was_asked_is_always_among_them() -> None:
+    cells = sweep(plan_request("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
+    assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_asked] == [("fp8", "int8")]
+    assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}
+    on_old = sweep(plan_request("Qwen3-8B", "a100-80g"))
+    assert {cell.quantization for cell in on_old} == {"none", "int8", "mxfp4"}, "it has no products in fp8"
+    assert not any(cell.runs for cell in sweep(plan_request("Qwen3-8B", "h200", tensor_parallel_size=2)))
+
+
+def test_what_contradicts_another_option_is_left_out() -> None:
+    """Protected layers in k8v4 are no wider than pages in k8v4."""
+    cells = sweep(plan_request(kv_cache_dtype="fp8", kv_protected_layers=2, kv_protected_dtype="float32"))
+    assert {cell.kv_protected_layers for cell in cells} == {2}
+    narrow = sweep(
+        plan_request(kv_cache_dtype="turboquant_k3v4_nc", kv_protected_layers=36, kv_protected_dtype="turboquant_k8v4")
+    )
+    names = {cell.kv_cache_dtype for cell in narrow}
+    assert names == {"turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"}, "coded ones of equal size too"
+
+
+def test_a_model_that_is_not_run_and_formats_that_it_does_not_take() -> None:
+    cells = sweep(plan_request("DeepSeek-R1", "h200", tensor_parallel_size=8))
+    assert not any(cell.runs for cell in cells)
+    assert any(cell.kv_tokens for cell in cells)
+
+
+def test_nothing_fits() -> None:
+    cells = sweep(plan_request("DeepSeek-R1", "rtx3060"))
+    assert {cell.kv_tokens for cell in cells} == {0}
+    assert all("does not fit" in line.text for line in sweep_lines(cells, "a GPU")[2:])
+
+
+def test_the_chart_has_a_bar_a_cell_and_a_name_a_format() -> None:
+    title, heading, *lines = sweep_lines(CELLS, "NVIDIA H200")
+    assert "NVIDIA H200" in title.text
+    assert heading.text.split() == ["KV", "pages", "weights", "tokens"]
+    assert len(lines) == len(CELLS)
+    assert sum(line.text.startswith("bfloat16") for line in lines) == 1
+    assert lines[0].text.endswith("asked")
+    for cell, line in zip(CELLS[1:], lines[1:], strict=True):
+        assert line.text.endswith("not in this version") == (line.style == "dim") == (not cell.runs)
+    wider = [line.text for line in lines if "4 layers wider" in line.text]
+    assert [text.split()[0] for text in wider] == [
+        name for name in dict.fromkeys(cell.kv_cache_dtype for cell in CELLS) if DEFAULT_PROTECTED_LAYERS.get(name) == 4
+    ]
+    assert all(f"{cell.kv_tokens:,}" in line.text for cell, line in zip(CELLS, lines, strict=True))
+    longest = max(range(len(CELLS)), key=lambda place: CELLS[place].kv_tokens)
+    assert lines[longest].text.count(EIGHTHS[8]) == SWEEP_CELLS
+
+
+@pytest.mark.parametrize(
+    ("value", "cells"), [(0, ""), (1, "▏"), (500, "█" * 20), (512, "█" * 20 + "▌"), (1000, "█" * 40)]
+)
+def test_bars_count_eighths(value: int, cells: str) -> None:
+    assert sweep_bar(value, 1000) == cells.ljust(SWEEP_CELLS)
+
+
+def test_no_cells_are_no_chart() -> None:
+    assert len(sweep_lines((), "a GPU")) == 2
+    assert sweep_lines((Cell("bfloat16", "none", 0, True, True),), "a GPU")[2].text.split()[-1] == "asked"

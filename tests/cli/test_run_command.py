@@ -83,17 +83,24 @@ def test_memory_is_planned_for_one_request(here: Here, tiny: Path) -> None:
 
 
 def test_the_prompt_comes_from_the_option_from_stdin_or_from_both(here: Here, tiny: Path) -> None:
-    whole = record(here, tiny, "-p", "One\n\ntwo")
-    assert record(here, tiny, "-p", "One", stdin="two\n")["token_ids"] == whole["token_ids"]
-    assert record(here, tiny, stdin="One\n\ntwo\r\n")["token_ids"] == whole["token_ids"]
-    assert record(here, tiny, "-p", "One")["token_ids"] != whole["token_ids"]
+    def answer(*options: str, stdin: str = "") -> tuple[int, list[int]]:
+        found = record(here, tiny, *options, "--max-tokens", "12", "--ignore-eos", stdin=stdin)
+        return found["usage"]["prompt_tokens"], found["token_ids"]
+
+    whole = answer("-p", "One\n\ntwo")
+    assert answer("-p", "One", stdin="two\n") == whole
+    assert answer(stdin="One\n\ntwo\r\n") == whole
+    assert answer("-p", "One") != whole
 
 
 def test_raw_text_is_not_put_into_the_template(here: Here, tiny: Path, bare: Path) -> None:
-    assert record(here, tiny, "-p", "Hello", "--raw")["usage"]["prompt_tokens"] == 5
-    assert record(here, tiny, "-p", "Hello")["usage"]["prompt_tokens"] == 5 + len("[u][a]")
-    assert record(here, bare, "-p", "Hello")["usage"]["prompt_tokens"] == 5
-    assert record(here, tiny, "-p", "Hello", "--system", "Hm")["usage"]["prompt_tokens"] == 5 + len("[s]Hm[u][a]")
+    def num_prompt_tokens(model: Path, *options: str) -> int:
+        return record(here, model, "-p", "Hello", "--max-tokens", "1", *options)["usage"]["prompt_tokens"]
+
+    assert num_prompt_tokens(tiny, "--raw") == 5
+    assert num_prompt_tokens(tiny) == 5 + len("[u][a]")
+    assert num_prompt_tokens(bare) == 5
+    assert num_prompt_tokens(tiny, "--system", "Hm") == 5 + len("[s]Hm[u][a]")
 
 
 def test_greedy_is_the_default_and_a_seed_repeats_the_rest(here: Here, tiny: Path) -> None:

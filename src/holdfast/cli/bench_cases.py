@@ -1,12 +1,15 @@
-"""What is measured and how: cases, their prompts, and engines that run them in turn; no torch."""
+"""What is measured and how: cases, their prompts, engines that run them in turn, and ours as one of them; no torch."""
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from holdfast.engine.engine import Engine
 from holdfast.errors import HoldfastError
+from holdfast.request.sampling_params import SamplingParams
 
 UNIT = "tokens/s"
 TokenIds = tuple[int, ...]
@@ -142,3 +145,32 @@ def _compare(
             f"({ours} {list(mine[place : place + 3])}, {theirs} {list(other[place : place + 3])})",
             "no speed-up is printed for another answer; use --dtype float32, where rounding cannot decide",
         )
+
+
+class HoldfastContestant:
+    """Drives an engine as `LLM` does, with a clock. The engine must not cache prefixes."""
+
+    name = "holdfast"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, case: Case) -> Timing:
+        """Submit all, step until the last token is there."""
+        engine = self._engine
+        start = time.perf_counter()
+        token_ids: dict[str, list[int]] = {}
+        for prompt, num_new in zip(case.prompts, case.num_new, strict=True):
+            params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+            token_ids[engine.add_request(None, {"prompt_token_ids": list(prompt)}, params)] = []
+        first_seconds, waiting = 0.0, set(token_ids)
+        while engine.has_unfinished():
+            for delta in engine.step():
+                if delta.error is not None:
+                    raise HoldfastError(f"{case.measure} was asked", delta.error, "report this")
+                token_ids[delta.request_id].extend(delta.token_ids)
+                waiting.discard(delta.request_id)
+            if not waiting and not first_seconds:
+                first_seconds = time.perf_counter() - start
+        total_seconds = time.perf_counter() - start
+        return Timing(tuple(map(tuple, token_ids.values())), first_seconds, total_seconds)

@@ -193,49 +193,49 @@ def _nearest(typed: str, names: Iterable[str]) -> str:
 
 
 def _run_run(own: Given, engine: Given, sampling: Given) -> None:
-    from holdfast.cli.run_command import RunOptions, run
+    from holdfast.cli.run import RunOptions, run
 
     run(RunOptions(**own), engine, sampling)
 
 
 def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
-    from holdfast.cli.chat_command import chat
+    from holdfast.cli.chat import chat
 
     return chat(own["model"], own["system"], engine, sampling, own["memory_report"])
 
 
 def _run_plan(own: Given, engine: Given, sampling: Given) -> int:
-    from holdfast.cli.plan_command import PlanOptions, plan
+    from holdfast.cli.plan import PlanOptions, plan
 
     return plan(PlanOptions(**own), engine)
 
 
 def _run_cache(own: Given, engine: Given, sampling: Given) -> None:
-    from holdfast.cli.cache_command import clear_weights, list_weights
+    from holdfast.cli.cache import clear_weights, list_weights
 
     clear_weights() if own["clear"] else list_weights()
 
 
 def _run_latency(own: Given, engine: Given, sampling: Given) -> None:
-    from holdfast.cli.bench_command import LatencyOptions, bench_latency
+    from holdfast.cli.bench import LatencyOptions, bench_latency
 
     bench_latency(LatencyOptions(**own), engine)
 
 
 def _run_throughput(own: Given, engine: Given, sampling: Given) -> None:
-    from holdfast.cli.bench_command import ThroughputOptions, bench_throughput
+    from holdfast.cli.bench import ThroughputOptions, bench_throughput
 
     bench_throughput(ThroughputOptions(**own), engine)
 
 
 def _run_eval_kv(own: Given, engine: Given, sampling: Given) -> None:
-    from holdfast.cli.eval_command import EvalOptions, eval_kv
+    from holdfast.cli.eval import EvalOptions, eval_kv
 
     eval_kv(EvalOptions(**own), engine)
 
 
 def _run_eval_weights(own: Given, engine: Given, sampling: Given) -> None:
-    from holdfast.cli.eval_weights import WeightEvalOptions, eval_weights
+    from holdfast.cli.eval import WeightEvalOptions, eval_weights
 
     eval_weights(WeightEvalOptions(**own), engine)
 

@@ -1,12 +1,16 @@
-"""The options of every command: a row for each setting of an engine and of a request, with the setting's own default; no torch."""
+"""The options of every command: a row for each setting of an engine and of a request, and how values are read that people type; no torch.
+
+A value that cannot be read stays as it was typed: the setting that it is for refuses it in its own words.
+"""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from holdfast.cli.values import read_biases, read_count, read_integers, read_number, read_patterns, read_share
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
+from holdfast.errors import ConfigError, RequestError, shown
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
@@ -15,6 +19,84 @@ ARGUMENTS, OPTIONS, MODEL, MEMORY, SAMPLING = "Arguments", "Options", "Model", "
 OUTPUT, BENCHMARK = "Output", "Benchmark"
 PANELS = (ARGUMENTS, OPTIONS, OUTPUT, BENCHMARK, SAMPLING, MODEL, MEMORY)
 """Parts of a help page, in their order."""
+COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+"""As in vLLM: small letters count in thousands, capitals in 1024s."""
+_COUNT = re.compile(r"(-?[0-9]{1,18})(\.[0-9]{1,9})?([kKmMgG]?)")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+def read_count(text: str) -> int | str | None:
+    """A whole number, as 8192, 8k (8000), 8K (8192) or 1M; auto is None, which leaves the choice open."""
+    if text.strip().lower() == "auto":
+        return None
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return text
+    value = (
+        float(f"{match[1]}{match[2]}") * COUNT_UNITS[match[3]] if match[2] else int(match[1]) * COUNT_UNITS[match[3]]
+    )
+    return int(value) if value == int(value) else text
+
+
+def read_number(text: str) -> float | str:
+    """A number, finite or not."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_share(text: str) -> float | str:
+    """A share of a whole, as 0.8 or 80%."""
+    number = read_number(text.strip().removesuffix("%"))
+    if isinstance(number, str) or not text.strip().endswith("%"):
+        return read_number(text)
+    # One that is too large is refused as it was typed.
+    return number / 100 if 0 < number <= 100 else text
+
+
+def read_integers(texts: Sequence[str]) -> list[int | str]:
+    """Whole numbers, each in a text of its own or several with commas between them."""
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    return [int(part) if re.fullmatch(r"-?[0-9]{1,18}", part) else part for part in parts]
+
+
+def read_patterns(texts: Sequence[str]) -> tuple[str, ...]:
+    """Patterns, each in a text of its own or several with commas between them."""
+    return tuple(part.strip() for text in texts for part in text.split(","))
+
+
+def read_biases(texts: Sequence[str]) -> dict[int, float]:
+    """Token ids and what is added to their logits, as 42=-100."""
+    biases: dict[int, float] = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        number = read_number(bias)
+        if not re.fullmatch(r"[0-9]{1,18}", token.strip()) or isinstance(number, str):
+            raise RequestError(
+                f"--logit-bias {shown(text)} was asked", "a token id and a number work", "write --logit-bias 42=-100"
+            )
+        biases[int(token)] = number
+    return biases
+
+
+def read_counts(text: str, option: str) -> tuple[int, ...]:
+    """One or more counts with commas between them, each at least 1."""
+    counts = [read_count(part) for part in text.split(",")]
+    if not all(isinstance(count, int) and 1 <= count < 2**31 for count in counts):
+        raise ConfigError(f"{option} {shown(text)} was asked", "whole numbers from 1 up work", f"write {option} 1,8")
+    return tuple(count for count in counts if isinstance(count, int))
+
+
+def read_range(text: str, option: str) -> tuple[int, int]:
+    """A count, or two with a hyphen between them: the least and the most."""
+    match = _RANGE.fullmatch(text.strip())
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError(
+            f"{option} {shown(text)} was asked", "a range of whole numbers from 1 up works", f"write {option} 32-512"
+        )
+    return low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +120,7 @@ class Option:
     @property
     def arguments(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
         """What argparse is told."""
-        help = told(self.help, self.default)
+        help = help_words(self.help, self.default)
         if self.panel == ARGUMENTS:
             yield (self.name,), {"metavar": self.metavar, "nargs": "?", "help": help}
         elif self.metavar:
@@ -86,20 +168,20 @@ class Setting:
     @property
     def all_flags(self) -> tuple[str, ...]:
         """Every spelling, the one that is shown first."""
-        shown, hidden = flag(self.name), f"--no-{flag(self.name)[2:]}"
         if self.is_switch:
-            # Only the side that changes something is worth a line.
-            return (hidden, shown) if self.default else (shown, hidden)
-        return (shown, *self.short, *map(flag, (*self.aliases, *self.other_names)))
+            # Only the side that changes something is worth a line, so it comes first.
+            on, off = flag(self.name), flag(f"no_{self.name}")
+            return (off, on) if self.default else (on, off)
+        return (flag(self.name), *self.short, *map(flag, (*self.aliases, *self.other_names)))
 
     @property
     def arguments(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
         """What argparse is told: one row of the help page, and spellings without one. What is not given leaves no trace."""
-        help = told(self.help, self.default if self.tells_default else None)
+        help = help_words(self.help, self.default if self.tells_default else None)
         row: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": help}
         if self.is_switch:
             change, keep = ("store_false", "store_true") if self.default else ("store_true", "store_false")
-            yield self.all_flags[:1], row | {"action": change, "help": told(self.help, None)}
+            yield self.all_flags[:1], row | {"action": change, "help": help_words(self.help, None)}
             yield self.all_flags[1:], row | {"action": keep, "help": argparse.SUPPRESS}
             return
         row |= {"metavar": self.metavar, "action": "append" if self.is_repeated else "store"}
@@ -240,6 +322,7 @@ ENGINE_SETTINGS = (
 )
 """Every field of EngineConfig but the model, which is an argument."""
 
+
 PLAN_SETTINGS = tuple(
     setting
     for setting in ENGINE_SETTINGS
@@ -261,6 +344,7 @@ PLAN_SETTINGS = tuple(
     )
 )
 """Those that change how much memory is needed."""
+
 
 EVAL_SETTINGS = tuple(
     setting
@@ -285,6 +369,7 @@ EVAL_SETTINGS = tuple(
 )
 """Those that mean something where one text is read over pages of several formats, and nothing is generated."""
 
+
 WEIGHT_EVAL_SETTINGS = tuple(
     setting
     for setting in ENGINE_SETTINGS
@@ -305,6 +390,7 @@ WEIGHT_EVAL_SETTINGS = tuple(
     )
 )
 """The same where weights are in several schemes, one after the other."""
+
 
 SAMPLING_SETTINGS = (
     Setting(
@@ -337,12 +423,14 @@ SAMPLING_SETTINGS = (
 )
 """The fields of SamplingParams that fit every command; a request's own seed is left to the engine's."""
 
+
 SEVERAL_SETTINGS = (
     Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short=("-n",)),
     Setting(SamplingParams, "logprobs", OUTPUT, "With --json: how many of the most likely tokens.", "N", read_count),
     Setting(SamplingParams, "prompt_logprobs", OUTPUT, "The same for the prompt's tokens.", "N", read_count),
 )
 """The other fields of SamplingParams, for a command that answers once."""
+
 
 Given = dict[str, Any]
 """Options that were given, by the name of the field or by another spelling that EngineConfig knows."""
@@ -359,7 +447,7 @@ def given(settings: Iterable[Setting], values: Mapping[str, Any]) -> Given:
     return found
 
 
-def told(help: str, default: object) -> str:
+def help_words(help: str, default: object) -> str:
     """A help text with the default behind it, as argparse takes it."""
     words = help if default is None or default == () else f"{help} Default: {default}."
     return words.replace("%", "%%")

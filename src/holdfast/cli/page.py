@@ -13,11 +13,21 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli.eval_table import EvalView, broken_words, headings, kl_words, meaning, note_words, quality_cells
-from holdfast.cli.memory_table import SERVE, UNACCOUNTED, held_words
-from holdfast.cli.plan_sweep import Cell
-from holdfast.cli.plan_table import LATER, concurrency_words
-from holdfast.cli.plan_view import PlanView
+from holdfast.cli.plan_view import Cell, PlanView
+from holdfast.cli.tables import (
+    LATER,
+    SERVE,
+    UNACCOUNTED,
+    EvalView,
+    broken_words,
+    concurrency_words,
+    headings,
+    held_words,
+    kl_words,
+    meaning,
+    note_words,
+    quality_cells,
+)
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.ledger import Entry
 from holdfast.memory.planner import PHASES

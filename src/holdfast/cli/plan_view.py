@@ -1,14 +1,113 @@
-"""A plan as everybody shows it, whether it fits or not: one value behind the table, the JSON and the page; no torch."""
+"""A plan as everybody shows it, whether it fits or not: one value behind table, JSON and page; its words; the sweep; no torch."""
 
+import shlex
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.cli.plan_words import asked_words, start_command, token_words
-from holdfast.errors import MemoryPlanError
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
-from holdfast.runner.planning.alternatives import Alternative, list_alternatives
-from holdfast.runner.planning.plan_fit import Wish, fit_runner, unfitting_runner
-from holdfast.runner.planning.resolve import Choice
+from holdfast.memory.sizes import format_bytes
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import UNQUANTIZED
+from holdfast.runner.planning.alternatives import Alternative, in_scheme, list_alternatives, narrower_schemes
+from holdfast.runner.planning.plan_fit import Wish, find_fit, fit_runner, settle, unfitting_runner
+from holdfast.runner.planning.plan_terms import list_needs
+from holdfast.runner.planning.resolve import Choice, Resolved
+
+STARTING = (
+    *("dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
+    *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype"),
+    *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization"),
+)
+"""Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
+
+
+def asked_words(request: Wish, resolved: Resolved) -> str:
+    """What the plan is of, on one line."""
+    limits, ranks, scheme = resolved.limits, request.tensor_parallel_size, resolved.recipe.scheme
+    device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
+    return (
+        f"{printable(request.blueprint.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
+        f"weights in {resolved.dtype if scheme is None else scheme.name}, KV pages in {format_words(request, resolved)}, "
+        f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
+        f"{_token_count_words(limits.max_num_batched_tokens)} a step"
+    )
+
+
+def format_words(request: Wish, resolved: Resolved) -> str:
+    """The format of KV pages, and how many layers have another."""
+    protected = resolved.protected
+    if not protected.layers:
+        return resolved.kv_format.name
+    count = f"{len(protected.layers)} of {request.blueprint.num_layers} layers"
+    return f"{resolved.kv_format.name}, {count} in {protected.format.name}"
+
+
+def _sequence_words(max_num_seqs: int) -> str:
+    return "one sequence" if max_num_seqs == 1 else f"up to {max_num_seqs:,} sequences"
+
+
+def _token_count_words(num_tokens: int) -> str:
+    return "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
+
+
+def printable(name: str) -> str:
+    """A folder may be called anything; what would move a cursor or end a line is shown as a mark."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+
+
+def _context_words(resolved: Resolved) -> str:
+    """One that was left open shrinks to what fits; where nothing does, none was settled."""
+    length = resolved.limits.max_model_len
+    return "of any length" if resolved.may_shorten and length == 1 else f"{length:,}"
+
+
+def token_words(bytes_per_token: Fraction) -> str:
+    """Bytes of a token; those of a cache that keeps one row for several tokens are a mean."""
+    if bytes_per_token.denominator == 1:
+        return format_bytes(int(bytes_per_token))
+    return f"{float(bytes_per_token):,.2f} B on average"
+
+
+def start_command(request: Wish, model: str | None, change: Alternative | None = None) -> str | None:
+    """A command that makes the same plan again, with one change if need be; None where the change is another device."""
+    if change is not None and change.option not in EngineConfig.__dataclass_fields__:
+        return None
+    asked = {name: getattr(request.config, name) for name in (*STARTING, "enforce_eager")}
+    # A chat is planned for one sequence unless it is told otherwise.
+    asked["max_num_seqs"] = settle(request)[1].limits.max_num_seqs
+    if change is not None:
+        asked[change.option] = change.value
+    words = ["holdfast", "chat", *_model_words(request, model)]
+    if request.target.kind == "cpu":
+        words += ["--device", "cpu"]
+    for name, value in asked.items():
+        if value is True or value == "true":
+            words.append(f"--{name.replace('_', '-')}")
+        elif value is not False and value != _default(name):
+            words += [f"--{name.replace('_', '-')}", _typed(value)]
+    return shlex.join(words)
+
+
+def _model_words(request: Wish, model: str | None) -> list[str]:
+    """The path as it was typed; of a model that is known by name alone, where it might be."""
+    if model is None:
+        return []
+    return [model if Path(model).expanduser().exists() else f"path/to/{request.blueprint.name}"]
+
+
+def _typed(value: object) -> str:
+    """A value as a person types it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _default(name: str) -> object:
+    return EngineConfig.__dataclass_fields__[name].default
 
 
 class OwnerRow(NamedTuple):
@@ -120,29 +219,29 @@ class PlanView(NamedTuple):
         }
 
 
-def view_of(wish: Wish, model: str | None) -> PlanView:
+def view_of(request: Wish, model: str | None) -> PlanView:
     """Plan, and put beside it what else would fit. A plan that does not fit is shown as the smallest that would do."""
     try:
-        plan, fits = fit_runner(wish), True
+        plan, fits = fit_runner(request), True
     except MemoryPlanError:
-        plan, fits = unfitting_runner(wish), False
-    memory, resolved, listed = plan.memory, plan.resolved, list_alternatives(wish)
+        plan, fits = unfitting_runner(request), False
+    memory, resolved, listed = plan.memory, plan.resolved, list_alternatives(request)
     smallest = next((item for item in listed if item.is_smallest), None)
     can_start = not plan.not_in_this_version and (fits or smallest is not None)
     return PlanView(
-        model=wish.blueprint.name,
-        target=wish.target.name,
-        asked=asked_words(wish, resolved),
+        model=request.blueprint.name,
+        target=request.target.name,
+        asked=asked_words(request, resolved),
         budget_bytes=memory.budget_bytes,
         budget_reason=memory.budget_reason,
-        terms=(*memory.terms, _pages(memory)),
+        terms=(*memory.terms, _page_term(memory)),
         kv_bytes_per_token=plan.kv_bytes_per_token,
         kv_tokens=plan.kv_tokens if fits else 0,
         max_model_len=resolved.limits.max_model_len,
         max_concurrency=plan.max_concurrency if fits else 0.0,
         choices=tuple(choice for choice in resolved.choices if choice.name != "memory"),
         alternatives=listed,
-        command=start_command(wish, model, None if fits else smallest) if can_start else None,
+        command=start_command(request, model, None if fits else smallest) if can_start else None,
         not_in_this_version=plan.not_in_this_version,
     )
 
@@ -160,6 +259,82 @@ def _reason(terms: list[Term]) -> str:
     return f"{largest.owner.partition('/')[2]}: {largest.reason}; and {len(terms) - 1} more"
 
 
-def _pages(memory: MemoryPlan) -> Term:
+def _page_term(memory: MemoryPlan) -> Term:
     pages = "1 page" if memory.num_pages == 1 else f"{memory.num_pages:,} pages"
     return Term(KV_OWNER, memory.kv_bytes, f"{pages}: {memory.pages_reason}", PAGE_PHASES)
+
+
+class Cell(NamedTuple):
+    """One plan of a sweep."""
+
+    kv_cache_dtype: str
+    quantization: str
+    """"none" leaves weights as they are."""
+    kv_tokens: int
+    """0 where it does not fit."""
+    is_asked: bool
+    runs: bool
+    """An engine of this version takes it."""
+    kv_protected_layers: int = 0
+    """Layers whose pages are in a wider format."""
+
+
+class _Pages(NamedTuple):
+    """A KV format that can be planned."""
+
+    name: str
+    request: Wish
+    bytes_per_token: Fraction
+    num_protected: int
+
+
+def sweep(request: Wish) -> tuple[Cell, ...]:
+    """Every KV format that takes no more than the asked one, with weights as they are and in fewer bits."""
+    asked, quantization = settle(request)[1].kv_format.name, request.config.quantization or UNQUANTIZED
+    schemes = _schemes(request, quantization)
+    return tuple(
+        Cell(
+            pages.name,
+            scheme,
+            _tokens(in_scheme(pages.request, scheme)),
+            is_asked=(pages.name, scheme) == (asked, quantization),
+            runs=request.blueprint.not_runnable is None and request.tensor_parallel_size == 1,
+            kv_protected_layers=pages.num_protected,
+        )
+        for pages in _formats(request, asked)
+        for scheme in schemes
+    )
+
+
+def _formats(request: Wish, asked: str) -> list[_Pages]:
+    """The asked one first, then fewer and fewer bytes; of plain ones one for each number of bytes."""
+    first = _pages_in(request, asked)
+    found = {} if first is None else {(first.bytes_per_token, KV_FORMATS[asked].is_coded and asked): first}
+    for kv_format in KV_FORMATS.values():
+        pages = _pages_in(request, kv_format.name)
+        if pages is not None and first is not None and pages.bytes_per_token <= first.bytes_per_token:
+            found.setdefault((pages.bytes_per_token, kv_format.is_coded and kv_format.name), pages)
+    return sorted(found.values(), key=lambda pages: -pages.bytes_per_token)
+
+
+def _pages_in(request: Wish, name: str) -> _Pages | None:
+    """The same request with pages in that format; None where it contradicts another option, or where no attention reads it."""
+    moved = request._replace(config=replace(request.config, kv_cache_dtype=name))
+    try:
+        layout, resolved = settle(moved)
+        list_needs(layout, resolved)
+    except (ConfigError, UnsupportedModelError):
+        return None
+    return _Pages(name, moved, layout.bytes_per_token(resolved), len(resolved.protected.layers))
+
+
+def _schemes(request: Wish, asked: str) -> list[str]:
+    """Weights as they are, and the first scheme of each number of bits that can be had; the asked one in any case."""
+    return list(dict.fromkeys((UNQUANTIZED, *narrower_schemes(in_scheme(request, UNQUANTIZED)), asked)))
+
+
+def _tokens(request: Wish) -> int:
+    try:
+        return find_fit(request).kv_tokens
+    except (ConfigError, MemoryPlanError):
+        return 0

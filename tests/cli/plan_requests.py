@@ -1,4 +1,4 @@
-"""Wishes for plans: well-known models on GPUs that need not be there."""
+"""Requests for plans: well-known models on GPUs that need not be there."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from holdfast.runner.planning.plan_fit import Wish
 from holdfast.runner.planning.target import Target, gpu_target, memory_target
 
 
-def wish(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None = None, **options: Any) -> Wish:
-    """A wish; `tensor_parallel_size` stands beside the config's options."""
+def plan_request(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None = None, **options: Any) -> Wish:
+    """A request; `tensor_parallel_size` stands beside the config's options."""
     beside = {name: options.pop(name) for name in ("tensor_parallel_size",) if name in options}
     target: Target = gpu_target(find_gpu(gpu)) if memory is None else memory_target(memory)
     return Wish(EngineConfig(**options), open_blueprint(model), target, **beside)

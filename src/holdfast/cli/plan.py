@@ -1,14 +1,11 @@
 """`holdfast plan`: what a model would take of a device that need not be there, before anything is read or taken; no torch."""
 
-import sys
 from typing import NamedTuple
 
-from holdfast.cli.options import Given
-from holdfast.cli.plan_table import Line, plan_lines
-from holdfast.cli.plan_view import view_of
-from holdfast.cli.side_lines import MAX_PATH, write_line
-from holdfast.cli.strict_json import dumps
-from holdfast.cli.values import read_count
+from holdfast.cli.options import Given, read_count
+from holdfast.cli.plan_view import sweep, view_of
+from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
+from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
@@ -21,11 +18,6 @@ DOES_NOT_FIT = 1
 LEAST_BYTES = 2**20
 """Nobody plans for less; a smaller number lacks its unit."""
 NO_DEVICE = "no --gpu and no --memory was given, so this is a plan for the memory of this machine; try --gpu h200"
-UNKNOWN_COLUMNS = 80
-"""Where a terminal says that it has none, rich would print nothing."""
-LEAST_COLUMNS = 40
-"""Where a table's rows are cut, and not continued."""
-ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
 
 
 class PlanOptions(NamedTuple):
@@ -47,13 +39,9 @@ def plan(options: PlanOptions, engine: Given) -> int:
         from holdfast.cli.page import page_file
 
         html = page_file(options.html, "--html")
-    wish = read_wish(options, engine)
-    view = view_of(wish, options.model)
-    cells = ()
-    if options.sweep or html is not None:
-        from holdfast.cli.plan_sweep import sweep
-
-        cells = sweep(wish)
+    request = read_request(options, engine)
+    view = view_of(request, options.model)
+    cells = sweep(request) if options.sweep or html is not None else ()
     if html is not None:
         from holdfast.cli.page import plan_page, write_page
 
@@ -62,20 +50,18 @@ def plan(options: PlanOptions, engine: Given) -> int:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     if options.as_json:
         record = view.as_dict() | ({"sweep": [cell._asdict() for cell in cells]} if options.sweep else {})
-        _write(dumps(record, indent=1))
+        write_answer(f"{dumps(record, indent=1)}\n")
     else:
         lines = plan_lines(view)
         if options.sweep:
-            from holdfast.cli.plan_sweep import sweep_lines
-
-            lines += [Line(""), *sweep_lines(cells, wish.target.name)]
+            lines += [Line(""), *sweep_lines(cells, request.target.name)]
         if options.gpu is None and options.memory is None:
             lines += [Line(""), Line(NO_DEVICE, "dim")]
         show(lines)
     return 0 if view.fits else DOES_NOT_FIT
 
 
-def read_wish(options: PlanOptions, engine: Given) -> Wish:
+def read_request(options: PlanOptions, engine: Given) -> Wish:
     """What was typed, checked; a model is looked for when the rest is sound."""
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
@@ -106,46 +92,6 @@ def read_target(options: PlanOptions) -> Target:
         meant = f"did you mean {size}GiB?" if not size[-1:].isalpha() else "write 24GiB"
         raise ConfigError(f"--memory {shown(size)} was asked", f"that is {num_bytes} bytes", meant)
     return memory_target(num_bytes)
-
-
-def show(lines: list[Line]) -> None:
-    """Lines on stdout: tables cut to the width of a terminal and with colour there, all as they are elsewhere."""
-    if sys.stdout is None or not sys.stdout.isatty():
-        _write("\n".join(line.text for line in lines))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    console.width = console.width or UNKNOWN_COLUMNS
-    for line in lines:
-        # A terminal too narrow for the numbers of a table gets them over several lines.
-        is_cut = line.is_cut and console.width >= LEAST_COLUMNS
-        text = Text(_encodable(_cut(line.text, console.width) if is_cut else line.text), style=line.style)
-        text.highlight_regex("[█▏▎▍▌▋▊▉]+", "cyan")
-        text.highlight_regex("░+", "blue")
-        console.print(text, soft_wrap=True)
-
-
-def _cut(text: str, num_columns: int) -> str:
-    """As much as a line holds; rich would end it with a sign that not every terminal can be sent."""
-    return text if len(text) <= num_columns else f"{text[: num_columns - 1]}…"
-
-
-def _write(text: str) -> None:
-    if sys.stdout is not None:
-        sys.stdout.write(f"{_encodable(text)}\n")
-        sys.stdout.flush()
-
-
-def _encodable(text: str) -> str:
-    """Blocks as plain signs where stdout has no better ones."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    return text
 
 
 def _is_size(text: str) -> bool:

@@ -7,24 +7,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast.cli.answers import write_answer
 from holdfast.cli.bench_cases import (
     UNIT,
     Case,
     Contestant,
+    HoldfastContestant,
     Result,
     check_agreement,
     latency_cases,
     race,
     throughput_case,
 )
-from holdfast.cli.bench_holdfast import HoldfastContestant
 from holdfast.cli.bench_record import num_cores, ratios, record
-from holdfast.cli.opening import import_torch, model_name, open_visibly, report_file
-from holdfast.cli.options import Given
-from holdfast.cli.side_lines import write_line
-from holdfast.cli.strict_json import dumps
-from holdfast.cli.values import read_counts, read_range
+from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file
+from holdfast.cli.options import Given, read_counts, read_range
+from holdfast.cli.tables import aligned
+from holdfast.cli.terminal import dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.progress import is_watched
 from holdfast.errors import ConfigError, shown
@@ -202,25 +200,17 @@ def _telling() -> Iterator[Callable[[str], None]]:
 
 def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None:
     names = list(results[0].rates)
-    headings = ["", *names, *(f"against {name}" for name in names[1:]), "best"]
+    headings = ("", *names, *(f"against {name}" for name in names[1:]), "best")
     rows = [
-        [
+        (
             result.case.measure,
             *(f"{result.median(name):.1f}" for name in names),
             *(f"{ratio:.2f}x" for ratio in ratios(result).values()),
             " / ".join(f"{result.best(name):.1f}" for name in names),
-        ]
+        )
         for result in results
     ]
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    lines = [f"{title}, {UNIT}"]
-    for row in (headings, *rows):
-        first, *rest = (
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *rest]))
-    text = "\n".join(lines)
+    text = "\n".join((f"{title}, {UNIT}", *aligned([headings, *rows], right=tuple(range(1, len(headings))))))
     write_line(text) if to_stderr else write_answer(f"{text}\n")
 
 

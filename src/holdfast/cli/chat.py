@@ -1,28 +1,163 @@
-"""ChatSession: turns and /commands of one chat, over whatever answers; Ctrl-C stops an answer and nothing else; no torch."""
+"""`holdfast chat`: what is typed or piped, turn by turn; /commands; the history, taken back or kept in a file; no torch."""
 
 import difflib
 import re
-from collections.abc import Callable, Generator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields
+from pathlib import Path
 from typing import Protocol
 
-from holdfast.cli.answers import Speed, speed_of, write_answer
-from holdfast.cli.chat_history import ChatHistory
-from holdfast.cli.options import SAMPLING_SETTINGS, Given
-from holdfast.cli.side_lines import write_line
-from holdfast.cli.values import read_count
+from holdfast.cli.opened_model import (
+    OpenedModel,
+    Speed,
+    decode,
+    open_quietly,
+    open_visibly,
+    prepare,
+    report_file,
+    sampling_params,
+    speed_of,
+    stream,
+)
+from holdfast.cli.options import SAMPLING_SETTINGS, Given, read_count
+from holdfast.cli.tables import memory_lines, show_beside
+from holdfast.cli.terminal import FAILED, dumps, write_answer, write_line
+from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.output_assembly import OutputAssembler
 from holdfast.errors import ConfigError, RequestError, shown
+from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 
+QUOTES = '"""'
+PROMPT, MORE = ">>> ", "... "
 SETTINGS = {setting.name: setting for setting in SAMPLING_SETTINGS}
 NAMES = (*SETTINGS, "seed")
 """What /set may change."""
 SWITCH_WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
+DEFAULT_MAX_TOKENS = 1024
+
+
+class ChatHistory:
+    """A system message, if any, and turns: a question and its answer, alternating."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self._turns: list[tuple[str, str]] = []
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    def messages(self, question: str | None = None) -> list[Mapping[str, object]]:
+        """All of it as a chat template takes it, with a further question at its end."""
+        messages: list[Mapping[str, object]] = []
+        if self.system is not None:
+            messages.append({"role": "system", "content": self.system})
+        for asked, answered in self._turns:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": answered})
+        if question is not None:
+            messages.append({"role": "user", "content": question})
+        return messages
+
+    def add(self, question: str, answer: str) -> None:
+        """A turn that is over."""
+        self._turns.append((question, answer))
+
+    def take_back(self) -> tuple[str, str] | None:
+        """Forget the last turn and return it; None if there was none."""
+        return self._turns.pop() if self._turns else None
+
+    def clear(self) -> int:
+        """Forget every turn; how many there were."""
+        num_turns = self.num_turns
+        self._turns.clear()
+        return num_turns
+
+    def save(self, file: str, model: str) -> None:
+        """Write the messages to a new file, as JSON."""
+        text = dumps({"model": model, "messages": self.messages()}, indent=2)
+        try:
+            with Path(file).expanduser().open("x", encoding="utf-8") as out:
+                out.write(f"{text}\n")
+        except FileExistsError as error:
+            raise ConfigError(
+                f"/save {shown(file)[1:-1]} was asked", "there is such a file already", "choose another name"
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"/save {shown(file)[1:-1]} was asked", reason, "choose another place") from error
+
+
+class Typed:
+    """Messages from a terminal; one Ctrl-C clears the line, two in a row or Ctrl-D end the chat."""
+
+    def __init__(self, ask: Callable[[str], str] | None = None) -> None:
+        _edit_lines()
+        self._ask = ask if ask is not None else input
+
+    def __iter__(self) -> Iterator[str]:
+        was_interrupted = False
+        while True:
+            try:
+                message = _message(self._ask)
+            except EOFError:
+                write_line("")
+                return
+            except KeyboardInterrupt:
+                if was_interrupted:
+                    write_line("")
+                    return
+                was_interrupted = True
+                write_line("\n(Ctrl-C again, Ctrl-D or /exit leaves)")
+                continue
+            was_interrupted = False
+            yield message
+
+
+class Piped:
+    """Messages from a pipe or a file: a line each, or several between triple quotes."""
+
+    def __iter__(self) -> Iterator[str]:
+        def ask(prompt: str) -> str:
+            line = sys.stdin.buffer.readline()
+            if not line:
+                raise EOFError
+            return decode(line, "a line of standard input").removesuffix("\n").removesuffix("\r")
+
+        while True:
+            try:
+                yield _message(ask)
+            except EOFError:
+                return
+
+
+def _message(ask: Callable[[str], str]) -> str:
+    """One line, or the lines from one that begins with triple quotes to one that ends with them."""
+    line = ask(PROMPT)
+    if not line.lstrip().startswith(QUOTES):
+        return line
+    lines = [line.lstrip().removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        try:
+            lines.append(ask(MORE))
+        except EOFError:
+            return "\n".join(lines)
+    lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return "\n".join(lines).strip("\n")
+
+
+def _edit_lines() -> None:
+    """Arrow keys and history, on systems that have them."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return
 
 
 class Answers(Protocol):
@@ -244,3 +379,55 @@ def _read(name: str, value: str) -> object:
 
 def _turns(num_turns: int) -> str:
     return "1 turn" if num_turns == 1 else f"{num_turns} turns"
+
+
+class ModelAnswers:
+    """An opened model, as a chat sees it."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        self._opened = opened
+        self.model_name = opened.name
+        self.context_tokens = opened.context_tokens
+
+    def params(self, given: Given) -> SamplingParams:
+        """What was asked, on top of the model's own defaults."""
+        return sampling_params(given, self._opened.engine.generation)
+
+    def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
+        """Check a conversation."""
+        return prepare(self._opened.engine, messages, params, DEFAULT_MAX_TOKENS)
+
+    def stream(self, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
+        """Answer it."""
+        return stream(self._opened.llm, prepared)
+
+    def show_memory(self) -> None:
+        """Who holds how many bytes."""
+        show_beside(memory_lines(self._opened.memory))
+
+
+def chat(
+    model: str | None, system: str | None, engine: Given, sampling: Given, memory_report: str | None = None
+) -> int:
+    """Talk until the input ends; the exit code."""
+    sampling_params(sampling, GenerationDefaults())
+    # One conversation is all that will come, so memory is planned for one.
+    config = EngineConfig.from_options(model=model, **({"max_num_seqs": 1} | engine))
+    is_watched = sys.stdin is not None and sys.stdin.isatty()
+    report = report_file(memory_report)
+    opened = open_visibly(config, report) if is_watched else open_quietly(config, report)
+    if not opened.engine.has_chat_template:
+        raise ConfigError(
+            f"a chat with {opened.name} was asked",
+            "the model has no chat template",
+            "pass --chat-template FILE, or use holdfast run --raw",
+        )
+    session = ChatSession(ModelAnswers(opened), ChatHistory(system), sampling, is_watched)
+    if is_watched:
+        show_beside(memory_lines(opened.memory, is_compact=True))
+        write_line(f"{opened.name}, context of {opened.context_tokens:,} tokens; /help lists commands, Ctrl-D leaves")
+    for text in Typed() if is_watched else Piped():
+        if not session.take(text):
+            break
+    # Nobody watches a pipe, so what went wrong in between is told at the end.
+    return FAILED if session.num_failures and not is_watched else 0

@@ -4,13 +4,21 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
-from holdfast.cli.answers import Speed, prepare, sampling_params, speed_of, stream, write_answer
-from holdfast.cli.memory_table import write_memory
-from holdfast.cli.opening import OpenedModel, open_quietly, open_visibly, report_file
+from holdfast.cli.opened_model import (
+    OpenedModel,
+    Speed,
+    open_quietly,
+    open_visibly,
+    prepare,
+    read_prompt,
+    report_file,
+    sampling_params,
+    speed_of,
+    stream,
+)
 from holdfast.cli.options import Given
-from holdfast.cli.prompt_input import read_prompt
-from holdfast.cli.side_lines import write_line
-from holdfast.cli.strict_json import dumps
+from holdfast.cli.tables import memory_lines, show_beside
+from holdfast.cli.terminal import dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.output_assembly import OutputAssembler
@@ -50,7 +58,7 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
         write_answer(dumps(_record(opened, output)) + "\n")
     elif not options.quiet:
         write_line("")
-        write_memory(opened.memory)
+        show_beside(memory_lines(opened.memory))
         write_line(f"\n{speed_of(output).line}")
         if params.max_tokens is None and output.outputs[0].finish_reason == "length":
             write_line(f"cut at {prepared.max_tokens} tokens; --max-tokens N allows more, within the context")

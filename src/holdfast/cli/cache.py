@@ -2,10 +2,8 @@
 
 import time
 
-from holdfast.cli.answers import write_answer
-from holdfast.cli.columns import aligned
-from holdfast.cli.failures import log_plainly
-from holdfast.cli.side_lines import write_line
+from holdfast.cli.tables import aligned
+from holdfast.cli.terminal import log_plainly, write_answer, write_line
 from holdfast.errors import HoldfastError
 from holdfast.loading.quantized.quantized_cache import CacheEntry, cache_entries, cache_folder, clear_cache
 from holdfast.loading.quantized.quantized_manifest import ALONE, MANIFEST_FILE, read_manifest

@@ -1,0 +1,249 @@
+"""A model that a command opens: progress while it loads, prompts from options and pipes, answers, and how fast they came; no torch."""
+
+import math
+import select
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from holdfast.cli.options import Given
+from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, write_line
+from holdfast.config import EngineConfig
+from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.engine import Engine
+from holdfast.engine.llm import LLM, open_engine
+from holdfast.engine.progress import is_watched
+from holdfast.errors import HoldfastError, PromptError, shown
+from holdfast.loading.default_model import find_default_model
+from holdfast.loading.planning.open_model import GenerationDefaults
+from holdfast.memory.report import MemoryReport
+from holdfast.memory.sizes import format_bytes
+from holdfast.request.outputs import CompletionDelta, RequestOutput
+from holdfast.request.sampling_params import SamplingParams
+
+WEIGHTS_OWNER = "weights"
+STARTING = "Starting"
+MAX_STDIN_BYTES = 64 * 2**20
+PATIENCE_SECONDS = 3.0
+"""How long piped input may stay silent before somebody is told that it is waited for."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ADVISED = ("temperature", "top_p", "top_k", "repetition_penalty")
+CHOOSING = ("top_p", "top_k", "min_p", "n")
+"""Options that mean nothing unless tokens are drawn at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that is ready to answer."""
+
+    name: str
+    engine: Engine
+    llm: LLM
+    memory: MemoryReport
+    load_seconds: float
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt and answer together."""
+        return min(self.memory.max_model_len, self.memory.kv_tokens)
+
+
+def import_torch() -> None:
+    """Import all that a model needs; the end of the time in which Ctrl-C may simply leave."""
+    import holdfast.engine.build  # noqa: F401
+
+    raise_interrupts()
+
+
+def report_file(option: str | None) -> Path | None:
+    """Where --memory-report is to be written, refused before a model is touched; None where nobody asked."""
+    if option is None:
+        return None
+    from holdfast.cli.page import page_file
+
+    return page_file(option, "--memory-report")
+
+
+def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
+    """Load a model and say nothing."""
+    log_plainly()
+    started = time.monotonic()
+    import_torch()
+    engine = open_engine(config, lambda num_done, num_total: None)
+    opened = _opened(config, engine, started)
+    _write_report(opened, report)
+    return opened
+
+
+def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
+    """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
+    log_plainly()
+    started = time.monotonic()
+    if is_watched():
+        _import_torch_visibly()
+        opened = _opened(config, open_engine(config, None), started)
+    else:
+        write_line(f"Loading {model_name(config)}")
+        import_torch()
+        opened = _opened(config, open_engine(config, lambda num_done, num_total: None), started)
+        weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
+        write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds")
+    if _write_report(opened, report):
+        write_line(f"memory report written to {shown(str(report), MAX_PATH)[1:-1]}")
+    return opened
+
+
+def model_name(config: EngineConfig) -> str:
+    """The last part of the model's path."""
+    path = find_default_model() if config.model is None else Path(config.model)
+    return ascii(path.resolve().name)[1:-1]
+
+
+def _write_report(opened: OpenedModel, file: Path | None) -> bool:
+    if file is None:
+        return False
+    from holdfast.cli.page import memory_page, write_page
+
+    write_page(file, memory_page(opened.name, opened.memory, opened.memory.entries))
+    return True
+
+
+def _import_torch_visibly() -> None:
+    """It takes its seconds before there is anything to count. No spinner, which would hide the cursor for ever."""
+    sys.stderr.write(STARTING)
+    sys.stderr.flush()
+    import_torch()
+    sys.stderr.write(f"\r{' ' * len(STARTING)}\r")
+
+
+def _opened(config: EngineConfig, engine: Engine, started: float) -> OpenedModel:
+    assert isinstance(engine.memory, MemoryReport), f"an engine without an account of its memory: {engine.memory=}"
+    return OpenedModel(model_name(config), engine, LLM.from_engine(engine), engine.memory, time.monotonic() - started)
+
+
+def read_prompt(option: str | None) -> str:
+    """The option, then a blank line, then what is piped in; at least one of them."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_all(sys.stdin.buffer)
+    parts = [part for part in (option, piped) if part]
+    if not parts:
+        raise PromptError(
+            "an answer was asked for, with no prompt" if option is None else "an empty prompt was given",
+            "it is taken from -p, and from piped input",
+            'write holdfast run -p "...", or talk in holdfast chat',
+        )
+    return "\n\n".join(parts)
+
+
+def decode(data: bytes, what: str = "standard input") -> str:
+    """Text of bytes that should be UTF-8."""
+    try:
+        return data.removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{what} was given as a prompt",
+            f"byte {error.start} of it, 0x{data.removeprefix(BYTE_ORDER_MARK)[error.start]:02x}, is not UTF-8",
+            "convert it first, as with iconv -t utf-8",
+        ) from error
+
+
+def _read_all(stream: BinaryIO) -> str:
+    _tell_when_waiting(stream)
+    data = stream.read(MAX_STDIN_BYTES + 1)
+    if len(data) > MAX_STDIN_BYTES:
+        raise PromptError(
+            f"more than {MAX_STDIN_BYTES >> 20} MiB were given on standard input", "no model reads that", "pipe in less"
+        )
+    text = decode(data)
+    # The newline that ends the last line of a file is not part of what was said.
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _tell_when_waiting(stream: BinaryIO) -> None:
+    """A pipe that nobody closes looks like a hang; say what is waited for."""
+    try:
+        ready, _, _ = select.select([stream], [], [], PATIENCE_SECONDS)
+    except (OSError, ValueError):
+        return  # no file behind it, or a system that selects sockets only
+    if not ready:
+        write_line("waiting for standard input to end; start with < /dev/null to leave it out")
+
+
+def sampling_params(given: Given, generation: GenerationDefaults) -> SamplingParams:
+    """What was asked; else what the model's makers advise; else greedy, unless something was asked that needs chance."""
+    advised: Given = {name: getattr(generation, name) for name in ADVISED if getattr(generation, name) is not None}
+    greedy: Given = {} if any(name in given for name in CHOOSING) else {"temperature": 0.0}
+    return SamplingParams(**(greedy | advised | given))
+
+
+def prepare(
+    engine: Engine, prompt: str | list[Mapping[str, object]], params: SamplingParams, max_tokens: int
+) -> PreparedRequest:
+    """A request whose answer has at most `max_tokens`, or as many as its context leaves, unless the params say."""
+    prepare = engine.prepare if isinstance(prompt, str) else engine.prepare_chat
+    prepared = prepare(prompt, params)
+    if params.max_tokens is not None:
+        return prepared
+    bounded = min(prepared.max_tokens, max(max_tokens, params.min_tokens))
+    return replace(prepared, params=replace(params, max_tokens=bounded), max_tokens=bounded)
+
+
+def stream(llm: LLM, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
+    """The answer as it comes; an answer that the engine gave up raises. Closing it ends the request."""
+    deltas = llm.stream({"prompt_token_ids": prepared.prompt_token_ids}, prepared.params)
+    assert isinstance(deltas, Generator), f"a stream that cannot be closed: {deltas=}"
+    with closing(deltas):
+        for delta in deltas:
+            if delta.error is not None:
+                raise HoldfastError("an answer was asked", delta.error, "try another prompt, and report this")
+            yield delta
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens and seconds of one request; a rate is None where nothing was measured."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    total_seconds: float | None
+    prefill_rate: float | None
+    decode_rate: float | None
+
+    @property
+    def line(self) -> str:
+        """All of it on one line."""
+        cached = f" ({self.num_cached_tokens} cached)" if self.num_cached_tokens else ""
+        parts = [f"prompt {self.num_prompt_tokens} tokens{cached}", f"generated {self.num_output_tokens} tokens"]
+        if self.first_token_seconds is not None:
+            parts.append(f"first token {self.first_token_seconds:.3f} s")
+        rates = (("prefill", self.prefill_rate), ("decode", self.decode_rate))
+        return ", ".join([*parts, *(f"{name} {rate:.1f} tokens/s" for name, rate in rates if rate is not None)])
+
+
+def speed_of(output: RequestOutput) -> Speed:
+    """How fast a finished request was."""
+    num_output = sum(len(completion.token_ids) for completion in output.outputs)
+    num_prompt, metrics = len(output.prompt_token_ids), output.metrics
+    if metrics is None:
+        return Speed(num_prompt, output.num_cached_tokens, num_output, None, None, None, None, None)
+    num_computed = num_prompt - metrics.num_cached_tokens
+    return Speed(
+        num_prompt,
+        metrics.num_cached_tokens,
+        num_output,
+        metrics.queue_seconds,
+        metrics.first_token_seconds,
+        metrics.total_seconds,
+        _rate(num_computed, metrics.first_token_seconds - metrics.queue_seconds),
+        _rate(num_output - len(output.outputs), metrics.total_seconds - metrics.first_token_seconds),
+    )
+
+
+def _rate(num_tokens: int, seconds: float) -> float | None:
+    return num_tokens / seconds if num_tokens > 0 and seconds > 0 and math.isfinite(seconds) else None

@@ -1,0 +1,478 @@
+"""Text for people: columns, bars and lines for a terminal, and the tables of memory, a plan, its sweep and an evaluation; no torch."""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from holdfast.errors import PlanTable
+from holdfast.memory.planner import PHASES
+from holdfast.memory.report import MemoryReport, MemoryRow
+from holdfast.memory.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.cli.plan_view import Cell, OwnerRow, PlanView
+    from holdfast.engine.kv_quality import Quality
+    from holdfast.runner.planning.alternatives import Alternative
+
+FULL, LIGHT = "█", "░"
+NOTHING = "-"
+SMALLEST, OTHER = "→", " "
+LATER = "not in this version"
+UNKNOWN_COLUMNS = 80
+"""Where a terminal says that it has none, rich would print nothing."""
+LEAST_COLUMNS = 40
+"""Where a table's rows are cut, and not continued."""
+ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
+BAR_CELLS = 20
+MEMORY_HEADINGS = ("owner", "planned", "held", "", "why")
+SERVE = "serve"
+UNACCOUNTED = "unaccounted"
+SWEEP_CELLS = 40
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+FIGURES = (
+    "against 16 bit",
+    "perplexity",
+    "change",
+    "mean KL",
+    "p99 KL",
+    "same top-1",
+    "tokens/s",
+)
+NOT_FINITE = "not finite"
+
+
+def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    """Cells in columns, the numbered ones to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def cells_of(value: int, whole: int, num_cells: int) -> int:
+    """Cells of a bar for a part of the whole."""
+    return round(num_cells * value / max(whole, 1))
+
+
+class Line(NamedTuple):
+    """One line, and how a terminal that has colours shows it."""
+
+    text: str
+    style: str = ""
+    is_cut: bool = False
+    """A row of a table ends where the terminal does; sentences and commands go on in the next line."""
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[Line]:
+    """Cells in columns, the heading first."""
+    heading, *lines = aligned(rows, right)
+    return [Line(heading, "bold", is_cut=True), *(Line(line, is_cut=True) for line in lines)]
+
+
+def show(lines: Sequence[Line]) -> None:
+    """Lines on stdout: tables cut to the width of a terminal and with colour there, all as they are elsewhere."""
+    _show(lines, sys.stdout)
+
+
+def show_beside(lines: Sequence[Line]) -> None:
+    """The same on stderr, beside an answer."""
+    _show(lines, sys.stderr)
+
+
+def _show(lines: Sequence[Line], stream: TextIO | None) -> None:
+    if stream is None:
+        return
+    if not stream.isatty():
+        stream.write(_encodable("".join(f"{line.text}\n" for line in lines), stream))
+        stream.flush()
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    console.width = console.width or UNKNOWN_COLUMNS
+    for line in lines:
+        # A terminal too narrow for the numbers of a table gets them over several lines.
+        is_cut = line.is_cut and console.width >= LEAST_COLUMNS
+        words = _cut(line.text, console.width) if is_cut else line.text
+        text = Text(_encodable(words, stream), style=line.style)
+        text.highlight_regex("[█▏▎▍▌▋▊▉]+", "cyan")
+        text.highlight_regex("░+", "blue")
+        console.print(text, soft_wrap=True)
+
+
+def _cut(text: str, num_columns: int) -> str:
+    """As much as a line holds; rich would end it with a sign that not every terminal can be sent."""
+    return text if len(text) <= num_columns else f"{text[: num_columns - 1]}…"
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """Blocks as plain signs where a stream has no better ones."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[Line]:
+    """The table, its sum, and what it means in tokens; a compact one leaves out why."""
+    rows = [_memory_cells(row, report.planned_bytes) for row in report.rows]
+    rows.append(
+        (
+            "total",
+            format_bytes(report.planned_bytes),
+            format_bytes(report.held_bytes),
+            "",
+            f"of {format_bytes(report.budget_bytes)}: {report.budget_reason}",
+        )
+    )
+    rows += _measured_rows(report)
+    concurrency = report.kv_tokens / report.max_model_len
+    num_columns = len(MEMORY_HEADINGS) - 1 if is_compact else len(MEMORY_HEADINGS)
+    meaning = (
+        f"KV cache size: {report.kv_tokens:,} tokens ({format_bytes(report.kv_bytes_per_token)} each), "
+        f"Maximum concurrency for {report.max_model_len:,} tokens per request: {concurrency:.2f}x"
+    )
+    return [*_table([row[:num_columns] for row in (MEMORY_HEADINGS, *rows)], right=(1, 2)), Line(meaning)]
+
+
+def refusal_lines(table: PlanTable) -> list[Line]:
+    """What each owner would need in the phase that does not fit, and how much is short."""
+    rows = [
+        (
+            row.owner,
+            format_bytes(row.num_bytes),
+            cells_of(row.num_bytes, table.needed_bytes, BAR_CELLS) * FULL,
+            row.reason,
+        )
+        for row in table.rows
+    ]
+    sums = [
+        ("total", format_bytes(table.needed_bytes), "", f"to {table.phase}"),
+        ("budget", format_bytes(table.budget_bytes), "", table.budget_reason),
+        ("short", format_bytes(table.short_bytes), "", ""),
+    ]
+    return _table([("owner", "needed", "", "why"), *rows, *sums], right=(1,))
+
+
+def held_words(row: MemoryRow) -> str:
+    """What an owner holds; where it has no tensors of its own, why not."""
+    if row.held_bytes is not None:
+        return format_bytes(row.held_bytes)
+    return "as needed" if SERVE in row.phases else f"only to {' and '.join(row.phases)}"
+
+
+def _memory_cells(row: MemoryRow, total_bytes: int) -> tuple[str, ...]:
+    bar = _memory_bar(row, total_bytes) if SERVE in row.phases else ""
+    return row.owner, format_bytes(row.planned_bytes), held_words(row), bar, row.reason
+
+
+def _measured_rows(report: MemoryReport) -> list[tuple[str, ...]]:
+    """What the device says, where it was asked, and what no owner explains of it."""
+    if report.measured_bytes is None or report.unaccounted_bytes is None:
+        return []
+    return [
+        (UNACCOUNTED, "", format_bytes(report.unaccounted_bytes), "", "measured, and held by no owner"),
+        ("measured", "", format_bytes(report.measured_bytes), "", "what the device says"),
+    ]
+
+
+def _memory_bar(row: MemoryRow, total_bytes: int) -> str:
+    """As long as the share of the plan; filled as far as it is held."""
+    num_cells = cells_of(row.planned_bytes, total_bytes, BAR_CELLS)
+    num_held = min(num_cells, cells_of(row.held_bytes or 0, total_bytes, BAR_CELLS))
+    return FULL * num_held + LIGHT * (num_cells - num_held)
+
+
+def plan_lines(view: "PlanView") -> list[Line]:
+    """Everything that a person is told."""
+    return [
+        Line(view.asked, "bold"),
+        Line(f"budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
+        Line(""),
+        *owner_lines(view),
+        Line(""),
+        *_outcome(view),
+        *_section("chosen", [Line(line, is_cut=True) for line in _choices(view)]),
+        *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
+        *_start(view),
+    ]
+
+
+def owner_lines(view: "PlanView") -> list[Line]:
+    """Bytes of each owner in each phase; the bar is its share of the budget, light where it is gone while serving."""
+    whole = max(view.budget_bytes, *view.phase_bytes.values(), 1)
+    rows = [
+        (row.owner, *(_size_cell(row.phase_bytes.get(phase)) for phase in PHASES), _phase_bar(row, whole), row.reason)
+        for row in view.rows
+    ]
+    left = {phase: view.budget_bytes - num_bytes for phase, num_bytes in view.phase_bytes.items()}
+    sums = [
+        ("total", *(_size_cell(view.phase_bytes[phase]) for phase in PHASES), "", ""),
+        ("left" if view.fits else "left or short", *(_size_cell(left[phase]) for phase in PHASES), "", "of the budget"),
+    ]
+    *lines, last = _table([("owner", *PHASES, "", "why"), *rows, *sums], right=(1, 2, 3))
+    return [*lines, last if view.fits else last._replace(style="bold red")]
+
+
+def alternative_lines(view: "PlanView") -> list[Line]:
+    """Changes of one option each; the smallest that fits is marked, those of later versions are dim."""
+    fitting = [item for item in view.alternatives if item.fits]
+    rows = [
+        (
+            SMALLEST if item.is_smallest else OTHER,
+            item.change,
+            f"{item.kv_tokens:,} tokens",
+            concurrency_words(item, view.max_model_len),
+            _note(item),
+        )
+        for item in fitting
+    ]
+    styles = ["green" if item.is_smallest else "dim" if item.not_in_this_version else "" for item in fitting]
+    lines = [Line(text, style, is_cut=True) for text, style in zip(aligned(rows, right=(2,)), styles, strict=True)]
+    num_others = len(view.alternatives) - len(fitting)
+    if num_others:
+        are = "change is" if num_others == 1 else "changes are"
+        lines.append(Line(f"{num_others} other {are} not enough alone; --json lists them", "dim"))
+    return lines
+
+
+def concurrency_words(item: "Alternative", max_model_len: int) -> str:
+    """Requests at once, and of which length where a change brings another one with it."""
+    length = round(item.kv_tokens / item.max_concurrency)
+    return f"{item.max_concurrency:.2f}x" if length == max_model_len else f"{item.max_concurrency:.2f}x of {length:,}"
+
+
+def _note(item: "Alternative") -> str:
+    if item.is_smallest:
+        return "the smallest change"
+    return "" if item.not_in_this_version is None else LATER
+
+
+def _size_cell(num_bytes: int | None) -> str:
+    return NOTHING if num_bytes is None else format_bytes(num_bytes)
+
+
+def _phase_bar(row: "OwnerRow", whole: int) -> str:
+    serving = cells_of(row.phase_bytes.get("serve", 0), whole, BAR_CELLS)
+    return FULL * serving + LIGHT * (cells_of(row.peak_bytes, whole, BAR_CELLS) - serving)
+
+
+def _outcome(view: "PlanView") -> list[Line]:
+    if view.fits:
+        return [Line(view.kv_words, "bold")]
+    smallest = next((item for item in view.alternatives if item.is_smallest), None)
+    do = "no single change that this version can make is enough; take a smaller model"
+    if smallest is not None:
+        do = f"the smallest change that fits: {smallest.change}"
+    return [Line(f"it does not fit: {format_bytes(view.short_bytes)} short; {do}", "bold red"), Line(view.kv_words)]
+
+
+def _choices(view: "PlanView") -> list[str]:
+    if not view.choices:
+        return []
+    return aligned([(choice.name, choice.value, choice.reason) for choice in view.choices], right=())
+
+
+def _section(title: str, lines: list[Line]) -> list[Line]:
+    if not lines:
+        return []
+    return [Line(""), Line(title, "bold"), *(line._replace(text=f"  {line.text}".rstrip()) for line in lines)]
+
+
+def _start(view: "PlanView") -> list[Line]:
+    if view.not_in_this_version:
+        return _section("it cannot be started yet", [Line(reason) for reason in view.not_in_this_version])
+    if view.command is None:
+        return []
+    return _section("to start it" if view.fits else "to start it with that change", [Line(view.command)])
+
+
+def sweep_lines(cells: "Sequence[Cell]", target: str) -> list[Line]:
+    """A bar for each plan, to one scale, by KV format."""
+    most = max((cell.kv_tokens for cell in cells), default=0)
+    rows, styles = [], []
+    for number, cell in enumerate(cells):
+        is_first = number == 0 or cells[number - 1].kv_cache_dtype != cell.kv_cache_dtype
+        notes = {
+            f"{cell.kv_protected_layers} layers wider": cell.kv_protected_layers and is_first,
+            "asked": cell.is_asked,
+            LATER: not cell.runs,
+        }
+        note = ", ".join(words for words, is_so in notes.items() if is_so)
+        tokens = f"{cell.kv_tokens:,}" if cell.kv_tokens else "does not fit"
+        name = cell.kv_cache_dtype if is_first else ""
+        rows.append((name, cell.quantization, sweep_bar(cell.kv_tokens, most), tokens, note))
+        styles.append("bold" if cell.is_asked else "" if cell.runs else "dim")
+    heading, *lines = aligned([("KV pages", "weights", "", "tokens", ""), *rows], right=(3,))
+    return [
+        Line(f"KV tokens on {target}, by format of pages and weights", "bold"),
+        Line(heading, is_cut=True),
+        *(Line(line, style, is_cut=True) for line, style in zip(lines, styles, strict=True)),
+    ]
+
+
+def sweep_bar(value: int, most: int) -> str:
+    """Eighths of a cell count, so that small differences show; whatever is not nothing is visible."""
+    eighths = max(round(8 * SWEEP_CELLS * value / most), 1) if value else 0
+    return (EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(SWEEP_CELLS)
+
+
+class Subject(NamedTuple):
+    """What is compared, in the words of a table, a record and a page."""
+
+    title: str
+    row: str
+    """What one row is."""
+    size: str
+    """The heading over its bytes."""
+    size_words: str
+    """What these bytes are of."""
+    against: str
+    """What a distribution is compared with; {} is the reference."""
+    section: str
+    """Where the README shows such records."""
+    size_key: str
+    """What the bytes are called in a record."""
+
+
+KV_PAGES = Subject(
+    "KV formats",
+    "format",
+    "bytes/token",
+    "bytes of a token, all layers",
+    "that over {} pages",
+    "kv-quality",
+    "bytes_per_token",
+)
+WEIGHTS = Subject(
+    "Weight schemes",
+    "scheme",
+    "bytes",
+    "bytes of all weights",
+    "that of weights in {}",
+    "weight-quality",
+    "weight_bytes",
+)
+
+
+class EvalView(NamedTuple):
+    """What was measured, where, and on what."""
+
+    model: str
+    settings: str
+    """Type and device."""
+    text: str
+    """The name of the text."""
+    window: int
+    num_windows: int
+    plain_bytes: float
+    """What a token, or what all weights take in half precision."""
+    qualities: "Sequence[Quality]"
+    """The reference first."""
+    subject: Subject = KV_PAGES
+
+    @property
+    def title(self) -> str:
+        return f"{self.subject.title} of {self.model}"
+
+    @property
+    def asked(self) -> str:
+        """What was run, in one line."""
+        windows = f"{self.num_windows} windows" if self.num_windows > 1 else "one window"
+        return (
+            f"{self.model}, {self.settings}: {windows} of {self.window:,} tokens of {self.text}, "
+            f"{self.qualities[0].num_predictions:,} predictions"
+        )
+
+
+def quality_lines(view: EvalView) -> list[Line]:
+    """The table, and what its columns mean."""
+    names = headings(view)
+    return [
+        Line(view.asked, "bold"),
+        Line(""),
+        *_table([names, *quality_cells(view)], right=tuple(range(1, len(names)))),
+        Line(""),
+        Line(meaning(view), "dim"),
+        *(Line(words, "dim") for words in note_words(view)),
+        *(Line(words, "bold red") for words in broken_words(view)),
+    ]
+
+
+def headings(view: EvalView) -> tuple[str, ...]:
+    """Over every column."""
+    return (view.subject.row, view.subject.size, *FIGURES)
+
+
+def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
+    """A row for each format or scheme; of the reference only what does not compare it with itself."""
+    reference = view.qualities[0]
+    rows = []
+    for place, quality in enumerate(view.qualities):
+        compared = (
+            change_words(quality.perplexity, reference.perplexity),
+            kl_words(quality.mean_kl),
+            kl_words(quality.p99_kl),
+            f"{quality.agreement:.2%}",
+        )
+        rows.append(
+            (
+                quality.name,
+                f"{quality.size_bytes:,.10g}",
+                f"{view.plain_bytes / quality.size_bytes:.2f}x",
+                number_words(quality.perplexity, ".4f"),
+                *(compared if place else ("", "", "", "")),
+                f"{(quality.num_predictions + view.num_windows) / max(quality.seconds, 1e-9):.1f}",
+            )
+        )
+    return rows
+
+
+def meaning(view: EvalView) -> str:
+    """How to read the table."""
+    return (
+        f"KL: divergence of the next token's distribution from {view.subject.against.format(view.qualities[0].name)}, "
+        "in nats; "
+        "same top-1: how often the most likely token is the same"
+    )
+
+
+def note_words(view: EvalView) -> list[str]:
+    """What there is to know of some, and of whom."""
+    names: dict[str, list[str]] = {}
+    for quality in view.qualities:
+        if quality.note:
+            names.setdefault(quality.note, []).append(quality.name)
+    return [f"{note}: {', '.join(own)}" for note, own in names.items()]
+
+
+def broken_words(view: EvalView) -> list[str]:
+    """A sentence for each that computed something else than numbers."""
+    return [
+        f"{quality.name}: {quality.num_broken:,} of {quality.num_predictions:,} predictions are no numbers"
+        for quality in view.qualities
+        if quality.num_broken
+    ]
+
+
+def kl_words(number: float) -> str:
+    """A divergence, which may be anything from rounding to nonsense."""
+    return "0" if number == 0 else number_words(number, ".3g")
+
+
+def number_words(number: float, form: str) -> str:
+    """A number, unless it is none."""
+    return format(number, form) if math.isfinite(number) else NOT_FINITE
+
+
+def change_words(number: float, base: float) -> str:
+    """How much more a number is than another, in percent."""
+    return f"{100 * (number / base - 1):+.3f}%" if math.isfinite(number) else NOT_FINITE

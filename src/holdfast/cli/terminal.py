@@ -1,0 +1,96 @@
+"""The process of a command: Ctrl-C, exit codes, answers to stdout, lines and the log to stderr, JSON that every parser takes; no torch."""
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
+from holdfast.observability.log import log_to_stderr
+
+FAILED = 1
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit codes; the second is what a shell expects."""
+MAX_PATH = 4096
+"""Characters of a path that a line repeats: all of them, as Linux has it."""
+DEBUG_VARIABLE = "HOLDFAST_DEBUG"
+"""Tracebacks come only where it asks for them."""
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def leave_on_interrupt() -> None:
+    """Until a model is loaded."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    """What Ctrl-C does until a model is loaded: there is nothing yet to clean up.
+
+    An exception would not do while libraries are imported: torch drops it around its import of numpy, and aborts the
+    process where its C++ gets one.
+    """
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def raise_interrupts() -> None:
+    """From now on Ctrl-C is an exception, for those who have something to put in order."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def write_line(text: str) -> None:
+    """A line on stderr, if there is one."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def log_plainly() -> None:
+    """The log on stderr, without tracebacks unless they are asked for."""
+    log_to_stderr()
+    if not is_debugging():
+        for handler in logging.getLogger("holdfast").handlers:
+            handler.addFilter(_without_traceback)
+
+
+def is_debugging() -> bool:
+    """True where somebody wants tracebacks."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    record.exc_info = record.exc_text = None
+    return True
+
+
+def for_terminal(text: str) -> str:
+    """Text that cannot move the cursor or recolour the screen: control characters become pictures of themselves."""
+    return text.translate(_CONTROLS)
+
+
+def write_answer(text: str) -> None:
+    """Text to stdout at once, made harmless where a terminal shows it."""
+    if text and sys.stdout is not None:
+        sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+
+def dumps(value: object, indent: int | None = None) -> str:
+    """One JSON text, without a newline at its end."""
+    return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

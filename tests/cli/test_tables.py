@@ -1,0 +1,298 @@
+"""Text for people: columns and bars, and every figure of memory, plans and evaluations in its place."""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+
+from cli.eval_qualities import BROKEN, FEW, FP8, quality, view
+from cli.plan_requests import plan_request
+from holdfast.cli.plan_view import PlanView, view_of
+from holdfast.cli.tables import (
+    BAR_CELLS,
+    FIGURES,
+    FULL,
+    LATER,
+    LIGHT,
+    aligned,
+    alternative_lines,
+    cells_of,
+    change_words,
+    kl_words,
+    memory_lines,
+    owner_lines,
+    plan_lines,
+    quality_cells,
+    quality_lines,
+    refusal_lines,
+    show_beside,
+)
+from holdfast.errors import PlanRow, PlanTable
+from holdfast.memory.report import MemoryReport, MemoryRow
+
+
+def test_cells_are_padded_and_numbers_are_to_the_right() -> None:
+    assert aligned([("a", "1", "x"), ("bbb", "22", "")], right=(1,)) == ["a     1  x", "bbb  22"]
+    assert aligned([], right=()) == []
+
+
+def test_parts_of_a_bar() -> None:
+    assert [cells_of(value, 100, 20) for value in (0, 2, 50, 100)] == [0, 0, 10, 20]
+    assert cells_of(0, 0, 20) == 0
+
+
+MIB = 2**20
+
+
+REPORT = MemoryReport(
+    (
+        MemoryRow("weights", 60 * MIB, 60 * MIB, "12 tensors in float32"),
+        MemoryRow("kv pages", 30 * MIB, 15 * MIB, "64 pages of 16 tokens"),
+        MemoryRow("activations", 10 * MIB, None, "one layer's temporaries"),
+    ),
+    200 * MIB,
+    "memory_limit",
+    480 * 1024,
+    1024,
+    512,
+)
+
+
+def memory_texts(report: MemoryReport, is_compact: bool = False) -> list[str]:
+    return [line.text for line in memory_lines(report, is_compact)]
+
+
+def test_every_owner_has_a_line_and_the_sum_is_told() -> None:
+    heading, *rows, total, meaning = memory_texts(REPORT)
+    assert heading.split() == ["owner", "planned", "held", "why"]
+    assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["weights", "kv pages", "activations"]
+    assert all(row.reason in line for row, line in zip(REPORT.rows, rows, strict=True))
+    assert "as needed" in rows[2]
+    assert "100.00 MiB" in total
+    assert "75.00 MiB" in total
+    assert "of 200.00 MiB: memory_limit" in total
+    assert "KV cache size: 1,024 tokens" in meaning
+    assert "Maximum concurrency for 512 tokens per request: 2.00x" in meaning
+
+
+def test_bars_show_the_share_and_how_much_of_it_is_held() -> None:
+    bars = [re.findall(f"[{FULL}{LIGHT}]+", line) for line in memory_texts(REPORT)[1:4]]
+    assert [bar[0].count(FULL) for bar in bars] == [0.6 * BAR_CELLS, 0.15 * BAR_CELLS, 0]
+    assert [bar[0].count(LIGHT) for bar in bars] == [0, 0.15 * BAR_CELLS, 0.1 * BAR_CELLS]
+
+
+def test_nothing_at_all_is_no_division_by_zero() -> None:
+    empty = MemoryReport((MemoryRow("weights", 0, None, ""),), 0, "", 0, 0, 1)
+    assert memory_texts(empty)[1].startswith("weights")
+
+
+def test_plain_lines_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    show_beside(memory_lines(REPORT))
+    assert capsys.readouterr().err == "\n".join(memory_texts(REPORT)) + "\n"
+
+
+def test_a_terminal_gets_lines_that_fit_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    show_beside(memory_lines(REPORT))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(memory_texts(REPORT))
+    shown = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    assert max(map(len, shown[:-1])) <= 60
+    assert shown[-1] == memory_texts(REPORT)[-1], "a sentence is not cut"
+
+
+def test_a_compact_table_leaves_out_why() -> None:
+    lines = memory_texts(REPORT, is_compact=True)
+    assert len(lines) == len(memory_texts(REPORT))
+    assert max(map(len, lines[:-1])) < 60
+    assert not any(row.reason in line for row in REPORT.rows for line in lines)
+
+
+def test_what_the_device_says_and_nobody_holds() -> None:
+    measured = dataclasses.replace(REPORT, measured_bytes=80 * MIB)
+    *_, unaccounted, device, meaning = memory_texts(measured)
+    assert unaccounted.split()[:3] == ["unaccounted", "5.00", "MiB"]
+    assert device.split()[:3] == ["measured", "80.00", "MiB"]
+    assert meaning.startswith("KV cache size")
+    fewer = memory_texts(dataclasses.replace(REPORT, measured_bytes=70 * MIB))
+    assert "-5.00 MiB" in fewer[-3], "a ledger that holds more than the device is worth a line too"
+
+
+def test_an_owner_that_is_gone_by_now() -> None:
+    staging = MemoryRow("staging", 64 * MIB, None, "64 MiB at a time", ("load",))
+    report = dataclasses.replace(REPORT, rows=(*REPORT.rows, staging))
+    line = next(line for line in memory_texts(report) if line.startswith("staging"))
+    assert "only to load" in line
+    assert FULL not in line
+    assert LIGHT not in line
+    assert "100.00 MiB" in memory_texts(report)[-2], "it is not part of the sum"
+
+
+TABLE = PlanTable(
+    "serve",
+    (PlanRow("weights", 60 * MIB, "12 tensors"), PlanRow("kv pages", 40 * MIB, "for one longest sequence")),
+    100 * MIB,
+    64 * MIB,
+    "memory_limit",
+)
+
+
+def test_a_refusal_is_the_table_with_the_shortfall() -> None:
+    heading, weights, pages, total, budget, short = [line.text for line in refusal_lines(TABLE)]
+    assert heading.split() == ["owner", "needed", "why"]
+    assert weights.count(FULL) == 0.6 * BAR_CELLS
+    assert pages.endswith("for one longest sequence")
+    assert [line.split()[:3] for line in (total, budget, short)] == [
+        ["total", "100.00", "MiB"],
+        ["budget", "64.00", "MiB"],
+        ["short", "36.00", "MiB"],
+    ]
+
+
+def test_a_terminal_that_says_it_has_no_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "0")
+    show_beside(memory_lines(REPORT))
+    assert "60.00 MiB" in capsys.readouterr().err
+
+
+FITTING = view_of(plan_request("Qwen3-32B", "h200"), "Qwen3-32B")
+
+
+TOO_LONG = view_of(plan_request("Qwen3-8B", "rtx4090", max_model_len=1_000_000), "Qwen3-8B")
+
+
+TOO_LARGE = view_of(plan_request("DeepSeek-R1", "l4"), "DeepSeek-R1")
+
+
+def text_of(view: PlanView) -> str:
+    return "\n".join(line.text for line in plan_lines(view))
+
+
+def test_every_owner_has_a_line_with_three_phases() -> None:
+    heading, *lines = owner_lines(FITTING)
+    assert heading.text.split() == ["owner", "load", "capture", "serve", "why"]
+    owners = [re.split(r"\s{2,}", line.text)[0] for line in lines]
+    assert owners == [*(row.owner for row in FITTING.rows), "total", "left"]
+    staging = next(line.text for line in lines if line.text.startswith("staging"))
+    assert staging.split()[3:5] == ["-", "-"]
+
+
+def test_bars_are_shares_of_the_budget() -> None:
+    bars = {line.text.split("  ")[0]: line.text for line in owner_lines(FITTING)[1:]}
+    share = next(row for row in FITTING.rows if row.owner == "weights").peak_bytes / FITTING.budget_bytes
+    assert bars["weights"].count(FULL) == round(BAR_CELLS * share)
+    drawn = sum(line.count(FULL) + line.count(LIGHT) for line in bars.values())
+    assert BAR_CELLS - 2 <= drawn <= BAR_CELLS + 2
+
+
+def test_what_fits_is_told_with_tokens_choices_and_a_command() -> None:
+    text = text_of(FITTING)
+    assert text.splitlines()[0].startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
+    assert "budget 125.82 GiB: 90% of the device's 139.80 GiB" in text
+    assert f"KV cache size: {FITTING.kv_tokens:,} tokens (256.00 KiB each)" in text
+    assert "Maximum concurrency for 40,960 tokens per request:" in text
+    assert "chosen\n  dtype           bfloat16  the checkpoint's own" in text
+    assert "what else would fit" in text
+    assert "to start it\n  holdfast chat path/to/Qwen3-32B --max-num-seqs 256" in text
+    assert "short" not in text
+
+
+def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_change() -> None:
+    text = text_of(TOO_LONG)
+    assert re.search(r"left or short .* -\d", text)
+    assert "it does not fit: " in text
+    smallest = next(item for item in TOO_LONG.alternatives if item.is_smallest)
+    assert f"the smallest change that fits: {smallest.change}" in text
+    marked = [line for line in alternative_lines(TOO_LONG) if "→" in line.text]
+    assert len(marked) == 1
+    assert smallest.change in marked[0].text
+    assert marked[0].style == "green"
+    assert f"to start it with that change\n  holdfast chat path/to/Qwen3-8B --max-model-len {smallest.value}" in text
+
+
+def test_what_is_not_in_this_version_is_dim_and_said() -> None:
+    lines = alternative_lines(FITTING)
+    later = [line for line in lines if LATER in line.text]
+    assert later
+    assert {line.style for line in later} == {"dim"}
+    assert len(lines) == sum(item.fits for item in FITTING.alternatives) + (
+        any(not item.fits for item in FITTING.alternatives)
+    )
+
+
+def test_a_model_that_cannot_run_says_why_and_offers_no_command() -> None:
+    text = text_of(TOO_LARGE)
+    assert "it cannot be started yet" in text
+    assert TOO_LARGE.not_in_this_version[0] in text
+    assert "holdfast chat" not in text
+    assert "of any length" in text.splitlines()[0]
+    assert "not enough alone" in text
+
+
+@pytest.mark.parametrize("view", [FITTING, TOO_LONG, TOO_LARGE], ids=lambda view: view.model)
+def test_lines_are_lines(view: PlanView) -> None:
+    for line in plan_lines(view):
+        assert "\n" not in line.text
+        assert line.text == line.text.rstrip()
+        assert line.text.isprintable()
+
+
+def test_a_change_that_brings_another_context_says_so() -> None:
+    gpu = next(line.text for line in alternative_lines(FITTING) if line.text.strip().startswith("take h100 "))
+    assert re.search(r"1\.00x of \d\d,\d{3}", gpu)
+
+
+def test_a_row_has_what_was_measured() -> None:
+    reference, fp8, few = quality_cells(view(FP8, FEW))
+    assert reference == ("float32", "4,096", "0.50x", "12.5000", "", "", "", "", "512.0")
+    assert fp8 == ("fp8", "1,040", "1.97x", "12.6250", "+1.000%", "0.000512", "0.0123", "99.12%", "256.0")
+    assert few[2] == "5.12x"
+
+
+def test_lines_are_as_wide_as_their_columns() -> None:
+    lines = [line.text for line in quality_lines(view(FP8, FEW))]
+    assert lines[0] == "Tiny, float32 on cpu: 2 windows of 1,024 tokens of book.txt, 2,046 predictions"
+    heading, *rows = lines[2:6]
+    assert all(name in heading for name in ("format", "bytes/token", *FIGURES))
+    assert {len(row) for row in (heading, *rows)} == {len(heading)}
+    assert [row.split()[0] for row in rows] == ["float32", "fp8", "turboquant_3bit_nc"]
+    assert "over float32 pages, in nats" in lines[-1]
+
+
+def test_a_format_that_computed_no_numbers_is_told() -> None:
+    made = view(FP8, BROKEN)
+    assert quality_cells(made)[2][3:8] == ("not finite", "not finite", "not finite", "not finite", "50.00%")
+    assert quality_lines(made)[-1].text == "half: 1,023 of 2,046 predictions are no numbers"
+    assert quality_lines(made)[-1].style == "bold red"
+
+
+def test_what_is_to_be_known_of_pages_is_told_once() -> None:
+    noted = [quality(name, 10.0, note="layers 0,1 in fp8") for name in ("a", "b")]
+    lines = [line.text for line in quality_lines(view(*noted, quality("c", 10.0, note="layers 0, in float32"), FP8))]
+    assert lines[-2:] == ["layers 0,1 in fp8: a, b", "layers 0, in float32: c"]
+
+
+def test_one_window_is_one() -> None:
+    assert "one window of 1,024 tokens" in view(FP8)._replace(num_windows=1).asked
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(0.0, "0"), (1.2345e-7, "1.23e-07"), (0.012345, "0.0123"), (12345.0, "1.23e+04")]
+)
+def test_divergences_of_any_size_are_short(number: float, words: str) -> None:
+    assert kl_words(number) == words
+
+
+def test_changes_have_a_sign() -> None:
+    assert change_words(9.0, 10.0) == "-10.000%"
+    assert change_words(10.0, 10.0) == "+0.000%"
+    assert change_words(float("nan"), 10.0) == "not finite"
+
+
+def test_bytes_that_are_no_whole_number_are_shown() -> None:
+    assert quality_cells(view(quality("odd", 1040.5)))[1][1] == "1,040.5"
