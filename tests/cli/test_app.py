@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -201,15 +202,26 @@ def raised_while(inner: BaseException, outer: BaseException) -> BaseException:
     return outer
 
 
-def test_an_interrupt_in_disguise_is_an_interrupt() -> None:
-    assert app._was_interrupted(raised_while(KeyboardInterrupt(), ImportError("numpy failed")))
-    assert not app._was_interrupted(raised_while(ValueError(), ImportError("numpy failed")))
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """An interrupt that is reported leaves Ctrl-C as the system has it; other tests want it as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_an_interrupt_in_disguise_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.report(raised_while(KeyboardInterrupt(), ImportError("numpy failed"))) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert app.report(raised_while(ValueError(), ImportError("numpy failed"))) == 1
+    assert "numpy failed" in capsys.readouterr().err
 
 
 def test_a_chain_that_never_ends_is_given_up() -> None:
     first, second = ValueError(), ValueError()
     first.__context__, second.__context__ = second, first
-    assert not app._was_interrupted(first)
+    assert app.report(first) == 1
 
 
 @pytest.mark.parametrize("is_debugging", [False, True])

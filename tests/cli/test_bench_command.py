@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -170,15 +171,20 @@ def test_the_machine_has_a_name() -> None:
 
 
 def test_a_machine_that_tells_nothing_still_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_record, "_output", lambda *command: None)
-    monkeypatch.setattr(bench_record, "_lines", lambda path: [])
+    def missing(*asked: object, **options: object) -> None:
+        raise FileNotFoundError("there is nothing here")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    monkeypatch.setattr(Path, "read_text", missing)
     assert cpu_name()
     assert commit() is None
 
 
 def test_the_commit_is_that_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"ls-files": "bench_record.py", "rev-parse": "abc", "status": " M x"}
-    monkeypatch.setattr(bench_record, "_output", lambda *command: said[command[3]])
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0, said[command[3]], "")
+    )
     assert commit() == "abc+"
     said["status"] = ""
     assert commit() == "abc"
@@ -221,9 +227,9 @@ def test_no_end_token_ends_it(tiny: Path) -> None:
 def test_tensors_that_it_does_not_have_are_named() -> None:
     opened = open_model(None, "auto")
     with pytest.raises(UnsupportedModelError, match=r"other tensors \(model\.extra\)"):
-        bench_transformers._copy_weights(opened, dict.fromkeys([*opened.source.entries, "model.extra"]))  # type: ignore[arg-type]
+        bench_transformers.copy_weights(opened, dict.fromkeys([*opened.source.entries, "model.extra"]))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match=r"other tensors \(model\."):
-        bench_transformers._copy_weights(opened, {})
+        bench_transformers.copy_weights(opened, {})
     opened.source.close()
 
 

@@ -1,7 +1,9 @@
 """`holdfast eval`: a table, a record and a page of a text; progress; and whatever can be typed wrong, told in one line."""
 
+import io
 import json
 import re
+from contextlib import redirect_stderr
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -334,25 +336,35 @@ def test_nothing_to_do_is_no_error() -> None:
         bar(0, 0)
 
 
-def test_a_bar_shows_speed_and_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(eval_command, "is_watched", lambda: True)
-    monkeypatch.setattr(eval_command, "SECONDS_BETWEEN_UPDATES", 0.0)
-    with EvalBar() as bar:
+class Watched(io.StringIO):
+    """A stderr that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_bar_shows_speed_and_time_left() -> None:
+    with redirect_stderr(Watched()) as stderr, EvalBar() as bar:
         bar(0, 100)
-        bar(50, 100)
-        task = bar._progress.tasks[0]  # type: ignore[union-attr]
-        assert (task.completed, task.total) == (50, 100)
-        assert task.fields["speed"] > 0
         bar(100, 100)
-        assert task.completed == 100
-    assert "read " not in capsys.readouterr().err
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue())
+    assert re.search(r"Reading .*100/100 tokens, [1-9][0-9]* tokens/s, 0:00:00 left", shown), shown
+    assert "read " not in shown, "the lines are for those who do not watch"
 
 
-def test_a_bar_ends_with_whatever_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval_command, "is_watched", lambda: True)
-    with pytest.raises(KeyboardInterrupt), EvalBar() as bar:
+@pytest.mark.usefixtures("_terminal")
+def test_a_bar_ends_with_whatever_ends_the_work() -> None:
+    with redirect_stderr(Watched()) as stderr, pytest.raises(KeyboardInterrupt), EvalBar():
         raise KeyboardInterrupt
-    assert not bar._progress.live.is_started  # type: ignore[union-attr]
+    shown = stderr.getvalue()
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1, "the cursor is hidden and comes back"
 
 
 def written(*qualities: Quality) -> dict:

@@ -94,7 +94,7 @@ def open_transformers(opened: OpenModel, dtype: str, device: str) -> Any:  # noq
     else:
         kind = getattr(transformers, opened.spec.architecture)
         model = kind(kind.config_class(**_settings(opened))).to(torch_dtype)
-        _copy_weights(opened, model.state_dict())
+        copy_weights(opened, model.state_dict())
     return model.to(device)
 
 
@@ -109,7 +109,7 @@ def _settings(opened: OpenModel) -> dict[str, Any]:
     return settings
 
 
-def _copy_weights(opened: OpenModel, state: Mapping[str, torch.Tensor]) -> None:
+def copy_weights(opened: OpenModel, state: Mapping[str, torch.Tensor]) -> None:
     """Every tensor of the file into the place of the same name, and nothing left over on either side."""
     source = opened.source
     tied = {"lm_head.weight"} if opened.spec.tied_embeddings else set()

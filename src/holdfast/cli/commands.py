@@ -29,6 +29,7 @@ from holdfast.cli.options import (
     Setting,
     given,
 )
+from holdfast.cli.terminal import FAILED
 from holdfast.errors import ConfigError
 
 PROGRAM = "holdfast"
@@ -69,7 +70,7 @@ def invoke(arguments: Sequence[str]) -> int:
                 return _run(command, arguments[depth:])
         return _show_group(arguments)
     except SystemExit as ending:  # argparse, when it has shown a help page
-        return ending.code if isinstance(ending.code, int) else 0
+        return ending.code if isinstance(ending.code, int) else FAILED
 
 
 def _run(command: Command, arguments: Sequence[str]) -> int:

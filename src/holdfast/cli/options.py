@@ -323,74 +323,30 @@ ENGINE_SETTINGS = (
 """Every field of EngineConfig but the model, which is an argument."""
 
 
-PLAN_SETTINGS = tuple(
-    setting
-    for setting in ENGINE_SETTINGS
-    if setting.name
-    in (
-        "dtype",
-        "quantization",
-        "quantized_embeddings",
-        "quantization_ignore",
-        "enforce_eager",
-        "kv_cache_dtype",
-        "kv_protected_layers",
-        "kv_protected_dtype",
-        "max_model_len",
-        "memory_utilization",
-        "page_tokens",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-    )
+def _among(*names: str) -> tuple[Setting, ...]:
+    """Some settings of an engine, in the order of all."""
+    return tuple(setting for setting in ENGINE_SETTINGS if setting.name in names)
+
+
+PLAN_SETTINGS = _among(
+    *("dtype", "quantization", "quantized_embeddings", "quantization_ignore", "enforce_eager", "kv_cache_dtype"),
+    *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),
+    *("max_num_seqs", "max_num_batched_tokens"),
 )
 """Those that change how much memory is needed."""
 
-
-EVAL_SETTINGS = tuple(
-    setting
-    for setting in ENGINE_SETTINGS
-    if setting.name
-    in (
-        "dtype",
-        "device",
-        "tokenizer",
-        "load_format",
-        "quantization",
-        "quantized_embeddings",
-        "quantization_ignore",
-        "allow_nonfinite",
-        "kv_protected_layers",
-        "kv_protected_dtype",
-        "memory_limit",
-        "memory_utilization",
-        "page_tokens",
-        "max_num_batched_tokens",
-    )
+EVAL_SETTINGS = _among(
+    *("dtype", "device", "tokenizer", "load_format", "quantization", "quantized_embeddings", "quantization_ignore"),
+    *("allow_nonfinite", "kv_protected_layers", "kv_protected_dtype", "memory_limit", "memory_utilization"),
+    *("page_tokens", "max_num_batched_tokens"),
 )
 """Those that mean something where one text is read over pages of several formats, and nothing is generated."""
 
-
-WEIGHT_EVAL_SETTINGS = tuple(
-    setting
-    for setting in ENGINE_SETTINGS
-    if setting.name
-    in (
-        "dtype",
-        "device",
-        "tokenizer",
-        "load_format",
-        "quantized_embeddings",
-        "quantization_ignore",
-        "allow_nonfinite",
-        "kv_cache_dtype",
-        "memory_limit",
-        "memory_utilization",
-        "page_tokens",
-        "max_num_batched_tokens",
-    )
+WEIGHT_EVAL_SETTINGS = _among(
+    *("dtype", "device", "tokenizer", "load_format", "quantized_embeddings", "quantization_ignore", "allow_nonfinite"),
+    *("kv_cache_dtype", "memory_limit", "memory_utilization", "page_tokens", "max_num_batched_tokens"),
 )
 """The same where weights are in several schemes, one after the other."""
-
 
 SAMPLING_SETTINGS = (
     Setting(
@@ -423,14 +379,12 @@ SAMPLING_SETTINGS = (
 )
 """The fields of SamplingParams that fit every command; a request's own seed is left to the engine's."""
 
-
 SEVERAL_SETTINGS = (
     Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short=("-n",)),
     Setting(SamplingParams, "logprobs", OUTPUT, "With --json: how many of the most likely tokens.", "N", read_count),
     Setting(SamplingParams, "prompt_logprobs", OUTPUT, "The same for the prompt's tokens.", "N", read_count),
 )
 """The other fields of SamplingParams, for a command that answers once."""
-
 
 Given = dict[str, Any]
 """Options that were given, by the name of the field or by another spelling that EngineConfig knows."""
