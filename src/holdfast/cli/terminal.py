@@ -1,15 +1,16 @@
 """The process of a command: Ctrl-C, exit codes, answers to stdout, lines and the log to stderr, JSON that every parser takes; no torch."""
 
 import json
-import logging
 import math
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from holdfast.observability.log import log_to_stderr
+if TYPE_CHECKING:
+    import logging
 
 FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
@@ -53,6 +54,11 @@ def write_line(text: str) -> None:
 
 def log_plainly() -> None:
     """The log on stderr, without tracebacks unless they are asked for."""
+    # A plan logs nothing, and comes sooner without.
+    import logging
+
+    from holdfast.observability.log import log_to_stderr
+
     log_to_stderr()
     if not is_debugging():
         for handler in logging.getLogger("holdfast").handlers:
@@ -64,7 +70,7 @@ def is_debugging() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
+def _without_traceback(record: "logging.LogRecord") -> bool:
     record.exc_info = record.exc_text = None
     return True
 
