@@ -468,8 +468,10 @@ class _Routing(NodeTransformer):
         return node
 
 
-def _routed(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(args), [], None, None).set_lineno(node.lineno)
+def _routed(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
+    routed = nodes.Filter(node, name, list(args), [], None, None)
+    routed.set_lineno(node.lineno)
+    return routed
 
 
 def _length(node: nodes.Node) -> int:
