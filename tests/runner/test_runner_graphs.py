@@ -67,11 +67,18 @@ def captured_rig(model: LoadedModel, monkeypatch, num_logit_rows: int = 4) -> tu
     return rig, graphs
 
 
+@pytest.fixture(scope="module")
+def captured(load):
+    """One for the tests that have sequences of their own and leave it open."""
+    with pytest.MonkeyPatch.context() as patch:
+        return captured_rig(load("llama"), patch)
+
+
 def make_requests(params: SamplingParams) -> list[Request]:
     """One long enough to be split, others that come later; chunks, decoding, and both in one step."""
     dice = random.Random(3)
     lengths = ((70, 0), (1, 1), (9, 4), (3, 5))
-    return [Request([dice.randrange(8, VOCAB) for _ in range(n)], 7, arrival, params) for n, arrival in lengths]
+    return [Request([dice.randrange(8, VOCAB) for _ in range(n)], 5, arrival, params) for n, arrival in lengths]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +123,9 @@ def step(*parts: tuple[Sequence, int, int]) -> Step:
     return Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))
 
 
-def test_which_graph_a_step_takes(load, monkeypatch):
-    rig, graphs = captured_rig(load("llama"), monkeypatch)
+def test_which_graph_a_step_takes(captured):
+    rig, graphs = captured
+    graphs.replayed.clear()
     a, b, c = make_sequence(0, 30), make_sequence(1, 12), make_sequence(2, 2)
 
     def taken(*parts: tuple[Sequence, int, int]) -> list[tuple[int, bool]]:
@@ -134,9 +142,10 @@ def test_which_graph_a_step_takes(load, monkeypatch):
     assert taken((b, 10, 12), (c, 1, 2)) == [(8, False)]
 
 
-def test_prompt_logprobs_run_without_a_graph(load, monkeypatch):
-    rig, graphs = captured_rig(load("llama"), monkeypatch)
-    sequence = make_sequence(0, 6)
+def test_prompt_logprobs_run_without_a_graph(captured):
+    rig, graphs = captured
+    graphs.replayed.clear()
+    sequence = make_sequence(5, 6)
     sequence.params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     result = rig.execute(step((sequence, 0, 6)))
     assert len(result.results[0].prompt_logprobs) == 5
