@@ -17,8 +17,8 @@ import numpy as np
 from dummy_models import write_dummy_model
 
 from holdfast.loading.model_files import open_model
+from holdfast.loading.sources.safetensors import INDEX_FILE
 from holdfast.loading.sources.source import TensorEntry
-from holdfast.loading.sources.weight_files import INDEX_FILE
 from holdfast.quant.formats import bytes_for
 
 DTYPE, STORED_DTYPE = "bfloat16", "BF16"

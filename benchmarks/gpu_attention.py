@@ -22,14 +22,13 @@ import torch.nn.functional as F
 from gpu_records import make_record, options, print_table, write_record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.attention.declarations import TritonPagedDeclaration
-from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import arena_bytes
+from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
 
 READ_BYTES_PER_SECOND = 4.37e12

@@ -12,9 +12,9 @@ from dummy_models import TINY as TINY
 from dummy_models import tiny_settings, write_dummy_model
 
 import holdfast.engine.build as engine_build
+from holdfast.api.llm import LLM
+from holdfast.engine.admission import TokensPrompt
 from holdfast.engine.engine import Engine
-from holdfast.engine.llm import LLM
-from holdfast.engine.prompt import TokensPrompt
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from gpu_engines import OpenEngine, moved, pointers
 
-from holdfast.attention.batch import Batch
+from holdfast.attention.backend import Batch
 from holdfast.request.sequence import Step
-from holdfast.runner.sampling.result import StepResult
+from holdfast.runner.sampling.batch import StepResult
 
 POISON_BYTE = 0xFF
 """Every float of such bytes is NaN."""

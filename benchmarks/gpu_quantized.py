@@ -23,7 +23,7 @@ from gpu_records import Budget, keep, leave, make_record, options, print_table, 
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
 
-    from holdfast.engine.prompt import TokensPrompt
+    from holdfast.engine.admission import TokensPrompt
 
 BATCHES = {"Qwen3-32B": (1, 8, 32, 64), "Qwen3-30B-A3B": (1, 8, 64), "Qwen1.5-MoE-A2.7B": (1, 8, 64)}
 """Models, and the batches that each is run with."""
@@ -75,9 +75,9 @@ def touched_experts(num_experts: int, top_k: int, batch: int) -> float:
 def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, top_k: int) -> StepBytes:
     """From the bytes of every weight: rows of the embedding are looked up, unless it is the head too."""
     unread = {"positions.weight", *(() if is_tied else ("embed.weight",))}
-    experts = sum(count for name, count in num_bytes.items() if ".experts." in name)
-    dense = sum(count for name, count in num_bytes.items() if name not in unread) - experts
-    return StepBytes(dense, experts // num_experts if num_experts else 0, num_experts, top_k)
+    moe = sum(count for name, count in num_bytes.items() if ".experts." in name)
+    dense = sum(count for name, count in num_bytes.items() if name not in unread) - moe
+    return StepBytes(dense, moe // num_experts if num_experts else 0, num_experts, top_k)
 
 
 # --- in the process of an engine
@@ -158,21 +158,21 @@ def generate(opened: "OpenEngine", made: Sequence["TokensPrompt"], num_tokens: i
 
 def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> float:
     """Distinct experts of a layer in a decode step with these prompts, the mean over layers and steps, without graphs."""
-    from holdfast.layers import experts
+    from holdfast.layers import moe
 
     counts: list[int] = []
-    route_tokens, graphs = experts.route_tokens, opened.runner._graphs
+    route_tokens, graphs = moe.route_tokens, opened.runner._graphs
 
     def counted(logits_TE: Any, normalize: bool, expert_ids_TS: Any, shares_TS: Any) -> None:  # noqa: ANN401
         route_tokens(logits_TE, normalize, expert_ids_TS, shares_TS)
         if len(expert_ids_TS) == len(made):  # steps with more rows are of prompts
             counts.append(expert_ids_TS.unique().numel())
 
-    experts.route_tokens, opened.runner._graphs = counted, None
+    moe.route_tokens, opened.runner._graphs = counted, None
     try:
         generate(opened, made, 1 + COUNTED_STEPS)
     finally:
-        experts.route_tokens, opened.runner._graphs = route_tokens, graphs
+        moe.route_tokens, opened.runner._graphs = route_tokens, graphs
     assert counts, f"no step of {len(made)} rows was run"
     return sum(counts) / len(counts)
 

@@ -21,16 +21,17 @@ from holdfast.cli.tables import EvalView, quality_lines, show
 from holdfast.cli.terminal import dumps
 from holdfast.config import EngineConfig
 from holdfast.engine.build import open_tokenizer
-from holdfast.engine.kv_contenders import (
+from holdfast.eval.kv_quality import (
     Entry,
+    Quality,
     format_entry,
+    measure,
     narrower_formats,
     open_contenders,
     reference_entry,
     settle_config,
 )
-from holdfast.engine.kv_quality import Quality, measure
-from holdfast.engine.text_windows import cut_windows
+from holdfast.eval.text_windows import cut_windows
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import KV_FORMATS

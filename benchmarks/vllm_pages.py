@@ -20,14 +20,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend
-from holdfast.attention.batch import Batch
+from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.select import build_backend
-from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.rotation import hadamard_block, rotate_heads
+from holdfast.quant.kv_quantize import hadamard_block, rotate_heads
 
 NUM_BOUNDARY = 2
 """Layers at either end that stay in half precision."""

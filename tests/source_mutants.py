@@ -24,14 +24,14 @@ class SourceMutant:
 
 SOURCE_MUTANTS = {
     "unmasked blocks reach a token too far": SourceMutant(
-        file="kernels/pages/tiled_attention.py",
+        file="kernels/attention/tiled_attention.py",
         old="clear = tl.minimum(high, position + 1)",
         new="clear = tl.minimum(high, position + 2)",
         test="tests/kernels/pages/test_tiled_attention.py::test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own",
         says="Tensor-likes are not close",
     ),
     "the merge of quantized splits does not rescale": SourceMutant(
-        file="kernels/pages/coded_attention.py",
+        file="kernels/attention/quantized_attention.py",
         old="b_acc = b_acc * b_fade + tl.sum(b_part * b_weight[:, None], axis=0)",
         new="b_acc = b_acc + tl.sum(b_part * b_weight[:, None], axis=0)",
         test="tests/kernels/pages/test_coded_attention.py::test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it",
@@ -66,7 +66,7 @@ SOURCE_MUTANTS = {
         says="'103MiB' == '104MiB'",
     ),
     "stop ids end a text before min_tokens": SourceMutant(
-        file="engine/completion.py",
+        file="engine/outputs.py",
         old="elif may_stop and token_id in params.stop_token_ids:",
         new="elif token_id in params.stop_token_ids:",
         test="tests/engine/test_completion.py::test_text_and_ending",

@@ -8,8 +8,7 @@ import pytest
 from holdfast.config import ALIASES, EngineConfig, parse_layers, parse_patterns
 from holdfast.errors import ConfigError, shown
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import INT8, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import INT8, WEIGHT_SCHEMES, WeightRecipe
 
 WRONG = [
     ("dtype", "float8"),

@@ -21,11 +21,10 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
+from holdfast.planning.terms import STAGING_BYTES
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.runner.planning.plan_terms import STAGING_BYTES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = rules.documents(ROOT)

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from holdfast.api.async_llm import AsyncLLM
+    from holdfast.api.llm import LLM
     from holdfast.config import EngineConfig
-    from holdfast.engine.async_llm import AsyncLLM
-    from holdfast.engine.llm import LLM
     from holdfast.errors import HoldfastError
     from holdfast.request.outputs import CompletionOutput, RequestOutput
     from holdfast.request.sampling_params import SamplingParams
@@ -26,8 +26,8 @@ __all__ = [
     "__version__",
 ]
 _HOMES = {
-    "LLM": "holdfast.engine.llm",
-    "AsyncLLM": "holdfast.engine.async_llm",
+    "LLM": "holdfast.api.llm",
+    "AsyncLLM": "holdfast.api.async_llm",
     "CompletionOutput": "holdfast.request.outputs",
     "EngineConfig": "holdfast.config",
     "HoldfastError": "holdfast.errors",

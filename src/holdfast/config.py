@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import parse_bytes
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.weight_recipe import EMBEDDING_CHOICES, REGEX_PREFIX, WeightRecipe
-from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
+from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUANTIZED, WeightRecipe, find_scheme
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")

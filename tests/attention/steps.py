@@ -6,18 +6,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from holdfast.attention.batch import Batch, LogitRows, SequenceRows
-from holdfast.attention.declarations import TritonPagedDeclaration
-from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.pages.tiled_attention import TileWork
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary, write_heads_reference
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads_reference
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS, KVFormat
-from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
-from holdfast.quant.rotation import rotate_heads
+from holdfast.quant.kv_quantize import decode_keys, decode_values, encode_keys, encode_values, rotate_heads
 from kernels.exactness import random
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from holdfast.attention.batch import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LogitRows, SequenceRows
 
 
 def test_a_sequence_ends_behind_its_rows():

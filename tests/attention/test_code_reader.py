@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from holdfast.attention.code_reader import CodeReader
 from holdfast.attention.declarations import code_table_bytes
-from holdfast.quant.head_codes import CodedHeads, decode_keys, decode_values, encode_keys, encode_values
+from holdfast.attention.layer_pages import CodeReader
+from holdfast.quant.kv_quantize import CodedHeads, decode_keys, decode_values, encode_keys, encode_values
 from kernels.exactness import random, same_bits
 
 CPU = torch.device("cpu")

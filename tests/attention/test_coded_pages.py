@@ -3,17 +3,21 @@
 import pytest
 import torch
 
-from holdfast.attention.batch import Batch
-from holdfast.attention.code_reader import CodeReader
-from holdfast.attention.coded_pages import CodedPages
-from holdfast.attention.paged_rows import PagedRows
+from holdfast.attention.backend import Batch
+from holdfast.attention.layer_pages import CodedPages, CodeReader, PagedRows
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.pages.coded_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
-from holdfast.quant.rotation import rotate_heads, rotation_table
+from holdfast.quant.kv_quantize import (
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    rotate_heads,
+    rotation_table,
+)
 from kernels.exactness import random, same_bits
 
 CPU = torch.device("cpu")

@@ -20,7 +20,9 @@ from holdfast.attention.declarations import (
     QUERY_ROWS,
     SPLIT_ROWS,
     TILE_FIELDS,
+    AttentionSpec,
     NativePagedDeclaration,
+    StepBounds,
     TorchPagedDeclaration,
     TritonPagedDeclaration,
     choose_declaration,
@@ -30,12 +32,11 @@ from holdfast.attention.declarations import (
     split_rows,
     tile_kinds,
 )
-from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
-from holdfast.kernels.pages import tiled_attention
+from holdfast.kernels.attention import tiled_attention
 from holdfast.memory.planner import PHASES
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat
 
 NATIVE, TRITON, TORCH = NativePagedDeclaration(), TritonPagedDeclaration(), TorchPagedDeclaration()

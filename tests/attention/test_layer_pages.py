@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from attention.steps import Geometry, make_batch, texts
-from holdfast.attention.coded_pages import CodedPages
-from holdfast.attention.layer_pages import LayerPages
-from holdfast.attention.plain_pages import PlainPages
+from holdfast.attention.layer_pages import CodedPages, LayerPages, PlainPages
 
 MIX = Geometry(windows=5 * (None,), kv_dtype="float32 fp8 turboquant_k8v4 turboquant_3bit_nc float32", page_tokens=16)
 

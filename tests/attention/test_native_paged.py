@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.steps import Geometry, make_batch, run_steps, steps_of, texts
-from holdfast.attention.batch import Batch
+from holdfast.attention.backend import Batch
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from kernels.exactness import require_native, same_bits

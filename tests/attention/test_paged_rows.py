@@ -3,7 +3,7 @@ import random as chance
 import pytest
 import torch
 
-from holdfast.attention.paged_rows import PagedRows
+from holdfast.attention.layer_pages import PagedRows
 
 CPU = torch.device("cpu")
 

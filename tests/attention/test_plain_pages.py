@@ -2,10 +2,9 @@
 
 import torch
 
-from holdfast.attention.batch import Batch
-from holdfast.attention.paged_rows import PagedRows
-from holdfast.attention.plain_pages import PlainPages
-from holdfast.kernels.pages.tiled_attention import small_programs, tile_rows
+from holdfast.attention.backend import Batch
+from holdfast.attention.layer_pages import PagedRows, PlainPages
+from holdfast.kernels.attention.tiled_attention import small_programs, tile_rows
 
 CPU = torch.device("cpu")
 

@@ -3,10 +3,9 @@ import torch
 
 from attention.steps import Geometry
 from attention.work_lists import made_up_batch
-from holdfast.attention.declarations import DECLARATIONS, choose_declaration
+from holdfast.attention.declarations import DECLARATIONS, StepBounds, choose_declaration
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.select import build_backend
-from holdfast.attention.spec import StepBounds
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from kernels.exactness import require_native

@@ -8,10 +8,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from attention.work_lists import MILLION, ListCase, Ranges, check_work, made_up_batch
-from holdfast.attention.batch import SequenceRows
-from holdfast.attention.declarations import SPLIT_ROWS, split_rows
-from holdfast.attention.spec import StepBounds
-from holdfast.attention.tile_lists import StepRows
+from holdfast.attention.backend import SequenceRows
+from holdfast.attention.declarations import SPLIT_ROWS, StepBounds, split_rows
+from holdfast.attention.tile_scheduler import StepRows
 
 PLAIN, CODED = ListCase(), ListCase(coded=True)
 BOTH = pytest.mark.parametrize("case", [PLAIN, CODED], ids=["plain", "coded"])

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from attention.steps import Geometry, make_batch, run_layer, run_steps, steps_of, texts
-from holdfast.attention.declarations import TorchPagedDeclaration
-from holdfast.attention.paged_rows import PagedRows
-from holdfast.attention.spec import StepBounds
+from holdfast.attention.declarations import StepBounds, TorchPagedDeclaration
+from holdfast.attention.layer_pages import PagedRows
 from holdfast.attention.torch_paged import MASK_ALIGNMENT, TorchPagedAttention, aligned_mask
-from holdfast.quant.rotation import rotate_heads
+from holdfast.quant.kv_quantize import rotate_heads
 from kernels.exactness import random, same_bits
 
 LENGTHS = [1, 7, 64, 65, 130]

@@ -7,8 +7,7 @@ import torch
 
 from attention.steps import Geometry, build, check_rows, make_batch, on_triton, run_layer, scratch_for, store, texts
 from attention.work_lists import made_up_batch
-from holdfast.attention.declarations import TritonPagedDeclaration
-from holdfast.attention.spec import StepBounds
+from holdfast.attention.declarations import StepBounds, TritonPagedDeclaration
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.quant.formats import KV_FORMATS
 from kernels.exactness import same_bits

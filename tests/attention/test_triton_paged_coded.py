@@ -20,7 +20,7 @@ from attention.steps import (
 from attention.work_lists import made_up_batch
 from holdfast.attention.declarations import TileKind, least_tile_rows
 from holdfast.attention.triton_paged import TritonPagedAttention
-from holdfast.kernels.pages.coded_attention import coded_geometry
+from holdfast.kernels.attention.quantized_attention import coded_geometry
 from holdfast.quant.formats import KV_FORMATS
 from kernels.exactness import same_bits
 from kernels.triton_cases import assert_allocates_nothing

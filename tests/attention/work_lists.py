@@ -7,13 +7,12 @@ import numpy as np
 import torch
 
 from attention.steps import CPU
-from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.attention.declarations import TileKind, max_tiles, split_rows
-from holdfast.attention.plain_pages import PlainPages
-from holdfast.attention.spec import StepBounds
-from holdfast.attention.tile_lists import ListRoom, Machine, StepRows, TileLists
-from holdfast.kernels.pages.tile_geometry import TileGeometry
-from holdfast.kernels.pages.tiled_attention import TILE_FIELDS, TileWork
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.declarations import StepBounds, TileKind, max_tiles, split_rows
+from holdfast.attention.layer_pages import PlainPages
+from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileLists
+from holdfast.kernels.attention.tiled_attention import TILE_FIELDS, TileWork
+from holdfast.kernels.geometry import TileGeometry
 
 Ranges = dict[int, list[tuple[int, int]]]
 """Token ranges of every row."""

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cache.padding import kv_padding_term
-from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
+from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import plan_memory

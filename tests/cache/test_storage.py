@@ -4,7 +4,7 @@ import torch
 from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import ALIGNMENT_BYTES, aligned
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, aligned
 from holdfast.quant.formats import KV_FORMATS, KVFormat
 
 CPU = torch.device("cpu")

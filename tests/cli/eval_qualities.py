@@ -1,7 +1,7 @@
 """Made-up figures of formats, for tests of what is told about them."""
 
 from holdfast.cli.tables import EvalView
-from holdfast.engine.kv_quality import Quality
+from holdfast.eval.kv_quality import Quality
 
 BASE = {
     "num_predictions": 2046,

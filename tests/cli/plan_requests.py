@@ -4,9 +4,9 @@ from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.memory.gpus import find_gpu
-from holdfast.runner.planning.plan_fit import Wish
-from holdfast.runner.planning.target import Target, gpu_target, memory_target
+from holdfast.memory.devices import find_gpu
+from holdfast.planning.fit import Wish
+from holdfast.planning.target import Target, gpu_target, memory_target
 
 
 def plan_request(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None = None, **options: Any) -> Wish:

@@ -25,7 +25,7 @@ from holdfast.errors import (
     PlanTable,
     PromptError,
 )
-from holdfast.loading.default_model import find_default_model
+from holdfast.loading.model_files import find_default_model
 
 
 def test_the_version(here: Here) -> None:

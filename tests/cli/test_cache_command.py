@@ -9,12 +9,11 @@ from typing import NamedTuple
 import pytest
 
 from cli.cli_models import Here
-from holdfast.loading.quantized.quantized_cache import CACHE_VARIABLE, CacheSlot, cache_entries, find_cached
-from holdfast.loading.quantized.quantized_manifest import MANIFEST_FILE, Mesh
-from holdfast.loading.quantized.quantized_source import open_quantized
+from holdfast.loading.quantized.cache import CACHE_VARIABLE, CacheSlot, cache_entries, find_cached
+from holdfast.loading.quantized.manifest import MANIFEST_FILE, Mesh
+from holdfast.loading.quantized.source import open_quantized
 from holdfast.memory.sizes import format_bytes
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, INT8
+from holdfast.quant.weight_schemes import FP8, INT8, WeightRecipe
 from loading.saved_weights import loaded, plan_of, write_model
 
 DAY = 86400

@@ -16,9 +16,9 @@ import pytest
 
 from cli.cli_models import Here, start
 from engine.fakes import assert_at_rest, make_engine
+from holdfast.api.llm import LLM
 from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed
 from holdfast.cli.opened_model import prepare, sampling_params, stream
-from holdfast.engine.llm import LLM
 from holdfast.errors import ConfigError, HoldfastError, PromptError
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cli.page_reader import read_page
 from engine.fakes import assert_at_rest, make_engine, solo
+from holdfast.api.llm import LLM
 from holdfast.cli import opened_model
 from holdfast.cli.opened_model import (
     decode,
@@ -29,9 +30,8 @@ from holdfast.cli.opened_model import (
 )
 from holdfast.cli.terminal import for_terminal, leave, write_answer
 from holdfast.config import EngineConfig
-from holdfast.engine.llm import LLM
 from holdfast.errors import ConfigError, HoldfastError, ModelNotFoundError, PromptError, RequestError
-from holdfast.loading.default_model import find_default_model
+from holdfast.loading.model_files import find_default_model
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from holdfast.request.sampling_params import SamplingParams

@@ -16,8 +16,8 @@ from cli.page_reader import read_page
 from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_request, read_target
 from holdfast.errors import ConfigError
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.loading.default_model import find_default_model
-from holdfast.memory.gpus import GPUS
+from holdfast.loading.model_files import find_default_model
+from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.quant.formats import KV_FORMATS
 

@@ -14,10 +14,10 @@ from holdfast.cli.plan_view import Cell, PlanView, asked_words, plain_number, st
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
+from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives
+from holdfast.planning.fit import Wish, find_fit, fit_runner, settle
+from holdfast.planning.target import cpu_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
-from holdfast.runner.planning.alternatives import Alternative, in_scheme, list_alternatives
-from holdfast.runner.planning.plan_fit import Wish, find_fit, fit_runner, settle
-from holdfast.runner.planning.target import cpu_target
 
 FITTING = plan_request("Qwen3-8B", "h200", max_model_len=8192)
 

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from holdfast.cache.pages import FreeRuns, PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixEntry
-from holdfast.engine.page_needs import PageNeeds
-from holdfast.engine.queues import Queues
-from holdfast.engine.scheduler import Scheduler
+from holdfast.engine.scheduler import PageNeeds, Queues, Scheduler
 from holdfast.errors import RequestError
 from holdfast.request.sequence import ScheduledSequence, SequenceState, Step
 

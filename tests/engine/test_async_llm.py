@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.fakes import Gate, answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
-from holdfast.engine.async_llm import AsyncLLM
+from holdfast.api.async_llm import AsyncLLM
 from holdfast.errors import EngineDeadError, PromptError, QueueFullError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
@@ -237,7 +237,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
         execute = engine.runner.execute
 
         def broken(step):
-            from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult
+            from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult
 
             results = execute(step).results
             bad = [item.sequence.num_prompt_tokens == 3 for item in step.scheduled]
@@ -354,7 +354,7 @@ def test_a_program_that_forgets_to_shut_down_ends():
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from engine.fakes import make_engine
-from holdfast.engine.async_llm import AsyncLLM
+from holdfast.api.async_llm import AsyncLLM
 from holdfast.request.sampling_params import SamplingParams
 llm = AsyncLLM.from_engine(make_engine())
 async def work():

@@ -1,10 +1,10 @@
 import pytest
 
 from engine.fakes import EOS, logprobs_at, shared_tokenizer
-from holdfast.engine.completion import Completion, Ending
+from holdfast.engine.outputs import Completion, Ending
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.result import SequenceResult
+from holdfast.runner.sampling.batch import SequenceResult
 
 
 def completion(max_tokens: int = 100, **params) -> Completion:

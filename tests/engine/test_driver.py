@@ -5,7 +5,7 @@ import pytest
 
 from engine.fakes import assert_at_rest, make_engine, solo, text_of, tokens_of
 from holdfast.engine.driver import Driver
-from holdfast.engine.output_assembly import DeltaBuffer, OutputAssembler
+from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
 from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 

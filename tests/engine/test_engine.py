@@ -17,7 +17,7 @@ from engine.fakes import (
     text_of,
     tokens_of,
 )
-from holdfast.engine.output_assembly import OutputAssembler
+from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, Logprob
 from holdfast.request.sampling_params import SamplingParams

@@ -14,10 +14,10 @@ from engine.fakes import (
     text_of,
     tokens_of,
 )
-from holdfast.engine import completion
+from holdfast.engine import outputs as completion
 from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult
+from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
 

@@ -1,9 +1,9 @@
 import pytest
 
 from engine.fakes import shared_tokenizer
-from holdfast.engine.logprobs import PromptLogprobs, position_logprobs
+from holdfast.engine.outputs import PromptLogprobs, position_logprobs
 from holdfast.request.outputs import Logprob
-from holdfast.runner.sampling.result import TokenLogprobs
+from holdfast.runner.sampling.batch import TokenLogprobs
 
 TOP = ((98, -0.1), (97, -2.0), (99, -3.0))
 

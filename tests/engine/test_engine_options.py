@@ -4,8 +4,8 @@ from typing import get_type_hints
 
 import pytest
 
+from holdfast.api.options import EngineOptions, sampling_params_from
 from holdfast.config import ALIASES, EngineConfig
-from holdfast.engine.options import EngineOptions, sampling_params_from
 from holdfast.errors import ModelFormatError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.sampling_params import SamplingParams

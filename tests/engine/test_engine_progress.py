@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from holdfast.engine.progress import GenerationBar, LoadingBar, is_watched
+from holdfast.api.progress import GenerationBar, LoadingBar, is_watched
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,7 @@ from array import array
 
 import pytest
 
-from holdfast.engine.prompt import ParsedPrompt, parse_prompt, salt_bytes
+from holdfast.engine.admission import ParsedPrompt, parse_prompt, salt_bytes
 from holdfast.errors import PromptError, RequestError
 
 

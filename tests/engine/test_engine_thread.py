@@ -4,8 +4,7 @@ import threading
 import pytest
 
 from engine.fakes import Gate, assert_at_rest, make_engine, solo, text_of, tokens_of
-from holdfast.engine.engine_thread import EngineThread
-from holdfast.engine.mailbox import Mailbox
+from holdfast.engine.engine_thread import EngineThread, Mailbox
 from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 

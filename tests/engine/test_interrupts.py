@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from holdfast.engine.interrupts import InterruptShield
+from holdfast.engine.engine import InterruptShield
 
 
 def interrupt():

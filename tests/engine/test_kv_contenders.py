@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.kv_contenders import (
+from holdfast.errors import ConfigError
+from holdfast.eval.kv_quality import (
     CHUNK_TOKENS,
     Entry,
     format_entry,
@@ -16,7 +17,6 @@ from holdfast.engine.kv_contenders import (
     reference_entry,
     settle_config,
 )
-from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import KV_FORMATS

@@ -10,18 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.config import EngineConfig, Limits
-from holdfast.engine import kv_quality
-from holdfast.engine.kv_contenders import (
+from holdfast.errors import HoldfastError
+from holdfast.eval import kv_quality
+from holdfast.eval.kv_quality import (
+    Contender,
     OpenedContenders,
+    Quality,
     format_entry,
+    measure,
     open_contenders,
     reference_entry,
     settle_config,
+    steps_of,
 )
-from holdfast.engine.kv_quality import Contender, Quality, measure, steps_of
-from holdfast.errors import HoldfastError
 from holdfast.loading.model_files import open_model
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
+from holdfast.planning.terms import PROMPT_ROWS
 from loading.tiny_models import VOCAB, save_tiny
 
 WINDOW, NUM_WINDOWS, CHUNK = 90, 3, 32

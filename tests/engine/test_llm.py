@@ -9,10 +9,10 @@ from typing import Unpack, get_type_hints
 import pytest
 
 from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.llm import LLM
+from holdfast.api.options import EngineOptions
 from holdfast.config import EngineConfig
-from holdfast.engine.async_llm import AsyncLLM
-from holdfast.engine.llm import LLM
-from holdfast.engine.options import EngineOptions
 from holdfast.errors import ConfigError, EngineDeadError, PromptError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
@@ -366,5 +366,5 @@ def test_options_reach_the_builder(kind, built):
 
 
 def test_opening_the_module_imports_no_torch():
-    code = "import sys, holdfast.engine.llm, holdfast.engine.async_llm; sys.exit('torch' in sys.modules)"
+    code = "import sys, holdfast.api.llm, holdfast.api.async_llm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

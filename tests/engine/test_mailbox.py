@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from holdfast.engine.mailbox import Mailbox
+from holdfast.engine.engine_thread import Mailbox
 from holdfast.request.outputs import CompletionDelta
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from holdfast.engine.output_assembly import DeltaBuffer, OutputAssembler
+from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
 from holdfast.request.outputs import CompletionDelta, Logprob, RequestMetrics
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.config import Limits
-from holdfast.engine.page_needs import PageNeeds
+from holdfast.engine.scheduler import PageNeeds
 from holdfast.errors import RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.queues import Queues, named
+from holdfast.engine.scheduler import Queues, named
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState
 

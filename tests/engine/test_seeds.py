@@ -1,4 +1,4 @@
-from holdfast.engine.seeds import derive_seed
+from holdfast.engine.admission import derive_seed
 
 
 def test_derived_seeds_are_64_bits_and_stay_what_they_are():

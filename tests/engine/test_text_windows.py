@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from engine.fakes import BOS, EOS, VOCAB_SIZE, byte_tokenizer, shared_tokenizer
-from holdfast.engine.text_windows import beginning, cut_windows
 from holdfast.errors import PromptError
+from holdfast.eval.text_windows import beginning, cut_windows
 from holdfast.text.tokenizer import Tokenizer
 
 

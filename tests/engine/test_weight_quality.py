@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine import weight_quality_entries
-from holdfast.engine.kv_quality import Contender, Quality, measure
-from holdfast.engine.weight_quality import ReferenceReading, measure_scheme
-from holdfast.engine.weight_quality_entries import SchemeEntry, as_stored_entry, scheme_entry, settle_entries
 from holdfast.errors import HoldfastError
+from holdfast.eval import weight_quality as weight_quality_entries
+from holdfast.eval.kv_quality import Contender, Quality, measure
+from holdfast.eval.weight_quality import (
+    ReferenceReading,
+    SchemeEntry,
+    as_stored_entry,
+    measure_scheme,
+    scheme_entry,
+    settle_entries,
+)
 from holdfast.loading.model_files import open_model
 from loading.tiny_models import save_tiny
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.weight_quality_entries import (
+from holdfast.errors import ConfigError
+from holdfast.eval.weight_quality import (
     Listener,
     SchemeEntry,
     as_stored_entry,
@@ -16,7 +17,6 @@ from holdfast.engine.weight_quality_entries import (
     settle_entries,
     stored_scheme,
 )
-from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from loading.stored_models import make_stored

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from holdfast.integrations import coded_tokens
-from holdfast.integrations.coded_tokens import ROOM_STEP, CodedTokens
+from holdfast.integrations import transformers as coded_tokens
+from holdfast.integrations.transformers import ROOM_STEP, CodedTokens
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
-from holdfast.quant.rotation import rotate_heads
+from holdfast.quant.kv_quantize import decode_keys, decode_values, encode_keys, encode_values, rotate_heads
 
 FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
 every_format = pytest.mark.parametrize("name", FORMATS)

@@ -5,10 +5,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from holdfast.kernels.pages.coded_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
 from holdfast.quant.formats import KVFormat
-from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
-from holdfast.quant.rotation import hadamard_signs, rotate_heads
+from holdfast.quant.kv_quantize import (
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    hadamard_signs,
+    rotate_heads,
+)
 from red_zones import RedZones
 
 POISON_BYTE = 0xFF

@@ -5,16 +5,24 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from holdfast.kernels.pages.coded_attention import (
+from holdfast.kernels.attention.quantized_attention import (
     BLOCK_TOKENS,
     coded_attention,
     coded_attention_reference,
     coded_geometry,
 )
-from holdfast.kernels.pages.coded_planes import CodedPlanes
-from holdfast.kernels.pages.tiled_attention import LOG2_E, TileWork
-from holdfast.quant.head_codes import decode_keys, decode_values, encode_keys, encode_values
-from holdfast.quant.rotation import hadamard_block, hadamard_signs, rotate_heads, rotation_table
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
+from holdfast.quant.kv_quantize import (
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    hadamard_block,
+    hadamard_signs,
+    rotate_heads,
+    rotation_table,
+)
 from kernels.coded_cases import fill_slots, make_planes, tensors_of
 from kernels.exactness import random, same_bits
 from kernels.tiled_cases import BEYOND, NAN, Tiles, amid

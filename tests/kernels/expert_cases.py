@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.experts.expert_blocks import order_specs
-from holdfast.kernels.experts.expert_linear import expert_linear_reference
-from holdfast.kernels.experts.expert_order import ExpertOrder, order_experts_reference
-from holdfast.kernels.products.quantize_rows import CodedRows, quantize_rows_reference
-from holdfast.kernels.products.quantized_linear import coded_view, decoded_rows
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.kernels.gemm.linear import coded_view, decoded_rows
+from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows_reference
+from holdfast.kernels.geometry import order_specs
+from holdfast.kernels.moe.expert_linear import expert_linear_reference
+from holdfast.kernels.moe.routing import ExpertOrder, order_experts_reference
+from holdfast.quant.quantized_weight import QuantizedWeight, dequantize, quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from kernels.exactness import assert_as_exact_as_torch, random
 from kernels.quantized_cases import slack

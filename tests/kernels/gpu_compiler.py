@@ -20,13 +20,16 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from holdfast.kernels import layer_norm  # noqa: E402
-from holdfast.kernels.pages import coded_attention, tiled_attention, write_codes  # noqa: E402
-from holdfast.kernels.pages.coded_planes import CodedPlanes  # noqa: E402
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary  # noqa: E402
-from holdfast.kernels.products import begin_rows, skinny_linear  # noqa: E402
+from holdfast.kernels import norm as layer_norm  # noqa: E402
+from holdfast.kernels.attention import quantized_attention as coded_attention  # noqa: E402
+from holdfast.kernels.attention import tiled_attention
+from holdfast.kernels.attention import write_quantized_kv as write_codes
+from holdfast.kernels.attention.quantized_planes import CodedPlanes  # noqa: E402
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
+from holdfast.kernels.gemm import deferred_rms_norm as begin_rows  # noqa: E402
+from holdfast.kernels.gemm import small_batch as skinny_linear
 from holdfast.quant.formats import KVFormat  # noqa: E402
-from holdfast.quant.rotation import rotation_table  # noqa: E402
+from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary, write_heads
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads
 from kernels.exactness import random
 
 MAX_POSITION = 50

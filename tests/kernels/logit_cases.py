@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.kernels.logits.logit_chunks import NUM_BUCKETS, LogitRow, num_chunks
-from holdfast.kernels.logits.logit_scratch import LogitScratch
-from holdfast.kernels.logits.near_tokens import reference_weights, weights
+from holdfast.kernels.geometry import NUM_BUCKETS, LogitRow, num_chunks
+from holdfast.kernels.sampling.argmax import LogitScratch
+from holdfast.kernels.sampling.candidates import reference_weights, weights
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 INF = float("inf")

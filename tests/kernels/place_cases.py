@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from holdfast.kernels.placing.place_codes import place_quantized_triton
-from holdfast.kernels.placing.place_plain import find_peak_triton, place_plain_triton
-from holdfast.kernels.placing.place_rows import (
+from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton, place_quantized_triton
+from holdfast.kernels.load.place_rows import (
     UNSEEN,
     Findings,
     find_peak_reference,

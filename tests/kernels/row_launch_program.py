@@ -15,9 +15,13 @@ torch.cuda.is_available = lambda: True  # before kernels are imported, because t
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from holdfast.kernels.placing.place_codes import codes_launch  # noqa: E402
-from holdfast.kernels.placing.place_plain import peak_launch, plain_launch  # noqa: E402
-from holdfast.kernels.placing.row_launch import Pointer, RowLaunch  # noqa: E402
+from holdfast.kernels.load.place_kernels import (  # noqa: E402  # noqa: E402
+    Pointer,
+    RowLaunch,
+    codes_launch,
+    peak_launch,
+    plain_launch,
+)
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, MXFP4  # noqa: E402
 
 I16, U8, I32 = torch.int16, torch.uint8, torch.int32

@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels.products import skinny_coded, skinny_linear
-from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch
-from holdfast.kernels.products.row_peaks import RowPeaks
-from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.kernels.products.skinny_linear import (
+from holdfast.kernels.gemm import small_batch as skinny_linear
+from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, PeakScratch, RowPeaks, SkinnyScratch
+from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_ROWS, NUM_GATE_PEAKS, num_parts
+from holdfast.kernels.gemm.small_batch import (
     MIN_SQUARE_COLUMNS,
     linear_add,
     linear_add_reference,
     normed_linear,
     normed_linear_reference,
 )
-from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_ROWS, num_parts
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightScheme
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits

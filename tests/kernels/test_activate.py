@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 import torch
 
-from holdfast.kernels.activate import REFERENCES, activate, activate_reference
+from holdfast.kernels.activation import REFERENCES, activate, activate_reference
 from holdfast.models.spec import Activation
 from kernels.exactness import companies, num_threads, random, same_bits
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.activate import REFERENCES, activate, activate_reference, activate_triton
+from holdfast.kernels.activation import REFERENCES, activate, activate_reference, activate_triton
 from kernels.exactness import companies, random, same_bits
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
 

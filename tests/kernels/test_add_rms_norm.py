@@ -1,8 +1,14 @@
 import pytest
 import torch
 
-from holdfast.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
-from holdfast.kernels.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
+from holdfast.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_reference,
+    rms_norm_triton,
+)
 from kernels.exactness import assert_as_exact_as_torch, companies, island, random, same_bits
 from kernels.triton_cases import DTYPES, amid_poison, assert_allocates_nothing
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels import layer_norm as module
-from holdfast.kernels.layer_norm import layer_norm, layer_norm_reference
+from holdfast.kernels import norm as module
+from holdfast.kernels.norm import layer_norm, layer_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.tiled_cases import NAN, amid
 from kernels.triton_cases import DTYPES, QUIET, assert_allocates_nothing

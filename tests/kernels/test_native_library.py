@@ -20,7 +20,7 @@ ONE = """
 import json, logging, os, sys
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 import torch
-from holdfast.kernels.products.linear import linear, linear_reference
+from holdfast.kernels.gemm.linear import linear, linear_reference
 from holdfast.kernels.native_library import native_library
 def load():
     library = native_library()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.rms_norm import rms_norm, rms_norm_reference
+from holdfast.kernels.norm import rms_norm, rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
 
 pytestmark = pytest.mark.usefixtures("native")

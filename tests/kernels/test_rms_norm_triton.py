@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton
+from holdfast.kernels.norm import rms_norm, rms_norm_reference, rms_norm_triton
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.silu_mul import silu_mul, silu_mul_reference
+from holdfast.kernels.activation import silu_mul, silu_mul_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
 
 pytestmark = pytest.mark.usefixtures("native")

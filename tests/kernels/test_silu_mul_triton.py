@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.silu_mul import silu_mul, silu_mul_reference, silu_mul_triton
+from holdfast.kernels.activation import silu_mul, silu_mul_reference, silu_mul_triton
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from holdfast.kernels import triton_compat
-from holdfast.kernels.rms_norm import rms_norm_reference, rms_norm_triton
-from holdfast.kernels.silu_mul import silu_mul_reference, silu_mul_triton
+from holdfast.kernels.activation import silu_mul_reference, silu_mul_triton
+from holdfast.kernels.norm import rms_norm_reference, rms_norm_triton
 from holdfast.kernels.triton_compat import can_launch_early, can_run, launched_early, next_power_of_two
 
 HALF_STEP = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -102,9 +102,7 @@ def test_next_power_of_two(number, power):
 
 
 def test_a_plain_cpu_run_imports_no_triton():
-    code = (
-        "import sys, holdfast.kernels.rms_norm as k; print('triton' in sys.modules, k.rms_norm_reference is not None)"
-    )
+    code = "import sys, holdfast.kernels.norm as k; print('triton' in sys.modules, k.rms_norm_reference is not None)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

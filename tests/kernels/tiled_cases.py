@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from holdfast.kernels.pages.tiled_attention import TileWork, tile_rows, tiled_attention
+from holdfast.kernels.attention.tiled_attention import TileWork, tile_rows, tiled_attention
 from kernels.exactness import MOAT
 from kernels.paged_cases import PagedCase
 from red_zones import RedZones

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.experts.expert_order import order_specs
-from holdfast.layers.experts import ExpertBuffers, ExpertLayer, SharedExpert
-from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GatedMLP, MLPBuffers
+from holdfast.kernels.moe.routing import order_specs
+from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
+from holdfast.layers.moe import ExpertBuffers, ExpertLayer, SharedExpert
 from kernels.exactness import companies, random, require_native, same_bits
 
 NAN = float("nan")

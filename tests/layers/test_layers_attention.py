@@ -1,13 +1,12 @@
 import pytest
 import torch
 
-from holdfast.attention.batch import Batch, LogitRows
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
-from holdfast.kernels.products.quantize_rows import CodedRows
+from holdfast.attention.backend import Batch, LogitRows
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.gemm.quantize_activations import CodedRows
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
-from holdfast.layers.linear import Linear
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import quantize
+from holdfast.layers.mlp import Linear
+from holdfast.quant.quantized_weight import QuantizedWeight, quantize
 from holdfast.quant.weight_schemes import FP8
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import exact_rows, exact_weight

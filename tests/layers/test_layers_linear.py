@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.products.quantize_rows import CodedRows
-from holdfast.layers.linear import Linear
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import quantize
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.layers.mlp import Linear
+from holdfast.quant.quantized_weight import QuantizedWeight, quantize
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import random
 from kernels.quantized_cases import exact_rows, exact_weight

@@ -2,9 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.products.quantize_rows import CodedRows
-from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GatedMLP, MLPBuffers, PlainMLP
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, PlainMLP
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
 
 ACTIVATIONS = {

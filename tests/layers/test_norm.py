@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.layers.norm import LayerNorm, RMSNorm
+from holdfast.layers.mlp import LayerNorm, RMSNorm
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
 
 SIZES = (1, 3, 5, 63, 64, 100, 577)

@@ -15,13 +15,11 @@ import torch
 
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.sources.safetensors_file import SafetensorsFile
-from holdfast.loading.sources.safetensors_source import SafetensorsSource
+from holdfast.loading.sources.safetensors import SafetensorsFile, SafetensorsSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import AS_STORED, WEIGHT_SCHEMES, WeightRecipe
 
 LAYERS, EXPERTS, INNER, HIDDEN, VOCAB = 2, 19, 704, 1024, 32_000
 NUM_FILES = 3

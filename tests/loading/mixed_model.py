@@ -3,8 +3,7 @@
 import torch
 
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import quantize
+from holdfast.quant.quantized_weight import QuantizedWeight, quantize
 
 EXPERTS, INNER, HIDDEN = 3, 128, 96
 

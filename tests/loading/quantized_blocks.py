@@ -4,8 +4,8 @@ import gguf
 import numpy as np
 import torch
 
-from holdfast.loading.gguf.gguf_dequant import dequantize
-from holdfast.loading.gguf.gguf_file import GGMLType
+from holdfast.loading.gguf.dequantize import dequantize
+from holdfast.loading.gguf.file import GGMLType
 
 SPECIAL_SCALES = np.array(
     [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x3C00, 0xBC00, 0x3555, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00],

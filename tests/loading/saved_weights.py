@@ -11,13 +11,11 @@ import torch
 
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import LoadPlan, plan_load
-from holdfast.loading.quantized.quantized_source import QuantizedSource
-from holdfast.loading.sources.safetensors_file import SafetensorsFile
-from holdfast.loading.sources.safetensors_source import SafetensorsSource
+from holdfast.loading.quantized.source import QuantizedSource
+from holdfast.loading.sources.safetensors import SafetensorsFile, SafetensorsSource
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import FP8, WEIGHT_SCHEMES, WeightRecipe
 
 K = 256
 IN_FP8 = WeightRecipe(FP8)

@@ -56,7 +56,7 @@ def test_the_default_model() -> None:
 
 
 def test_a_gguf_file_by_its_path() -> None:
-    from holdfast.loading.default_model import find_default_model
+    from holdfast.loading.model_files import find_default_model
 
     assert open_blueprint(str(find_default_model())).num_layers == 30
 

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from holdfast.errors import ModelNotFoundError
-from holdfast.loading.default_model import find_default_model
+from holdfast.loading.model_files import find_default_model
 
 
 def test_it_is_found_without_importing_its_package():

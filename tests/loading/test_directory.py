@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.directory import open_directory, open_directory_without_weights
+from holdfast.loading.model_files import open_directory, open_directory_without_weights
 from holdfast.loading.planning.open_model import GenerationDefaults
 from loading.safetensors_bytes import write
 from loading.tiny_models import save_tiny

@@ -20,8 +20,7 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import read_spec
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import FP8
+from holdfast.quant.weight_schemes import AS_STORED, FP8, WeightRecipe
 from kernels.exactness import same_bits
 from models.test_decoder import judge, make_drive, make_requests
 from models.tiny_experts import assembled, config_of, make_tiny, tensors_of

@@ -7,13 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from holdfast.loading.sources.read_rows import read_rows
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.loading.default_model import find_default_model
-from holdfast.loading.gguf_model import open_gguf
+from holdfast.loading.model_files import find_default_model, open_gguf
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.sources.read_rows import read_rows
 from holdfast.models.families import read_spec
 
 gguf = pytest.importorskip("gguf")
@@ -270,7 +269,7 @@ def test_no_such_file(tmp_path):
 def test_opening_imports_no_torch(tmp_path):
     write_model(tmp_path / "tiny.gguf", "qwen3")
     script = (
-        "import sys; from pathlib import Path; from holdfast.loading.gguf_model import open_gguf\n"
+        "import sys; from pathlib import Path; from holdfast.loading.model_files import open_gguf\n"
         "open_gguf(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "tiny.gguf")], check=True)

@@ -11,8 +11,7 @@ from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from loading.header_source import experts, stacked
 
 NUM_HEADS, NUM_KV_HEADS, NUM_EXPERTS = 8, 4, 4

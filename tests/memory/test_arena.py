@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.memory import arena as arena_module
 from holdfast.memory.arena import UNWRITTEN, Arena, allocate_bytes, views_of
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import ALIGNMENT_BYTES, TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, arena_bytes
 from holdfast.quant.formats import DTYPE_BYTES
 
 CPU = torch.device("cpu")

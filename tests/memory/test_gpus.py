@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.memory.gpus import ASSUMED, GIB, GPUS, SAME_AS_H200, SEEN, find_gpu
+from holdfast.memory.devices import ASSUMED, GIB, GPUS, SAME_AS_H200, SEEN, find_gpu
 
 NOMINAL_GB = {
     "h200": 141,

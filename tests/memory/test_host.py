@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from holdfast.memory.host import available_host_bytes
+from holdfast.memory.devices import available_host_bytes
 
 GIB = 1024**3
 MEMINFO = f"MemTotal: {16 * 1024**2} kB\nMemFree: 1 kB\nMemAvailable:   {8 * 1024**2} kB\nSwapFree: 5 kB\n"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.memory.mirrored_tensor import MirroredTensor
+from holdfast.memory.arena import MirroredTensor
 
 CPU = torch.device("cpu")
 

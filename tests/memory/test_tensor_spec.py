@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.memory.tensor_spec import ALIGNMENT_BYTES, TensorSpec, aligned, arena_bytes
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, aligned, arena_bytes
 from holdfast.quant.formats import DTYPE_BYTES
 
 shapes = st.lists(st.integers(0, 50), max_size=4).map(tuple)

@@ -14,9 +14,8 @@ from holdfast.memory import workspace as workspace_module
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import plan_memory
 from holdfast.memory.report import memory_report
-from holdfast.memory.tensor_spec import ALIGNMENT_BYTES, TensorSpec
 from holdfast.memory.workspace import Workspace
-from holdfast.memory.workspace_plan import WorkspacePlan
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
 from holdfast.quant.formats import DTYPE_BYTES
 
 CPU = torch.device("cpu")

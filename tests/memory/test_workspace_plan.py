@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from holdfast.errors import WorkspaceError
 from holdfast.memory.planner import Term, plan_memory
 from holdfast.memory.sizes import format_bytes
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
-from holdfast.memory.workspace_plan import MAX_SHOWN_SPECS, WorkspacePlan, caller, described
+from holdfast.memory.workspace_plan import MAX_SHOWN_SPECS, TensorSpec, WorkspacePlan, arena_bytes, caller, described
 
 requests = st.lists(
     st.tuples(st.sampled_from(["attention", "mlp", "head"]), st.sampled_from(["layers", "stream"]), st.integers(0, 10_000)),

@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.products.begin_rows import begin_rows_reference
-from holdfast.kernels.products.finish_rows import finish_rows_reference
-from holdfast.kernels.products.row_peaks import row_peaks_reference
-from holdfast.kernels.products.skinny_linear import linear_add_reference, normed_linear_reference
-from holdfast.models import few_route
-from holdfast.models.blueprints import blueprint_grouped
-from holdfast.models.blueprints.blueprint_anatomy import StepShape
+from holdfast.kernels.gemm.deferred_rms_norm import begin_rows_reference, finish_rows_reference, row_peaks_reference
+from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
+from holdfast.models import fused_decode as few_route
+from holdfast.models.blueprints import grouped as blueprint_grouped
+from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.decoder import Decoder
-from holdfast.models.few_route import FewRoute
+from holdfast.models.fused_decode import FewRoute
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from kernels.quantized_cases import weight_on

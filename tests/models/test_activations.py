@@ -9,12 +9,13 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.experts.expert_blocks import order_specs
-from holdfast.kernels.products import skinny_coded, skinny_linear, skinny_parts
-from holdfast.kernels.products.begin_rows import NormedRows, PeakScratch, SkinnyScratch
-from holdfast.kernels.products.row_peaks import RowPeaks
-from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.kernels.gemm import gemv as skinny_parts
+from holdfast.kernels.gemm import small_batch as skinny_linear
+from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, PeakScratch, RowPeaks, SkinnyScratch
+from holdfast.kernels.gemm.gemv import NUM_GATE_PEAKS
+from holdfast.kernels.geometry import order_specs
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import (
     CODES,
@@ -32,8 +33,17 @@ from holdfast.models.activations import (
 )
 from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_recipe import AS_STORED, EMBEDDING_CHOICES, WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme
+from holdfast.quant.weight_schemes import (
+    AS_STORED,
+    EMBEDDING_CHOICES,
+    FP8,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    INT8,
+    MXFP4,
+    WeightRecipe,
+    WeightScheme,
+)
 
 QWEN = ModelSpec(
     architecture="Qwen3ForCausalLM",

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from holdfast.models.checkpoint_names import LLAMA_NAMES, list_parameters
 from holdfast.models.families import parameters, read_spec
+from holdfast.models.parameters import LLAMA_NAMES, list_parameters
 from loading.tiny_models import FAMILIES, save_tiny
 from models.tiny_experts import EXPERT_MODELS, config_of, make_tiny, tensors_of
 

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.layers.experts import ExpertLayer
-from holdfast.layers.mlp import GatedMLP, PlainMLP
-from holdfast.layers.norm import LayerNorm, RMSNorm
+from holdfast.layers.mlp import GatedMLP, LayerNorm, PlainMLP, RMSNorm
+from holdfast.layers.moe import ExpertLayer
 from holdfast.models.decoder_layer import LayerBuilder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import quantize
+from holdfast.quant.quantized_weight import QuantizedWeight, quantize
 from holdfast.quant.weight_schemes import INT8
 from loading.tiny_models import FAMILIES
 from models.tiny_experts import EXPERT_MODELS

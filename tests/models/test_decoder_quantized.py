@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.products import linear
-from holdfast.layers import experts
-from holdfast.models.blueprints.blueprint_anatomy import StepShape
+from holdfast.kernels.gemm import linear
+from holdfast.layers import moe as experts
+from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize, quantize
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
+from holdfast.quant.quantized_weight import QuantizedWeight, dequantize, quantize
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 from kernels.exactness import require_native, same_bits
 from kernels.quantized_cases import exact_rows
 from loading.tiny_models import FAMILIES, save_tiny

@@ -12,23 +12,22 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from holdfast.attention.declarations import DECLARATIONS
-from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import WorkspaceError
-from holdfast.memory.gpus import GPUS
+from holdfast.memory.devices import GPUS
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
 from holdfast.memory.workspace import Workspace
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.blueprints.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
+from holdfast.planning.plan import plan_runner
+from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.planning.plan import plan_runner
-from holdfast.runner.planning.target import gpu_target
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan

@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from holdfast.models.blueprints.blueprint_experts import Experts
-from holdfast.models.expert_parameters import ExpertNames, list_experts
-from holdfast.models.parameters import Parameter, Part
+from holdfast.models.blueprints.anatomy import Experts
+from holdfast.models.parameters import ExpertNames, Parameter, Part, list_experts
 from holdfast.models.spec import ExpertsSpec
 
 EXPERTS = ExpertsSpec(num_experts=3, top_k=2, intermediate_size=5, shared_size=7, has_shared_gate=True)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ModelFormatError
-from holdfast.models.expert_settings import ExpertDefaults, read_experts
-from holdfast.models.settings import Settings
+from holdfast.models.settings import ExpertDefaults, Settings, read_experts
 from holdfast.models.spec import ExpertsSpec
 
 SHARED = ExpertDefaults(60, 4, 1408, shared_size=5632)

@@ -15,17 +15,17 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from holdfast.kernels.products.row_peaks import RowPeaks, row_peaks_reference
-from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.kernels.products.skinny_linear import normed_linear_reference
-from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.models import activations, few_route
+from holdfast.kernels.gemm.deferred_rms_norm import RowPeaks, row_peaks_reference
+from holdfast.kernels.gemm.gemv import NUM_GATE_PEAKS
+from holdfast.kernels.gemm.small_batch import normed_linear_reference
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models import activations
+from holdfast.models import fused_decode as few_route
 from holdfast.models.activations import FEW_GATE_PEAKS, FEW_ROWS, few_request
 from holdfast.models.families import parameters, read_spec
-from holdfast.models.few_route import declined, make_scratch
+from holdfast.models.fused_decode import declined, make_scratch
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme
+from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe, WeightScheme
 from kernels.exactness import same_bits
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny

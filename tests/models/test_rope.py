@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from holdfast.models.rope import rope_table
-from holdfast.models.rope_settings import read_rope
-from holdfast.models.settings import Settings
+from holdfast.models.settings import Settings, read_rope
 
 CPU = torch.device("cpu")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

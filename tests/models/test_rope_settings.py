@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
-from holdfast.models.rope_settings import read_rope
-from holdfast.models.settings import Settings
+from holdfast.models.settings import Settings, read_rope
 from holdfast.models.spec import RopeSpec
 
 HEAD_DIM = 16

@@ -1,7 +1,6 @@
 """Rows of tensors, one after the other."""
 
-from holdfast.models.parameters import Part
-from holdfast.models.stacked_parts import stack_parts, stacked
+from holdfast.models.parameters import Part, stack_parts, stacked
 
 
 def test_parts_begin_where_the_last_one_ended() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.quant import codebooks
-from holdfast.quant.codebooks import (
+from holdfast.quant import kv_quantize as codebooks
+from holdfast.quant.kv_quantize import (
     CUBIC_3_BITS,
     CUBIC_4_BITS,
     FP8_MAX,

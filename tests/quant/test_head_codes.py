@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.quant.codebooks import FP16_MAX, KEY_CODEBOOKS, VALUE_CODEBOOKS
-from holdfast.quant.head_codes import (
+from holdfast.quant.kv_quantize import (
+    FP16_MAX,
+    KEY_CODEBOOKS,
     KEY_PARTS,
+    VALUE_CODEBOOKS,
     VALUE_PARTS,
     CodedHeads,
     decode_keys,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.quant.rotation import hadamard_block, hadamard_signs, rotate_heads
+from holdfast.quant.kv_quantize import hadamard_block, hadamard_signs, rotate_heads
 
 BLOCKS = {16: 16, 32: 32, 48: 16, 64: 64, 80: 16, 96: 32, 112: 16, 128: 128, 160: 32, 192: 64, 208: 16, 256: 256}
 

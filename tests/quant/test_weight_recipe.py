@@ -1,8 +1,7 @@
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
+from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, INT8, MXFP4, WeightRecipe
 
 KINDS = ("linear", "expert", "embedding", "head", "norm", "bias", "router")
 QKV = ("layers.3.qkv.weight", "model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn.k_proj.weight")

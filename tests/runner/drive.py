@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from holdfast.attention.declarations import DECLARATIONS
+from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
 from holdfast.attention.select import build_backend
-from holdfast.attention.spec import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import Limits
@@ -19,24 +18,22 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import TensorSpec
 from holdfast.memory.workspace import Workspace
-from holdfast.memory.workspace_plan import WorkspacePlan
+from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan
+from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.blueprints.blueprint import spec_blueprint
-from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
+from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState, Step
-from holdfast.runner.batch_buffers import BatchBuffers
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampling.result import NO_TOKEN, StepResult, TokenLogprobs
+from holdfast.runner.sampling.batch import NO_TOKEN, SequenceSample, StepResult, TokenLogprobs
 from holdfast.runner.sampling.sampler import Sampler
-from holdfast.runner.sampling.sampling_batch import SequenceSample
+from holdfast.runner.step_inputs import BatchBuffers
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.batch import Batch
+from holdfast.attention.backend import Batch
 from holdfast.config import EngineConfig, Limits
 from holdfast.loading.model_files import open_model
 from holdfast.request.sampling_params import SamplingParams

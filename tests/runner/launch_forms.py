@@ -19,12 +19,13 @@ import torch
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
 from holdfast.kernels import triton_compat
-from holdfast.kernels.products import linear, quantized_linear
+from holdfast.kernels.gemm import linear
+from holdfast.kernels.gemm import linear as quantized_linear
 from holdfast.loading.model_files import open_model
-from holdfast.memory.gpus import H200
+from holdfast.memory.devices import H200
 from holdfast.memory.ledger import Ledger
+from holdfast.planning.target import gpu_target
 from holdfast.runner import build as building
-from holdfast.runner.planning.target import gpu_target
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling import sampler as sampling
 from holdfast.runner.sampling.device_sampler import DeviceSampler

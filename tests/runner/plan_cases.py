@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import cache
 
 from holdfast.config import EngineConfig
-from holdfast.memory.gpus import GPUS
+from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.runner.planning.alternatives import Alternative
-from holdfast.runner.planning.plan_fit import Wish
-from holdfast.runner.planning.target import Target, gpu_target
+from holdfast.planning.alternatives import Alternative
+from holdfast.planning.fit import Wish
+from holdfast.planning.target import Target, gpu_target
 
 GIB = 1024**3
 H200 = gpu_target(GPUS["h200"])

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from holdfast.config import Limits
 from holdfast.memory.ledger import Ledger
+from holdfast.planning.terms import batch_terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.batch_buffers import MAX_GAP_BYTES, BatchBuffers
-from holdfast.runner.planning.batch_terms import batch_terms
+from holdfast.runner.step_inputs import MAX_GAP_BYTES, BatchBuffers
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("mirrored", [False, True], ids=["shared", "mirrored"])

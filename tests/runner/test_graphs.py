@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.planning.terms import graph_sizes, mixed_sizes
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.planning.graph_terms import graph_sizes, mixed_sizes
 from runner.fake_graphs import POOL, FakeGraph, FakeStream, captured, use_fake_graphs
 
 DECODE, MIXED = (1, 2, 4, 8), (16, 64)

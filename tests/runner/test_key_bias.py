@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.models.spec import ModelSpec
-from holdfast.runner.key_bias import key_bias_norms
+from holdfast.runner.build import key_bias_norms
 from runner.plan_cases import blueprint
 
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
+from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.mirrored_tensor import MirroredTensor
+from holdfast.planning.terms import LISTED_PAGES, batch_terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.page_table import MAX_SINGLE_COPIES, PageTable
-from holdfast.runner.planning.batch_terms import LISTED_PAGES, batch_terms
+from holdfast.runner.step_inputs import MAX_SINGLE_COPIES, PageTable
 
 CPU = torch.device("cpu")
 NEVER_SENT = -99

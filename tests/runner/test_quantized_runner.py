@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.quant.weight_codes import quantize
+from holdfast.planning.target import Target
+from holdfast.quant.quantized_weight import quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightScheme
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, load_words
-from holdfast.runner.planning.target import Target
 from kernels.exactness import require_native
 from runner.tiny_runners import TinyBuilder, held_storages
 

@@ -7,10 +7,10 @@ import torch
 
 from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
+from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
-from holdfast.runner.sampling.result import NO_TOKEN
+from holdfast.runner.sampling.batch import NO_TOKEN
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model

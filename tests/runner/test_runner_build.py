@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.attention.spec import AttentionSpec
+from holdfast.attention.declarations import AttentionSpec
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import aligned
+from holdfast.memory.workspace_plan import aligned
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step

@@ -14,12 +14,12 @@ import torch
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory import arena
 from holdfast.memory.profiler import measure
+from holdfast.planning.target import Target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
-from holdfast.runner.planning.target import Target
 from runner.tiny_runners import TinyBuilder, held_storages, watched_arenas
 
 MIB = 1024**2
@@ -232,7 +232,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from holdfast.memory.profiler import measure
 from holdfast.runner import build as building
-from holdfast.runner.planning.target import Target
+from holdfast.planning.target import Target
 from runner.tiny_runners import TinyBuilder
 
 build = TinyBuilder(Path({str(build.folder)!r}))

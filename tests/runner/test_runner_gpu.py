@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from holdfast.errors import MemoryPlanError
+from holdfast.planning.terms import LIBRARY_BYTES
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Step
 from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
-from holdfast.runner.planning.plan_terms import LIBRARY_BYTES
 from kernels.exactness import same_bits
 from runner.gpu_traffic import (
     CheckedReplays,

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.kernels.products.linear import linear
-from holdfast.runner import invariance
-from holdfast.runner.invariance import refuse_variant_products
+from holdfast.kernels.gemm.linear import linear
+from holdfast.runner import build as invariance
+from holdfast.runner.build import refuse_variant_products
 from kernels.exactness import random, require_native
 
 

@@ -14,11 +14,11 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.planning.target import Target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import variants as module
 from holdfast.runner.build import build_runner
-from holdfast.runner.planning.target import Target
 from holdfast.runner.runner import Runner
 from holdfast.runner.variants import Variant, build_variants, own_bytes
 from loading.tiny_models import save_tiny

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.kernels.experts import expert_order
-from holdfast.kernels.experts.expert_blocks import order_specs
+from holdfast.kernels.geometry import order_specs
+from holdfast.kernels.moe import routing as expert_order
 from holdfast.kernels.triton_compat import triton
 from holdfast.models.spec import ExpertsSpec
+from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Step
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
+from holdfast.runner.graphs import step_form, warm_rows
 from holdfast.runner.runner import Runner
-from holdfast.runner.warm_rows import step_form, warm_rows
 from runner.gpu_traffic import Known, Traffic
 from runner.launch_forms import Form, RecordedKernel, argument_form, recorded_runner
 

@@ -10,7 +10,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.model_files import open_model
-from holdfast.loading.quantized.quantized_manifest import MANIFEST_FILE
+from holdfast.loading.quantized.manifest import MANIFEST_FILE
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import HEAD_SCHEME

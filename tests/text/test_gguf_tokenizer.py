@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
-from holdfast.loading.default_model import find_default_model
-from holdfast.loading.gguf.gguf_file import read_gguf
+from holdfast.loading.gguf.file import read_gguf
+from holdfast.loading.model_files import find_default_model
 from holdfast.text.chat_template import chat_template_from_gguf
 from holdfast.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer

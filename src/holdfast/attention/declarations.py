@@ -1,16 +1,66 @@
-"""The backends as the planner sees them, the fastest first: who takes which layer, and what each will hold; no torch of its own."""
+"""What attention computes and who takes it, as the planner sees it: layers, step bounds, backends (the fastest first) and what each will hold; no torch of its own."""
 
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
+from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
 from holdfast.memory.planner import Term
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, bytes_for
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention computes, where, and what its cache keeps."""
+
+    cache: LayerCache
+    num_heads: int
+    scale: float
+    window: int | None
+    """How many of the newest tokens, the current one included, a token sees; None for all."""
+    max_model_len: int
+    dtype: str
+    """torch's name of the type of queries and outputs."""
+    device_kind: str
+    """cpu or cuda."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """The most that one step can hold."""
+
+    max_num_seqs: int
+    max_num_rows: int
+    page_tokens: int
+
+
+class BackendDeclaration(Protocol):
+    """What is known of a backend without building it: whether it takes a layer, and every byte it will want."""
+
+    name: str
+    can_be_captured: bool
+    """Whether a graph of its launches serves other steps than the one it was captured with."""
+
+    can_be_invariant: bool
+    """Whether it can give a row the same bits in any company."""
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        """None, or why this layer cannot run here, in words."""
+        ...
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """Workspace that `attend` needs beside queries and outputs, one set for all layers."""
+        ...
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        """What it holds from start to end: work lists, mask templates."""
+        ...
+
 
 SPLIT_ROWS = 1024
 """Most (row, split) pairs whose partial results are kept at once: long contexts take longer splits, never more memory."""
@@ -214,7 +264,7 @@ def least_tile_rows(kind: TileKind) -> int:
 
 
 def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
-    """The tables that coded layers rotate by (quant/rotation.py), one for each head dim among them."""
+    """The tables that coded layers rotate by (quant/kv_quantize.py), one for each head dim among them."""
     head_dims = rotated_head_dims(specs)
     if not head_dims:
         return ()

@@ -1,19 +1,347 @@
-"""LayerPages: the pages of every layer, each of its own kind, and what all backends do with them: the write."""
+"""LayerPages: the KV pages of every layer, plain or quantized: how each kind is written, attended to tile by tile, and read in plain torch.
+
+X any leading dimensions, D head dim, B bytes of a head's codes, C columns (quant/kv_quantize.py has the order of bits)
+
+The numbers are those of quant/kv_quantize.py to the bit. A table's entry holds 2 or 4 coordinates as one element, since torch
+copies single elements much faster than short rows. Coordinates stay in the order in which they are stored: attention does not
+mind as long as queries follow the keys, and what comes out, which is little, is put in order.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 
-from holdfast.attention.batch import Batch
-from holdfast.attention.code_reader import CodeReader
-from holdfast.attention.coded_pages import CodedPages
-from holdfast.attention.declarations import rotated_head_dims
-from holdfast.attention.plain_pages import PlainPages
-from holdfast.attention.spec import AttentionSpec
+from holdfast.attention.backend import Batch
+from holdfast.attention.declarations import AttentionSpec, rotated_head_dims
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.pages.coded_planes import CodedPlanes
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
-from holdfast.quant.rotation import rotation_table
+from holdfast.kernels.attention.quantized_attention import coded_attention, coded_geometry
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.tiled_attention import (
+    FEW_ROWS,
+    LARGE_PROGRAMS_PER_SM,
+    TileWork,
+    small_programs,
+    tile_rows,
+    tiled_attention,
+)
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads
+from holdfast.kernels.attention.write_quantized_kv import write_codes
+from holdfast.kernels.geometry import TileGeometry
+from holdfast.quant.kv_quantize import (
+    KEY_CODEBOOKS,
+    KEY_PARTS,
+    VALUE_CODEBOOKS,
+    VALUE_PARTS,
+    CodedHeads,
+    hadamard_block,
+    part_dims,
+    rotation_table,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The slots of positions [first, end) of one sequence: a run of neighbours, or a list of pages to gather."""
+
+    num_tokens: int
+    first_slot: int
+    pages_P: torch.Tensor | None
+    """None where the slots are neighbours."""
+
+    @classmethod
+    def locate(cls, pages: list[int], first: int, end: int, page_tokens: int, device: torch.device) -> "PagedRows":
+        """Find the tokens [first, end) of a sequence on these pages."""
+        page_start, page_end = first // page_tokens, -(-end // page_tokens)
+        held = pages[page_start:page_end]
+        offset = first - page_start * page_tokens
+        if held == list(range(held[0], held[0] + len(held))):
+            return cls(end - first, held[0] * page_tokens + offset, None)
+        return cls(end - first, offset, torch.tensor(held, device=device))
+
+    def read(self, plane_SKD: torch.Tensor, page_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        """The tokens as [K, L, D] in the given dtype: a view of the plane where that is possible."""
+        if self.pages_P is None:
+            rows_LKD = plane_SKD.narrow(0, self.first_slot, self.num_tokens)
+        else:
+            pages_PBKD = plane_SKD.unflatten(0, (-1, page_tokens)).index_select(0, self.pages_P)
+            rows_LKD = pages_PBKD.flatten(0, 1).narrow(0, self.first_slot, self.num_tokens)
+        rows_KLD = rows_LKD.permute(1, 0, 2)
+        return rows_KLD if rows_KLD.dtype == dtype else rows_KLD.to(dtype)
+
+    def read_by_head(self, plane_PKtX: torch.Tensor) -> torch.Tensor:
+        """The tokens as [K, L, ...] of a plane whose pages lie head by head."""
+        page_tokens = plane_PKtX.shape[2]
+        if self.pages_P is None:
+            first_page, offset = divmod(self.first_slot, page_tokens)
+            pages_PKtX = plane_PKtX.narrow(0, first_page, -(-(offset + self.num_tokens) // page_tokens))
+        else:
+            offset = self.first_slot
+            pages_PKtX = plane_PKtX.index_select(0, self.pages_P)
+        return pages_PKtX.transpose(0, 1).flatten(1, 2).narrow(1, offset, self.num_tokens)
+
+
+class CodeReader:
+    """Reads the keys and values of one format and head dim."""
+
+    def __init__(self, key_bits: int, value_bits: int, head_dim: int, device: torch.device) -> None:
+        self._key_bits = key_bits
+        self._value_bits = value_bits
+        key_tables = {4: _key_pairs_of_4_bits, 3: _key_quads_of_3_bits}
+        value_tables = {4: _value_pairs_of_4_bits, 3: _value_quads_of_3_bits}
+        self._key_table = key_tables[key_bits]().to(device) if key_bits < 8 else None
+        self._value_table = value_tables[value_bits]().to(device) if value_bits < 8 else None
+        self.key_order_D = _key_order(key_bits, head_dim).to(device)
+        """The coordinate that each place of a key has."""
+        order_D = part_dims(VALUE_PARTS[value_bits], head_dim).T.reshape(-1)
+        self.value_places_D = order_D.argsort().to(device)
+        """The place that each coordinate of a value has."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tables and orders."""
+        held = (self._key_table, self._value_table, self.key_order_D, self.value_places_D)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def keys(self, heads: CodedHeads) -> torch.Tensor:
+        """float32 [X, D], rotated as they were coded, in the order of `key_order_D`."""
+        if self._key_table is None:
+            numbers_XD = heads.codes_XB.view(torch.float8_e4m3fn).float()
+        elif self._key_bits == 4:
+            numbers_XD = _looked_up(_key_index_of_4_bits(heads.codes_XB), self._key_table)
+        else:
+            assert heads.signs_XS is not None, "keys of 3 bits have sign bits"
+            numbers_XD = _looked_up(_key_index_of_3_bits(heads.codes_XB, heads.signs_XS), self._key_table)
+        return numbers_XD.mul_(heads.scale_X.float().unsqueeze(-1))
+
+    def values(self, heads: CodedHeads) -> torch.Tensor:
+        """float32 [X, D], rotated as they were coded, each coordinate at its place in `value_places_D`."""
+        if self._value_table is None:
+            numbers_XD = heads.codes_XB.view(torch.float8_e4m3fn).float()
+        elif self._value_bits == 4:
+            numbers_XD = _looked_up(heads.codes_XB.int(), self._value_table)
+        else:
+            assert heads.signs_XS is not None, "values of 3 bits have sign bits"
+            numbers_XD = _looked_up(_value_index_of_3_bits(heads.codes_XB, heads.signs_XS), self._value_table)
+        return numbers_XD.mul_(heads.scale_X.float().unsqueeze(-1))
+
+
+def _key_order(bits: int, head_dim: int) -> torch.Tensor:
+    dims_PC = part_dims(KEY_PARTS[bits], head_dim)
+    if bits == 4:  # a word has 4 columns of one part, then 4 of the other
+        return dims_PC.unflatten(-1, (-1, 4)).transpose(0, 1).reshape(-1)
+    return dims_PC.T.reshape(-1)
+
+
+def _looked_up(index_XC: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    numbers = table.index_select(0, index_XC.reshape(-1)).view(torch.float32)
+    return numbers.view(*index_XC.shape[:-1], index_XC.shape[-1] * table.element_size() // numbers.element_size())
+
+
+def _key_index_of_4_bits(codes_XB: torch.Tensor) -> torch.Tensor:
+    """Two coordinates a byte, each a magnitude below its sign. Signs lie 8 bits apart, so they move to the magnitudes' 4."""
+    words_XW = codes_XB.contiguous().view(torch.int32)
+    first_XW = _closer_signs(words_XW >> 4)
+    second_XW = _closer_signs(words_XW) << 16
+    return (words_XW & 0x77777777 | first_XW | second_XW).view(torch.uint8).int()
+
+
+def _closer_signs(words_XW: torch.Tensor) -> torch.Tensor:
+    """Bits 3, 11, 19 and 27 to bits 3, 7, 11 and 15; no others."""
+    signs_XW = words_XW & 0x08080808
+    signs_XW = (signs_XW | signs_XW >> 4) & 0x00880088
+    return (signs_XW | signs_XW >> 8) & 0x8888
+
+
+def _key_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
+    """[X, C]: the magnitudes of parts 0, 2, 1 and 3 of a column, two bits each, then the signs of all."""
+    shifts_4 = 4 * torch.arange(4, dtype=torch.int32, device=codes_XB.device)
+    words_XW4 = codes_XB.contiguous().view(torch.int32).unsqueeze(-1) >> shifts_4
+    magnitudes_XC = (words_XW4 & 15 | words_XW4 >> 12 & 240).flatten(-2)
+    signs_XC = torch.cat((signs_XS & 15, signs_XS >> 4), dim=-1)
+    return magnitudes_XC | signs_XC.int() << 8
+
+
+def _value_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
+    """[X, B]: the lower bits of 4 codes, then their highest bits, which lie 2 bits apart and move together."""
+    highest_XB = torch.cat((signs_XS, signs_XS >> 1), dim=-1) & 0x55
+    highest_XB = (highest_XB | highest_XB >> 1) & 0x33
+    highest_XB = (highest_XB | highest_XB >> 2) & 0x0F
+    return codes_XB.int() | highest_XB.int() << 8
+
+
+def _elements(rows: list[tuple[float, ...]]) -> torch.Tensor:
+    """Each row as one element of 8 or 16 bytes."""
+    return torch.tensor(rows, dtype=torch.float32).view(torch.int64 if len(rows[0]) == 2 else torch.complex128).view(-1)
+
+
+def _signed_magnitudes(bits: int) -> list[float]:
+    """By sign and magnitude, the sign above."""
+    magnitudes = KEY_CODEBOOKS[bits].magnitudes
+    return [*magnitudes, *(-magnitude for magnitude in magnitudes)]
+
+
+def _key_pairs_of_4_bits() -> torch.Tensor:
+    return _elements([(first, second) for second, first in product(_signed_magnitudes(4), repeat=2)])
+
+
+def _key_quads_of_3_bits() -> torch.Tensor:
+    numbers = _signed_magnitudes(3)
+    rows = []
+    for signs, odd, even in product(range(16), repeat=3):
+        magnitudes = (even & 3, odd & 3, even >> 2, odd >> 2)
+        rows.append(tuple(numbers[magnitude | (signs >> j & 1) << 2] for j, magnitude in enumerate(magnitudes)))
+    return _elements(rows)
+
+
+def _value_pairs_of_4_bits() -> torch.Tensor:
+    return _elements([(first, second) for second, first in product(VALUE_CODEBOOKS[4].values, repeat=2)])
+
+
+def _value_quads_of_3_bits() -> torch.Tensor:
+    values = VALUE_CODEBOOKS[3].values
+    return _elements(
+        [
+            tuple(values[lower >> 2 * j & 3 | (highest >> j & 1) << 2] for j in range(4))
+            for highest, lower in product(range(16), range(256))
+        ]
+    )
+
+
+BLOCK_TOKENS = 64
+"""Splits are multiples of what a kernel takes at once."""
+
+
+class PlainPages:
+    """A plane of keys and one of values, [slots, K, D]."""
+
+    def __init__(self, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int) -> None:
+        self.planes = (k_plane_SKD, v_plane_SKD)
+        self._page_tokens = page_tokens
+
+    def write(
+        self,
+        qkv_TX: torch.Tensor,
+        batch: Batch,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Keys and values to their slots, queries to `out_THD`, all in one pass."""
+        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self.planes, head_norm, rotary, out_THD)
+
+    def tile_geometry(self, num_heads: int) -> TileGeometry:
+        """How the kernel of `attend_tiles` wants its tiles."""
+        num_kv_heads = self.planes[0].shape[1]
+        return TileGeometry(
+            small_rows=tile_rows(num_heads, num_kv_heads, large=False),
+            large_rows=tile_rows(num_heads, num_kv_heads, large=True),
+            small_programs_per_sm=small_programs(FEW_ROWS + 1)[0],
+            large_programs_per_sm=LARGE_PROGRAMS_PER_SM,
+            block_tokens=BLOCK_TOKENS,
+            few_rows=FEW_ROWS,
+            few_programs_per_sm=small_programs(FEW_ROWS)[0],
+        )
+
+    def attend_tiles(
+        self,
+        q_THD: torch.Tensor,
+        page_table_NP: torch.Tensor,
+        work: TileWork,
+        scale: float,
+        window: int | None,
+        partials: tuple[torch.Tensor, torch.Tensor],
+        out_TX: torch.Tensor,
+        num_sms: int,
+    ) -> None:
+        """All rows of a step, on a GPU."""
+        tiled_attention(
+            q_THD, *self.planes, page_table_NP, work, self._page_tokens, scale, window, *partials, out_TX, num_sms
+        )
+
+    def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Queries in the form that what is `read` takes."""
+        return q_THD
+
+    def read(self, rows: PagedRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these rows, each [K, L, D]: views of the planes where that is possible."""
+        k_plane_SKD, v_plane_SKD = self.planes
+        return rows.read(k_plane_SKD, self._page_tokens, dtype), rows.read(v_plane_SKD, self._page_tokens, dtype)
+
+    def finish(self, out_TX: torch.Tensor) -> None:
+        """Bring sums of what was `read`, weighted by attention, into the form of outputs: they are."""
+
+
+class CodedPages:
+    """The planes of one layer; all tokens are attended to as they are stored, also those of the step itself."""
+
+    def __init__(self, planes: CodedPlanes, reader: CodeReader | None = None) -> None:
+        self.planes = planes
+        self._reader = reader
+
+    def write(
+        self,
+        qkv_TX: torch.Tensor,
+        batch: Batch,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Coded keys and values to their slots, queries to `out_THD`, rotated as the keys are."""
+        write_codes(qkv_TX, batch.positions_T, batch.slots_T, self.planes, head_norm, rotary, out_THD)
+
+    def tile_geometry(self, num_heads: int) -> TileGeometry:
+        """How the kernel of `attend_tiles` wants its tiles."""
+        planes = self.planes
+        return coded_geometry(num_heads, planes.num_kv_heads, planes.key_bits, planes.value_bits)
+
+    def attend_tiles(
+        self,
+        q_THD: torch.Tensor,
+        page_table_NP: torch.Tensor,
+        work: TileWork,
+        scale: float,
+        window: int | None,
+        partials: tuple[torch.Tensor, torch.Tensor],
+        out_TX: torch.Tensor,
+        num_sms: int,
+    ) -> None:
+        """All rows of a step, on a GPU."""
+        coded_attention(q_THD, self.planes, page_table_NP, work, scale, window, *partials, out_TX, num_sms)
+
+    def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Queries in the form that what is `read` takes: their coordinates in the order of the keys'."""
+        return q_THD if self.planes.key_bits == 8 else q_THD.index_select(-1, self._readable.key_order_D)
+
+    def read(self, rows: PagedRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these rows, each [K, L, D], with their coordinates in the order in which they are stored."""
+        planes, reader = self.planes, self._readable
+        k_KLD = reader.keys(_heads(rows, planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt))
+        v_KLD = reader.values(_heads(rows, planes.v_codes_PKtB, planes.v_signs_PKtS, planes.v_scale_PKt))
+        return k_KLD.to(dtype), v_KLD.to(dtype)
+
+    def finish(self, out_TX: torch.Tensor) -> None:
+        """Bring sums of values, weighted by attention, into the form of outputs: in order, and rotated back."""
+        out_XD = out_TX.view(-1, self.planes.head_dim)
+        ordered_XD = out_XD.index_select(-1, self._readable.value_places_D)
+        if self.planes.rotates_values:
+            ordered_XD = ordered_XD.float() @ self.planes.rotation_DD[: self.planes.head_dim].float()
+            ordered_XD *= hadamard_block(self.planes.head_dim) ** -0.5
+        out_XD.copy_(ordered_XD)
+
+    @property
+    def _readable(self) -> CodeReader:
+        assert self._reader is not None, "these pages were made for kernels, not for reading"
+        return self._reader
+
+
+def _heads(
+    rows: PagedRows, codes_PKtB: torch.Tensor, signs_PKtS: torch.Tensor | None, scale_PKt: torch.Tensor
+) -> CodedHeads:
+    signs_KLS = None if signs_PKtS is None else rows.read_by_head(signs_PKtS)
+    return CodedHeads(rows.read_by_head(codes_PKtB), signs_KLS, rows.read_by_head(scale_PKt))
+
 
 KeyMeans = Sequence[torch.Tensor | None]
 """Of each coded layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""

@@ -7,12 +7,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.attention.layer_pages import LayerPages
-from holdfast.attention.plain_pages import PlainPages
-from holdfast.attention.spec import AttentionSpec
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.declarations import AttentionSpec
+from holdfast.attention.layer_pages import LayerPages, PlainPages
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.pages.paged_attention import SEQUENCE_FIELDS, paged_attention
+from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, paged_attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.layer_pages import KeyMeans
 from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.spec import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.storage import PageStorage

@@ -17,11 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.attention.batch import Batch, SequenceRows
-from holdfast.attention.declarations import mask_rows
-from holdfast.attention.layer_pages import KeyMeans, LayerPages
-from holdfast.attention.paged_rows import PagedRows
-from holdfast.attention.spec import AttentionSpec
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.declarations import AttentionSpec, mask_rows
+from holdfast.attention.layer_pages import KeyMeans, LayerPages, PagedRows
 from holdfast.cache.storage import PageStorage
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -6,13 +6,20 @@ from typing import ClassVar
 
 import torch
 
-from holdfast.attention.batch import Batch
-from holdfast.attention.declarations import TileKind, least_tile_rows, max_tiles, split_rows, tile_kinds
+from holdfast.attention.backend import Batch
+from holdfast.attention.declarations import (
+    AttentionSpec,
+    StepBounds,
+    TileKind,
+    least_tile_rows,
+    max_tiles,
+    split_rows,
+    tile_kinds,
+)
 from holdfast.attention.layer_pages import KeyMeans, LayerPages
-from holdfast.attention.spec import AttentionSpec, StepBounds
-from holdfast.attention.tile_lists import ListRoom, Machine, StepRows, TileLists
+from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileLists
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.pages.tiled_attention import TileWork
+from holdfast.kernels.attention.tiled_attention import TileWork
 
 WorkKey = tuple[TileKind, int | None]
 """What layers that share their lists have in common: the kind of their tiles, and the window."""

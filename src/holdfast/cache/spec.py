@@ -1,8 +1,11 @@
-"""The geometry of the KV cache: which planes each layer keeps, bytes per token and per page; no torch."""
+"""The geometry of the KV cache: which planes each layer keeps, bytes per token and per page, and what aligning planes can cost; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
+from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.quant.formats import KVFormat, Plane
 
 
@@ -56,3 +59,11 @@ def uniform_cache(
 ) -> CacheSpec:
     """The cache of a decoder whose layers all keep keys and values in one format."""
     return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens)
+
+
+def kv_padding_term(spec: CacheSpec) -> Term:
+    """The most that lies unused behind planes, whatever the number of pages: nothing where whole pages are aligned."""
+    page_bytes = [spec.page_tokens * plane.bytes_per_token for layer in spec.layers for plane in layer.planes]
+    padding_bytes = sum(ALIGNMENT_BYTES - gcd(num_bytes, ALIGNMENT_BYTES) for num_bytes in page_bytes)
+    reason = f"{len(page_bytes)} planes, each at a multiple of {ALIGNMENT_BYTES} bytes"
+    return Term(f"{KV_OWNER}/padding", padding_bytes, reason, PAGE_PHASES)

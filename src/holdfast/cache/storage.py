@@ -6,7 +6,7 @@ from holdfast.cache.spec import CacheSpec
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import KV_OWNER
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.memory.workspace_plan import TensorSpec
 
 
 class PageStorage:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from holdfast.api.progress import is_watched
 from holdfast.cli.bench_cases import (
     UNIT,
     Case,
@@ -24,7 +25,6 @@ from holdfast.cli.options import Given, read_counts, read_range
 from holdfast.cli.tables import aligned
 from holdfast.cli.terminal import dumps, write_answer, write_line
 from holdfast.config import EngineConfig
-from holdfast.engine.progress import is_watched
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
@@ -141,8 +141,8 @@ def _check(options: BenchOptions, given: Given) -> None:
 
 def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
     """Settle type and device for all engines; take as much context and as many sequences as the cases need."""
-    from holdfast.runner.planning.device_target import choose_device, device_target
-    from holdfast.runner.planning.resolve import resolve
+    from holdfast.planning.resolve import resolve
+    from holdfast.planning.target import choose_device, device_target
 
     longest, most = max(case.longest for case in cases), max(len(case.prompts) for case in cases)
     config = replace(

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.cli.bench_cases import Case, Timing, TokenIds
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.loading.gguf.gguf_config import gguf_config
+from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.sources.read_rows import read_rows
 

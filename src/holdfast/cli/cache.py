@@ -5,8 +5,8 @@ import time
 from holdfast.cli.tables import aligned
 from holdfast.cli.terminal import log_plainly, write_answer, write_line
 from holdfast.errors import HoldfastError
-from holdfast.loading.quantized.quantized_cache import CacheEntry, cache_entries, cache_folder, clear_cache
-from holdfast.loading.quantized.quantized_manifest import ALONE, MANIFEST_FILE, read_manifest
+from holdfast.loading.quantized.cache import CacheEntry, cache_entries, cache_folder, clear_cache
+from holdfast.loading.quantized.manifest import ALONE, MANIFEST_FILE, read_manifest
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.settings import plain
 

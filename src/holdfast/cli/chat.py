@@ -26,7 +26,7 @@ from holdfast.cli.tables import memory_lines, show_beside
 from holdfast.cli.terminal import FAILED, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
-from holdfast.engine.output_assembly import OutputAssembler
+from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import ConfigError, RequestError, shown
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta, RequestOutput

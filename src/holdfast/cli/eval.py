@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, LoadingBar, is_watched
 from holdfast.cli import bench_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name
 from holdfast.cli.options import Given, read_count
@@ -20,19 +21,17 @@ from holdfast.cli.page import eval_page, page_file, write_page
 from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show
 from holdfast.cli.terminal import MAX_PATH, dumps, log_plainly, write_answer, write_line
 from holdfast.config import EngineConfig
-from holdfast.engine.progress import SECONDS_BETWEEN_UPDATES, LoadingBar, is_watched
-from holdfast.engine.text_windows import MIN_WINDOW, cut_windows
 from holdfast.errors import ConfigError, PromptError, shown
+from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
-from holdfast.models.blueprints.blueprint_recipe import BEFORE
+from holdfast.models.blueprints.weights import BEFORE
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:
-    from holdfast.engine.kv_contenders import Entry
-    from holdfast.engine.kv_quality import Quality
-    from holdfast.engine.weight_quality_entries import Listener, SchemeEntry
+    from holdfast.eval.kv_quality import Entry, Quality
+    from holdfast.eval.weight_quality import Listener, SchemeEntry
 
 NUM_LINES = 10
 STDOUT = "-"
@@ -172,8 +171,7 @@ def measure_formats(
     max_tokens: int | None,
 ) -> EvalView:
     from holdfast.engine.build import open_tokenizer
-    from holdfast.engine.kv_contenders import open_contenders, settle_config
-    from holdfast.engine.kv_quality import measure
+    from holdfast.eval.kv_quality import measure, open_contenders, settle_config
 
     name = model_name(config)
     windows = cut_windows(open_tokenizer(config, model), text, window, max_tokens, model.spec.vocab_size)
@@ -195,7 +193,7 @@ def measure_formats(
 
 def _format_entries(config: EngineConfig, model: OpenModel, names: tuple[str, ...] | None) -> "list[Entry]":
     """The reference, and whoever was asked for; all that can run where nobody was."""
-    from holdfast.engine.kv_contenders import format_entry, narrower_formats, reference_entry
+    from holdfast.eval.kv_quality import format_entry, narrower_formats, reference_entry
 
     if names is None:
         choice = narrower_formats(config, model)
@@ -343,7 +341,7 @@ def measure_schemes(
 ) -> EvalView:
     """Every scheme's figures; those that cannot run are left out with a line each where nobody named them."""
     from holdfast.engine.build import open_tokenizer
-    from holdfast.engine.weight_quality_entries import (
+    from holdfast.eval.weight_quality import (
         as_stored_entry,
         compare_schemes,
         plain_bytes,
@@ -389,12 +387,7 @@ def _scheme_entries(
     stored: str | None,
 ) -> "list[SchemeEntry]":
     """Whoever was asked for, all that can run where nobody was; before them the dtype alone where it is not float32."""
-    from holdfast.engine.weight_quality_entries import (
-        REFERENCE_DTYPE,
-        as_stored_entry,
-        possible_schemes,
-        scheme_entry,
-    )
+    from holdfast.eval.weight_quality import REFERENCE_DTYPE, as_stored_entry, possible_schemes, scheme_entry
 
     if names is None:
         choice = possible_schemes(settled, model, ignore, stored)
@@ -416,7 +409,7 @@ def _scheme_entries(
 @contextmanager
 def _listening(name: str) -> "Iterator[Listener]":
     """A bar of tokens over everything, and a line for each load: two bars at once would fight for the terminal."""
-    from holdfast.engine.weight_quality_entries import Listener
+    from holdfast.eval.weight_quality import Listener
 
     with EvalBar() as bar:
         yield Listener(lambda scheme: write_line(f"Loading {name} in {scheme}"), lambda done, total: None, bar)

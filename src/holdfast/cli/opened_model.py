@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from holdfast.api.llm import LLM, open_engine
+from holdfast.api.progress import is_watched
 from holdfast.cli.options import Given
 from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
-from holdfast.engine.llm import LLM, open_engine
-from holdfast.engine.progress import is_watched
 from holdfast.errors import HoldfastError, PromptError, shown
-from holdfast.loading.default_model import find_default_model
+from holdfast.loading.model_files import find_default_model
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes

@@ -35,7 +35,7 @@ from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from holdfast.engine.kv_quality import Quality
+    from holdfast.eval.kv_quality import Quality
 
 VOID = ("meta",)
 DOCTYPE = b"<!doctype html>"

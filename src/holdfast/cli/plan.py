@@ -9,10 +9,10 @@ from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.memory.gpus import find_gpu
+from holdfast.memory.devices import find_gpu
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.runner.planning.plan_fit import Wish
-from holdfast.runner.planning.target import Target, cpu_target, gpu_target, memory_target
+from holdfast.planning.fit import Wish
+from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
 LEAST_BYTES = 2**20

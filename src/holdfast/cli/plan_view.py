@@ -10,12 +10,12 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.sizes import format_bytes
+from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives, narrower_schemes
+from holdfast.planning.fit import Wish, find_fit, fit_runner, settle, unfitting_runner
+from holdfast.planning.resolve import Choice, Resolved
+from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED
-from holdfast.runner.planning.alternatives import Alternative, in_scheme, list_alternatives, narrower_schemes
-from holdfast.runner.planning.plan_fit import Wish, find_fit, fit_runner, settle, unfitting_runner
-from holdfast.runner.planning.plan_terms import list_needs
-from holdfast.runner.planning.resolve import Choice, Resolved
 
 STARTING = (
     *("dtype", "quantization", "quantized_embeddings", "quantization_ignore"),

@@ -21,7 +21,7 @@ from holdfast.cli.tables import memory_lines, show_beside
 from holdfast.cli.terminal import dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
-from holdfast.engine.output_assembly import OutputAssembler
+from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import ConfigError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionOutput, PositionLogprobs, RequestOutput

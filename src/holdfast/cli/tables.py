@@ -12,8 +12,8 @@ from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.cli.plan_view import Cell, OwnerRow, PlanView
-    from holdfast.engine.kv_quality import Quality
-    from holdfast.runner.planning.alternatives import Alternative
+    from holdfast.eval.kv_quality import Quality
+    from holdfast.planning.alternatives import Alternative
 
 FULL, LIGHT = "█", "░"
 NOTHING = "-"

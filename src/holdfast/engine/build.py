@@ -8,7 +8,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import ConfigError, ModelNotFoundError
-from holdfast.loading.gguf.gguf_file import read_gguf
+from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import memory_report

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
-from holdfast.engine.output_assembly import DeltaBuffer
+from holdfast.engine.outputs import DeltaBuffer
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta
 

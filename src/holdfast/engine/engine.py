@@ -8,19 +8,19 @@ runs; the interrupted step is not booked, so that everything in it can be aborte
 One thread at a time may call an engine (`prepare` and `prepare_chat` excepted). `LLM` and `AsyncLLM` drive it.
 """
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
 from typing import Protocol
 
 from holdfast.config import Limits
-from holdfast.engine.admission import Admission, PreparedRequest, describe
-from holdfast.engine.completion import Completion, Ending
-from holdfast.engine.interrupts import InterruptShield
+from holdfast.engine.admission import Admission, PreparedRequest, derive_seed, describe
+from holdfast.engine.outputs import Completion, Ending
 from holdfast.engine.scheduler import Scheduler
-from holdfast.engine.seeds import derive_seed
-from holdfast.engine.stats import EngineStats
 from holdfast.errors import EngineDeadError, QueueFullError, RequestError, shown
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
@@ -28,9 +28,79 @@ from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, Step
-from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult
+from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One look at an engine."""
+
+    num_running: int
+    num_waiting: int
+    """Sequences, like those above; a request with n completions is n of them."""
+    num_unfinished_requests: int
+    kv_usage: float
+    """Share of the KV pages that sequences hold."""
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_prompt_tokens: int
+    """Prompt tokens computed, those that a preemption made necessary again included."""
+    num_output_tokens: int
+    num_preemptions: int
+    num_requests: int
+    num_steps: int
+
+
+class InterruptShield:
+    """Holds SIGINT back inside the `with` block and delivers it at its end, or at once inside `lifted()`.
+
+    Python hands SIGINT to the main thread only, between any two of its instructions; elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handler: object = None
+        self._is_pending = False
+
+    def __enter__(self) -> "InterruptShield":
+        self._raise_shield()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deliver()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let interrupts through, a remembered one first; the shield is up again when the block is left by any way."""
+        try:
+            self._deliver()
+            yield
+        finally:
+            self._raise_shield()
+
+    def _raise_shield(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        # The default and ignoring dispositions raise nothing, and a handler set outside Python could not be put back.
+        if callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._remember)
+
+    def _deliver(self) -> None:
+        handler, self._handler = self._handler, None
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if self._is_pending:
+                self._is_pending = False
+                handler(signal.SIGINT, None)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        self._is_pending = True
+
 
 MAX_REQUEST_ID_CHARS = 256
 _log = get_logger(__name__)

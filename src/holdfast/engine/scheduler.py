@@ -1,5 +1,8 @@
 """Scheduler: who runs next, how many of their tokens, on which pages; first come, first served; no torch.
 
+Laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the border one to
+the right, preemption one to the left; besides that, sequences only join at the right end and leave from anywhere.
+
     add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> gone
                     ^                          |
                     '------- preempt ----------'   the youngest, when an older one needs its pages
@@ -24,6 +27,7 @@ N * max_model_len steps once they stop arriving:
 This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
@@ -31,10 +35,132 @@ from dataclasses import dataclass
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixEntry, strong_hash
 from holdfast.config import Limits
-from holdfast.engine.page_needs import PageNeeds
-from holdfast.engine.queues import Queues, named
-from holdfast.errors import QueueFullError
+from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState, Step
+
+
+@dataclass(frozen=True, slots=True)
+class PageNeeds:
+    """The arithmetic of one engine: its limits and its number of pages."""
+
+    limits: Limits
+    num_pages: int
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that the first `num_tokens` of a sequence occupy."""
+        return -(-num_tokens // self.limits.page_tokens)
+
+    def claim(self, sequence: Sequence, max_pages: int) -> int:
+        """Pages that it should still find: for every token known so far, and one more where it may ever need that."""
+        wanted = min(self.pages_for(len(sequence.token_ids)) + 1, max_pages)
+        return max(wanted - len(sequence.pages), 0)
+
+    def max_pages(self, sequence: Sequence) -> int:
+        """Pages that it holds at its longest (its last token is never computed); refuses one that can never run."""
+        num_tokens, max_model_len = len(sequence.token_ids), self.limits.max_model_len
+        if not 1 <= num_tokens <= max_model_len:
+            raise RequestError(
+                f"a sequence of {num_tokens} tokens was asked",
+                f"1 to max_model_len={max_model_len} work",
+                "change the prompt or max_model_len",
+            )
+        longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, num_tokens)
+        max_pages = self.pages_for(min(longest, max_model_len))
+        if max_pages > self.num_pages:
+            raise RequestError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_tokens} output tokens were asked",
+                f"the KV cache holds {self.num_pages * self.limits.page_tokens} tokens",
+                "shorten the prompt, lower max_tokens or give the KV cache more memory",
+            )
+        return max_pages
+
+
+def named(sequence: Sequence) -> str:
+    """How messages call a sequence: never by its tokens, which are many and private."""
+    return f"sequence {sequence.sequence_id}"
+
+
+class Queues:
+    """Holds each sequence in exactly one place and keeps its state in step. Every move is O(1)."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Sequence] = {}
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._arrivals: dict[int, int] = {}
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._arrivals
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """A copy, oldest first."""
+        return list(self._running.values())
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """A copy, oldest first."""
+        return list(self._waiting.values())
+
+    @property
+    def oldest_waiting(self) -> Sequence:
+        return next(iter(self._waiting.values()))
+
+    @property
+    def youngest_running(self) -> Sequence:
+        return next(reversed(self._running.values()))
+
+    def append(self, sequence: Sequence) -> None:
+        """A new sequence waits, behind all others."""
+        is_new = sequence not in self and sequence.state is SequenceState.WAITING and not sequence.pages
+        assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.pages=}"
+        self._arrivals[sequence.sequence_id] = self._num_arrived
+        self._num_arrived += 1
+        self._waiting[sequence.sequence_id] = sequence
+
+    def admit(self) -> Sequence:
+        """The oldest that waits becomes the youngest that runs."""
+        sequence_id, sequence = self._waiting.popitem(last=False)
+        self._running[sequence_id] = sequence
+        sequence.state = SequenceState.RUNNING
+        return sequence
+
+    def preempt(self) -> Sequence:
+        """The youngest that runs becomes the oldest that waits."""
+        sequence_id, sequence = self._running.popitem()
+        self._waiting[sequence_id] = sequence
+        self._waiting.move_to_end(sequence_id, last=False)
+        sequence.state = SequenceState.WAITING
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out for good, wherever it is; nothing happens when it is not here."""
+        sequence.state = SequenceState.FINISHED
+        self._arrivals.pop(sequence.sequence_id, None)
+        self._waiting.pop(sequence.sequence_id, None)
+        self._running.pop(sequence.sequence_id, None)
+
+    def check(self) -> None:
+        """Every sequence once, in its state, in order of arrival."""
+        ids = [*self._running, *self._waiting]
+        assert sorted(ids) == sorted(self._arrivals), f"queues hold {ids}, known are {sorted(self._arrivals)}"
+        arrivals = [self._arrivals[sequence_id] for sequence_id in ids]
+        assert arrivals == sorted(arrivals), f"running and waiting are out of order of arrival: {arrivals}"
+        for queue, state in ((self._running, SequenceState.RUNNING), (self._waiting, SequenceState.WAITING)):
+            for sequence_id, sequence in queue.items():
+                assert sequence.sequence_id == sequence_id, f"{named(sequence)} is listed as {sequence_id}"
+                assert sequence.state is state, f"{named(sequence)} is listed as {state.value}"
 
 
 @dataclass(eq=False, slots=True)

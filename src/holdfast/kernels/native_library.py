@@ -28,7 +28,7 @@ COMPILE_SECONDS = 120
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
     "holdfast_linear": [_POINTER] * 4 + [_LONG] * 3,
-    "holdfast_coded_linear": [_POINTER] * 5 + [_LONG] * 6,
+    "holdfast_quantized_linear": [_POINTER] * 5 + [_LONG] * 6,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_activate": [_POINTER] + [_LONG] * 2,

@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend
-from holdfast.attention.batch import Batch
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
-from holdfast.kernels.products.quantize_rows import CodedRows
-from holdfast.layers.linear import Linear
+from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.layers.mlp import Linear
 
 
 class AttentionBuffers(NamedTuple):

@@ -1,13 +1,55 @@
-"""MLP: gated (gate and up fused in one product) or plain."""
+"""Linear, norms and MLPs: what a decoder layer is made of beside attention."""
 
 from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.activate import activate
-from holdfast.kernels.products.quantize_rows import CodedRows
-from holdfast.kernels.silu_mul import silu_mul
-from holdfast.layers.linear import Linear
+from holdfast.kernels.activation import activate, silu_mul
+from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+
+class Linear:
+    """y = x @ weight.T + bias for rows [T, K]."""
+
+    def __init__(self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None = None) -> None:
+        self.weight_NK = weight_NK
+        self.bias_N = bias_N
+
+    def __call__(self, x_TK: torch.Tensor, out_TN: torch.Tensor, coded: CodedRows | None = None) -> torch.Tensor:
+        """`coded` is room for the rows as codes, which some quantized weights take them as."""
+        return linear(x_TK, self.weight_NK, self.bias_N, out_TN, coded)
+
+
+class RMSNorm:
+    """x / rms(x) * weight."""
+
+    def __init__(self, weight_H: torch.Tensor, eps: float) -> None:
+        self.weight_H = weight_H
+        self.eps = eps
+
+    def __call__(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, out_TH: torch.Tensor) -> torch.Tensor:
+        """x += delta where there is one, and then the norm of x into `out_TH`."""
+        if delta_TH is None:
+            return rms_norm(x_TH, self.weight_H, self.eps, out_TH)
+        return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH)
+
+
+class LayerNorm:
+    """(x - mean) / std * weight + bias."""
+
+    def __init__(self, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float) -> None:
+        self._weight_H = weight_H
+        self._bias_H = bias_H
+        self._eps = eps
+
+    def __call__(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, out_TH: torch.Tensor) -> torch.Tensor:
+        """x += delta where there is one, and then the norm of x into `out_TH`."""
+        if delta_TH is not None:
+            x_TH.add_(delta_TH)
+        return layer_norm(x_TH, self._weight_H, self._bias_H, self._eps, out_TH)
 
 
 class MLPBuffers(NamedTuple):

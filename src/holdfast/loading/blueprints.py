@@ -23,7 +23,7 @@ QUANTIZATION = "quantization_config"
 def open_blueprint(model: str | None) -> Blueprint:
     """From config.json or a header alone, without weights and without a network; a path goes before a name."""
     if model is None:
-        from holdfast.loading.default_model import find_default_model
+        from holdfast.loading.model_files import find_default_model
 
         return _read_file(find_default_model())
     path = _existing(model)
@@ -48,8 +48,8 @@ def _existing(model: str) -> Path | None:
 
 
 def _read_folder(folder: Path) -> Blueprint:
-    from holdfast.loading.sources.json_file import read_json_object
-    from holdfast.loading.sources.weight_files import file_inside, has_file
+    from holdfast.loading.sources.files import read_json_object
+    from holdfast.loading.sources.safetensors import file_inside, has_file
 
     name = folder.resolve().name
     try:
@@ -78,7 +78,7 @@ def _read_folder(folder: Path) -> Blueprint:
 
 def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:
     """A quantized model whose weights are there is planned by what their headers say; None: by its settings alone."""
-    from holdfast.loading.directory import open_directory
+    from holdfast.loading.model_files import open_directory
 
     try:
         opened = open_directory(folder)
@@ -92,9 +92,9 @@ def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:
 
 def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
     """The blueprint of a model whose headers have been read: with what it has quantized already, and what it left open."""
-    from holdfast.loading.planning.layout_choice import choose_all
+    from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load
-    from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
+    from holdfast.loading.quantized.source import QuantizedSource, plan_quantized
 
     blueprint, source = spec_blueprint(opened.spec, name), opened.source
     tensors: dict[str, list[str]] = {}
@@ -114,7 +114,7 @@ def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
 
 def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | None:
     """Without weights, the settings are believed."""
-    from holdfast.loading.planning.quantization_config import read_stored_schemes
+    from holdfast.loading.planning.stored_schemes import read_stored_schemes
     from holdfast.models.families import FAMILIES
     from holdfast.models.settings import Settings
 
@@ -143,7 +143,7 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
 
 def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
     """A config.json that names no type leaves it to the weights, if they are there."""
-    from holdfast.loading.directory import open_directory
+    from holdfast.loading.model_files import open_directory
 
     try:
         opened = open_directory(folder)
@@ -154,10 +154,10 @@ def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
 
 
 def _read_file(path: Path) -> Blueprint:
-    from holdfast.loading.gguf_model import refuse_wrong_headers
+    from holdfast.loading.model_files import refuse_wrong_headers
 
     if path.suffix == ".gguf":
-        from holdfast.loading.gguf_model import open_gguf
+        from holdfast.loading.model_files import open_gguf
 
         opened = open_gguf(path)
     else:

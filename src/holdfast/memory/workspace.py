@@ -4,11 +4,12 @@ import torch
 
 from holdfast.memory.arena import Arena, views_of
 from holdfast.memory.ledger import Ledger
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
 from holdfast.memory.workspace_plan import (
     DEFAULT_LANE,
     OWNER,
+    TensorSpec,
     WorkspacePlan,
+    arena_bytes,
     checked_specs,
     not_reserved,
     too_large,

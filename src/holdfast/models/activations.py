@@ -8,20 +8,20 @@ few      lives from start to end:    what products of few rows share
 
 from dataclasses import dataclass
 
-from holdfast.kernels.experts.expert_blocks import order_specs
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.kernels.geometry import order_specs
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 STREAM = "stream"
 LAYERS = "layers"
 CODES = "quantized_rows"
 FEW = "fused_decode"
 FEW_ROWS = 16
-"""Steps of up to so many rows take the kernels for few rows (kernels/products/skinny_linear.py)."""
+"""Steps of up to so many rows take the kernels for few rows (kernels/gemm/small_batch.py)."""
 FEW_BLOCK = 64
 FEW_GATE_PEAKS = 64
-"""Places of a row for the peak of what a gated product leaves (kernels/products/skinny_coded_row.py)."""
+"""Places of a row for the peak of what a gated product leaves (kernels/gemm/gemv.py)."""
 FEW_LEAST_COLUMNS = 2
 FEW_PART_COLUMNS = 2 * 128 * FEW_BLOCK
 """A weight is cut along K only until there are enough programs, so parts times columns stay below this."""
@@ -91,7 +91,7 @@ def experts_request(experts: ExpertsSpec, hidden_size: int, num_rows: int, dtype
 def codes_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: WeightRecipe) -> Request:
     """Room for the inputs of any one product as codes and scales; nothing where no product takes them so.
 
-    Both are vectors: a product cuts what it needs from them (`coded_view` in kernels/products/quantized_linear.py).
+    Both are vectors: a product cuts what it needs from them (`coded_view` in kernels/gemm/linear.py).
     """
     products = [
         (num_inputs, width, scheme.block_columns or width)

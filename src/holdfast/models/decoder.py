@@ -11,24 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend
-from holdfast.attention.batch import Batch
-from holdfast.kernels.pages.write_heads import Rotary
-from holdfast.kernels.products.linear import linear_float32
-from holdfast.kernels.products.lookup_rows import lookup_rows
-from holdfast.kernels.products.quantize_rows import CodedRows
+from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.gemm.embedding import lookup_rows
+from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.quantize_activations import CodedRows
 from holdfast.layers.attention import AttentionBuffers
-from holdfast.layers.experts import ExpertBuffers, ExpertLayer
 from holdfast.layers.mlp import MLPBuffers
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
-from holdfast.models import activations, few_route
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request
 from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder, Weights
-from holdfast.models.few_route import FewRoute
+from holdfast.models.fused_decode import FewRoute
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 log = get_logger(__name__)
 
@@ -189,11 +188,11 @@ class Decoder:
 
     def _few_route(self) -> FewRoute | None:
         """The route of few rows, unless what was loaded cannot go it."""
-        reason = few_route.declined(self._layers, self._head_VE)
+        reason = fused_decode.declined(self._layers, self._head_VE)
         if reason is not None:
             log.info("steps of few rows have no kernels of their own because %s", reason)
             return None
-        scratch = few_route.make_scratch(self._acquire(activations.few_request(self._spec, self._recipe)))
+        scratch = fused_decode.make_scratch(self._acquire(activations.few_request(self._spec, self._recipe)))
         return FewRoute(self._layers, self._final_norm, self._head_VE, scratch)
 
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:

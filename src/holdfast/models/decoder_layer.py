@@ -6,12 +6,10 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import AttentionBackend
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.layers.attention import AttentionLayer
-from holdfast.layers.experts import ExpertLayer, SharedExpert
-from holdfast.layers.linear import Linear
-from holdfast.layers.mlp import GatedMLP, PlainMLP
-from holdfast.layers.norm import LayerNorm, RMSNorm
+from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
+from holdfast.layers.moe import ExpertLayer, SharedExpert
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
 

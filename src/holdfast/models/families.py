@@ -8,11 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.errors import UnsupportedModelError, shown
-from holdfast.models.checkpoint_names import LLAMA_NAMES, OPT_NAMES, CheckpointNames, list_parameters
-from holdfast.models.expert_settings import EXPERT_COUNT_KEYS, ExpertDefaults, read_experts
-from holdfast.models.parameters import Parameter
-from holdfast.models.rope_settings import MAX_POSITIONS, read_rope
-from holdfast.models.settings import Settings, plain
+from holdfast.models.parameters import LLAMA_NAMES, OPT_NAMES, CheckpointNames, Parameter, list_parameters
+from holdfast.models.settings import (
+    EXPERT_COUNT_KEYS,
+    MAX_POSITIONS,
+    ExpertDefaults,
+    Settings,
+    plain,
+    read_experts,
+    read_rope,
+)
 from holdfast.models.spec import Activation, ModelSpec, RopeSpec
 
 MAX_LAYERS = 1024

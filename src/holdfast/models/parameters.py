@@ -1,14 +1,27 @@
-"""The parameters of a decoder and which checkpoint tensors make up each of them; no torch.
+"""Names of checkpoint tensors by family, and the parameters that a spec makes of them; no torch.
 
 A parameter is one final tensor, such as the fused layers.3.qkv.weight. A part is a checkpoint tensor, or some rows and
 columns of one, that fills some of its rows. Rows count all leading dimensions: the experts [E, N, K] of a layer are E * N
 rows of K columns, and expert e begins at row e * N; a vector has one column. Checkpoint tensors are named as Hugging Face
 names them; a source with other names (GGUF) translates.
+
+E experts, I inner width of one, H hidden
+
+separate     every expert's gate, up and down are tensors of their own: [I, H], [I, H], [H, I]
+fused        gate and up of all experts are one tensor, [E, 2 I, H], and down is another, [E, H, I]
+transposed   the same as [E, H, 2 I] and [E, I, H]
+by kind      gate, up and down of all experts are one tensor each: [E, I, H], [E, I, H], [E, H, I]
+
+The last three go by module names with and without ".weight". Parts are by expert and by gate and up in every layout, so
+that whoever divides experts among ranks finds them in the same order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Literal
+
+from holdfast.models.spec import ExpertsSpec, ModelSpec
 
 Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router"]
 """What a parameter is for; linear, expert and head are what quantization is for."""
@@ -136,3 +149,245 @@ class Parameter:
                 assert part.num_columns == self.num_columns, f"{self.name}: {part} beside {self.shape=}"
                 row += part.num_rows
             assert row == self.num_rows, f"{self.name}: parts fill {row} rows of {self.num_rows}"
+
+
+def stack_parts(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Part, ...]:
+    """One part a tensor, given as name and shape; the rows of a tensor are its first dimension."""
+    parts: list[Part] = []
+    row = 0
+    for tensor, shape in tensors:
+        parts.append(Part(tensor, row, shape))
+        row += shape[0]
+    return tuple(parts)
+
+
+def stacked(name: str, tensors: Sequence[tuple[str, tuple[int, ...]]], kind: Kind, split: Split) -> Parameter:
+    """One parameter that holds all rows of all of them."""
+    num_rows = sum(shape[0] for _, shape in tensors)
+    return Parameter(name, (num_rows, *tensors[0][1][1:]), stack_parts(tensors), kind, split)
+
+
+SUFFIXES = ("", ".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family calls the modules of a sparse layer; names of an expert follow `experts` and its number."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up: str = "gate_up_proj"
+
+
+EXPERT_NAMES = ExpertNames()
+
+
+def list_experts(
+    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, theirs: str, with_layouts: bool = True
+) -> list[Parameter]:
+    """The router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names."""
+    router = [(f"{theirs}{names.router}.weight", (experts.num_experts, hidden))]
+    parameters = [stacked(f"{ours}router.weight", router, "router", "none")]
+    for make in (_gate_up, _down):
+        parameter = make(experts, names, hidden, f"{ours}experts.", f"{theirs}{names.experts}.", with_layouts)
+        parameters.append(parameter)
+    if experts.shared_size:
+        shared, inner = f"{theirs}{names.shared}.", experts.shared_size
+        gate_up = [(f"{shared}{module}.weight", (inner, hidden)) for module in (names.gate, names.up)]
+        down = [(f"{shared}{names.down}.weight", (hidden, inner))]
+        parameters.append(stacked(f"{ours}shared.gate_up.weight", gate_up, "linear", "rows"))
+        parameters.append(stacked(f"{ours}shared.down.weight", down, "linear", "columns"))
+    if experts.has_shared_gate:
+        gate = [(f"{theirs}{names.shared_gate}.weight", (1, hidden))]
+        parameters.append(stacked(f"{ours}shared.gate.weight", gate, "router", "none"))
+    return parameters
+
+
+def _gate_up(
+    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str, with_layouts: bool
+) -> Parameter:
+    count, inner = experts.num_experts, experts.intermediate_size
+    halves = (names.gate, names.up)
+    separate = [(f"{prefix}{expert}.{half}.weight", (inner, hidden)) for expert in range(count) for half in halves]
+    layouts, suffixes = [], SUFFIXES if with_layouts else ()
+    for suffix in suffixes:
+        fused = prefix + names.gate_up + suffix
+        layouts.append(_slices(fused, (count, 2 * inner, hidden), 2 * count))
+        layouts.append(_slices(fused, (count, hidden, 2 * inner), 2 * count, is_transposed=True))
+    for suffix in suffixes:
+        by_half = [_slices(prefix + half + suffix, (count, inner, hidden), count) for half in halves]
+        layouts.append(_in_turn(by_half, inner))
+    shape = (count, 2 * inner, hidden)
+    return Parameter(f"{ours}gate_up.weight", shape, stack_parts(separate), "expert", "rows", tuple(layouts))
+
+
+def _down(
+    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str, with_layouts: bool
+) -> Parameter:
+    count, inner = experts.num_experts, experts.intermediate_size
+    separate = [(f"{prefix}{expert}.{names.down}.weight", (hidden, inner)) for expert in range(count)]
+    layouts, suffixes = [], SUFFIXES if with_layouts else ()
+    for suffix in suffixes:
+        tensor = prefix + names.down + suffix
+        layouts.append(_slices(tensor, (count, hidden, inner), count))
+        layouts.append(_slices(tensor, (count, inner, hidden), count, is_transposed=True))
+    shape = (count, hidden, inner)
+    return Parameter(f"{ours}down.weight", shape, stack_parts(separate), "expert", "columns", tuple(layouts))
+
+
+def _slices(tensor: str, shape: tuple[int, int, int], num_parts: int, is_transposed: bool = False) -> tuple[Part, ...]:
+    """All rows of a stacked tensor, in so many equal parts."""
+    num_rows = shape[0] * shape[2 if is_transposed else 1] // num_parts
+    return tuple(
+        Part(tensor, start, shape, (start, start + num_rows), is_transposed=is_transposed)
+        for start in range(0, num_parts * num_rows, num_rows)
+    )
+
+
+def _in_turn(tensors: list[tuple[Part, ...]], num_rows: int) -> tuple[Part, ...]:
+    """The first part of each tensor, then the second of each, and so on; each fills `num_rows`."""
+    parts = [part for same in zip(*tensors, strict=True) for part in same]
+    return tuple(Part(part.tensor, place * num_rows, part.shape, part.rows) for place, part in enumerate(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNames:
+    """What a family calls its modules; names in a layer follow `layer` with the layer's number filled in."""
+
+    embed: str
+    layer: str
+    attn_norm: str
+    q: str
+    k: str
+    v: str
+    o: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+    final_norm: str
+    positions: str = ""
+    embed_in: str = ""
+    embed_out: str = ""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    lm_head: str = "lm_head"
+    experts: ExpertNames = EXPERT_NAMES
+
+
+LLAMA_NAMES = CheckpointNames(
+    embed="model.embed_tokens",
+    layer="model.layers.{}.",
+    attn_norm="input_layernorm",
+    q="self_attn.q_proj",
+    k="self_attn.k_proj",
+    v="self_attn.v_proj",
+    o="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    final_norm="model.norm",
+)
+OPT_NAMES = CheckpointNames(
+    embed="model.decoder.embed_tokens",
+    layer="model.decoder.layers.{}.",
+    attn_norm="self_attn_layer_norm",
+    q="self_attn.q_proj",
+    k="self_attn.k_proj",
+    v="self_attn.v_proj",
+    o="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    gate="",
+    up="fc1",
+    down="fc2",
+    final_norm="model.decoder.final_layer_norm",
+    positions="model.decoder.embed_positions",
+    embed_in="model.decoder.project_in",
+    embed_out="model.decoder.project_out",
+)
+
+
+def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool = True) -> tuple[Parameter, ...]:
+    """Every parameter of the decoder, in the order of computation; a plan of memory does without other layouts."""
+    hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    embed_kind: Kind = "head" if spec.tied_embeddings else "embedding"
+    parameters = [_matrix("embed", [(names.embed, spec.vocab_size)], embedding, embed_kind, "rows")]
+    if spec.rope is None:
+        num_positions = spec.max_position + spec.position_offset
+        parameters.append(_matrix("positions", [(names.positions, num_positions)], hidden, "embedding", "none"))
+    if embedding != hidden:
+        parameters.append(_matrix("embed_in", [(names.embed_in, hidden)], embedding, "linear", "none"))
+    for layer in range(spec.num_layers):
+        parameters += _list_layer(spec, names, layer, with_layouts)
+    if spec.has_final_norm:
+        parameters += _norm(spec, "final_norm", names.final_norm)
+    if embedding != hidden:
+        parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden, "linear", "none"))
+    if not spec.tied_embeddings:
+        parameters.append(_matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding, "head", "rows"))
+    return tuple(parameters)
+
+
+def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool) -> list[Parameter]:
+    ours, theirs, hidden = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size
+    qkv = [(theirs + names.q, spec.query_size), (theirs + names.k, spec.kv_size), (theirs + names.v, spec.kv_size)]
+    parameters = [
+        *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
+        *_linear(f"{ours}qkv", qkv, hidden, "rows", spec.qkv_bias),
+    ]
+    if spec.qk_norm:
+        for name, module in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
+            parameters.append(
+                _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", spec.head_dim)], "norm", "none")
+            )
+    parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], spec.query_size, "columns", spec.o_bias)
+    parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
+    experts = spec.layer_experts(layer)
+    if experts is not None:
+        return [*parameters, *list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)]
+    return [*parameters, *_list_mlp(spec, names, ours, theirs)]
+
+
+def _list_mlp(spec: ModelSpec, names: CheckpointNames, ours: str, theirs: str) -> list[Parameter]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    up_name, up = f"{ours}up", [(theirs + names.up, inner)]
+    if spec.gated_mlp:
+        up_name, up = f"{ours}gate_up", [(theirs + names.gate, inner), *up]
+    return [
+        *_linear(up_name, up, hidden, "rows", spec.mlp_bias),
+        *_linear(f"{ours}down", [(theirs + names.down, hidden)], inner, "columns", spec.mlp_bias),
+    ]
+
+
+def _linear(
+    name: str, modules: list[tuple[str, int]], num_columns: int, split: Split, has_bias: bool
+) -> list[Parameter]:
+    weight = _matrix(name, modules, num_columns, "linear", split)
+    if not has_bias:
+        return [weight]
+    # Ranks that share columns add up their products, so a bias belongs to all of them together.
+    bias_split: Split = "rows" if split == "rows" else "none"
+    biases = [(f"{module}.bias", num_rows) for module, num_rows in modules]
+    return [weight, _vector(f"{name}.bias", biases, "bias", bias_split)]
+
+
+def _norm(spec: ModelSpec, name: str, module: str) -> list[Parameter]:
+    kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"} if spec.norm == "layer" else {"weight": "norm"}
+    return [
+        _vector(f"{name}.{end}", [(f"{module}.{end}", spec.hidden_size)], kind, "none") for end, kind in kinds.items()
+    ]
+
+
+def _matrix(name: str, modules: list[tuple[str, int]], num_columns: int, kind: Kind, split: Split) -> Parameter:
+    tensors = [(f"{module}.weight", (rows, num_columns)) for module, rows in modules]
+    return stacked(f"{name}.weight", tensors, kind, split)
+
+
+def _vector(name: str, tensors: list[tuple[str, int]], kind: Kind, split: Split) -> Parameter:
+    return stacked(name, [(tensor, (num_rows,)) for tensor, num_rows in tensors], kind, split)

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from holdfast.kernels.pages.write_heads import Rotary
+from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.models.spec import RopeSpec
 
 BLOCK_ROWS = 4096

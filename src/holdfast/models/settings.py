@@ -1,8 +1,11 @@
-"""Typed, bounded reading of a config.json that may be wrong or hostile; every refusal names the file and the key; no torch."""
+"""Rotary settings of a config.json, in the old spelling (rope_theta, rope_scaling) and the new (rope_parameters); no torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
 
-from holdfast.errors import ModelFormatError, shown
+from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.models.spec import ExpertsSpec, RopeKind, RopeSpec
 
 MAX_SHOWN = 60
 """Characters of a wrong value that a message repeats."""
@@ -134,3 +137,167 @@ class Settings:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
+
+
+MAX_EXPERTS = 2**16
+MAX_MODEL_EXPERTS = 2**17
+"""Of all layers together: every one is listed before a file is looked at. The largest models have some 23 thousand."""
+MAX_EXPERT_WIDTH = 2**20
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
+"""Both mean the same; transformers writes one or the other, by family and version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDefaults:
+    """What transformers assumes where config.json does not say."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_size: int = 0
+    """0: the family has no shared expert, whatever its config.json says."""
+
+
+def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) -> ExpertsSpec | None:
+    """The experts of a model; None where no layer has any."""
+    num_experts = _num_experts(settings, defaults.num_experts)
+    dense_layers = _dense_layers(settings, num_layers)
+    if num_experts == 0 or len(dense_layers) == num_layers:
+        return None
+    num_sparse = num_layers - len(dense_layers)
+    if num_experts * num_sparse > MAX_MODEL_EXPERTS:
+        key = next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
+        most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
+        raise settings.refuse(key, num_experts, most)
+    shared_size = 0
+    if defaults.shared_size:
+        shared_size = settings.count("shared_expert_intermediate_size", defaults.shared_size, MAX_EXPERT_WIDTH)
+    return ExpertsSpec(
+        num_experts=num_experts,
+        top_k=settings.count("num_experts_per_tok", min(defaults.top_k, num_experts), num_experts),
+        intermediate_size=settings.count("moe_intermediate_size", defaults.intermediate_size, MAX_EXPERT_WIDTH),
+        shared_size=shared_size,
+        has_shared_gate=shared_size > 0,
+        normalizes=settings.flag("norm_topk_prob", False),
+        dense_layers=dense_layers,
+    )
+
+
+def _num_experts(settings: Settings, default: int) -> int:
+    keys = [key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None]
+    counts = [settings.count(key, default, MAX_EXPERTS, low=0) for key in keys]
+    if len(set(counts)) > 1:
+        raise settings.refuse(keys[1], counts[1], f"the same as {keys[0]} = {counts[0]}")
+    return counts[0] if counts else default
+
+
+def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer has experts, less those that are listed as having none."""
+    step = settings.count("decoder_sparse_step", 1, MAX_EXPERTS)
+    listed = settings.values.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise settings.refuse("mlp_only_layers", listed, "a list of layers")
+    return frozenset(layer for layer in range(num_layers) if (layer + 1) % step or layer in listed)
+
+
+DEFAULT_THETA = 10_000.0
+KINDS: tuple[str, ...] = get_args(RopeKind)
+MAX_POSITIONS = 2**31 - 1
+KNOWN_KEYS = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned"),
+    }
+)
+"""`finetuned` is a remark of older yarn checkpoints; the rest is read below."""
+
+
+def read_rope(config: Settings, head_dim: int, max_position: int) -> RopeSpec:
+    """The rotation that a config describes, with what it leaves out filled in as transformers does."""
+    rope = config.part("rope_scaling") or config.part("rope_parameters") or Settings({}, config.file)
+    unknown = sorted(set(rope.values) - KNOWN_KEYS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{config.file} sets {rope.section}{plain(unknown[0])}",
+            "rotary positions are not computed with that setting",
+            "use a model without it",
+        )
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in KINDS:
+        raise UnsupportedModelError(
+            f"{config.file} asks for rotary positions of kind {shown(kind)}",
+            f"the kinds computed here are {', '.join(KINDS)}",
+            "use a model with one of these",
+        )
+    if head_dim % 2:
+        raise config.refuse("head_dim", head_dim, "an even number, for rotary positions,")
+    for part in (config, rope):
+        if part.optional_number("partial_rotary_factor") not in (None, 1.0):
+            raise UnsupportedModelError(
+                f"{config.file} rotates only a part of each head "
+                f"({part.section}partial_rotary_factor = {shown(part.values['partial_rotary_factor'])})",
+                "whole heads are rotated here",
+                "use a model without it",
+            )
+    theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA), low=2.0)
+    if kind == "default":
+        return RopeSpec(theta)
+    return _scaled(cast(RopeKind, kind), theta, config, rope, head_dim, max_position)
+
+
+def _scaled(
+    kind: RopeKind, theta: float, config: Settings, rope: Settings, head_dim: int, max_position: int
+) -> RopeSpec:
+    original = _original_max_position(config, rope, max_position) if kind in ("llama3", "yarn", "longrope") else 0
+    stretch = max_position / original if original else None
+    if kind == "linear":
+        return RopeSpec(theta, kind, factor=rope.number("factor"))
+    if kind == "dynamic":
+        if head_dim == 2:
+            raise config.refuse("head_dim", head_dim, "more than 2, for dynamic rotary positions,")
+        return RopeSpec(theta, kind, factor=rope.number("factor"), original_max_position=max_position)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise rope.refuse("high_freq_factor", high, f"more than low_freq_factor = {low:g}")
+        return RopeSpec(
+            theta,
+            kind,
+            factor=rope.number("factor"),
+            original_max_position=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    if kind == "yarn":
+        return RopeSpec(
+            theta,
+            kind,
+            factor=_factor(rope, stretch) if "factor" in rope else rope.number("factor"),
+            original_max_position=original,
+            beta_fast=rope.optional_number("beta_fast") or 32.0,
+            beta_slow=rope.optional_number("beta_slow") or 1.0,
+            attention_factor=rope.optional_number("attention_factor"),
+            mscale=rope.optional_number("mscale"),
+            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            truncate=rope.flag("truncate", True),
+        )
+    return RopeSpec(
+        theta,
+        kind,
+        factor=_factor(rope, stretch),
+        original_max_position=original,
+        attention_factor=rope.optional_number("attention_factor"),
+        short_factor=rope.numbers("short_factor", head_dim // 2),
+        long_factor=rope.numbers("long_factor", head_dim // 2),
+    )
+
+
+def _original_max_position(config: Settings, rope: Settings, max_position: int) -> int:
+    # Beside the rotary settings the key wins over the one among them: Phi3's checkpoints rely on that.
+    inner = rope.count("original_max_position_embeddings", max_position, MAX_POSITIONS)
+    return config.count("original_max_position_embeddings", inner, MAX_POSITIONS, low=2)
+
+
+def _factor(rope: Settings, stretch: float | None) -> float:
+    return rope.optional_number("factor") or stretch or 1.0

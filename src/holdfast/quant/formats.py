@@ -52,7 +52,7 @@ class KVFormat:
     key_dtype: str
     value_dtype: str
     key_bits: int | None = None
-    """Bits of a coded key (quant/head_codes.py); None: every element is stored as `key_dtype`."""
+    """Bits of a coded key (quant/kv_quantize.py); None: every element is stored as `key_dtype`."""
     value_bits: int | None = None
 
     @property

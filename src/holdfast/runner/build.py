@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.declarations import StepBounds
 from holdfast.attention.select import build_backend
-from holdfast.attention.spec import StepBounds
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.kernels.gemm.linear import linear
 from holdfast.loading.blueprints import opened_blueprint
-from holdfast.loading.execution.load_report import LoadReport
+from holdfast.loading.execution.execute import LoadReport
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import PhaseProfile
@@ -27,22 +28,59 @@ from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_few
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
+from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
+from holdfast.planning.plan import RunnerPlan, plan_runner
+from holdfast.planning.resolve import by_key_bias, listed, resolve
+from holdfast.planning.target import Target, choose_device, device_target
+from holdfast.planning.terms import graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.runner.batch_buffers import BatchBuffers
-from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.invariance import refuse_variant_products
-from holdfast.runner.key_bias import key_bias_norms
-from holdfast.runner.planning.device_target import choose_device, device_target
-from holdfast.runner.planning.graph_terms import graph_sizes, mixed_sizes
-from holdfast.runner.planning.plan import RunnerPlan, plan_runner
-from holdfast.runner.planning.protected_layers import by_key_bias, listed
-from holdfast.runner.planning.resolve import resolve
-from holdfast.runner.planning.target import Target
+from holdfast.runner.graphs import StepGraphs, warm_rows
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
-from holdfast.runner.warm_rows import warm_rows
+from holdfast.runner.step_inputs import BatchBuffers
 from holdfast.runner.weight_load import WeightLoad, plan_weights
+
+
+def key_bias_norms(weights: Mapping[str, torch.Tensor | QuantizedWeight], spec: ModelSpec) -> list[float]:
+    """The norm of each layer's key bias, by layer; rotary positions do not change it."""
+    assert spec.qkv_bias, f"{spec.architecture} has no key biases"
+    keys = slice(spec.query_size, spec.query_size + spec.kv_size)
+    # On the host: the device's memory is spoken for.
+    norms = []
+    for layer in range(spec.num_layers):
+        bias = weights[f"layers.{layer}.qkv.bias"]
+        assert isinstance(bias, torch.Tensor), f"the biases of layer {layer} are codes"
+        norms.append(torch.linalg.vector_norm(bias[keys].cpu(), dtype=torch.float64).item())
+    return norms
+
+
+COMPANIES = (24, 64, 200)
+"""Rows of other products, of which the first are those of the smallest."""
+
+
+def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int) -> None:
+    """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
+    seen: set[tuple[int, ...]] = set()
+    for weight_NK in weights:
+        assert not isinstance(weight_NK, QuantizedWeight), (
+            "quantized weights were to be declined before they were loaded"
+        )
+        if weight_NK.dim() != 2 or tuple(weight_NK.shape) in seen:
+            continue
+        seen.add(tuple(weight_NK.shape))
+        generator = torch.Generator(weight_NK.device).manual_seed(0)
+        rows = max(least_rows, min(most_rows, max(COMPANIES)))
+        x_TK = torch.randn(rows, weight_NK.shape[1], generator=generator, device=weight_NK.device).to(weight_NK.dtype)
+        alone_TN = linear(x_TK[:least_rows], weight_NK, None)
+        for num_rows in (*(count for count in COMPANIES if least_rows <= count <= rows), rows):
+            if not torch.equal(linear(x_TK[:num_rows], weight_NK, None)[:least_rows], alone_TN):
+                raise ConfigError(
+                    "batch_invariant=True was asked",
+                    f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",
+                    "start the engine before anything else uses the GPU in this process, or leave it out",
+                )
+
 
 log = get_logger(__name__)
 

@@ -1,16 +1,26 @@
-"""StepGraphs: captured steps by kind and size, replayed at the addresses they were captured with.
+"""What is compiled before a runner is ready: the numbers of rows whose steps take, together, every form of every kernel.
 
 A decode step has a row for each sequence and wants all of their logits. A mixed step has any rows and wants the logits of
 some. Both are padded up to the next size that was captured. What a graph reads (rows, tiles, pages, parameters) lies in
 fixed buffers that are filled before it runs; what it works in is the workspace. So its pool holds next to nothing.
+
+A form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.
+What follows from the number of rows every launcher says of itself in `row_form`, and takes it from there when it launches;
+numbers that are mere arguments, such as rows, are marked as counts (`jit_counting`), and change nothing.
 """
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
+
+from holdfast.kernels import geometry
+from holdfast.kernels.attention import quantized_attention, tiled_attention
+from holdfast.kernels.gemm import gemv, quantized_tiles
+from holdfast.kernels.moe import expert_linear
+from holdfast.models.spec import ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +85,23 @@ class StepGraphs:
     def release(self) -> None:
         """Let go of every graph."""
         self._steps.clear()
+
+
+LAUNCHERS = (tiled_attention, quantized_attention, gemv, quantized_tiles, expert_linear)
+"""Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
+
+
+def step_form(num_rows: int, experts: ExpertsSpec | None) -> tuple[Hashable, ...]:
+    """All that a step of so many rows decides about the kernels it launches."""
+    forms: tuple[Hashable, ...] = tuple(launcher.row_form(num_rows) for launcher in LAUNCHERS)
+    if experts is None:
+        return forms
+    return *forms, geometry.row_form(num_rows, experts.top_k, experts.num_experts)
+
+
+def warm_rows(least: int, most: int, experts: ExpertsSpec | None) -> tuple[int, ...]:
+    """The fewest rows of each form among steps of `least` to `most` rows."""
+    first: dict[tuple[Hashable, ...], int] = {}
+    for num_rows in range(least, most + 1):
+        first.setdefault(step_form(num_rows, experts), num_rows)
+    return tuple(first.values())

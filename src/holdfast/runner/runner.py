@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend
-from holdfast.attention.batch import Batch
+from holdfast.attention.backend import AttentionBackend, Batch
 from holdfast.config import Limits
 from holdfast.models.decoder import Decoder
+from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.batch_buffers import BatchBuffers
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS
-from holdfast.runner.sampling.result import SequenceResult, StepResult, TokenLogprobs
+from holdfast.runner.sampling.batch import SequenceResult, SequenceSample, StepResult, TokenLogprobs
 from holdfast.runner.sampling.sampler import Sampler
-from holdfast.runner.sampling.sampling_batch import SequenceSample
+from holdfast.runner.step_inputs import BatchBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Runner:
     def warm(self, rows: SequenceABC[int], graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
         """Run every kernel in every form, so that nothing is compiled afterwards; and capture the graphs.
 
-        `rows` are numbers of rows whose steps take every form together (runner/warm_rows.py).
+        `rows` are numbers of rows whose steps take every form together (runner/graphs.py).
         """
         with self._on_stream():
             step, logit_rows = self._made_up_step(self.limits.max_num_batched_tokens)

@@ -12,9 +12,9 @@ from holdfast.errors import MemoryPlanError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.sizes import format_bytes
+from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.target import choose_device, device_target
 from holdfast.runner.build import HELD_BY_CUDA, MakeBackend, RunnerBuild, plan_model, refuse_out_of_memory
-from holdfast.runner.planning.device_target import choose_device, device_target
-from holdfast.runner.planning.plan import RunnerPlan
 from holdfast.runner.runner import Runner
 
 

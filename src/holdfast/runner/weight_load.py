@@ -9,16 +9,16 @@ from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.execution.execute import LoadedWeights, load_weights
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.planning.plan import LoadPlan, plan_load
-from holdfast.loading.quantized.quantized_cache import CacheSlot, find_cached
-from holdfast.loading.quantized.quantized_source import QuantizedSource, plan_quantized
-from holdfast.loading.quantized.quantized_writer import refuse_saving, save_quantized
-from holdfast.loading.quantized.source_identity import SourceIdentity
+from holdfast.loading.quantized.cache import CacheSlot, find_cached
+from holdfast.loading.quantized.manifest import SourceIdentity
+from holdfast.loading.quantized.source import QuantizedSource, plan_quantized
+from holdfast.loading.quantized.writer import refuse_saving, save_quantized
 from holdfast.loading.sources.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
-from holdfast.quant.weight_recipe import WeightRecipe
+from holdfast.quant.weight_schemes import WeightRecipe
 
 log = get_logger(__name__)
 OnProgress = Callable[[int, int], None]

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, PromptError, TemplateError, shown
-from holdfast.loading.sources.json_file import read_json_object, read_small_file
+from holdfast.loading.sources.files import read_json_object, read_small_file
 from holdfast.text.tokenizer import CONFIG_FILE, special_tokens_of
 
 if TYPE_CHECKING:

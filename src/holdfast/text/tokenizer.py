@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, PromptError, shown
-from holdfast.loading.sources.json_file import AGAIN, read_json_object, read_small_file
+from holdfast.loading.sources.files import AGAIN, read_json_object, read_small_file
 from holdfast.models.settings import plain
 from holdfast.text.detokenizer import TextStream, TokenPieces, decode_rule
 

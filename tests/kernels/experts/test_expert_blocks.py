@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernels.experts import expert_order
-from holdfast.kernels.experts.expert_blocks import block_rows_for, num_blocks_for, order_specs
-from holdfast.memory.tensor_spec import arena_bytes
+from holdfast.kernels.geometry import block_rows_for, num_blocks_for, order_specs
+from holdfast.kernels.moe import routing as expert_order
+from holdfast.memory.workspace_plan import arena_bytes
 
 sizes = st.tuples(st.integers(1, 3000), st.integers(1, 8), st.integers(8, 256))
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.experts.expert_linear import expert_linear, expert_linear_reference
+from holdfast.kernels.moe.expert_linear import expert_linear, expert_linear_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.expert_cases import CPU, SCHEMES, exact, expert_case, order_of, placed, room_for
 from kernels.triton_cases import assert_allocates_nothing

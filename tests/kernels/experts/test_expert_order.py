@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.experts.expert_blocks import CUT_PAIRS, order_specs
-from holdfast.kernels.experts.expert_order import (
+from holdfast.kernels.geometry import CUT_PAIRS, order_specs
+from holdfast.kernels.moe.routing import (
     PADDING,
     ExpertOrder,
     order_experts,

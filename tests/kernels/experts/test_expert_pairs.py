@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from holdfast.kernels.experts.expert_blocks import MAX_DIRECT_TOKENS
-from holdfast.kernels.experts.expert_pairs import expert_pairs
+from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
+from holdfast.kernels.moe.expert_gemv import expert_pairs
 from kernels.exactness import same_bits
 from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing

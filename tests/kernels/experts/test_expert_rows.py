@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.experts.expert_blocks import block_rows_for
-from holdfast.kernels.experts.expert_rows import expert_rows, tile_for
-from holdfast.kernels.products.weight_operands import Coding
+from holdfast.kernels.gemm.quantized_tiles import Coding
+from holdfast.kernels.geometry import block_rows_for
+from holdfast.kernels.moe.grouped_gemm import expert_rows, tile_for
 from kernels.exactness import same_bits
 from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing

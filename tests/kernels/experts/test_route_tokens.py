@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.experts.route_tokens import route_tokens, route_tokens_reference, route_tokens_triton
+from holdfast.kernels.moe.routing import route_tokens, route_tokens_reference, route_tokens_triton
 from kernels.exactness import companies, random, same_bits
 from kernels.expert_cases import among
 from kernels.triton_cases import QUIET, assert_allocates_nothing

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.experts.sum_experts import (
+from holdfast.kernels.moe.expert_linear import (
     FEW_COLUMNS,
     FEW_TOKENS,
     MANY_COLUMNS,

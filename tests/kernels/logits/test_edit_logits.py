@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.logits.edit_logits import (
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM, LogitRow
+from holdfast.kernels.sampling.edit_logits import (
     PADDING,
     EditKind,
     copy_rows,
@@ -14,7 +15,6 @@ from holdfast.kernels.logits.edit_logits import (
     edit_logits_reference,
     edit_logits_triton,
 )
-from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM, LogitRow
 from kernels.exactness import random, same_bits
 from kernels.logit_cases import INF, NAN, make_table
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing

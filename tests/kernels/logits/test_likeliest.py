@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.logits.likeliest import likeliest, likeliest_reference, likeliest_triton
-from holdfast.kernels.logits.logit_chunks import NO_TOKEN, num_chunks
-from holdfast.runner.sampling import result
+from holdfast.kernels.geometry import NO_TOKEN, num_chunks
+from holdfast.kernels.sampling.argmax import likeliest, likeliest_reference, likeliest_triton
+from holdfast.runner.sampling import batch as result
 from kernels.exactness import companies, random
 from kernels.logit_cases import INF, NAN, make_scratch
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing

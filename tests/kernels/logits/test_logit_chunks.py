@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.kernels.logits.logit_chunks import (
+from holdfast.kernels.geometry import (
     CHUNK_TOKENS,
     MAX_CANDIDATES,
     MAX_ROWS,

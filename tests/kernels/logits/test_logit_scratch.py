@@ -2,8 +2,8 @@
 
 import torch
 
-from holdfast.kernels.logits.logit_chunks import CHUNK_TOKENS, scratch_specs
-from holdfast.kernels.logits.logit_scratch import LogitScratch
+from holdfast.kernels.geometry import CHUNK_TOKENS, scratch_specs
+from holdfast.kernels.sampling.argmax import LogitScratch
 
 
 def test_every_tensor_is_in_its_place():

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.logits.likeliest import likeliest_reference
-from holdfast.kernels.logits.logit_chunks import CHUNK_TOKENS, MAX_CANDIDATES, NO_TOKEN, LogitRow
-from holdfast.kernels.logits.logprob_rows import (
-    FIXED_COLUMNS,
-    logprob_rows,
-    logprob_rows_reference,
-    logprob_rows_triton,
-)
+from holdfast.kernels.geometry import CHUNK_TOKENS, MAX_CANDIDATES, NO_TOKEN, LogitRow
+from holdfast.kernels.sampling.argmax import likeliest_reference
+from holdfast.kernels.sampling.logprobs import FIXED_COLUMNS, logprob_rows, logprob_rows_reference, logprob_rows_triton
 from kernels.exactness import random
 from kernels.logit_cases import INF, NAN, agreed_logits, make_scratch, make_table
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.logits.likeliest import likeliest_reference
-from holdfast.kernels.logits.logit_chunks import NO_TOKEN, LogitRow
-from holdfast.kernels.logits.near_tokens import list_near_tokens, reference_distances, reference_weights
+from holdfast.kernels.geometry import NO_TOKEN, LogitRow
+from holdfast.kernels.sampling.argmax import likeliest_reference
+from holdfast.kernels.sampling.candidates import list_near_tokens, reference_distances, reference_weights
 from kernels.exactness import random
 from kernels.logit_cases import INF, NAN, agreed_logits, make_scratch, make_table
 from kernels.triton_cases import QUIET, amid_poison

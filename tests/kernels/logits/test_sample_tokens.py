@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from holdfast.kernels.logits import sample_tokens as kernel_file
-from holdfast.kernels.logits.likeliest import likeliest_reference
-from holdfast.kernels.logits.logit_chunks import CHUNK_TOKENS, MAX_CANDIDATES, NO_TOKEN, LogitRow
-from holdfast.kernels.logits.near_tokens import list_near_tokens
-from holdfast.kernels.logits.sample_tokens import sample_tokens, sample_tokens_reference, sample_tokens_triton
+from holdfast.kernels.geometry import CHUNK_TOKENS, MAX_CANDIDATES, NO_TOKEN, LogitRow
+from holdfast.kernels.sampling import sample as kernel_file
+from holdfast.kernels.sampling.argmax import likeliest_reference
+from holdfast.kernels.sampling.candidates import list_near_tokens
+from holdfast.kernels.sampling.sample import sample_tokens, sample_tokens_reference, sample_tokens_triton
 from kernels.exactness import random
 from kernels.logit_cases import INF, LARGEST_UNIFORM, NAN, agreed_logits, make_scratch, make_table
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.numbers.coded_words import e4m3_code, quarters, store_keys, store_values
+from holdfast.kernels.fp8 import e4m3_code, quarters, store_keys, store_values
 from holdfast.kernels.triton_compat import constexpr, jit, tl
-from holdfast.quant.codebooks import KEY_CODEBOOKS, VALUE_CODEBOOKS
-from holdfast.quant.head_codes import encode_keys, encode_values
+from holdfast.quant.kv_quantize import KEY_CODEBOOKS, VALUE_CODEBOOKS, encode_keys, encode_values
 from kernels.coded_cases import HEAD_DIMS, make_planes
 from kernels.exactness import random
 from kernels.triton_cases import QUIET

@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.numbers.coded_words import e4m3_code
-from holdfast.kernels.numbers.e4m3_parts import coded_numbers, kernel_codes, loaded_numbers
-from holdfast.kernels.numbers.number_bits import e4m3_value
+from holdfast.kernels.fp8 import coded_numbers, e4m3_code, e4m3_value, kernel_codes, loaded_numbers
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 from kernels.exactness import random, same_bits
 from kernels.triton_cases import QUIET

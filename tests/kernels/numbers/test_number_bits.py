@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.numbers.number_bits import (
+from holdfast.kernels.fp8 import (
     EXPONENT_BITS,
     as_bits,
     as_kernels_read,

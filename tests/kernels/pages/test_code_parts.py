@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernels.pages import code_parts
-from holdfast.kernels.pages.code_parts import (
+from holdfast.kernels.attention import dequantize as code_parts
+from holdfast.kernels.attention.dequantize import (
     fast_exp2,
     fast_log2,
     key_numbers,
@@ -18,9 +18,19 @@ from holdfast.kernels.pages.code_parts import (
     value_parts_8,
 )
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
-from holdfast.quant.codebooks import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS, VALUE_CODEBOOKS
-from holdfast.quant.head_codes import KEY_PARTS, VALUE_PARTS, CodedHeads, decode_keys, decode_values, part_dims
-from holdfast.quant.rotation import rotation_table
+from holdfast.quant.kv_quantize import (
+    CUBIC_3_BITS,
+    CUBIC_4_BITS,
+    KEY_CODEBOOKS,
+    KEY_PARTS,
+    VALUE_CODEBOOKS,
+    VALUE_PARTS,
+    CodedHeads,
+    decode_keys,
+    decode_values,
+    part_dims,
+    rotation_table,
+)
 from kernels.assembler import run_assembler
 from kernels.coded_cases import HEAD_DIMS
 

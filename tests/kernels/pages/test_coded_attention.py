@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.pages.coded_attention import (
+from holdfast.kernels.attention.quantized_attention import (
     BLOCK_TOKENS,
     FEW_MERGED_ROWS,
     MERGED_HEADS,
@@ -15,8 +15,8 @@ from holdfast.kernels.pages.coded_attention import (
     coded_geometry,
     large_shape,
 )
-from holdfast.kernels.pages.tiled_attention import TileWork
-from holdfast.quant.rotation import rotation_table
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.quant.kv_quantize import rotation_table
 from kernels.coded_cases import BITS, FORMATS, fill_slots, heads_at, make_planes
 from kernels.coded_steps import NAN, QUIET, Cut, assert_near, coded_step, cut_tiles, judge, peaked_step, run_tiles
 from kernels.exactness import random, same_bits

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from holdfast.kernels.pages.coded_attention import coded_geometry
+from holdfast.kernels.attention.quantized_attention import coded_geometry
 from kernels.coded_cases import BITS, FORMATS, HEAD_DIMS
 from kernels.coded_steps import (
     NAN,

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.pages.coded_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.head_codes import encode_keys, encode_values
-from holdfast.quant.rotation import hadamard_signs
+from holdfast.quant.kv_quantize import encode_keys, encode_values, hadamard_signs
 from kernels.coded_cases import (
     FORMATS,
     HEAD_DIMS,

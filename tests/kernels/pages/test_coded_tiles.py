@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.pages.coded_tiles import (
+from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
     WEIGHT_ONE,
     bytes_at,
@@ -13,10 +13,8 @@ from holdfast.kernels.pages.coded_tiles import (
     store_rotated,
 )
 from holdfast.kernels.triton_compat import constexpr, jit, tl
-from holdfast.quant import head_codes
-from holdfast.quant.codebooks import FP8_MAX
-from holdfast.quant.head_codes import VALUE_PARTS
-from holdfast.quant.rotation import hadamard_block, rotate_heads, rotation_table
+from holdfast.quant import kv_quantize as head_codes
+from holdfast.quant.kv_quantize import FP8_MAX, VALUE_PARTS, hadamard_block, rotate_heads, rotation_table
 from kernels.coded_cases import HEAD_DIMS
 from kernels.exactness import random, same_bits
 from kernels.tiled_cases import BEYOND

@@ -3,7 +3,7 @@ import random as chance
 import pytest
 import torch
 
-from holdfast.kernels.pages.paged_attention import paged_attention, paged_attention_reference
+from holdfast.kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from kernels.exactness import assert_as_exact_as_torch, island, num_threads, random, same_bits
 from kernels.paged_cases import PagedCase, paged_case
 

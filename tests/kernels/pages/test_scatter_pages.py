@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels import triton_compat
-from holdfast.kernels.pages.scatter_pages import (
+from holdfast.kernels.attention.write_kv import (
     BLOCK,
     PADDING,
     scatter_pages,

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from holdfast.kernels.pages.tile_geometry import TileGeometry
+from holdfast.kernels.geometry import TileGeometry
 
 PLAIN = TileGeometry(2, 16, small_programs_per_sm=4, large_programs_per_sm=2, block_tokens=64)
 
@@ -24,5 +24,5 @@ def test_nothing_more_is_asked_of_a_list_unless_it_is_said():
 
 
 def test_it_is_known_without_torch():
-    code = "import sys, holdfast.kernels.pages.tile_geometry; print('torch' in sys.modules)"
+    code = "import sys, holdfast.kernels.geometry; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

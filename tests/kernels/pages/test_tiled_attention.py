@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.pages.tiled_attention import (
+from holdfast.kernels.attention.tiled_attention import (
     FEW_MERGED_ROWS,
     FEW_ROWS,
     LARGE_TILE,

@@ -6,12 +6,18 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.pages.coded_planes import CodedPlanes
-from holdfast.kernels.pages.write_codes import write_codes, write_codes_reference, write_codes_triton
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary, turned_heads
-from holdfast.quant.codebooks import KEY_CODEBOOKS, VALUE_CODEBOOKS
-from holdfast.quant.head_codes import CodedHeads, decode_keys, decode_values
-from holdfast.quant.rotation import hadamard_block, hadamard_signs
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
+from holdfast.kernels.attention.write_quantized_kv import write_codes, write_codes_reference, write_codes_triton
+from holdfast.quant.kv_quantize import (
+    KEY_CODEBOOKS,
+    VALUE_CODEBOOKS,
+    CodedHeads,
+    decode_keys,
+    decode_values,
+    hadamard_block,
+    hadamard_signs,
+)
 from kernels.coded_cases import BITS, FORMATS, HEAD_DIMS, assert_untouched, heads_at, make_planes, tensors_of
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.pages.write_heads import write_heads, write_heads_reference
+from holdfast.kernels.attention.write_kv import write_heads, write_heads_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
 from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
 

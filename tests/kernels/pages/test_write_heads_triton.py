@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.pages.write_heads import HeadNorm, Rotary, write_heads, write_heads_reference, write_heads_triton
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads, write_heads_reference, write_heads_triton
 from kernels.exactness import assert_as_exact_as_torch, companies, same_bits
 from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.placing.place_codes import place_quantized_triton
-from holdfast.kernels.placing.place_rows import UNSEEN
+from holdfast.kernels.load.place_kernels import place_quantized_triton
+from holdfast.kernels.load.place_rows import UNSEEN
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import random
 from kernels.place_cases import FLOAT_TYPES, LAYOUTS, SCHEMES, hostile_rows, laid_out, new_findings, place_codes

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from holdfast.kernels.placing.place_plain import find_peak_triton, place_plain_triton
-from holdfast.kernels.placing.place_rows import UNSEEN, find_peak_reference
+from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton
+from holdfast.kernels.load.place_rows import UNSEEN, find_peak_reference
 from kernels.exactness import random, same_bits
 from kernels.place_cases import FLOAT_TYPES, LAYOUTS, hostile_rows, laid_out, new_findings, place
 from kernels.triton_cases import QUIET, assert_allocates_nothing

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.kernels.placing import place_rows
-from holdfast.kernels.placing.place_rows import (
+from holdfast.kernels.load import place_rows
+from holdfast.kernels.load.place_rows import (
     PIECE_ELEMENTS,
     UNSEEN,
     find_peak,
@@ -11,8 +11,7 @@ from holdfast.kernels.placing.place_rows import (
     place_plain,
     place_quantized,
 )
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight, dequantize, quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
 from kernels.exactness import random
 from kernels.place_cases import SCHEMES, new_findings

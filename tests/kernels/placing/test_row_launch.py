@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.kernels.placing.row_launch import Pointer, RowLaunch, Tile
+from holdfast.kernels.load.place_kernels import Pointer, RowLaunch, Tile
 
 PROGRAM = Path(__file__).parent.parent / "row_launch_program.py"
 TILE = Tile(4, 32, 2)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.numbers.number_bits import as_kernels_read
-from holdfast.kernels.placing.place_rows import UNSEEN
-from holdfast.kernels.placing.row_tiles import numbers_at, report_rows, tile_place
+from holdfast.kernels.fp8 import as_kernels_read
+from holdfast.kernels.load.place_kernels import numbers_at, report_rows, tile_place
+from holdfast.kernels.load.place_rows import UNSEEN
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 from kernels.exactness import random
 from kernels.triton_cases import amid_poison

@@ -3,14 +3,14 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from holdfast.kernels.products.begin_rows import (
+from holdfast.kernels.gemm.deferred_rms_norm import (
     NormedRows,
     PeakScratch,
     SkinnyScratch,
     begin_rows,
     begin_rows_reference,
 )
-from holdfast.kernels.rms_norm import rms_norm_reference
+from holdfast.kernels.norm import rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.skinny_cases import EPS
 from kernels.tiled_cases import NAN, amid

@@ -3,11 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.products import coded_linear as module
-from holdfast.kernels.products.coded_linear import coded_linear, coded_linear_reference
-from holdfast.kernels.products.plain_linear import plain_linear
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize
+from holdfast.kernels.gemm import linear as module
+from holdfast.kernels.gemm.linear import coded_linear, coded_linear_reference, plain_linear
+from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4, WeightScheme
 from kernels.exactness import companies, island, num_threads, random, same_bits
 from kernels.quantized_cases import EVERY_SCHEME, quantized, random_weight, scheme_id, weight_amid

@@ -4,9 +4,14 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.products.begin_rows import NormedRows, SkinnyScratch, begin_rows
-from holdfast.kernels.products.finish_rows import finish_rows, finish_rows_reference
-from holdfast.kernels.rms_norm import rms_norm_reference
+from holdfast.kernels.gemm.deferred_rms_norm import (
+    NormedRows,
+    SkinnyScratch,
+    begin_rows,
+    finish_rows,
+    finish_rows_reference,
+)
+from holdfast.kernels.norm import rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.skinny_cases import EPS, squares_of
 from kernels.tiled_cases import NAN, amid

@@ -1,9 +1,15 @@
 import pytest
 import torch
 
-from holdfast.kernels.products.linear import linear, linear_float32, linear_float32_reference, linear_reference
-from holdfast.kernels.products.plain_linear import plain_linear, plain_linear_float32
-from holdfast.kernels.products.quantized_linear import quantized_linear
+from holdfast.kernels.gemm.linear import (
+    linear,
+    linear_float32,
+    linear_float32_reference,
+    linear_reference,
+    plain_linear,
+    plain_linear_float32,
+    quantized_linear,
+)
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import EVERY_SCHEME, coded_room, random_weight, scheme_id

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from holdfast.kernels.products import plain_linear as module
-from holdfast.kernels.products.plain_linear import (
+from holdfast.kernels.gemm import linear as module
+from holdfast.kernels.gemm.linear import (
     plain_linear,
     plain_linear_float32,
     plain_linear_float32_reference,

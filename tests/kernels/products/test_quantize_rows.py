@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.products.quantize_rows import (
+from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
     CodedRows,
     quantize_rows,

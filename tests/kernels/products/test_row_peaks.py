@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.products.row_peaks import RowPeaks, row_peaks, row_peaks_reference
+from holdfast.kernels.gemm.deferred_rms_norm import RowPeaks, row_peaks, row_peaks_reference
 from kernels.exactness import companies, random, same_bits
 from kernels.tiled_cases import NAN, amid
 from kernels.triton_cases import DTYPES, QUIET, assert_allocates_nothing

@@ -4,25 +4,20 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.products.begin_rows import (
+from holdfast.kernels.gemm.deferred_rms_norm import (
     NormedRows,
     PeakScratch,
+    RowPeaks,
     SkinnyScratch,
     begin_rows,
     begin_rows_reference,
+    row_peaks,
+    row_peaks_reference,
 )
-from holdfast.kernels.products.row_peaks import RowPeaks, row_peaks, row_peaks_reference
-from holdfast.kernels.products.skinny_coded import BLOCK_K, can_code, coded_sums_reference
-from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS
-from holdfast.kernels.products.skinny_linear import (
-    linear_add,
-    linear_add_reference,
-    normed_linear,
-    normed_linear_reference,
-)
-from holdfast.kernels.products.skinny_parts import MAX_ROWS, num_parts
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import LEAST_E4M3_SCALE
+from holdfast.kernels.gemm.gemv import MAX_ROWS, NUM_GATE_PEAKS, num_parts
+from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
+from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, can_code, coded_sums_reference
+from holdfast.quant.quantized_weight import LEAST_E4M3_SCALE, QuantizedWeight
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import (

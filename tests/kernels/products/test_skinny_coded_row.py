@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernels.products.skinny_coded_row import NUM_GATE_PEAKS, row_blocks
-from holdfast.kernels.products.skinny_linear import linear_add, normed_linear
+from holdfast.kernels.gemm.gemv import NUM_GATE_PEAKS, row_blocks
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import same_bits
 from kernels.quantized_cases import ROW_SCHEMES, scheme_id, widest_on

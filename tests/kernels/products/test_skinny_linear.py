@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.products.begin_rows import SkinnyScratch, begin_rows
-from holdfast.kernels.products.linear import linear_reference
-from holdfast.kernels.products.skinny_linear import BLOCK_K, linear_add, normed_linear
-from holdfast.kernels.products.skinny_parts import MAX_ROWS, num_parts
-from holdfast.kernels.rms_norm import rms_norm_reference
-from holdfast.kernels.silu_mul import silu_mul_reference
+from holdfast.kernels.activation import silu_mul_reference
+from holdfast.kernels.gemm.deferred_rms_norm import SkinnyScratch, begin_rows
+from holdfast.kernels.gemm.gemv import MAX_ROWS, num_parts
+from holdfast.kernels.gemm.linear import linear_reference
+from holdfast.kernels.gemm.small_batch import BLOCK_K, linear_add, normed_linear
+from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.triton_compat import INTERPRET_VARIABLE
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import widest_on

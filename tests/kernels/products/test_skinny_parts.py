@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernels.products import skinny_coded, skinny_linear
-from holdfast.kernels.products.skinny_parts import BLOCK_N, MAX_PARTS, PROGRAMS, num_parts
+from holdfast.kernels.gemm import small_batch as skinny_linear
+from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
+from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_PARTS, PROGRAMS, num_parts
 
 
 @given(

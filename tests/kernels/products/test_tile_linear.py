@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.products.quantize_rows import CodedRows, quantize_rows_reference
-from holdfast.kernels.products.quantized_linear import quantized_linear_reference
-from holdfast.kernels.products.tile_linear import tile_linear
+from holdfast.kernels.gemm.linear import quantized_linear_reference
+from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows_reference
+from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.triton_compat import is_interpreted
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.products import weight_operands
-from holdfast.kernels.products.weight_operands import Coding, e2m1_parts, e8m0_numbers, operands_of
+from holdfast.kernels.gemm import quantized_tiles as weight_operands
+from holdfast.kernels.gemm.quantized_tiles import Coding, e2m1_parts, e8m0_numbers, operands_of
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
-from holdfast.quant.weight_codes import E2M1_VALUES, e8m0_values
+from holdfast.quant.quantized_weight import E2M1_VALUES, e8m0_values
 from kernels.assembler import run_assembler
 from kernels.expert_cases import SCHEMES, coded_rows, expert_case
 

@@ -5,13 +5,13 @@ import ctypes
 import pytest
 import torch
 
-from holdfast.kernels.placing import place_codes, place_plain
-from holdfast.kernels.placing.place_rows import UNSEEN
-from holdfast.kernels.placing.row_launch import UNSPECIALIZED, Pointer
-from holdfast.loading.execution.address_placing import AddressPlacer
-from holdfast.loading.execution.chunks import cut_chunks
-from holdfast.loading.execution.placing import Placer, chunk_views
-from holdfast.loading.planning.move import Move
+from holdfast.kernels.load import place_kernels as place_codes
+from holdfast.kernels.load import place_kernels as place_plain
+from holdfast.kernels.load.place_kernels import UNSPECIALIZED, Pointer
+from holdfast.kernels.load.place_rows import UNSEEN
+from holdfast.loading.execution.place import AddressPlacer, Placer, chunk_views
+from holdfast.loading.execution.ring import cut_chunks
+from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
 from kernels.triton_cases import QUIET

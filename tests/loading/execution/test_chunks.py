@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loading.execution.chunks import cut_chunks
-from holdfast.loading.planning.move import Move
+from holdfast.loading.execution.ring import cut_chunks
+from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, MXFP4
 

@@ -9,22 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from holdfast.loading.sources.read_rows import read_rows
 
 from holdfast.errors import MemoryPlanError, ModelFormatError
-from holdfast.loading.directory import open_directory
 from holdfast.loading.execution import execute
 from holdfast.loading.execution.execute import load_weights
+from holdfast.loading.model_files import open_directory
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources import dummy
 from holdfast.loading.sources.dummy import DummySource
-from holdfast.loading.sources.read_rows import read_rows
-from holdfast.loading.sources.safetensors_file import SafetensorsFile
-from holdfast.loading.sources.safetensors_source import SafetensorsSource
+from holdfast.loading.sources.safetensors import SafetensorsFile, SafetensorsSource
 from holdfast.memory import arena
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import INT8, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import AS_STORED, INT8, WEIGHT_SCHEMES, WeightRecipe
 from loading.made_up_source import TIED, UNTIED, MadeUpSource
 from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights, wanted_planes
 from loading.tiny_models import FAMILIES, save_tiny
@@ -335,7 +333,7 @@ def test_a_failure_half_way_leaves_nothing_behind(fails, error, monkeypatch):
         source = DummySource(UNTIED, "float32")
         monkeypatch.setattr(dummy, "_repeat", fail)
     else:
-        monkeypatch.setattr("holdfast.loading.execution.placing.place_plain", fail)
+        monkeypatch.setattr("holdfast.loading.execution.place.place_plain", fail)
     ledger = Ledger()
     with pytest.raises(type(error)):
         load(UNTIED, source, ledger=ledger, chunk_bytes=64)

@@ -9,8 +9,7 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import AS_STORED, WEIGHT_SCHEMES, WeightRecipe
 from loading.made_up_source import TIED, UNTIED, MadeUpSource
 from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights
 

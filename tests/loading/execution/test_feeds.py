@@ -7,9 +7,9 @@ import torch
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.execution import feeds
-from holdfast.loading.execution.chunks import cut_chunks
 from holdfast.loading.execution.feeds import HostFeed, PinnedFeed, WriterFeed
-from holdfast.loading.planning.move import Move
+from holdfast.loading.execution.ring import cut_chunks
+from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from loading.made_up_source import MadeUpSource
 

@@ -1,4 +1,4 @@
-from holdfast.loading.execution.load_report import LoadReport
+from holdfast.loading.execution.execute import LoadReport
 
 REPORT = LoadReport(
     seconds=2.0,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from holdfast.loading.execution.pinned_memory import PinnedMemory
+from holdfast.loading.execution.ring import PinnedMemory
 
 NUM_BYTES = 3 * 2**20 + 4096
 

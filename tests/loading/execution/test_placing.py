@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from holdfast.kernels.placing.place_rows import UNSEEN
-from holdfast.loading.execution import placing
-from holdfast.loading.execution.chunks import cut_chunks
-from holdfast.loading.execution.placing import Placer, chunk_views
-from holdfast.loading.planning.move import Move
+from holdfast.kernels.load.place_rows import UNSEEN
+from holdfast.loading.execution import place as placing
+from holdfast.loading.execution.place import Placer, chunk_views
+from holdfast.loading.execution.ring import cut_chunks
+from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
-from holdfast.quant.weight_codes import quantize
+from holdfast.quant.quantized_weight import quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from loading.made_up_source import MadeUpSource
 from loading.mixed_model import bits

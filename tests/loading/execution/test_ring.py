@@ -4,8 +4,7 @@ from itertools import count
 
 import pytest
 
-from holdfast.loading.execution.chunks import Chunk
-from holdfast.loading.execution.ring import ChunkRing
+from holdfast.loading.execution.ring import Chunk, ChunkRing
 
 
 def chunks(number, after=None):

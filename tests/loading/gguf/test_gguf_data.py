@@ -4,8 +4,7 @@ import struct
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.loading.gguf.gguf_data import GGUFData, read_floats
-from holdfast.loading.gguf.gguf_file import read_gguf
+from holdfast.loading.gguf.file import GGUFData, read_floats, read_gguf
 
 VALUES = [0.5, -2.0, 3.25, 8.0]
 

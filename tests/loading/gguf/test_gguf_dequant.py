@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.loading.gguf.gguf_dequant import CHUNK_ELEMENTS, dequantize
-from holdfast.loading.gguf.gguf_file import TYPES
+from holdfast.loading.gguf.dequantize import CHUNK_ELEMENTS, dequantize
+from holdfast.loading.gguf.file import TYPES
 from loading.quantized_blocks import assert_same_bits, extreme_blocks
 
 SCALE_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}

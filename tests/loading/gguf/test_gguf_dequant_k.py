@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from holdfast.loading.gguf.gguf_dequant import CHUNK_ELEMENTS
-from holdfast.loading.gguf.gguf_file import TYPES
+from holdfast.loading.gguf.dequantize import CHUNK_ELEMENTS
+from holdfast.loading.gguf.file import TYPES
 from loading.quantized_blocks import assert_same_bits, extreme_blocks
 
 SCALE_PLACES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -3,8 +3,8 @@ from array import array
 import pytest
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
-from holdfast.loading.gguf.gguf_config import gguf_config
-from holdfast.loading.gguf.gguf_file import TYPES, GGUFTensor
+from holdfast.loading.gguf.config import gguf_config
+from holdfast.loading.gguf.file import TYPES, GGUFTensor
 from holdfast.models.families import read_spec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from loading.gguf.test_gguf_config import file

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.gguf.gguf_file import MAX_ENTRIES, OTHER_TYPES, TYPES, GGUFFile, read_gguf
+from holdfast.loading.gguf.file import MAX_ENTRIES, OTHER_TYPES, TYPES, GGUFFile, read_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 Q8_0 = 8

@@ -3,11 +3,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-
-from holdfast.loading.gguf import gguf_source
-from holdfast.loading.gguf.gguf_file import read_gguf
-from holdfast.loading.gguf.gguf_source import GGUFSource, hugging_face_name
 from holdfast.loading.sources.read_rows import read_rows
+
+from holdfast.loading.gguf import source as gguf_source
+from holdfast.loading.gguf.file import read_gguf
+from holdfast.loading.gguf.source import GGUFSource, hugging_face_name
 
 gguf = pytest.importorskip("gguf")
 

@@ -4,7 +4,7 @@ from array import array
 import numpy as np
 import pytest
 
-from holdfast.loading.gguf.gguf_file import read_gguf
+from holdfast.loading.gguf.file import read_gguf
 
 gguf = pytest.importorskip("gguf")
 

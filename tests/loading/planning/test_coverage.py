@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.loading.planning.coverage import Filled, check_coverage, check_sources, uncovered
-from holdfast.loading.planning.move import Move
-from holdfast.loading.planning.planned_weight import PlannedWeight
+from holdfast.loading.planning.moves import Move, PlannedWeight
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, MXFP4
 

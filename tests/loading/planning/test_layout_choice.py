@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.loading.planning.layout_choice import choose, choose_all
-from holdfast.models.expert_parameters import EXPERT_NAMES, list_experts
-from holdfast.models.parameters import Parameter, Part
+from holdfast.loading.planning.moves import choose, choose_all
+from holdfast.models.parameters import EXPERT_NAMES, Parameter, Part, list_experts
 from holdfast.models.spec import ExpertsSpec
 from loading.header_source import entries_for, entry, experts
 

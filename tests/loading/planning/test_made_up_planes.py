@@ -9,16 +9,14 @@ from safetensors.torch import save_file
 
 from holdfast.errors import UnsupportedModelError
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.loading.directory import open_directory, open_directory_without_weights
 from holdfast.loading.execution.execute import load_weights
-from holdfast.loading.planning.made_up_planes import make_up_source
+from holdfast.loading.model_files import open_directory, open_directory_without_weights
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.planning.stored_schemes import StoredSchemes
+from holdfast.loading.planning.stored_schemes import StoredSchemes, make_up_source
 from holdfast.loading.sources import dummy
 from holdfast.memory.ledger import Ledger
 from holdfast.models.sharding import Mesh, shard_parameters
-from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_codes import dequantize
+from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
 from holdfast.quant.weight_schemes import MXFP4
 from loading.header_source import experts
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from holdfast.loading.planning.module_patterns import is_followed, matches
+from holdfast.loading.planning.stored_schemes import is_followed, matches
 
 MODULES = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
 MODULES += ["model.layers.11.mlp.gate_proj", "model.layers.11.self_attn.q_proj", "model.layers.2.mlp.experts.7.up_proj"]

@@ -5,11 +5,19 @@ import pytest
 from holdfast.loading.planning.plan import CHUNK_BYTES, CPU_CHUNK_BYTES, MAX_READERS, PINNED_CHUNKS, plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.planner import PHASES
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, HEAD_SCHEME, INT8, MXFP4, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import (
+    FP8,
+    FP8_BLOCK,
+    FP8_TENSOR,
+    HEAD_SCHEME,
+    INT8,
+    MXFP4,
+    WEIGHT_SCHEMES,
+    WeightRecipe,
+)
 from loading.header_source import HeaderSource, entries_for, entry, experts, stacked
 
 MIB = 2**20

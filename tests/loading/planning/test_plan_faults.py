@@ -8,8 +8,7 @@ from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.planning.plan import plan_load
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4
+from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4, WeightRecipe
 from loading.header_source import HeaderSource, entries_for, entry, experts, stacked
 
 EMBED = Parameter("embed.weight", (10, 4), (Part("model.embed_tokens.weight", 0, (10, 4)),), "embedding")

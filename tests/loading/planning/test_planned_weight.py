@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.loading.planning.planned_weight import PlannedWeight
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.loading.planning.moves import PlannedWeight
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 
 

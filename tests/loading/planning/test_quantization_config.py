@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
-from holdfast.loading.planning.quantization_config import read_stored_schemes
+from holdfast.loading.planning.stored_schemes import read_stored_schemes
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, MXFP4
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.loading.planning.scale_parts import mx_codes, scale_parts
+from holdfast.loading.planning.stored_schemes import mx_codes, scale_parts
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, MXFP4
 from loading.header_source import entry

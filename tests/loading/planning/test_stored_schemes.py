@@ -10,8 +10,7 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import StoredSchemes
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe
 from loading.header_source import HeaderSource, entry, experts, stacked
 
 BLOCKS = StoredSchemes(FP8_BLOCK, ("_scale_inv", "_scale"))

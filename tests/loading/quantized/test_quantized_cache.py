@@ -12,8 +12,9 @@ import torch
 
 from holdfast.errors import ModelFormatError
 from holdfast.loading.execution.execute import load_weights
-from holdfast.loading.quantized import quantized_cache, quantized_writer
-from holdfast.loading.quantized.quantized_cache import (
+from holdfast.loading.quantized import cache as quantized_cache
+from holdfast.loading.quantized import writer as quantized_writer
+from holdfast.loading.quantized.cache import (
     CACHE_VARIABLE,
     CacheSlot,
     cache_entries,
@@ -23,12 +24,10 @@ from holdfast.loading.quantized.quantized_cache import (
     find_cached,
     trim_cache,
 )
-from holdfast.loading.quantized.quantized_manifest import ALONE, MANIFEST_FILE, Mesh
-from holdfast.loading.quantized.source_identity import identify_source
+from holdfast.loading.quantized.manifest import ALONE, MANIFEST_FILE, Mesh, identify_source
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_TENSOR, INT8, MXFP4
+from holdfast.quant.weight_schemes import FP8, FP8_TENSOR, INT8, MXFP4, WeightRecipe
 from loading.saved_weights import (
     FILES,
     PARAMETERS,
@@ -290,7 +289,7 @@ def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatc
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.loading.quantized.whole_folder.os.mkdir", refuse)
+        patch.setattr("holdfast.loading.quantized.writer.os.mkdir", refuse)
         assert slot.save(loaded(plan)) == "Permission denied"
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))

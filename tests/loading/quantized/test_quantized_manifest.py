@@ -4,23 +4,23 @@ from dataclasses import replace
 import pytest
 
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
-from holdfast.loading.planning.planned_weight import PlannedWeight
-from holdfast.loading.quantized.quantized_manifest import (
+from holdfast.loading.planning.moves import PlannedWeight
+from holdfast.loading.quantized.manifest import (
     MAX_BLOCKS,
     MIN_BLOCK_BYTES,
     Manifest,
     Mesh,
     PlaneFile,
+    SourceFile,
+    SourceIdentity,
     block_bytes_for,
     manifest_text,
     num_blocks,
     read_manifest,
     unsaved,
 )
-from holdfast.loading.quantized.source_identity import SourceFile, SourceIdentity
-from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4, WeightRecipe
 
 DIGEST = "0123456789abcdef" * 2
 MANIFEST = Manifest(

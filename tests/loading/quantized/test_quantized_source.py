@@ -14,19 +14,12 @@ import torch
 
 from holdfast.errors import ConfigError, ModelError, ModelFormatError
 from holdfast.loading.planning.plan import CHUNK_BYTES, CPU_CHUNK_BYTES, plan_load
-from holdfast.loading.quantized.quantized_manifest import MANIFEST_FILE, Mesh
-from holdfast.loading.quantized.quantized_source import (
-    has_saved_weights,
-    open_quantized,
-    plan_from_cache,
-    plan_quantized,
-)
-from holdfast.loading.quantized.quantized_writer import save_quantized
-from holdfast.loading.quantized.whole_folder import remove_whole
+from holdfast.loading.quantized.manifest import MANIFEST_FILE, Mesh
+from holdfast.loading.quantized.source import has_saved_weights, open_quantized, plan_from_cache, plan_quantized
+from holdfast.loading.quantized.writer import remove_whole, save_quantized
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WEIGHT_SCHEMES, WeightRecipe
 from loading.saved_weights import PARAMETERS, bits, loaded, plan_of, planes_of, read_all, write_model
 
 FILE = "model-00001.safetensors"
@@ -246,7 +239,7 @@ def test_a_file_that_may_not_be_read_is_told(saved, monkeypatch):
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("holdfast.loading.quantized.quantized_source.has_file", refuse)
+    monkeypatch.setattr("holdfast.loading.quantized.source.has_file", refuse)
     with pytest.raises(ModelFormatError, match="out cannot be read; Permission denied"):
         open_quantized(folder)
     monkeypatch.undo()

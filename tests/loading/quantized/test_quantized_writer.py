@@ -14,21 +14,19 @@ import torch
 from safetensors import safe_open
 
 from holdfast.errors import ConfigError, ModelFormatError
-from holdfast.loading.quantized import quantized_writer
-from holdfast.loading.quantized.quantized_manifest import MANIFEST_FILE, Mesh, read_manifest
-from holdfast.loading.quantized.quantized_source import open_quantized, plan_quantized
-from holdfast.loading.quantized.quantized_writer import files_of, plan_digest, refuse_saving, save_quantized
-from holdfast.loading.quantized.source_identity import identify_source
+from holdfast.loading.quantized import writer as quantized_writer
+from holdfast.loading.quantized.manifest import MANIFEST_FILE, Mesh, identify_source, read_manifest
+from holdfast.loading.quantized.source import open_quantized, plan_quantized
+from holdfast.loading.quantized.writer import files_of, plan_digest, refuse_saving, save_quantized
 from holdfast.loading.sources.dummy import DummySource
-from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, MXFP4
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.quant.weight_schemes import FP8, MXFP4, WeightRecipe
 from loading.saved_weights import PARAMETERS, RECIPES, bits, loaded, plan_of, planes_of, read_all, write_model
 
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from holdfast.loading.quantized.quantized_writer import save_quantized
+from holdfast.loading.quantized.writer import save_quantized
 from loading.saved_weights import loaded, open_written, plan_of
 folder = Path(sys.argv[1])
 plan = plan_of(open_written(folder / "m"))
@@ -212,7 +210,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path, model, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("holdfast.loading.quantized.whole_folder.os.mkdir", refuse)
+    monkeypatch.setattr("holdfast.loading.quantized.writer.os.mkdir", refuse)
     plan = plan_of(model)
     with pytest.raises(ConfigError, match="could not be written: Permission denied"):
         save_quantized(tmp_path / "out", model, plan, loaded(plan))
@@ -234,7 +232,7 @@ def test_what_cannot_be_saved_is_refused_before_a_load(tmp_path, model, monkeypa
     with pytest.raises(ConfigError, match="the folder that it would be in is not there"):
         refuse_saving(tmp_path / "a" / "b", model, plan)
     full = SimpleNamespace(free=10, total=20)
-    monkeypatch.setattr("holdfast.loading.quantized.quantized_writer.shutil.disk_usage", lambda path: full)
+    monkeypatch.setattr("holdfast.loading.quantized.writer.shutil.disk_usage", lambda path: full)
     with pytest.raises(ConfigError, match="are needed and 10 B free"):
         refuse_saving(out, model, plan)
 

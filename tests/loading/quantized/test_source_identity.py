@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.loading.gguf.gguf_file import GGUFFile
-from holdfast.loading.quantized.source_identity import DIGEST_BYTES, digest, header_digest, identify_source
+from holdfast.loading.gguf.file import GGUFFile
+from holdfast.loading.quantized.manifest import DIGEST_BYTES, digest, header_digest, identify_source
 from holdfast.loading.sources.dummy import DummySource
 from loading.saved_weights import FILES, open_written, write_model
 

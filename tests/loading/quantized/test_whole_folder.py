@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.loading.quantized.whole_folder import locked, remove_whole, sweep, whole_folder
+from holdfast.loading.quantized.writer import locked, remove_whole, sweep, whole_folder
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from holdfast.loading.quantized.whole_folder import whole_folder
+from holdfast.loading.quantized.writer import whole_folder
 with whole_folder(Path(sys.argv[1])) as partial:
     (partial / "half").write_text("half")
     print("written", flush=True)
@@ -131,7 +131,7 @@ def test_without_locks_nothing_is_swept_or_removed(tmp_path, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("holdfast.loading.quantized.whole_folder.fcntl.flock", refuse)
+    monkeypatch.setattr("holdfast.loading.quantized.writer.fcntl.flock", refuse)
     with whole_folder(tmp_path / "final") as partial:
         (partial / "a").write_text("1")
         assert not sweep(tmp_path)

@@ -3,6 +3,7 @@ from math import prod
 
 import pytest
 import torch
+from holdfast.loading.sources.read_rows import read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,12 +11,11 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources import dummy
 from holdfast.loading.sources.dummy import TABLE_VALUES, DummyPlane, DummySource
-from holdfast.loading.sources.read_rows import read_rows
 from holdfast.loading.sources.source import WritingSource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_codes import e8m0_values
+from holdfast.quant.quantized_weight import e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 
 CONFIG = {

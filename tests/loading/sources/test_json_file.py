@@ -3,8 +3,8 @@ import os
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.loading.sources import json_file
-from holdfast.loading.sources.json_file import parse_json, read_json_object
+from holdfast.loading.sources import files as json_file
+from holdfast.loading.sources.files import parse_json, read_json_object
 
 
 def test_an_object_is_read(tmp_path):

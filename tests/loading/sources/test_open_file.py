@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.loading.sources import open_file
-from holdfast.loading.sources.open_file import MAX_GAP_BYTES, OpenFile
+from holdfast.loading.sources import files as open_file
+from holdfast.loading.sources.files import MAX_GAP_BYTES, OpenFile
 
 
 @pytest.fixture

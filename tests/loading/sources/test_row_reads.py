@@ -1,5 +1,5 @@
-from holdfast.loading.sources.row_reads import RowRead, TogetherSource
-from holdfast.loading.sources.safetensors_source import SafetensorsSource
+from holdfast.loading.sources.safetensors import SafetensorsSource
+from holdfast.loading.sources.source import RowRead, TogetherSource
 from loading.made_up_source import MadeUpSource
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.loading.sources.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile
+from holdfast.loading.sources.safetensors import MAX_HEADER_BYTES, SafetensorsFile
 from loading.safetensors_bytes import file_bytes, header_of, write
 
 GOOD = {"a.weight": ("F32", [3, 5]), "b": ("BF16", [7]), "empty": ("F16", [0, 4]), "scalar": ("F64", [])}

@@ -4,13 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import pytest
+from holdfast.loading.sources.read_rows import read_rows
 
 from holdfast.errors import ModelFormatError
-from holdfast.loading.sources.open_file import MAX_RUNS
-from holdfast.loading.sources.read_rows import read_rows
-from holdfast.loading.sources.row_reads import RowRead
-from holdfast.loading.sources.safetensors_file import SafetensorsFile
-from holdfast.loading.sources.safetensors_source import MAX_OPEN_FILES, SafetensorsSource
+from holdfast.loading.sources.files import MAX_RUNS
+from holdfast.loading.sources.safetensors import MAX_OPEN_FILES, SafetensorsFile, SafetensorsSource
+from holdfast.loading.sources.source import RowRead
 from loading.safetensors_bytes import write
 
 

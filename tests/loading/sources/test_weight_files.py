@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.sources.weight_files import file_inside, open_weight_files
+from holdfast.loading.sources.safetensors import file_inside, open_weight_files
 from loading.safetensors_bytes import write
 
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES, read_blueprint, spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import FAMILIES, parameters, read_spec
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import FP8, MXFP4
+from holdfast.quant.weight_schemes import AS_STORED, FP8, MXFP4, WeightRecipe
 
 QWEN = CATALOGUE["Qwen3-8B"]
 STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}

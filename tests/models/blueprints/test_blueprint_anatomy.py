@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from holdfast.errors import ModelFormatError
-from holdfast.models.blueprints.blueprint_anatomy import CacheRows, needed, split
+from holdfast.models.blueprints.anatomy import CacheRows, needed, split
 from holdfast.models.settings import Settings
 
 

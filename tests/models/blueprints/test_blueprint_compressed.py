@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
-from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.catalogue import CATALOGUE
 from models.meta_models import count_elements
 

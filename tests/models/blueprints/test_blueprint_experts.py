@@ -5,8 +5,7 @@ from math import prod
 import pytest
 
 from holdfast.models.activations import experts_request
-from holdfast.models.blueprints.blueprint_anatomy import StepShape
-from holdfast.models.blueprints.blueprint_experts import Experts
+from holdfast.models.blueprints.anatomy import Experts, StepShape
 from holdfast.models.spec import ExpertsSpec
 
 EXPERTS = Experts(

@@ -18,13 +18,12 @@ from holdfast.models.activations import (
     mlp_request,
     stream_request,
 )
+from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
-from holdfast.models.blueprints.blueprint_anatomy import StepShape
 from holdfast.models.catalogue import CATALOGUE, find_model
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightScheme
+from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 from models.meta_models import count_elements
 
 TINY_MOE: dict[str, Any] = {

@@ -4,11 +4,9 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
-from holdfast.models.blueprints.blueprint_recipe import Review, review_recipe, stored_recipe
-from holdfast.models.blueprints.blueprint_weights import Weight
+from holdfast.models.blueprints.weights import Review, Weight, review_recipe, stored_recipe
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4, WeightRecipe
 
 
 def blueprint(name: str) -> Blueprint:

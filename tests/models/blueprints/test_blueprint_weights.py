@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.memory.tensor_spec import aligned
-from holdfast.models.blueprints.blueprint_weights import (
+from holdfast.memory.workspace_plan import aligned
+from holdfast.models.blueprints.weights import (
     FP8_BLOCK_E8M0,
     Weight,
     WeightGroup,
@@ -14,8 +14,7 @@ from holdfast.models.blueprints.blueprint_weights import (
     weight_of,
 )
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4, WEIGHT_SCHEMES
+from holdfast.quant.weight_schemes import AS_STORED, FP8_BLOCK, MXFP4, WEIGHT_SCHEMES, WeightRecipe
 
 LINEAR = Weight("layers.0.qkv.weight", (300, 96), "linear")
 SIZES = {

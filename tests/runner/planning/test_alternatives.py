@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.memory.gpus import GPUS
+from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.planning.alternatives import alternatives, list_alternatives, smallest_change
+from holdfast.planning.fit import Wish, find_fit, try_fit
+from holdfast.planning.target import memory_target
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.runner.planning.alternatives import alternatives, list_alternatives, smallest_change
-from holdfast.runner.planning.plan_fit import Wish, find_fit, try_fit
-from holdfast.runner.planning.target import memory_target
 from runner.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, changed, wish
 
 CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]

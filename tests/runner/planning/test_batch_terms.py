@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config import Limits
-from holdfast.memory.tensor_spec import ALIGNMENT_BYTES
-from holdfast.runner.planning.batch_terms import LISTED_PAGES, batch_terms, input_specs, page_table_specs
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
+from holdfast.planning.terms import LISTED_PAGES, batch_terms, input_specs, page_table_specs
 
 INPUTS = ["inputs/token_ids", "inputs/positions", "inputs/slots", "inputs/logit_rows"]
 

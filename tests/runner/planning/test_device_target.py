@@ -5,8 +5,8 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
-from holdfast.memory.gpus import GPUS, MIB
-from holdfast.runner.planning.device_target import BARE_CONTEXT_BYTES, choose_device, device_target
+from holdfast.memory.devices import GPUS, MIB
+from holdfast.planning.target import BARE_CONTEXT_BYTES, choose_device, device_target
 
 GIB = 1024**3
 

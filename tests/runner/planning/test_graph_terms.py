@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.memory.planner import PAGE_PHASES
-from holdfast.runner.planning.graph_terms import MAX_GRAPH_ROWS, graph_bytes, graph_sizes, graph_term, mixed_sizes
+from holdfast.planning.terms import MAX_GRAPH_ROWS, graph_bytes, graph_sizes, graph_term, mixed_sizes
 
 
 def test_the_ladder() -> None:

@@ -7,24 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.cache.padding import kv_padding_term
+from holdfast.cache.spec import kv_padding_term
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
-from holdfast.memory.tensor_spec import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.planning.fit import Wish, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
+from holdfast.planning.target import memory_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
-from holdfast.runner.planning.plan_fit import (
-    Wish,
-    find_fit,
-    fit_runner,
-    missing_here,
-    settle,
-    try_fit,
-    unfitting_runner,
-)
-from holdfast.runner.planning.target import memory_target
 from runner.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, wish
 
 

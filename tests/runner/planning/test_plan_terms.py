@@ -4,27 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.attention.declarations import TritonPagedDeclaration
-from holdfast.attention.spec import AttentionSpec, StepBounds
+from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
 from holdfast.config import EngineConfig
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
-from holdfast.runner.planning.batch_terms import batch_terms
-from holdfast.runner.planning.graph_terms import graph_term
-from holdfast.runner.planning.plan_fit import Wish, settle
-from holdfast.runner.planning.plan_terms import (
+from holdfast.planning.fit import Wish, settle
+from holdfast.planning.target import Target
+from holdfast.planning.terms import (
     COLLECTIVE_BYTES,
     LIBRARY_BYTES,
+    PROMPT_ROWS,
     ROUNDING_BYTES,
     STAGING_BYTES,
     Needs,
+    batch_terms,
+    graph_term,
     list_needs,
+    sampling_terms,
 )
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS, sampling_terms
-from holdfast.runner.planning.target import Target
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from runner.plan_cases import H200, HOST, blueprint, wish
 
 NARROW = "turboquant_4bit_nc"

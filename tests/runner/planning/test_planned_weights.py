@@ -15,10 +15,9 @@ from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.models.parameters import Parameter
-from holdfast.quant.weight_recipe import WeightRecipe
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from holdfast.planning.fit import Wish, settle
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from holdfast.runner.build import plan_model
-from holdfast.runner.planning.plan_fit import Wish, settle
 from loading.stored_models import MOE, make_stored
 from runner.plan_cases import HOST
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from holdfast.config import EngineConfig, parse_layers
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.blueprint import Blueprint, spec_blueprint
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
-from holdfast.runner.planning.protected_layers import (
+from holdfast.planning.resolve import (
     ProtectedLayers,
     _from_the_ends,
     by_key_bias,
@@ -19,6 +18,7 @@ from holdfast.runner.planning.protected_layers import (
     choose_protected,
     listed,
 )
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from runner.plan_cases import blueprint
 
 SMOL = blueprint("SmolLM2-135M")

@@ -9,9 +9,9 @@ from holdfast.errors import ConfigError
 from holdfast.models.blueprints.blueprint import read_blueprint, spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.planning.resolve import CPU_KV_BYTES, Resolved, resolve
+from holdfast.planning.target import Target
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.runner.planning.resolve import CPU_KV_BYTES, Resolved, resolve
-from holdfast.runner.planning.target import Target
 
 GIB = 1024**3
 SPEC = ModelSpec(

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
-from holdfast.runner.planning.plan import RunnerPlan, plan_runner, plan_unfitting
+from holdfast.planning.plan import RunnerPlan, plan_runner, plan_unfitting
 from runner.plan_cases import A100, H200, HOST, RTX4090, blueprint
 
 
@@ -64,10 +64,10 @@ import json, sys
 from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.memory.gpus import find_gpu
-from holdfast.runner.planning.alternatives import alternatives
-from holdfast.runner.planning.plan import plan_runner
-from holdfast.runner.planning.target import cpu_target, gpu_target
+from holdfast.memory.devices import find_gpu
+from holdfast.planning.alternatives import alternatives
+from holdfast.planning.plan import plan_runner
+from holdfast.planning.target import cpu_target, gpu_target
 for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
     for target in (gpu_target(find_gpu("h200")), cpu_target()):
         try:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM
-from holdfast.runner.planning.sampling_terms import (
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM
+from holdfast.planning.terms import (
     BLOCK_ELEMENTS,
     EDITED_ELEMENTS,
     PROMPT_ROWS,
@@ -85,5 +85,5 @@ def test_reasons_are_words_for_the_table():
 
 
 def test_no_torch_is_imported():
-    code = "import sys, holdfast.runner.planning.sampling_terms; sys.exit('torch' in sys.modules)"
+    code = "import sys, holdfast.planning.terms; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,8 +3,8 @@
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.memory.gpus import CONTEXT_BYTES, GPUS
-from holdfast.runner.planning.target import cpu_target, gpu_target, memory_target
+from holdfast.memory.devices import CONTEXT_BYTES, GPUS
+from holdfast.planning.target import cpu_target, gpu_target, memory_target
 
 GIB = 1024**3
 
@@ -36,7 +36,7 @@ def test_sizes_that_are_none(size) -> None:
 
 
 def test_a_host_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.runner.planning.target.available_host_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr("holdfast.planning.target.available_host_bytes", lambda: 10 * GIB)
     target = cpu_target()
     assert (target.kind, target.name, target.context_bytes) == ("cpu", "cpu", 0)
     assert target.total_bytes == target.available_bytes == 10 * GIB

@@ -7,10 +7,17 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.blueprint import Blueprint
-from holdfast.quant.weight_recipe import EMBEDDING_CHOICES, QuantizedEmbeddings, WeightRecipe
-from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, HEAD_SCHEME, WEIGHT_SCHEMES
-from holdfast.runner.planning.target import Target, memory_target
-from holdfast.runner.planning.weight_choice import choose_recipe, unsupported_scheme
+from holdfast.planning.resolve import choose_recipe, unsupported_scheme
+from holdfast.planning.target import Target, memory_target
+from holdfast.quant.weight_schemes import (
+    EMBEDDING_CHOICES,
+    FP8,
+    FP8_BLOCK,
+    HEAD_SCHEME,
+    WEIGHT_SCHEMES,
+    QuantizedEmbeddings,
+    WeightRecipe,
+)
 from runner.plan_cases import A100, H200, HOST, RTX4090, blueprint
 
 CODED = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.codes_activations]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.runner.sampling.candidates import nearest
+from holdfast.runner.sampling.logprobs import nearest
 
 
 def vocabulary(size: int) -> torch.Tensor:

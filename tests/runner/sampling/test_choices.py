@@ -5,10 +5,10 @@ import torch
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling import choices
-from holdfast.runner.sampling.choices import choose_narrow, choose_unfiltered, choose_wide
-from holdfast.runner.sampling.sampling_batch import RowParameters
-from holdfast.runner.sampling.token_weights import WEIGHT_BITS, distances_, nucleus_weight
+from holdfast.runner.sampling import host_sampler as choices
+from holdfast.runner.sampling.batch import RowParameters
+from holdfast.runner.sampling.host_sampler import choose_narrow, choose_unfiltered, choose_wide
+from holdfast.runner.sampling.logprobs import WEIGHT_BITS, distances_, nucleus_weight
 
 NUM_ROWS = 48
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from holdfast.runner.sampling.cutoffs import cut
+from holdfast.runner.sampling.host_sampler import cut
 
 LARGEST_KEY = 0x7F800000
 

@@ -5,15 +5,18 @@ import random
 import pytest
 import torch
 
-from holdfast.kernels.logits import edit_logits, likeliest, logprob_rows, sample_tokens
+from holdfast.kernels.sampling import argmax as likeliest
+from holdfast.kernels.sampling import edit_logits
+from holdfast.kernels.sampling import logprobs as logprob_rows
+from holdfast.kernels.sampling import sample as sample_tokens
 from holdfast.memory.ledger import Ledger
+from holdfast.planning import terms as sampling_terms
 from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.planning import sampling_terms
+from holdfast.runner.sampling.batch import NO_TOKEN
 from holdfast.runner.sampling.device_sampler import DeviceSampler
-from holdfast.runner.sampling.edit_staging import EditStaging
 from holdfast.runner.sampling.host_sampler import HostSampler
-from holdfast.runner.sampling.result import NO_TOKEN
+from holdfast.runner.sampling.logit_edits import EditStaging
 from runner.sampling_rows import EOS, SETTINGS
 
 CPU = torch.device("cpu")

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.logits.edit_logits import EditKind
-from holdfast.kernels.logits.logit_chunks import EDITS_PER_PROGRAM
-from holdfast.runner.sampling.edit_staging import EditStaging
-from holdfast.runner.sampling.logit_edits import Edits
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM
+from holdfast.kernels.sampling.edit_logits import EditKind
+from holdfast.runner.sampling.logit_edits import Edits, EditStaging
 
 
 def make_staging(num_programs: int) -> EditStaging:

@@ -5,8 +5,8 @@ import torch
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import NO_TOKEN
 from holdfast.runner.sampling.host_sampler import HostSampler
-from holdfast.runner.sampling.result import NO_TOKEN
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from holdfast.kernels.logits.edit_logits import EditKind
+from holdfast.kernels.sampling.edit_logits import EditKind
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling import logit_edits
-from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, edit_rows
-from holdfast.runner.sampling.seen_tokens import SeenTokens
+from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, SeenTokens, edit_rows
 
 VOCAB_SIZE = 60
 EOS = frozenset({7, 11})

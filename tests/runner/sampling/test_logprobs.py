@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.runner.sampling.batch import TokenLogprobs
 from holdfast.runner.sampling.logprobs import logprob_columns, read_logprobs
-from holdfast.runner.sampling.result import TokenLogprobs
 from runner.sampling_rows import make_sampler
 
 CPU = torch.device("cpu")

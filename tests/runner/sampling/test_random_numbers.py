@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from holdfast.runner.sampling.random_numbers import uniform
+from holdfast.runner.sampling.batch import uniform
 
 NUM_DRAWS = 20_000
 

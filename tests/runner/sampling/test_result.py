@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from holdfast.runner.sampling.result import NO_TOKEN, SequenceResult, StepResult, TokenLogprobs
+from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult, TokenLogprobs
 
 
 def test_no_token_is_neither_a_token_nor_an_unfinished_chunk() -> None:

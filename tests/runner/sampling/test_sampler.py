@@ -19,9 +19,8 @@ from transformers import (
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling import sampling_batch
-from holdfast.runner.sampling.random_numbers import uniform
-from holdfast.runner.sampling.result import NO_TOKEN
+from holdfast.runner.sampling import batch as sampling_batch
+from holdfast.runner.sampling.batch import NO_TOKEN, uniform
 from holdfast.runner.sampling.sampler import SequenceSample
 from runner.sampling_rows import DEVICE, EOS, make_sampler
 

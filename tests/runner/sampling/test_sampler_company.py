@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import NO_TOKEN
 from holdfast.runner.sampling.host_sampler import HostSampler
-from holdfast.runner.sampling.result import NO_TOKEN
 from holdfast.runner.sampling.sampler import Sampler, SequenceSample
 from runner.sampling_rows import EOS, SETTINGS, make_logits, make_sampler, make_sequence
 

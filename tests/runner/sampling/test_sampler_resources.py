@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.kernels.logits.edit_logits import _copy_kernel, _edit_kernel
-from holdfast.kernels.logits.likeliest import _chunk_kernel, _row_kernel
-from holdfast.kernels.logits.logprob_rows import _logprob_kernel
-from holdfast.kernels.logits.near_tokens import _count_kernel, _list_kernel
-from holdfast.kernels.logits.sample_tokens import _choose_kernel
+from holdfast.kernels.sampling.argmax import _chunk_kernel, _row_kernel
+from holdfast.kernels.sampling.candidates import _count_kernel, _list_kernel
+from holdfast.kernels.sampling.edit_logits import _copy_kernel, _edit_kernel
+from holdfast.kernels.sampling.logprobs import _logprob_kernel
+from holdfast.kernels.sampling.sample import _choose_kernel
+from holdfast.planning.terms import ROUNDING_BYTES, sampling_terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.planning.plan_terms import ROUNDING_BYTES
-from holdfast.runner.planning.sampling_terms import sampling_terms
 from runner.sampling_rows import EOS, SETTINGS, make_logits, make_sampler, make_sequence
 
 CPU = torch.device("cpu")

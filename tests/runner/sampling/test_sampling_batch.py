@@ -2,12 +2,11 @@
 
 import pytest
 
-from holdfast.kernels.logits.logit_chunks import LogitRow
+from holdfast.kernels.geometry import LogitRow
+from holdfast.planning.terms import MAX_NARROW_TOP_K
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.planning.sampling_terms import MAX_NARROW_TOP_K
-from holdfast.runner.sampling.random_numbers import uniform
-from holdfast.runner.sampling.sampling_batch import RowParameters, SamplingBatch, is_edited, is_plain, logit_row
+from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, is_edited, is_plain, logit_row, uniform
 
 VOCAB_SIZE = 1000
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.seen_tokens import SeenTokens
+from holdfast.runner.sampling.logit_edits import SeenTokens
 
 VOCAB_SIZE = 50
 token = st.integers(0, VOCAB_SIZE + 3)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.runner.sampling.token_weights import WEIGHT_BITS, distances_, draw_, nucleus_weight, weights
+from holdfast.runner.sampling.logprobs import WEIGHT_BITS, distances_, draw_, nucleus_weight, weights
 
 INF = math.inf
 ALMOST_ONE = 1 - 2.0**-53

@@ -52,7 +52,7 @@ void holdfast_silu_mul(const float *gate_up, float *y, long num_rows, long size)
     }
 }
 
-// In place, element by element with the C library's functions; kinds as kernels/activate.py counts them.
+// In place, element by element with the C library's functions; kinds as kernels/activation.py counts them.
 void holdfast_activate(float *x, long size, long kind) {
 #pragma omp parallel for schedule(static) if (size >= ELEMENTS_PER_THREAD)
     for (long i = 0; i < size; i++) {

@@ -13,13 +13,10 @@ from typing import Protocol
 
 import torch
 
-from holdfast.loading.execution.chunks import Chunk
-from holdfast.loading.execution.pinned_memory import PinnedMemory
-from holdfast.loading.execution.placing import ChunkViews, chunk_views
-from holdfast.loading.execution.ring import ChunkRing
-from holdfast.loading.planning.move import Move
-from holdfast.loading.sources.row_reads import RowRead, TogetherSource
-from holdfast.loading.sources.source import RowWriter, WeightSource
+from holdfast.loading.execution.place import ChunkViews, chunk_views
+from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory
+from holdfast.loading.planning.moves import Move
+from holdfast.loading.sources.source import RowRead, RowWriter, TogetherSource, WeightSource
 
 SAMPLED_CHUNKS = 16
 """One in so many is timed on a GPU; of the first ones more, so that a short load has samples too."""

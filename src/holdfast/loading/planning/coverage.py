@@ -1,14 +1,16 @@
-"""Coverage: every row of every final tensor is filled by exactly one move, proved over intervals; no torch."""
+"""What can be wrong with a checkpoint, found from headers and said in words: names, shapes, types, schemes; no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from holdfast.loading.planning.move import Move
-from holdfast.loading.planning.planned_weight import PlannedWeight
-from holdfast.memory.tensor_spec import TensorSpec
-from holdfast.models.settings import plain
-from holdfast.quant.weight_schemes import SCALE_SUFFIX
+from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.loading.planning.moves import Choice, Move, PlannedWeight
+from holdfast.loading.sources.source import TensorEntry
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.parameters import Parameter, Part
+from holdfast.models.settings import listed, plain
+from holdfast.quant.weight_schemes import FP8, SCALE_SUFFIX, WeightScheme
 
 
 class Filled(NamedTuple):
@@ -87,3 +89,123 @@ def _check_plane(spec: TensorSpec, filled: Sequence[Filled], widths: set[int]) -
     assert width in (1, spec.shape[-1]), f"{spec}: filled by rows of {width} elements"
     problem = uncovered(filled, num_elements // width)
     assert problem is None, f"{spec}: {problem}"
+
+
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Types of checkpoint tensors that are converted on the way in."""
+EXPONENT_DTYPE = "uint8"
+"""Of scales that are exponents of two (e8m0): they are kept so, or converted to float32."""
+
+
+def refuse_missing(choices: Iterable[Choice], entries: Mapping[str, TensorEntry]) -> None:
+    """Every tensor of the chosen layouts is there."""
+    wanted = dict.fromkeys(part.tensor for choice in choices for part in choice.whole_parts)
+    missing = [name for name in wanted if name not in entries]
+    if missing:
+        raise ModelFormatError(
+            f"{_files(entry.file for entry in entries.values())} lacks {_count(missing)}: {listed(missing)}",
+            f"the model's settings need {len(wanted)} tensors",
+            "download the model again, or correct its settings",
+        )
+
+
+def refuse_unexpected(choices: Iterable[Choice], ignorable: Set[str], entries: Mapping[str, TensorEntry]) -> None:
+    """Every tensor that is there has a place, on this rank or on another."""
+    known = {part.tensor for choice in choices for part in choice.whole_parts}
+    unexpected = [entry for name, entry in entries.items() if name not in known and name not in ignorable]
+    if unexpected:
+        names = [entry.name for entry in unexpected]
+        raise ModelFormatError(
+            f"{_files(entry.file for entry in unexpected)} has {_count(names)} too many: {listed(names)}",
+            "the model's settings have no place for them, so it would compute something else",
+            "use weights and settings of the same model",
+        )
+
+
+def refuse_wrong_tensors(
+    choices: Iterable[Choice],
+    dtype: str,
+    entries: Mapping[str, TensorEntry],
+    scale_names: Set[str] = frozenset(),
+) -> None:
+    """Shapes and types are those that are needed; the first wrong one in the order of the source is named.
+
+    `scale_names` are parameters that are stored scales.
+    """
+    wanted = {part.tensor: (choice, part) for choice in choices for part in choice.whole_parts}
+    for name, entry in entries.items():
+        if name in wanted:
+            choice, part = wanted[name]
+            _refuse_shape(entry, part, choice.parameter)
+            _refuse_dtype(entry, choice.parameter.dtype or dtype, choice.parameter.name in scale_names)
+
+
+def refuse_scheme(parameter: Parameter, parts: Iterable[Part], scheme: WeightScheme) -> None:
+    """A weight of this shape, and a rank's share of it, can be stored so."""
+    whole = parameter.whole or parameter
+    reason = scheme.unsupported(whole.shape) or scheme.unsupported(parameter.shape)
+    if reason is not None:
+        _refuse_scheme(parameter, scheme, reason)
+    for part in parts:
+        if part.whole_rows is None and part.columns is None:
+            continue  # no share
+        first, last = part.whole_range
+        if any(row not in (first, last) and (row - first) % scheme.block_rows for row in part.row_range):
+            start, end = part.row_range
+            why = f"a rank's share of {shown(part.tensor)} is the rows {start} to {end - 1}"
+            _refuse_scheme(parameter, scheme, f"{why}, and {scheme.block_rows} rows share a scale")
+        columns = part.column_range
+        if scheme.block_columns and any(
+            column != part.source_columns and column % scheme.block_columns for column in columns
+        ):
+            why = f"a rank's share of it is the columns {columns[0]} to {columns[1] - 1}"
+            _refuse_scheme(parameter, scheme, f"{why}, and {scheme.block_columns} columns share a scale")
+
+
+def _refuse_scheme(parameter: Parameter, scheme: WeightScheme, reason: str) -> NoReturn:
+    fewer = "fewer ranks, " if parameter.whole is not None else ""
+    raise UnsupportedModelError(
+        f"{parameter.name} {list(parameter.shape)} was to be stored as {scheme.name}",
+        reason,
+        f"take {fewer}quantization={FP8.name}, or quantization_ignore={parameter.name} to leave it as it is",
+    )
+
+
+def _refuse_shape(entry: TensorEntry, part: Part, parameter: Parameter) -> None:
+    if entry.shape == part.shape:
+        return
+    whole = parameter.whole or parameter
+    layouts = (whole.parts, *whole.layouts)
+    shapes = dict.fromkeys(
+        str(list(other.shape)) for parts in layouts for other in parts if other.tensor == part.tensor
+    )
+    needed = " or ".join(shapes) or str(list(part.shape))  # a tied head goes by a name that is in no layout
+    raise ModelFormatError(
+        f"{entry.file}: {shown(entry.name)} has the shape {list(entry.shape)}",
+        f"the model's settings need {needed}",
+        "use weights and settings of the same model",
+    )
+
+
+def _refuse_dtype(entry: TensorEntry, dtype: str, is_scale: bool) -> None:
+    wanted = FLOAT_DTYPES if dtype in FLOAT_DTYPES else (dtype,)
+    if is_scale and dtype == "float32":
+        wanted = (*wanted, EXPONENT_DTYPE)
+    if entry.dtype not in wanted:
+        what = "scales" if is_scale else "weights"
+        raise UnsupportedModelError(
+            f"{entry.file}: {shown(entry.name)} is stored as {entry.dtype}",
+            f"{what} are read from {', '.join(wanted)}" if len(wanted) > 1 else f"{dtype} is needed there",
+            "use a checkpoint of one of these types, or one whose config.json says how it is quantized",
+        )
+
+
+def _files(names: Iterable[str]) -> str:
+    files = list(dict.fromkeys(names))
+    if not files:
+        return "the checkpoint"
+    return files[0] if len(files) == 1 else f"{files[0]} (with {len(files) - 1} more files)"
+
+
+def _count(names: list[str]) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"

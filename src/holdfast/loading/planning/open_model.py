@@ -11,7 +11,7 @@ from holdfast.models.parameters import Parameter
 from holdfast.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from holdfast.loading.gguf.gguf_file import GGUFFile
+    from holdfast.loading.gguf.file import GGUFFile
     from holdfast.loading.planning.stored_schemes import StoredSchemes
 
 

@@ -5,19 +5,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from holdfast.loading.planning.coverage import check_coverage, check_sources
-from holdfast.loading.planning.layout_choice import Choice, choose_all
-from holdfast.loading.planning.move import Move
-from holdfast.loading.planning.plan_faults import refuse_missing, refuse_scheme, refuse_unexpected, refuse_wrong_tensors
-from holdfast.loading.planning.planned_weight import PlannedWeight
+from holdfast.loading.planning.coverage import (
+    check_coverage,
+    check_sources,
+    refuse_missing,
+    refuse_scheme,
+    refuse_unexpected,
+    refuse_wrong_tensors,
+)
+from holdfast.loading.planning.moves import Choice, Move, PlannedWeight, choose_all
 from holdfast.loading.planning.stored_schemes import StoredPlanes, StoredSchemes
 from holdfast.loading.sources.source import TensorEntry, WeightSource, WritingSource
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
-from holdfast.memory.tensor_spec import TensorSpec, aligned, arena_bytes
+from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import WeightScheme
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 CHUNK_BYTES = 16 * 2**20
 """Of one chunk of staging: rows as they are read, of one or several moves. A single row, or block of rows, may have more."""

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.loading.sources.source import RowWriter, TensorEntry
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter
 from holdfast.quant.formats import bytes_for
 from holdfast.quant.weight_schemes import WeightScheme

@@ -1,16 +1,15 @@
-"""What every checkpoint looks like to the rest: tensors under Hugging Face names, read in row chunks; no torch."""
+"""RowRead: what a source is asked for; and sources that several are asked of at once, for less than one by one; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from holdfast.memory.tensor_spec import TensorSpec
+from holdfast.memory.workspace_plan import TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
 
 RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
 """write(name, row_start, row_end, out, columns): the bytes that `read_into` gives, into bytes on the device."""
@@ -75,4 +74,23 @@ class WritingSource(Protocol):
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
         """Writes, on the device of these tensors, what `read_into` would give; allocates nothing there."""
+        ...
+
+
+class RowRead(NamedTuple):
+    """The arguments of `WeightSource.read_into`."""
+
+    name: str
+    row_start: int
+    row_end: int
+    out: memoryview
+    columns: tuple[int, int] | None
+
+
+@runtime_checkable
+class TogetherSource(Protocol):
+    """What a source has besides, if several reads cost it less than one after the other."""
+
+    def read_together(self, reads: Sequence[RowRead]) -> None:
+        """`read_into` for each of them; any number of threads may call it at once."""
         ...

@@ -5,17 +5,22 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
-from holdfast.models.blueprints.blueprint_anatomy import Anatomy
-from holdfast.models.blueprints.blueprint_grouped import GroupedAnatomy
-from holdfast.models.blueprints.blueprint_recipe import Review, review_recipe, review_stored, stored_recipe
-from holdfast.models.blueprints.blueprint_weights import Weight, WeightGroup, weight_groups
+from holdfast.models.blueprints.anatomy import Anatomy
+from holdfast.models.blueprints.grouped import GroupedAnatomy
+from holdfast.models.blueprints.weights import (
+    Review,
+    Weight,
+    WeightGroup,
+    review_recipe,
+    review_stored,
+    stored_recipe,
+    weight_groups,
+)
 from holdfast.models.families import DTYPES, FAMILIES, read_spec
-from holdfast.models.rope_settings import MAX_POSITIONS
-from holdfast.models.settings import Settings, plain
+from holdfast.models.settings import MAX_POSITIONS, Settings, plain
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KVFormat, kv_format
-from holdfast.quant.weight_recipe import AS_STORED, WeightRecipe
-from holdfast.quant.weight_schemes import WeightScheme
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 MAX_RANKS = 4096
 
@@ -197,7 +202,7 @@ def _grouped(name: str, anatomy: GroupedAnatomy, not_runnable: str | None) -> Bl
 
 
 def _read_deepseek(settings: Settings, name: str, native: str | None) -> Blueprint:
-    from holdfast.models.blueprints.blueprint_latent import deepseek  # a plan of another model does not wait for it
+    from holdfast.models.blueprints.latent import deepseek  # a plan of another model does not wait for it
 
     anatomy = deepseek(settings, native)
     return Blueprint(
@@ -217,7 +222,7 @@ def _read_deepseek(settings: Settings, name: str, native: str | None) -> Bluepri
 
 
 def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> Blueprint:
-    from holdfast.models.blueprints.blueprint_compressed import deepseek_v4
+    from holdfast.models.blueprints.compressed import deepseek_v4
 
     anatomy = deepseek_v4(settings, native)
     return Blueprint(

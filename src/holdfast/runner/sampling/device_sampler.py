@@ -11,22 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.logits.edit_logits import copy_rows
-from holdfast.kernels.logits.likeliest import likeliest
-from holdfast.kernels.logits.logit_chunks import NUM_FIELDS, LogitRow
-from holdfast.kernels.logits.logit_scratch import LogitScratch
-from holdfast.kernels.logits.logprob_rows import logprob_rows
-from holdfast.kernels.logits.sample_tokens import sample_tokens
+from holdfast.kernels.geometry import NUM_FIELDS, LogitRow
+from holdfast.kernels.sampling.argmax import LogitScratch, likeliest
+from holdfast.kernels.sampling.edit_logits import copy_rows
+from holdfast.kernels.sampling.logprobs import logprob_rows
+from holdfast.kernels.sampling.sample import sample_tokens
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
+from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
 from holdfast.request.sequence import Sequence
-from holdfast.runner.planning.sampling_terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
-from holdfast.runner.sampling.edit_staging import EditStaging
-from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext
+from holdfast.runner.sampling.batch import NO_TOKEN, SequenceSample, TokenLogprobs, is_edited, logit_row
+from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, EditStaging, SeenTokens
 from holdfast.runner.sampling.logprobs import read_logprobs
-from holdfast.runner.sampling.result import NO_TOKEN, TokenLogprobs
-from holdfast.runner.sampling.sampling_batch import SequenceSample, is_edited, logit_row
-from holdfast.runner.sampling.seen_tokens import SeenTokens
 
 # S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns
 

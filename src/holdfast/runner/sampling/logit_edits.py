@@ -1,4 +1,7 @@
-"""Penalties, logit biases and the ban on ending too early: changes to single logits, derived anew at each step.
+"""EditStaging: edits of single logits on their way to a device, through one pinned list of fixed length.
+
+Penalties ask this at every step, and a sequence only grows. A count is believed only of the very list of tokens that it
+was made from, so one that was forgotten or belongs to somebody else is simply made anew.
 
 Nothing is kept on the device between steps, so nothing has to be rebuilt after a preemption and nothing can leak from
 one sequence into another. The host lists the few (row, token) pairs that change; only those logits are touched.
@@ -11,10 +14,107 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from holdfast.kernels.logits.edit_logits import EditKind
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM
+from holdfast.kernels.sampling.edit_logits import PADDING, EditKind, edit_logits
+from holdfast.planning.terms import EDIT_ENTRIES
 from holdfast.request.sequence import Sequence
-from holdfast.runner.planning.sampling_terms import EDIT_ENTRIES
-from holdfast.runner.sampling.seen_tokens import SeenTokens
+
+
+class SeenTokens:
+    """Counts of the sequences that asked last."""
+
+    def __init__(self, vocab_size: int, max_sequences: int) -> None:
+        self._vocab_size = vocab_size
+        self._max_sequences = max_sequences
+        self._counts: dict[int, TokenCounts] = {}
+
+    def of(self, sequence: Sequence) -> "TokenCounts":
+        """What a sequence holds now; the arrays in it are good until the sequence is asked for again."""
+        counts = self._counts.pop(sequence.sequence_id, None)
+        if counts is None or not counts.is_of(sequence):
+            counts = TokenCounts(sequence, self._vocab_size)
+        counts.count_new()
+        self._counts[sequence.sequence_id] = counts  # at the end: who has not asked for longest comes first
+        if len(self._counts) > self._max_sequences:
+            del self._counts[next(iter(self._counts))]
+        return counts
+
+
+class TokenCounts:
+    """Distinct tokens of one sequence; those outside the vocabulary have no logit and are left out."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        self._token_ids = sequence.token_ids
+        self._num_prompt_tokens = self._num_counted = sequence.num_prompt_tokens
+        self._vocab_size = vocab_size
+        self._seen = {token_id for token_id in set(self._prompt()) if 0 <= token_id < vocab_size}
+        self._seen_ids = _Column(self._seen, np.int32)
+        self._output_places: dict[int, int] = {}
+        self._output_ids = _Column((), np.int32)
+        self._output_counts = _Column((), np.float64)
+
+    @property
+    def seen_ids(self) -> np.ndarray:
+        """Of prompt and output."""
+        return self._seen_ids.values
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        return self._output_ids.values
+
+    @property
+    def output_counts(self) -> np.ndarray:
+        """How often the output holds each of `output_ids`."""
+        return self._output_counts.values
+
+    def is_of(self, sequence: Sequence) -> bool:
+        return (
+            self._token_ids is sequence.token_ids
+            and self._num_prompt_tokens == sequence.num_prompt_tokens
+            and self._num_counted <= sequence.num_tokens
+        )
+
+    def count_new(self) -> None:
+        """Count what the sequence has grown by."""
+        for token_id in self._token_ids[self._num_counted :]:
+            if not 0 <= token_id < self._vocab_size:
+                continue
+            place = self._output_places.setdefault(token_id, len(self._output_places))
+            if place < len(self._output_ids):
+                self._output_counts.values[place] += 1
+                continue
+            self._output_ids.append(token_id)
+            self._output_counts.append(1)
+            if token_id not in self._seen:
+                self._seen.add(token_id)
+                self._seen_ids.append(token_id)
+        self._num_counted = len(self._token_ids)
+
+    def _prompt(self) -> SequenceABC[int]:
+        return self._token_ids[: self._num_prompt_tokens]
+
+
+class _Column:
+    """Numbers that more are appended to."""
+
+    def __init__(self, numbers: set[int] | tuple[()], dtype: type) -> None:
+        self._length = len(numbers)
+        self._room = np.empty(2 * self._length + 16, dtype=dtype)
+        self._room[: self._length] = np.fromiter(numbers, dtype=dtype, count=self._length)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> np.ndarray:
+        return self._room[: self._length]
+
+    def append(self, number: int) -> None:
+        if self._length == len(self._room):
+            self._room = np.concatenate((self._room, np.empty_like(self._room)))
+        self._room[self._length] = number
+        self._length += 1
+
 
 # R rows of a block, V vocabulary, E edited logits
 
@@ -107,3 +207,68 @@ _CHANGES: dict[EditKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
     EditKind.ADD: torch.add,
     EditKind.REPLACE: _replaced,
 }
+
+
+# R rows of a block, V vocabulary, E edits
+
+
+class EditStaging:
+    """Edits are added kind after kind and then applied to a block, in the order in which they came.
+
+    The list fills up in the course of a step. Where it is full the host waits until the device has read it.
+    """
+
+    def __init__(self, host_E2: torch.Tensor, device_E2: torch.Tensor) -> None:
+        self._host_E2, self._device_E2 = host_E2, device_E2
+        self._list_E2 = host_E2.numpy()
+        self._places_E, self._numbers_E = self._list_E2[:, 0], self._list_E2[:, 1].view(np.float32)
+        self._read = torch.cuda.Event() if device_E2.is_cuda else None
+        self._start = self._end = 0
+        self._runs: list[tuple[EditKind, int, int]] = []
+        self._run_start = 0
+
+    def reset(self) -> None:
+        """Begin anew: the device has read everything that was here."""
+        self._start = self._end = self._run_start = 0
+        self._runs.clear()
+
+    def add(self, first_place: int, edits: Edits, kind: EditKind, block_RV: torch.Tensor) -> None:
+        """Edits of one row, whose first logit is at `first_place` of the flat block."""
+        token_ids, numbers = edits
+        while len(token_ids):
+            count = min(len(token_ids), len(self._list_E2) - self._end)
+            if not count:
+                self.end_kind(kind)
+                self.apply(block_RV)
+                self._wait()
+                continue
+            end = self._end + count
+            np.add(token_ids[:count], first_place, out=self._places_E[self._end : end])
+            self._numbers_E[self._end : end] = numbers[:count] if isinstance(numbers, np.ndarray) else numbers
+            self._end = end
+            token_ids = token_ids[count:]
+            numbers = numbers[count:] if isinstance(numbers, np.ndarray) else numbers
+
+    def end_kind(self, kind: EditKind) -> None:
+        """Edits that are added from now on are of another kind, or of another round."""
+        if self._end > self._run_start:
+            end = -(-self._end // EDITS_PER_PROGRAM) * EDITS_PER_PROGRAM
+            self._list_E2[self._end : end] = PADDING
+            self._runs.append((kind, self._run_start, end))
+            self._run_start = self._end = end
+
+    def apply(self, block_RV: torch.Tensor) -> None:
+        """Change a block, kind after kind; nothing is waited for."""
+        if self._runs:
+            span = slice(self._start, self._end)
+            self._device_E2[span].copy_(self._host_E2[span], non_blocking=True)
+            for kind, start, end in self._runs:
+                edit_logits(block_RV, self._device_E2[start:end], kind)
+            self._runs.clear()
+            self._start = self._end
+
+    def _wait(self) -> None:
+        if self._read is not None:
+            self._read.record(torch.cuda.current_stream(self._device_E2.device))
+            self._read.synchronize()
+        self.reset()

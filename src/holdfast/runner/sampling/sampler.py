@@ -18,10 +18,9 @@ import torch
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import SequenceSample, TokenLogprobs
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
-from holdfast.runner.sampling.result import TokenLogprobs
-from holdfast.runner.sampling.sampling_batch import SequenceSample
 
 # S sequences, T prompt positions, V vocabulary
 

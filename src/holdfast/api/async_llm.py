@@ -1,0 +1,231 @@
+"""AsyncLLM: a model for asyncio programs; many callers, one batch, one engine thread; torch is imported when a model is opened."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Unpack
+
+from holdfast.api.llm import OnProgress, open_engine
+from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.config import EngineConfig
+from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
+from holdfast.engine.engine import Engine, EngineStats
+from holdfast.engine.engine_thread import EngineThread, Health, Mailbox
+from holdfast.engine.outputs import OutputAssembler
+from holdfast.errors import EngineDeadError
+from holdfast.memory.report import MemoryReport
+from holdfast.request.outputs import CompletionDelta, RequestOutput
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A model that answers many callers at once. Any event loop may call it, and several may at the same time.
+
+    A request ends within one step of its reader: when the task is cancelled, when the loop over it is left, or when the
+    generator is closed. A reader that is slower than the model finds what it missed in its next output.
+
+    >>> async for output in llm.generate("Hello", SamplingParams(max_tokens=20)):
+    ...     print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Open a model; the options are those of `LLM`. This blocks while the model loads."""
+        config = EngineConfig.from_options(model=model, **options)
+        self._start(open_engine(config, on_progress))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> "AsyncLLM":
+        """An AsyncLLM over an engine that exists already, and that nobody else uses."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The answer so far, each time that it has grown; the last one is `finished`."""
+        return self._outputs(self._prompt_preparation(prompt, params, cache_salt), request_id)
+
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The same for a conversation, through the model's chat template."""
+        return self._outputs(self._chat_preparation(messages, params, cache_salt, chat_template_kwargs), request_id)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """What was added since the last time, one delta a completion."""
+        return self._deltas(self._prompt_preparation(prompt, params, cache_salt), request_id)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """The same for a conversation."""
+        return self._deltas(self._chat_preparation(messages, params, cache_salt, chat_template_kwargs), request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request before the next step; its reader gets a last output with finish_reason "abort"."""
+        self._live().abort(request_id)
+
+    def health(self) -> Health:
+        """Whether the engine lives, and how long ago it last moved; never waits."""
+        return self._live().health()
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state of now."""
+        return self._live().engine.stats()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the makers of the model advise; `SamplingParams()` where they say nothing."""
+        return sampling_params_from(self._live().engine.generation)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix before the next step."""
+        self._live().reset_prefix_cache()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._live().engine.tokenizer
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Who holds how many bytes, planned and taken."""
+        report = self._live().engine.memory
+        assert report is not None, "this engine was put together without an account of its memory"
+        return report
+
+    async def drain(self) -> None:
+        """Refuse new requests, answer the others, then shut down."""
+        thread = self._live()
+        thread.drain()
+        await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Abort what runs, wait for the step in progress, and let go of the model; may be called twice."""
+        self._finalizer()
+        self._thread = None
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _start(self, engine: Engine) -> None:
+        thread = EngineThread(engine)
+        # One thread, so that prompts are queued in the order in which they came.
+        prompt_thread = ThreadPoolExecutor(1, "holdfast-prompts")
+        self._thread: EngineThread | None = thread
+        self._prompt_thread = prompt_thread
+        # Also runs when nobody holds the AsyncLLM any more, and before the interpreter ends.
+        self._finalizer = weakref.finalize(self, _shut_down, thread, prompt_thread)
+
+    def _live(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineDeadError("the model was asked to answer", "it was shut down", "make a new AsyncLLM")
+        return self._thread
+
+    def _prompt_preparation(
+        self, prompt: object, params: SamplingParams | None, cache_salt: str | None
+    ) -> Callable[[], PreparedRequest]:
+        return partial(self._live().engine.prepare, prompt, params or SamplingParams(), cache_salt=cache_salt)
+
+    def _chat_preparation(
+        self,
+        messages: object,
+        params: SamplingParams | None,
+        cache_salt: str | None,
+        template_options: Mapping[str, object] | None,
+    ) -> Callable[[], PreparedRequest]:
+        prepare_chat = self._live().engine.prepare_chat
+        params = params or SamplingParams()
+        return partial(prepare_chat, messages, params, cache_salt=cache_salt, template_options=template_options)
+
+    async def _outputs(
+        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        prepared = await self._prepared(prepare)
+        assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
+        with self._request(prepared, request_id) as mailbox:
+            is_last = False
+            while not is_last:
+                deltas, is_last = await mailbox.take()
+                for delta in deltas:
+                    assembler.add(delta)
+                yield assembler.output()
+
+    async def _deltas(
+        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        prepared = await self._prepared(prepare)
+        with self._request(prepared, request_id) as mailbox:
+            is_last = False
+            while not is_last:
+                deltas, is_last = await mailbox.take()
+                for delta in deltas:
+                    yield delta
+
+    async def _prepared(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
+        """Tokenizing a long prompt takes a while, in which other requests should not wait."""
+        self._live()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled the caller: the prompt was still in line when the model was shut down.
+            raise EngineDeadError("a request was given", "the engine was shut down", "make a new AsyncLLM") from None
+
+    @contextmanager
+    def _request(self, prepared: PreparedRequest, request_id: str | None) -> Iterator[Mailbox]:
+        thread, mailbox = self._live(), Mailbox(prepared.params.n)
+        thread.submit(prepared, request_id, mailbox)
+        try:
+            yield mailbox
+        finally:
+            thread.withdraw(mailbox)
+
+
+def _shut_down(thread: EngineThread, prompt_thread: ThreadPoolExecutor) -> None:
+    prompt_thread.shutdown(wait=False, cancel_futures=True)
+    thread.stop()
+    thread.join()
+    thread.engine.close()

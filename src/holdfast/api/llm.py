@@ -1,0 +1,248 @@
+"""LLM: a model in a program: generate, chat and stream; torch is imported when a model is opened."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Unpack
+
+from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.progress import GenerationBar, LoadingBar
+from holdfast.config import EngineConfig
+from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
+from holdfast.engine.driver import Driver
+from holdfast.engine.engine import Engine, EngineStats
+from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
+from holdfast.errors import EngineDeadError, PromptError, RequestError
+from holdfast.memory.report import MemoryReport
+from holdfast.request.outputs import CompletionDelta, RequestOutput
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.tokenizer import Tokenizer
+
+OnProgress = Callable[[int, int], None]
+"""Called with bytes read and bytes to read while a model loads."""
+
+
+class LLM:
+    """A model that answers. Several threads may call it and take turns; `AsyncLLM` answers many callers at once.
+
+    >>> llm = LLM()
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Open a model: a folder, a GGUF file, or None for the default one. `holdfast.EngineConfig` explains the options.
+
+        Some have a second name, which is vLLM's; a name that nobody knows raises and tells the nearest.
+        """
+        config = EngineConfig.from_options(model=model, **options)
+        self._driver: Driver | None = Driver(open_engine(config, on_progress))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> "LLM":
+        """An LLM over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._driver = Driver(engine)
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceABC[Prompt],
+        params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; the outputs are in the order of the prompts.
+
+        All prompts are checked before the first one runs. Params are for all prompts, or one for each.
+        `sampling_params` and `use_tqdm` are other names of `params` and `progress`.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        engine = self._live().engine
+        prepared = _prepare_all("prompt", many, _one_name(params, sampling_params), engine.prepare)
+        return self._run(prepared, progress if use_tqdm is None else use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | SequenceABC[Conversation],
+        params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's chat template."""
+        is_many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+        engine = self._live().engine
+
+        def prepare(conversation: object, own_params: object) -> PreparedRequest:
+            return engine.prepare_chat(conversation, own_params, template_options=chat_template_kwargs)
+
+        many = messages if is_many else [messages]
+        prepared = _prepare_all("conversation", many, _one_name(params, sampling_params), prepare)
+        return self._run(prepared, progress if use_tqdm is None else use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[CompletionDelta]:
+        """What each step adds, as it comes. A generator that is closed or left aborts its request."""
+        return self._stream(self._live().engine.prepare(prompt, params or SamplingParams(), cache_salt=cache_salt))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Iterator[CompletionDelta]:
+        """The same for a conversation."""
+        engine = self._live().engine
+        return self._stream(
+            engine.prepare_chat(
+                messages, params or SamplingParams(), cache_salt=cache_salt, template_options=chat_template_kwargs
+            )
+        )
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the makers of the model advise; `SamplingParams()` where they say nothing."""
+        return sampling_params_from(self._live().engine.generation)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._live().engine.tokenizer
+
+    @property
+    def memory(self) -> MemoryReport:
+        """Who holds how many bytes, planned and taken."""
+        report = self._live().engine.memory
+        assert report is not None, "this engine was put together without an account of its memory"
+        return report
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state of now."""
+        return self._live().engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._live().reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Abort what runs and let go of the model; may be called twice."""
+        if self._driver is not None:
+            driver, self._driver = self._driver, None
+            driver.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _live(self) -> Driver:
+        if self._driver is None:
+            raise EngineDeadError("the model was asked to answer", "it was shut down", "make a new LLM")
+        return self._driver
+
+    def _run(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
+        """Feed requests as the queue has room, and step until all are answered."""
+        driver = self._live()
+        waiting = deque(prepared)
+        assemblers: list[OutputAssembler] = []
+        before = driver.engine.stats()
+        with driver.call() as call, GenerationBar(len(prepared), progress) as bar:
+            while waiting or call.num_unfinished:
+                while waiting:
+                    assembler = _assembler(waiting[0])
+                    if not call.try_submit(waiting[0], assembler):
+                        break
+                    assemblers.append(assembler)
+                    waiting.popleft()
+                call.pump()
+                now = driver.engine.stats()
+                bar.update(
+                    len(assemblers) - call.num_unfinished,
+                    now.num_prompt_tokens - before.num_prompt_tokens,
+                    now.num_output_tokens - before.num_output_tokens,
+                )
+        outputs = [assembler.output() for assembler in assemblers]
+        if any(output.error is not None for output in outputs):
+            driver.engine.raise_if_dead()
+        return outputs
+
+    def _stream(self, prepared: PreparedRequest) -> Iterator[CompletionDelta]:
+        # Nothing is queued before the first delta is asked for: a generator that never starts cannot clean up.
+        driver, buffer = self._live(), DeltaBuffer()
+        with driver.call() as call:
+            while not call.try_submit(prepared, buffer):
+                call.pump()
+            is_over = False
+            while not is_over:
+                call.pump()
+                deltas, is_over = call.take(buffer)
+                for delta in deltas:
+                    if delta.error is not None:
+                        driver.engine.raise_if_dead()
+                    yield delta
+
+
+def open_engine(config: EngineConfig, on_progress: OnProgress | None) -> Engine:
+    """Build an engine, with a bar on the terminal unless the caller counts for itself."""
+    from holdfast.engine.build import build_engine
+
+    with ExitStack() as stack:
+        return build_engine(config, on_progress or stack.enter_context(LoadingBar()))
+
+
+def _assembler(prepared: PreparedRequest) -> OutputAssembler:
+    return OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
+
+
+def _one_name(
+    params: SamplingParams | SequenceABC[SamplingParams] | None,
+    sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
+) -> SamplingParams | SequenceABC[SamplingParams]:
+    if params is not None and sampling_params is not None:
+        raise RequestError("params and sampling_params were given", "they are the same", "pass one of them")
+    return params if params is not None else sampling_params if sampling_params is not None else SamplingParams()
+
+
+def _prepare_all(
+    what: str,
+    prompts: SequenceABC[object],
+    params: SamplingParams | SequenceABC[SamplingParams],
+    prepare: Callable[[object, object], PreparedRequest],
+) -> list[PreparedRequest]:
+    """Check everything before anything runs; an error names the place of what is wrong."""
+    if not isinstance(prompts, list | tuple):
+        raise PromptError(
+            f"prompts of type {type(prompts).__name__} were given", "one prompt or a list of them works", "pass a list"
+        )
+    each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise RequestError(
+            f"{len(each)} params were given for {len(prompts)} {what}s",
+            "one for all works, and one for each",
+            "make the lists equally long",
+        )
+    prepared = []
+    for place, (prompt, own_params) in enumerate(zip(prompts, each, strict=True)):
+        try:
+            prepared.append(prepare(prompt, own_params))
+        except RequestError as error:
+            if len(prompts) == 1:
+                raise
+            raise type(error)(f"{what} {place}: {error.asked}", error.has, error.do) from error
+    return prepared

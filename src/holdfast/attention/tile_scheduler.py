@@ -1,0 +1,268 @@
+"""TileScheduler: a step's work cut into tiles and KV splits for the layers that share a kernel and a window, in buffers that stay where they are.
+
+N sequences of a step, B blocks: rows of one sequence that are one tile, or several where their tokens are split, X tiles
+
+Every row of a decode step is split so that all programs of the machine have about the same to do, whatever the lengths.
+`batch_invariant` splits a row by its own length alone, which costs long contexts in small batches some speed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.attention.backend import SequenceRows
+from holdfast.attention.declarations import MIN_SPLIT_TOKENS
+from holdfast.kernels.attention.tiled_attention import TILE_FIELDS, TileWork
+from holdfast.kernels.geometry import TileGeometry
+from holdfast.memory.arena import MirroredTensor
+
+
+class StepRows(NamedTuple):
+    """The sequences of a step as columns, made once for all lists."""
+
+    columns_4N: np.ndarray
+    """int64: row of the page table, first row, rows, position of the first row."""
+    num_rows: int
+    """Of the step, padding included."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRows], num_rows: int) -> "StepRows":
+        """Columns of these sequences."""
+        row_start, count, start, _, table_row = zip(*sequences, strict=True) if sequences else ((),) * 5
+        return cls(np.array((table_row, row_start, count, start), dtype=np.int64), num_rows)
+
+    @property
+    def is_decode(self) -> bool:
+        return bool((self.columns_4N[2] == 1).all())
+
+
+class Blocks(NamedTuple):
+    """Rows that are attended to together, and the tokens that they see."""
+
+    columns_4B: np.ndarray
+    """As those of a step, of each block."""
+    low_B: np.ndarray
+    high_B: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.high_B - self.low_B
+
+
+class Splits(NamedTuple):
+    """How the tokens of each block are split."""
+
+    tokens_B: np.ndarray
+    """Of a split; whole blocks of the kernel."""
+    count_B: np.ndarray
+
+    @classmethod
+    def into(cls, wanted_B: np.ndarray | int, length_B: np.ndarray, block_tokens: int) -> "Splits":
+        """At most so many splits, all of one size but for the last."""
+        tokens_B = -(-length_B // (wanted_B * block_tokens)) * block_tokens
+        return cls(tokens_B, -(-length_B // tokens_B))
+
+
+class ListRoom(NamedTuple):
+    """What the lists and the partial results have room for."""
+
+    max_tiles: int
+    max_num_rows: int
+    max_num_seqs: int
+    max_pairs: int
+    """(row, split) pairs whose partial results are kept; 0: nothing is split."""
+
+
+class Machine(NamedTuple):
+    """What runs the tiles."""
+
+    num_sms: int
+    batch_invariant: bool
+    device: torch.device
+
+
+class TileLists:
+    """The lists of one geometry and window. Nothing is allocated after construction."""
+
+    def __init__(
+        self, geometry: TileGeometry, num_kv_heads: int, window: int | None, room: ListRoom, machine: Machine
+    ) -> None:
+        self._geometry = geometry
+        self._num_kv_heads = num_kv_heads
+        self._window = window
+        self._room = room
+        self._machine = machine
+        num_tile_numbers = (1 + room.max_tiles) * len(TILE_FIELDS)
+        num_numbers = num_tile_numbers + 2 * room.max_num_rows
+        device = machine.device
+        self._lists = MirroredTensor((num_numbers,), torch.int32, device, is_shared=device.type == "cpu")
+        self._first_row_number = num_tile_numbers
+        self._host_tiles_X8 = self._lists.host[:num_tile_numbers].reshape(-1, len(TILE_FIELDS))
+        self._host_rows_T2 = self._lists.host[num_tile_numbers:].reshape(-1, 2)
+        self._tiles_X8 = self._lists.tensor[:num_tile_numbers].view(-1, len(TILE_FIELDS))
+        self._rows_T2 = self._lists.tensor[num_tile_numbers:].view(-1, 2)
+
+    @property
+    def tile_bytes(self) -> int:
+        return self._tiles_X8.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows_T2.nbytes
+
+    def fill(self, step: StepRows, captured: bool) -> TileWork:
+        """Write a step's lists over those of the last one, and send them to the device.
+
+        `captured`: kernels are launched for whatever a step of this many rows may hold.
+        """
+        self._lists.wait()
+        self._host_rows_T2[: step.num_rows] = 0
+        small, large = self._blocks(step)
+        num_small = num_large = num_pairs = 0
+        if small is not None:
+            num_small, num_pairs = self._write(small, self._small_splits(small, step.num_rows), 1, 0)
+        if large is not None:
+            splits = self._large_splits(large, self._room.max_pairs - num_pairs)
+            num_large, num_pairs = self._write(large, splits, 1 + num_small, num_pairs)
+            tiles_X8 = self._host_tiles_X8[1 + num_small : 1 + num_small + num_large]
+            # The longest first, so that none is begun last.
+            tiles_X8[:] = tiles_X8[np.argsort(tiles_X8[:, 4] - tiles_X8[:, 5], kind="stable")]
+        self._host_tiles_X8[0, :2] = num_small, num_large
+        num_numbers, first = (1 + num_small + num_large) * len(TILE_FIELDS), self._first_row_number
+        self._lists.send(((0, num_numbers), (first, first + 2 * step.num_rows)))
+        return TileWork(
+            self._tiles_X8,
+            self._rows_T2,
+            has_small=captured or num_small > 0,
+            has_large=num_large > 0 or (captured and not step.is_decode),
+            has_merge=captured or num_pairs > 0 or int(step.columns_4N[2].sum()) < step.num_rows,
+        )
+
+    def _blocks(self, step: StepRows) -> tuple[Blocks | None, Blocks | None]:
+        """Sequences of few rows as they are, and the rows of the others in large tiles."""
+        is_small_N = step.columns_4N[2] <= self._geometry.small_rows
+        num_small = int(is_small_N.sum())
+        if num_small == len(is_small_N):
+            return (self._seen(step.columns_4N) if num_small else None), None
+        small = self._seen(step.columns_4N[:, is_small_N]) if num_small else None
+        columns_4N, most = step.columns_4N[:, ~is_small_N], self._geometry.large_rows
+        index_B, nth_B = _spread(-(-columns_4N[2] // most))
+        columns_4B, offset_B = columns_4N[:, index_B], nth_B * most
+        columns_4B[1] += offset_B
+        columns_4B[2] = np.minimum(most, columns_4B[2] - offset_B)
+        columns_4B[3] += offset_B
+        return small, self._seen(columns_4B)
+
+    def _seen(self, columns_4B: np.ndarray) -> Blocks:
+        position_B, block_tokens = columns_4B[3], self._geometry.block_tokens
+        if self._window is None:
+            low_B = np.zeros_like(position_B)
+        else:
+            low_B = np.maximum(position_B - self._window + 1, 0)
+            low_B = low_B // block_tokens * block_tokens if self._geometry.has_aligned_starts else low_B
+        return Blocks(columns_4B, low_B, position_B + columns_4B[2])
+
+    def _small_splits(self, blocks: Blocks, num_step_rows: int) -> Splits:
+        length_B, room, geometry = blocks.lengths, self._room, self._geometry
+        if room.max_pairs == 0:
+            return Splits.into(1, length_B, geometry.block_tokens)
+        if self._machine.batch_invariant:
+            most = max(1, room.max_pairs // (room.max_num_seqs * geometry.small_rows))
+            wanted_B = np.minimum(most, -(-length_B // MIN_SPLIT_TOKENS))
+            return Splits.into(wanted_B, length_B, geometry.block_tokens)
+        programs = self._machine.num_sms * geometry.small_programs(num_step_rows)
+        if geometry.takes_whole_turns:
+            return self._whole_turns(blocks, programs)
+        fair_share = max(geometry.block_tokens, -(-int(length_B.sum()) * self._num_kv_heads // programs))
+        while True:
+            wanted_B = np.maximum(1, np.rint(length_B / fair_share).astype(np.int64))
+            splits = Splits.into(wanted_B, length_B, geometry.block_tokens)
+            if _num_pairs(splits.count_B, blocks) <= room.max_pairs:
+                return splits
+            fair_share *= 2
+
+    def _whole_turns(self, blocks: Blocks, programs: int) -> Splits:
+        """The smallest share with which all tiles are done in as many turns of the programs as unsplit ones would take."""
+        block_tokens, length_B = self._geometry.block_tokens, blocks.lengths
+        num_blocks_B = -(-length_B // block_tokens)
+        num_turns = -(-len(length_B) * self._num_kv_heads // programs)
+        max_tiles = num_turns * programs // self._num_kv_heads
+
+        def fits(share: int) -> bool:
+            count_B = -(-num_blocks_B // share)
+            return int(count_B.sum()) <= max_tiles and _num_pairs(count_B, blocks) <= self._room.max_pairs
+
+        fair_share = max(1, -(-int(length_B.sum()) * self._num_kv_heads // (programs * block_tokens)))
+        share = _least(fair_share, max(fair_share, int(num_blocks_B.max())), fits)
+        return Splits.into(-(-num_blocks_B // share), length_B, block_tokens)
+
+    def _large_splits(self, blocks: Blocks, room: int) -> Splits:
+        length_B, block_tokens = blocks.lengths, self._geometry.block_tokens
+        num_items = len(length_B) * self._num_kv_heads
+        wanted = -(-self._machine.num_sms * self._geometry.large_programs_per_sm // num_items)
+        if self._machine.batch_invariant or wanted == 1:
+            return Splits.into(1, length_B, block_tokens)
+
+        def splits_of(fewer: int) -> Splits:
+            wanted_B = np.clip(length_B // (2 * MIN_SPLIT_TOKENS), 1, wanted - fewer)
+            return Splits.into(wanted_B, length_B, block_tokens)
+
+        return splits_of(_least(0, wanted - 1, lambda fewer: _num_pairs(splits_of(fewer).count_B, blocks) <= room))
+
+    def _write(self, blocks: Blocks, splits: Splits, first_tile: int, first_pair: int) -> tuple[int, int]:
+        """One tile a split, and what is merged of every row; how many tiles, and the first pair that is left."""
+        count_B = splits.count_B
+        is_split_B = count_B > 1
+        pairs_B = blocks.columns_4B[2] * count_B * is_split_B
+        ends_B = first_pair + pairs_B.cumsum()
+        pair_B, next_pair = ends_B - pairs_B, int(ends_B[-1])
+        tiles_8B = np.empty((len(TILE_FIELDS), len(count_B)), dtype=np.int64)
+        tiles_8B[:4], tiles_8B[4], tiles_8B[5] = blocks.columns_4B, blocks.low_B, blocks.high_B
+        tiles_8B[6], tiles_8B[7] = np.where(is_split_B, pair_B, -1), count_B
+        if next_pair > first_pair:
+            index_X, split_X = _spread(count_B)
+            tiles_8B, tokens_X = tiles_8B[:, index_X], splits.tokens_B[index_X]
+            tiles_8B[4] += split_X * tokens_X
+            tiles_8B[5] = np.minimum(tiles_8B[5], tiles_8B[4] + tokens_X)
+            tiles_8B[6] += split_X
+        num_tiles = tiles_8B.shape[1]
+        self._host_tiles_X8[first_tile : first_tile + num_tiles] = tiles_8B.T
+        self._write_rows(blocks.columns_4B[1], blocks.columns_4B[2], pair_B, count_B)
+        return num_tiles, next_pair
+
+    def _write_rows(self, row_B: np.ndarray, num_rows_B: np.ndarray, pair_B: np.ndarray, count_B: np.ndarray) -> None:
+        """The first pair of every row, and its splits."""
+        if int(num_rows_B.sum()) > len(num_rows_B):
+            index_R, nth_R = _spread(num_rows_B)
+            row_B, count_B = row_B[index_R] + nth_R, count_B[index_R]
+            pair_B = pair_B[index_R] + nth_R * count_B
+        self._host_rows_T2[row_B, 0] = pair_B
+        self._host_rows_T2[row_B, 1] = count_B
+
+
+def _num_pairs(count_B: np.ndarray, blocks: Blocks) -> int:
+    """(row, split) pairs that have to be merged."""
+    return int((blocks.columns_4B[2] * count_B)[count_B > 1].sum())
+
+
+def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each index as often as its count says, and the how-manieth of its own each is."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+
+
+def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The least number from low to high that fits, where every number above one that fits does; high is known to.
+
+    It is looked for near low first.
+    """
+    step = 1
+    while low < high:
+        middle = min(low + step, high) - 1
+        if fits(middle):
+            high, step = middle, 1 + (middle - low) // 2
+        else:
+            low, step = middle + 1, 2 * step
+    return low

@@ -1,0 +1,315 @@
+"""From deltas to outputs: the answer so far of one request, and deltas that wait for a slow reader; no torch."""
+
+from dataclasses import dataclass, field
+
+from holdfast.request.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import SequenceResult, TokenLogprobs
+from holdfast.text.detokenizer import IncrementalDetokenizer
+from holdfast.text.stop_strings import StopStrings
+from holdfast.text.tokenizer import Tokenizer
+
+
+def position_logprobs(measured: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    """The token at a place first, then the `num_top` likeliest ones; a token that is both is there once."""
+    found = {measured.token_id: (measured.logprob, measured.rank)}
+    for place, (token_id, logprob) in enumerate(measured.top[:num_top]):
+        found.setdefault(token_id, (logprob, place + 1))
+    return {
+        token_id: Logprob(logprob, rank, "" if tokenizer is None else tokenizer.token_text(token_id))
+        for token_id, (logprob, rank) in found.items()
+    }
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, collected from the steps that computed them.
+
+    A preempted sequence computes its prompt again; what is known already is kept.
+    """
+
+    def __init__(self, num_prompt_tokens: int, num_top: int) -> None:
+        self._num_top = num_top
+        self._by_position: list[PositionLogprobs | None] = [None]
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def collect(self, start: int, measured: tuple[TokenLogprobs, ...], tokenizer: Tokenizer | None) -> None:
+        """Take in prompt positions start + 1, start + 2, ..."""
+        num_known = len(self._by_position)
+        assert start + 1 <= num_known, f"prompt positions {num_known} to {start} were computed without logprobs"
+        for entry in measured[num_known - start - 1 :]:
+            self._by_position.append(position_logprobs(entry, self._num_top, tokenizer))
+
+    def whole(self) -> tuple[PositionLogprobs | None, ...]:
+        """One entry a prompt token, the first None."""
+        assert len(self._by_position) == self._num_prompt_tokens, (
+            f"{len(self._by_position)} of {self._num_prompt_tokens} prompt positions have logprobs"
+        )
+        return tuple(self._by_position)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a completion is over."""
+
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class Completion:
+    """One sequence of a request, and the text that its tokens have become.
+
+    Everything here that touches text runs code that the request controls, and may raise; the engine then ends the
+    request, and only it.
+    """
+
+    def __init__(
+        self, request_id: str, index: int, sequence: Sequence, tokenizer: Tokenizer | None, arrived_at: float
+    ) -> None:
+        params = sequence.params
+        self.request_id = request_id
+        self.index = index
+        self.sequence = sequence
+        self.arrived_at = arrived_at
+        self.scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.token_ids, params.skip_special_tokens)
+        self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = PromptLogprobs(sequence.num_prompt_tokens, params.prompt_logprobs)
+
+    def collect_prompt_logprobs(self, start: int, result: SequenceResult) -> None:
+        """Take in what a step says about the prompt, wherever in the prompt it was."""
+        if self._prompt_logprobs is not None and result.prompt_logprobs:
+            self._prompt_logprobs.collect(start, result.prompt_logprobs, self._tokenizer)
+
+    def advance(
+        self, token_id: int, result: SequenceResult, eos_token_ids: frozenset[int], now: float
+    ) -> tuple[CompletionDelta, Ending | None]:
+        """The sequence has got this token: what it adds, and whether it was the last."""
+        is_first = self.first_token_at is None
+        if is_first:
+            self.first_token_at = now
+        text, ending = self._text_and_ending(token_id, eos_token_ids)
+        logprobs = None
+        num_top = self.sequence.params.logprobs
+        if num_top is not None:
+            assert result.logprobs is not None, f"sequence {self.sequence.sequence_id} has no logprobs for {token_id=}"
+            logprobs = (position_logprobs(result.logprobs, num_top, self._tokenizer),)
+        delta = CompletionDelta(
+            request_id=self.request_id,
+            index=self.index,
+            text=text,
+            token_ids=(token_id,),
+            logprobs=logprobs,
+            finish_reason=None if ending is None else ending.finish_reason,
+            stop_reason=None if ending is None else ending.stop_reason,
+            num_cached_tokens=self.sequence.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs.whole() if is_first and self._prompt_logprobs is not None else None,
+            metrics=None if ending is None else self._metrics(now),
+        )
+        return delta, ending
+
+    def end(self, ending: Ending, now: float) -> CompletionDelta:
+        """The last delta of a completion that ends without a token of its own. Runs nothing that could fail."""
+        return CompletionDelta(
+            request_id=self.request_id,
+            index=self.index,
+            text="",
+            token_ids=(),
+            logprobs=None,
+            finish_reason=ending.finish_reason,
+            stop_reason=ending.stop_reason,
+            num_cached_tokens=self.sequence.num_cached_tokens,
+            metrics=self._metrics(now),
+            error=ending.error,
+        )
+
+    def _text_and_ending(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, Ending | None]:
+        params = self.sequence.params
+        num_output_tokens = self.sequence.num_output_tokens
+        may_stop = num_output_tokens >= params.min_tokens
+        ending: Ending | None = None
+        if may_stop and token_id in eos_token_ids and not params.ignore_eos:
+            ending = Ending("stop")
+        elif may_stop and token_id in params.stop_token_ids:
+            ending = Ending("stop", token_id)
+        text = "" if ending is not None or self._detokenizer is None else self._detokenizer.append([token_id])
+        if ending is None and num_output_tokens >= self.sequence.max_tokens:
+            ending = Ending("length")
+        if ending is not None and self._detokenizer is not None:
+            text += self._detokenizer.flush()
+        if self._stop_strings is None:
+            return text, ending
+        if not may_stop:
+            return self._stop_strings.feed_unstoppable(text), ending
+        shown, matched = self._stop_strings.feed(text)
+        if matched is not None:
+            return shown, Ending("stop", matched)
+        return shown if ending is None else shown + self._stop_strings.flush(), ending
+
+    def _metrics(self, now: float) -> RequestMetrics | None:
+        if self.first_token_at is None or self.scheduled_at is None:
+            return None
+        return RequestMetrics(
+            queue_seconds=self.scheduled_at - self.arrived_at,
+            first_token_seconds=self.first_token_at - self.arrived_at,
+            total_seconds=now - self.arrived_at,
+            num_cached_tokens=self.sequence.num_cached_tokens,
+            num_preemptions=self.sequence.num_preemptions,
+        )
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What was added to one completion, piece by piece."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    last: CompletionDelta | None = None
+
+    def add(self, delta: CompletionDelta) -> None:
+        if delta.text:
+            self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(delta.logprobs)
+        self.last = delta
+
+    def text(self) -> str:
+        # Joined once and kept, so that asking after every token does not join everything every time.
+        self.texts = ["".join(self.texts)]
+        return self.texts[0]
+
+
+class OutputAssembler:
+    """Adds up the deltas of one request; `output()` may be asked at any time and is not changed afterwards."""
+
+    def __init__(self, prompt: str | None, prompt_token_ids: list[int], n: int) -> None:
+        self._request_id = ""
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._parts = [_Parts() for _ in range(n)]
+        self._cumulative: list[float | None] = [None] * n
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._num_cached_tokens = 0
+        self._metrics: list[RequestMetrics] = []
+        self._error: str | None = None
+        self._num_unfinished = n
+
+    @property
+    def finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Take in what one step added."""
+        self._request_id = delta.request_id
+        self._parts[delta.index].add(delta)
+        if delta.logprobs is not None:
+            chosen = zip(delta.token_ids, delta.logprobs, strict=True)
+            added = sum(logprobs[token_id].logprob for token_id, logprobs in chosen)
+            self._cumulative[delta.index] = (self._cumulative[delta.index] or 0.0) + added
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = list(delta.prompt_logprobs)
+        if delta.index == 0:
+            self._num_cached_tokens = delta.num_cached_tokens
+        if delta.metrics is not None:
+            self._metrics.append(delta.metrics)
+        if self._error is None:
+            self._error = delta.error
+        self._num_unfinished -= delta.finish_reason is not None
+
+    def output(self) -> RequestOutput:
+        """The request as far as it has come."""
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[self._completion(index) for index in range(len(self._parts))],
+            finished=self.finished,
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+            metrics=_merged(self._metrics) if self.finished else None,
+            error=self._error,
+        )
+
+    def _completion(self, index: int) -> CompletionOutput:
+        parts = self._parts[index]
+        return CompletionOutput(
+            index=index,
+            text=parts.text(),
+            token_ids=list(parts.token_ids),
+            cumulative_logprob=self._cumulative[index],
+            logprobs=None if parts.logprobs is None else list(parts.logprobs),
+            finish_reason=None if parts.last is None else parts.last.finish_reason,
+            stop_reason=None if parts.last is None else parts.last.stop_reason,
+        )
+
+
+class DeltaBuffer:
+    """Deltas of one request that nobody has read yet, merged by completion: never more than the answer itself."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Parts] = {}
+        self._prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Merge a delta into what waits."""
+        self._parts.setdefault(delta.index, _Parts()).add(delta)
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+
+    def take(self) -> list[CompletionDelta]:
+        """What waits, one delta a completion, and forget it."""
+        taken = [self._merged(index, parts) for index, parts in sorted(self._parts.items())]
+        self._parts = {}
+        self._prompt_logprobs = None
+        return taken
+
+    def _merged(self, index: int, parts: _Parts) -> CompletionDelta:
+        last = parts.last
+        assert last is not None, f"completion {index} waits without a delta"
+        return CompletionDelta(
+            request_id=last.request_id,
+            index=index,
+            text=parts.text(),
+            token_ids=tuple(parts.token_ids),
+            logprobs=None if parts.logprobs is None else tuple(parts.logprobs),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            num_cached_tokens=last.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs if index == 0 else None,
+            metrics=last.metrics,
+            error=last.error,
+        )
+
+
+def _merged(metrics: list[RequestMetrics]) -> RequestMetrics | None:
+    """One line for a request of several completions: its first token, its last, and all its preemptions."""
+    if not metrics:
+        return None
+    return RequestMetrics(
+        queue_seconds=min(part.queue_seconds for part in metrics),
+        first_token_seconds=min(part.first_token_seconds for part in metrics),
+        total_seconds=max(part.total_seconds for part in metrics),
+        num_cached_tokens=min(part.num_cached_tokens for part in metrics),
+        num_preemptions=sum(part.num_preemptions for part in metrics),
+    )

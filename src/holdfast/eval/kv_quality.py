@@ -1,0 +1,330 @@
+"""Contenders: one model over pages of several formats at once, sized for windows of a text, and what each keeps of a token.
+
+R rows of a piece, V vocabulary, N windows, P predictions of a window
+
+All runners go through the text together, a chunk of a window at a time. Logits come in pieces of a few rows, so that
+memory grows neither with the window nor with the text; of every prediction two numbers are kept.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.config import EngineConfig, Limits
+from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.resolve import listed, resolve
+from holdfast.planning.target import choose_device, device_target
+from holdfast.planning.terms import PROMPT_ROWS
+from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.request.sequence import Sequence as TokenSequence
+from holdfast.runner.build import plan_model
+from holdfast.runner.runner import Runner
+from holdfast.runner.variants import Variant, build_variants
+
+PIECE_ELEMENTS = 2**21
+"""Most logits of a piece: some tensors of them in float64 live at once."""
+NUM_BINS = 8
+"""Parts of a window whose divergence is told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A runner over pages of some format, or with weights in some scheme."""
+
+    name: str
+    runner: Runner
+    size_bytes: Fraction
+    """Of what is compared: KV pages of a token, or all weights."""
+    note: str = ""
+    """What else there is to know of it, such as layers in another format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How one contender did. Of predictions whose logits are no numbers the divergence is infinite."""
+
+    name: str
+    size_bytes: float
+    """Of what is compared: KV pages of a token, or all weights."""
+    num_predictions: int
+    perplexity: float
+    mean_kl: float
+    """KL(reference || contender), in nats."""
+    kl_error: float
+    """Standard error of the mean."""
+    p99_kl: float
+    max_kl: float
+    agreement: float
+    """Share of predictions whose likeliest token is the reference's."""
+    kl_by_place: tuple[float, ...]
+    """Mean divergence in equal parts of a window, from its beginning to its end."""
+    num_broken: int
+    """Predictions whose logits are no numbers."""
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePiece:
+    """What the reference says of some rows."""
+
+    logprob_RV: torch.Tensor
+    prob_RV: torch.Tensor
+    likeliest_R1: torch.Tensor
+    target_ids_R1: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_RV: torch.Tensor, target_ids_R: torch.Tensor) -> "ReferencePiece":
+        logprob_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float64)
+        return cls(logprob_RV, logprob_RV.exp(), logits_RV.argmax(dim=-1, keepdim=True), target_ids_R.unsqueeze(1))
+
+
+class Tally:
+    """What is kept of one contender, for every prediction."""
+
+    def __init__(self, num_windows: int, num_predictions: int) -> None:
+        self.kl_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
+        self.loss_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
+        self.num_agreeing = 0
+        self.seconds = 0.0
+
+    def add(self, window: int, first: int, reference: ReferencePiece, logits_RV: torch.Tensor) -> None:
+        """Predictions from `first` on of a window."""
+        logprob_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float64)
+        loss_R = -logprob_RV.gather(1, reference.target_ids_R1).squeeze(1)
+        is_sound_R = logprob_RV.sum(dim=-1).isfinite()
+        # Half the time of an argmax; where two tokens are as likely, either is right.
+        is_same_R = logits_RV.gather(1, reference.likeliest_R1).squeeze(1) == logits_RV.amax(dim=-1)
+        self.num_agreeing += int((is_sound_R & is_same_R).sum())
+        # In place: the tensor is as large as the logits twice.
+        kl_R = logprob_RV.sub_(reference.logprob_RV).mul_(reference.prob_RV).sum(dim=-1).neg_().clamp_(min=0)
+        place = slice(first, first + len(kl_R))
+        self.kl_NP[window, place] = torch.where(is_sound_R, kl_R, math.inf).cpu().numpy()
+        self.loss_NP[window, place] = torch.where(is_sound_R, loss_R, math.inf).cpu().numpy()
+
+    @contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Count the time of what runs inside."""
+        start = time.monotonic()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds += time.monotonic() - start
+
+    def quality(self, contender: Contender) -> Quality:
+        """The figures of all windows."""
+        assert not np.isnan(self.loss_NP).any(), f"{contender.name} has predictions that nobody made"
+        kl_NP, count = self.kl_NP.astype(np.float64), self.kl_NP.size
+        is_broken = bool(np.isinf(kl_NP).any())
+        bins = np.array_split(kl_NP, min(NUM_BINS, kl_NP.shape[1]), axis=1)
+        return Quality(
+            name=contender.name,
+            size_bytes=float(contender.size_bytes),
+            num_predictions=count,
+            perplexity=_exp(self.loss_NP.mean(dtype=np.float64)),
+            mean_kl=float(kl_NP.mean()),
+            kl_error=math.inf if is_broken else float(kl_NP.std()) / math.sqrt(count),
+            p99_kl=float(np.quantile(kl_NP, 0.99, method="higher")),
+            max_kl=float(kl_NP.max()),
+            agreement=self.num_agreeing / count,
+            kl_by_place=tuple(float(part.mean()) for part in bins),
+            num_broken=int(np.isinf(kl_NP).sum()),
+            seconds=self.seconds,
+            note=contender.note,
+        )
+
+
+@torch.inference_mode()
+def measure(
+    reference: Contender,
+    others: Sequence[Contender],
+    windows: Sequence[Sequence[int]],
+    on_progress: Callable[[int, int], None],
+) -> list[Quality]:
+    """The reference's figures, then everybody's against it. `on_progress(done, total)` counts tokens that a model read."""
+    contenders = [reference, *others]
+    num_predictions = len(windows[0]) - 1
+    tallies = [Tally(len(windows), num_predictions) for _ in contenders]
+    num_done, num_total = 0, len(contenders) * sum(map(len, windows))
+    on_progress(0, num_total)
+    for index, token_ids in enumerate(windows):
+        assert len(token_ids) == num_predictions + 1, f"window {index} has {len(token_ids)} tokens"
+        all_steps = [steps_of(index, token_ids, contender.runner.limits) for contender in contenders]
+        for steps in zip(*all_steps, strict=True):
+            hidden = []
+            for contender, tally, step in zip(contenders, tallies, steps, strict=True):
+                with tally.timed(contender.runner.device):
+                    hidden.append(contender.runner.hidden_rows(step))
+                num_done += step.num_tokens
+                on_progress(num_done, num_total)
+            _compare(index, steps[0], contenders, tallies, hidden)
+    return [tally.quality(contender) for contender, tally in zip(contenders, tallies, strict=True)]
+
+
+def steps_of(window: int, token_ids: Sequence[int], limits: Limits) -> list[Step]:
+    """One sequence on the first pages, in chunks."""
+    num_tokens, chunk = len(token_ids), limits.max_num_batched_tokens
+    assert num_tokens <= limits.max_model_len, f"{num_tokens=} is more than {limits}"
+    sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1)
+    sequence.pages = list(range(-(-num_tokens // limits.page_tokens)))
+    starts = range(0, num_tokens, chunk)
+    return [Step((ScheduledSequence(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
+
+
+def _compare(
+    window: int,
+    step: Step,
+    contenders: Sequence[Contender],
+    tallies: Sequence[Tally],
+    hidden: Sequence[torch.Tensor],
+) -> None:
+    """Everybody's logits of a chunk against the reference's, piece by piece."""
+    (item,) = step.scheduled
+    num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
+    runner = contenders[0].runner
+    piece_rows = max(1, min(PROMPT_ROWS, PIECE_ELEMENTS // runner.vocab_size))
+    for offset in range(0, num_rows, piece_rows):
+        rows = slice(offset, min(offset + piece_rows, num_rows))
+        first = item.start + offset
+        targets = item.sequence.token_ids[first + 1 : first + 1 + rows.stop - rows.start]
+        piece = None
+        for contender, tally, hidden_TH in zip(contenders, tallies, hidden, strict=True):
+            with tally.timed(runner.device):
+                logits_RV = contender.runner.row_logits(hidden_TH[rows])
+            if piece is None:
+                refuse_broken(contender, hidden_TH.dtype, logits_RV)
+                piece = ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device))
+            tally.add(window, first, piece, logits_RV)
+
+
+def refuse_broken(reference: Contender, dtype: torch.dtype, logits_RV: torch.Tensor) -> None:
+    """Nothing can be compared with a reference whose logits are no numbers. `dtype` is what it computes in."""
+    if not bool(logits_RV.isfinite().all()):
+        is_widest = dtype == torch.float32
+        raise HoldfastError(
+            f"a comparison with {reference.name} was asked",
+            "the model's own logits there are not finite",
+            "check its weights: they or their scales may hold a NaN or an infinity"
+            if is_widest
+            else "run it in another dtype, such as float32",
+        )
+
+
+def _exp(number: float) -> float:
+    try:
+        return math.exp(number)
+    except OverflowError:
+        return math.inf
+
+
+CHUNK_TOKENS = 512
+"""Most tokens of a step, unless somebody asks for more: every contender has a workspace for as many."""
+PLAIN_BYTES = 2
+"""Of an element in half precision, which others are compared with."""
+
+
+class Entry(NamedTuple):
+    """Somebody who is to be measured."""
+
+    name: str
+    variant: Variant
+    bytes_per_token: Fraction | None = None
+    """None: what the plan says."""
+    note: str | None = None
+    """None: which layers the plan protects."""
+
+
+class OpenedContenders(NamedTuple):
+    """All of them, the reference first, and what they have in common."""
+
+    contenders: list[Contender]
+    plain_bytes_per_token: Fraction
+    """What a token takes in half precision."""
+    release: Callable[[], None]
+
+
+class FormatChoice(NamedTuple):
+    """Formats that this model can have here, and why it cannot have the others."""
+
+    names: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def settle_config(config: EngineConfig, model: OpenModel, window: int) -> EngineConfig:
+    """Type and device decided; one sequence of a window's length, in steps that fit any machine."""
+    config = replace(
+        config,
+        max_model_len=window,
+        max_num_seqs=1,
+        max_num_batched_tokens=min(window, config.max_num_batched_tokens or CHUNK_TOKENS),
+        enforce_eager=True,
+    )
+    # Layers are protected format by format.
+    plain = replace(config, kv_protected_layers=None)
+    resolved = resolve(plain, model.spec, device_target(choose_device(config)[0]))
+    return replace(config, dtype=resolved.dtype, device=resolved.device)
+
+
+def reference_entry(config: EngineConfig) -> Entry:
+    """Pages in the type that is computed in; the config is settled."""
+    plain = replace(config, kv_cache_dtype=config.dtype, kv_protected_layers=None)
+    return Entry(config.dtype, Variant(plain))
+
+
+def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
+    """Pages of a format. Protected layers are for formats that are narrower than what protects them."""
+    own, wide = (
+        KV_FORMATS[config.dtype if each == "auto" else each].bytes_per_token(1, model.spec.head_dim)
+        for each in (name, config.kv_protected_dtype)
+    )
+    asked = config.kv_protected_layers if KV_FORMATS[name].is_coded and own < wide else None
+    return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=asked)))
+
+
+def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
+    """Every format that takes less than the reference and can run; the config is settled."""
+    target = device_target(config.device)
+    least = DTYPE_BYTES[config.dtype]
+    names, left_out = [], {}
+    for name, kv_format in KV_FORMATS.items():
+        if not kv_format.is_coded and DTYPE_BYTES[kv_format.key_dtype] >= least:
+            continue
+        try:
+            plan_model(format_entry(config, model, name).variant.config, model, target)
+        except (ConfigError, UnsupportedModelError) as error:
+            left_out[name] = str(error)
+        else:
+            names.append(name)
+    return FormatChoice(tuple(names), left_out)
+
+
+def protection_note(plan: RunnerPlan) -> str:
+    """Which layers have a wider format; nothing where none has."""
+    protected = plan.resolved.protected
+    return f"layers {listed(protected.layers)} in {protected.format.name}" if protected.layers else ""
+
+
+def open_contenders(
+    entries: Sequence[Entry], model: OpenModel, on_progress: Callable[[int, int], None]
+) -> OpenedContenders:
+    """One load of the weights, a runner for each entry. The first is the reference, in plain pages of the computed type."""
+    built = build_variants([entry.variant for entry in entries], model, on_progress)
+    contenders = []
+    for entry, runner, plan in zip(entries, built.runners, built.plans, strict=True):
+        num_bytes = plan.kv_bytes_per_token if entry.bytes_per_token is None else entry.bytes_per_token
+        note = protection_note(plan) if entry.note is None else entry.note
+        contenders.append(Contender(entry.name, runner, num_bytes, note))
+    reference = built.plans[0]
+    plain = reference.kv_bytes_per_token * PLAIN_BYTES / DTYPE_BYTES[reference.resolved.dtype]
+    return OpenedContenders(contenders, plain, built.release)

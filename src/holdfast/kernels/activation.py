@@ -1,0 +1,154 @@
+"""Activations element by element (silu, relu, both gelus), and the gate of a gated MLP: silu(gate) * up."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from holdfast.kernels.native_library import native_for
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+"""By the names of models/spec.py."""
+NATIVE_KINDS = ("silu", "gelu", "gelu_tanh")
+"""As the C kernel counts them; relu has nothing to round."""
+COLUMNS_PER_PROGRAM = 2048
+NUM_WARPS = 8
+"""16 bytes a thread."""
+
+
+def activate(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, I] to [T, I], into `out_TI` where it is given, which may be x itself; rows may lie apart.
+
+    On CPU in float32 torch rounds the last elements of a tensor differently; the C kernel does not.
+    """
+    if can_run(x_TI):
+        return activate_triton(x_TI, kind, out_TI)
+    places = (x_TI[:0], None if out_TI is None else out_TI[:0])  # rows that lie apart are copied first
+    library = native_for(*places) if kind in NATIVE_KINDS else None
+    if library is None:
+        return activate_reference(x_TI, kind, out_TI)
+    if out_TI is not None and out_TI.is_contiguous():
+        y_TI = out_TI if out_TI is x_TI else out_TI.copy_(x_TI)
+    else:
+        y_TI = x_TI.clone(memory_format=torch.contiguous_format)
+    library.holdfast_activate(y_TI.data_ptr(), y_TI.numel(), NATIVE_KINDS.index(kind))
+    return y_TI if out_TI is None or y_TI is out_TI else out_TI.copy_(y_TI)
+
+
+def activate_reference(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """The same in plain torch."""
+    y_TI = REFERENCES[kind](x_TI)
+    return y_TI if out_TI is None else out_TI.copy_(y_TI)
+
+
+def activate_triton(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some columns of a row."""
+    num_rows, size = x_TI.shape
+    y_TI = x_TI.new_empty(num_rows, size) if out_TI is None else out_TI
+    assert kind in REFERENCES, f"{kind=} is none of {', '.join(REFERENCES)}"
+    assert x_TI.stride(1) == y_TI.stride(1) == 1, f"{x_TI.stride()=} {y_TI.stride()=}: columns lie apart"
+    if y_TI.numel():
+        num_blocks = -(-size // COLUMNS_PER_PROGRAM)
+        _activate_kernel[(num_rows * num_blocks,)](
+            x_TI,
+            y_TI,
+            x_TI.stride(0),
+            y_TI.stride(0),
+            size,
+            KIND=kind,
+            NUM_BLOCKS=num_blocks,
+            BLOCK=COLUMNS_PER_PROGRAM,
+            num_warps=NUM_WARPS,
+        )
+    return y_TI
+
+
+@jit
+def _activate_kernel(
+    p_x,
+    p_y,
+    x_stride,
+    y_stride,
+    size,
+    KIND: constexpr,
+    NUM_BLOCKS: constexpr,
+    BLOCK: constexpr,
+):
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    m_i = o_i < size
+    b_x = tl.load(p_x + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
+    if KIND == "silu":
+        b_y = b_x * tl.sigmoid(b_x)
+    elif KIND == "gelu":
+        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is sigmoid(2 z), which nothing cancels in
+        b_y = b_x * tl.sigmoid(1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x))
+    else:
+        b_y = tl.where(b_x < 0.0, 0.0, b_x)  # a maximum would swallow NaN
+    tl.store(p_y + i_row * y_stride + o_i, b_y.to(p_y.dtype.element_ty), mask=m_i)
+
+
+"""With 8 warps each thread loads 16 bytes of gate and of up: a full processor has 64 KiB on their way, and one row of
+25,600 columns still spreads over 13 processors."""
+
+
+def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI` where it is given."""
+    num_rows, width = gate_up_TX.shape
+    y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
+    if can_run(gate_up_TX):
+        return silu_mul_triton(gate_up_TX, y_TI)
+    library = native_for(gate_up_TX, y_TI)
+    if library is None:
+        return silu_mul_reference(gate_up_TX, y_TI)
+    library.holdfast_silu_mul(gate_up_TX.data_ptr(), y_TI.data_ptr(), num_rows, width // 2)
+    return y_TI
+
+
+def silu_mul_reference(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """The same in plain torch."""
+    gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
+    return torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
+
+
+def silu_mul_triton(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some columns of a row; rounded once, where torch rounds silu too."""
+    num_rows, width = gate_up_TX.shape
+    y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
+    assert gate_up_TX.stride(1) == y_TI.stride(1) == 1, f"{gate_up_TX.stride()=} {y_TI.stride()=}: columns lie apart"
+    if y_TI.numel():
+        num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
+        _silu_mul_kernel[(num_rows * num_blocks,)](
+            gate_up_TX,
+            y_TI,
+            gate_up_TX.stride(0),
+            y_TI.stride(0),
+            width // 2,
+            NUM_BLOCKS=num_blocks,
+            BLOCK=COLUMNS_PER_PROGRAM,
+            num_warps=NUM_WARPS,
+        )
+    return y_TI
+
+
+@jit
+def _silu_mul_kernel(p_gate_up, p_y, x_stride, y_stride, size, NUM_BLOCKS: constexpr, BLOCK: constexpr):
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    m_i = o_i < size
+    b_gate = tl.load(p_gate_up + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate_up + i_row * x_stride + size + o_i, mask=m_i, other=0.0).to(tl.float32)
+    tl.store(p_y + i_row * y_stride + o_i, (b_gate * tl.sigmoid(b_gate) * b_up).to(p_y.dtype.element_ty), mask=m_i)

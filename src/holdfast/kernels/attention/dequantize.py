@@ -1,0 +1,348 @@
+"""Codes taken apart inside a kernel: words of a page become half-precision operands, two or four numbers an instruction.
+
+A part of a head is what lies at one place of all its words (quant/kv_quantize.py). Keys are looked up: the magnitudes in a
+word are the selectors of a byte permutation over eight e4m3 numbers, and its signs lie where e4m3 has them. Values are
+computed: their bits are or-ed into the mantissa of 512, and a cubic in packed half precision does the rest.
+
+Where no assembler is (the interpreter), the same bits go the long way: PLAIN.
+"""
+
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.quant.kv_quantize import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS
+
+# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
+
+
+def _fp8_byte(number: float) -> int:
+    """The e4m3 byte of a positive number that e4m3 has."""
+    exponent = 7
+    while number >= 2:
+        number, exponent = number / 2, exponent + 1
+    while number < 1:
+        number, exponent = number * 2, exponent - 1
+    return exponent << 3 | int((number - 1) * 8)
+
+
+def _fp8_word(magnitudes: tuple[float, ...]) -> str:
+    """Four of them as a constant of the assembler."""
+    return f"0x{sum(_fp8_byte(number) << 8 * i for i, number in enumerate(magnitudes)):08x}"
+
+
+def _fp16_pair(number: float) -> str:
+    """A number twice, as a constant of the assembler: a float16 with few bits, of either sign."""
+    if number < 0:
+        return f"0x{int(_fp16_pair(-number), 16) | 0x80008000:08x}"
+    exponent = 15
+    while number >= 2:
+        number, exponent = number / 2, exponent + 1
+    while number < 1:
+        number, exponent = number * 2, exponent - 1
+    bits = exponent << 10 | int((number - 1) * 1024)
+    return f"0x{bits << 16 | bits:08x}"
+
+
+_KEY_4, _KEY_3 = KEY_CODEBOOKS[4].magnitudes, KEY_CODEBOOKS[3].magnitudes
+_KEYS_4_ASM = f"""{{
+.reg .b32 m, s, t;
+and.b32 m, $2, 0x77777777;
+prmt.b32 t, {_fp8_word(_KEY_4[:4])}, {_fp8_word(_KEY_4[4:])}, m;
+lop3.b32 $0, t, $2, 0x80808080, 0xF8;
+shr.u32 m, m, 16;
+prmt.b32 t, {_fp8_word(_KEY_4[:4])}, {_fp8_word(_KEY_4[4:])}, m;
+shl.b32 s, $2, 4;
+lop3.b32 $1, t, s, 0x80808080, 0xF8;
+}}"""
+"""$2: four bytes of codes; $0, $1: four e4m3 numbers each of parts 0 and 1. 0xF8 is a | (b & c)."""
+
+
+def _keys_3_asm(is_halved: bool) -> str:
+    """Bytes of codes, sign bits: four parts; or bytes of both halves, sign bits: four parts each.
+
+    The sign bits of a column's parts are the lower half of a byte, or the upper one where the column is in the upper half.
+    """
+    if is_halved:
+        halves = (("$8", "$10", 0), ("$9", "$10", 4))
+        lines = ["{", ".reg .b32 m, n, s, t;"]
+    else:
+        halves = (("$4", "s", 0),)
+        lines = ["{", ".reg .b32 m, n, s, t;", "shr.u32 s, $5, 4;", "lop3.b32 s, $5, s, $6, 0xD8;"]
+        lines += [".reg .b32 v;", "mov.b32 v, s;"]
+        halves = (("$4", "v", 0),)
+    for half, (codes, signs, first_bit) in enumerate(halves):
+        lines += [f"and.b32 m, {codes}, 0x33333333;", f"shr.u32 n, {codes}, 2;", "and.b32 n, n, 0x33333333;"]
+        for part, selector in enumerate(("m", "m", "n", "n")):
+            if part % 2:
+                lines.append(f"shr.u32 {selector}, {selector}, 16;")
+            lines.append(f"prmt.b32 t, {_fp8_word(_KEY_3)}, {_fp8_word(_KEY_3)}, {selector};")
+            lines.append(f"shl.b32 s, {signs}, {7 - part - first_bit};")
+            lines.append(f"lop3.b32 ${4 * half + part}, t, s, 0x80808080, 0xF8;")
+    return "\n".join([*lines, "}"])
+
+
+def _cubic_lines(out: str, shift: int, middle: float, beta: float) -> list[str]:
+    """x is 512 + n 2^shift; t = n - middle; out = t + beta t^3."""
+    lines = [f"mov.b32 c, {_fp16_pair(-(512 / 2**shift + middle))};", "add.rn.f16x2 t, x, c;"]
+    if shift:
+        lines[1:] = [f"mov.b32 f, {_fp16_pair(2.0**-shift)};", "fma.rn.f16x2 t, x, f, c;"]
+    lines += [f"mov.b32 b, {_fp16_pair(beta)};", f"mov.b32 i, {_fp16_pair(1.0)};"]
+    return [*lines, "mul.rn.f16x2 u, t, t;", "fma.rn.f16x2 u, u, b, i;", f"mul.rn.f16x2 {out}, u, t;"]
+
+
+def _values_4_asm() -> str:
+    # Shifted by one, so that a code is a whole number above 512, whose mantissa counts halves.
+    lines = ["{", ".reg .b32 y, z, x, t, u, b, c, f, i;", "shl.b32 y, $4, 1;", "shr.u32 z, $4, 7;"]
+    for part in range(4):
+        mask = 0x001E001E << 4 * (part % 2)
+        lines.append(f"lop3.b32 x, {'yz'[part // 2]}, 0x{mask:08x}, 0x60006000, 0xEA;")
+        lines += _cubic_lines(f"${part}", 4 * (part % 2), 7.5, CUBIC_4_BITS)
+    return "\n".join([*lines, "}"])
+
+
+def _values_3_asm() -> str:
+    # $8: two words of two bits a part; $9: two words of third bits; $10: 1 where the odd ones of them belong to the column.
+    lines = ["{", ".reg .b32 y, z, h, yh, zh, x, t, u, b, c, f, i;", "shl.b32 y, $8, 1;", "shr.u32 z, $8, 7;"]
+    lines += ["shr.u32 h, $9, 1;", "lop3.b32 h, $9, h, $10, 0xD8;", "shl.b32 yh, h, 3;", "shr.u32 zh, h, 5;"]
+    for part in range(8):
+        low, high = 0x00060006 << 2 * (part % 4), 0x00080008 << 2 * (part % 4)
+        lines.append(f"lop3.b32 x, {'yz'[part // 4]}, 0x{low:08x}, 0x60006000, 0xEA;")
+        lines.append(f"lop3.b32 x, x, {'yz'[part // 4]}h, 0x{high:08x}, 0xF8;")
+        lines += _cubic_lines(f"${part}", 2 * (part % 4), 3.5, CUBIC_3_BITS)
+    return "\n".join([*lines, "}"])
+
+
+_VALUES_8_ASM = """{
+.reg .b32 a, b;
+.reg .b16 p, q, r, s;
+prmt.b32 a, $2, 0, 0x3120;
+mov.b32 {p, q}, a;
+cvt.rn.f16x2.e4m3x2 $0, p;
+cvt.rn.f16x2.e4m3x2 $1, q;
+}"""
+"""$2: two words of two bytes; $0: both lower bytes, $1: both upper bytes, as half precision."""
+
+KEYS_4_ASM = kernel_constant(_KEYS_4_ASM)
+KEYS_3_ASM = kernel_constant(_keys_3_asm(is_halved=False))
+KEYS_3_HALVES_ASM = kernel_constant(_keys_3_asm(is_halved=True))
+VALUES_8_ASM = kernel_constant(_VALUES_8_ASM)
+VALUES_4_ASM = kernel_constant(_values_4_asm())
+VALUES_3_ASM = kernel_constant(_values_3_asm())
+CUBIC_4 = kernel_constant(CUBIC_4_BITS)
+CUBIC_3 = kernel_constant(CUBIC_3_BITS)
+EXP2_ASM = kernel_constant("ex2.approx.ftz.f32 $0, $1;")
+LOG2_ASM = kernel_constant("lg2.approx.ftz.f32 $0, $1;")
+
+
+@jit
+def fast_exp2(x, PLAIN: constexpr):
+    """2 ** x without care for the smallest numbers."""
+    if PLAIN:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(EXP2_ASM, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def fast_log2(x, PLAIN: constexpr):
+    """The logarithm of a positive number; of zero -inf."""
+    if PLAIN:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(LOG2_ASM, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def key_numbers(b_codes, PLAIN: constexpr):
+    """Keys of 8 bits: one part, as half precision."""
+    if PLAIN:
+        return _fp8_numbers(b_codes.to(tl.int32))
+    else:
+        return b_codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@jit
+def key_parts_4(b_codes, o_c, PLAIN: constexpr):
+    """Keys of 4 bits: two parts. `b_codes` are bytes; PLAIN: the word of each column, by column."""
+    if PLAIN:
+        k = (o_c % 4)[None, :]
+        b_0 = _looked_up_4(b_codes >> (4 * k) & 7, b_codes >> (8 * k + 7) & 1)
+        b_1 = _looked_up_4(b_codes >> (4 * k + 16) & 7, b_codes >> (8 * k + 3) & 1)
+        return b_0, b_1
+    else:
+        b_0, b_1 = tl.inline_asm_elementwise(
+            KEYS_4_ASM, "=r,=r,r", [b_codes], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
+        return b_0.to(tl.float16), b_1.to(tl.float16)
+
+
+@jit
+def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr):
+    """Keys of 3 bits: four parts. `b_signs` has each byte of sign bits twice, for a column and for one half a row on."""
+    if PLAIN:
+        k = 4 * (o_c % 4)[None, :]
+        b_bits = b_signs.to(tl.int32) >> tl.where(o_c < HALF_COLUMNS, 0, 4)[None, :]
+        b_0 = _looked_up_3(b_codes >> k & 3, b_bits & 1)
+        b_1 = _looked_up_3(b_codes >> (k + 16) & 3, b_bits >> 1 & 1)
+        b_2 = _looked_up_3(b_codes >> (k + 2) & 3, b_bits >> 2 & 1)
+        b_3 = _looked_up_3(b_codes >> (k + 18) & 3, b_bits >> 3 & 1)
+        return b_0, b_1, b_2, b_3
+    else:
+        b_upper = tl.where(o_c < HALF_COLUMNS, 0, 255).to(tl.uint8)[None, :]
+        b_upper = tl.broadcast_to(b_upper, b_codes.shape)
+        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
+            KEYS_3_ASM,
+            "=r,=r,=r,=r,r,r,r",
+            [b_codes, b_signs, b_upper],
+            dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
+            is_pure=True,
+            pack=4,
+        )
+        return b_0.to(tl.float16), b_1.to(tl.float16), b_2.to(tl.float16), b_3.to(tl.float16)
+
+
+@jit
+def key_parts_3_halves(b_lower, b_upper, b_signs):
+    """Keys of 3 bits where a half row is whole words: the four parts of the lower half and of the upper half of columns."""
+    b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = tl.inline_asm_elementwise(
+        KEYS_3_HALVES_ASM,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+        [b_lower, b_upper, b_signs],
+        dtype=(
+            tl.float8e4nv,
+            tl.float8e4nv,
+            tl.float8e4nv,
+            tl.float8e4nv,
+            tl.float8e4nv,
+            tl.float8e4nv,
+            tl.float8e4nv,
+            tl.float8e4nv,
+        ),
+        is_pure=True,
+        pack=4,
+    )
+    return (
+        b_0.to(tl.float16),
+        b_1.to(tl.float16),
+        b_2.to(tl.float16),
+        b_3.to(tl.float16),
+        b_4.to(tl.float16),
+        b_5.to(tl.float16),
+        b_6.to(tl.float16),
+        b_7.to(tl.float16),
+    )
+
+
+@jit
+def value_parts_8(b_words, PLAIN: constexpr):
+    """Values of 8 bits: two parts."""
+    if PLAIN:
+        b_words = b_words.to(tl.int32)
+        return _fp8_numbers(b_words & 255), _fp8_numbers(b_words >> 8 & 255)
+    else:
+        return tl.inline_asm_elementwise(
+            VALUES_8_ASM, "=r,=r,r", [b_words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@jit
+def value_parts_4(b_words, PLAIN: constexpr):
+    """Values of 4 bits: four parts."""
+    if PLAIN:
+        b_words = b_words.to(tl.int32)
+        b_0 = _cubic((b_words & 15).to(tl.float32) - 7.5, CUBIC_4)
+        b_1 = _cubic((b_words >> 4 & 15).to(tl.float32) - 7.5, CUBIC_4)
+        b_2 = _cubic((b_words >> 8 & 15).to(tl.float32) - 7.5, CUBIC_4)
+        b_3 = _cubic((b_words >> 12 & 15).to(tl.float32) - 7.5, CUBIC_4)
+        return b_0, b_1, b_2, b_3
+    else:
+        return tl.inline_asm_elementwise(
+            VALUES_4_ASM,
+            "=r,=r,=r,=r,r",
+            [b_words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@jit
+def upper_columns(p_upper, o_c):
+    """-1 for columns in the upper half of a row of words, else 0: [C, 1].
+
+    From memory (numbers below zero say yes), because a tile that is computed would keep the codes beside it from going
+    straight from shared memory into operands.
+    """
+    return tl.load(p_upper.to(tl.pointer_type(tl.int16)) + o_c[:, None]) >> 15
+
+
+@jit
+def value_parts_3(b_words, b_signs, b_upper, PLAIN: constexpr):
+    """Values of 3 bits: eight parts. `b_signs` has each word of third bits twice: for a column, whose bits are the even
+    ones, and for the column half a row on, whose bits are the odd ones; `b_upper` is -1 there."""
+    if PLAIN:
+        b_words = b_words.to(tl.int32)
+        b_bits = b_signs.to(tl.int32) >> (b_upper.to(tl.int32) & 1)
+        b_0 = _cubic_3(b_words, b_bits)
+        b_1 = _cubic_3(b_words >> 2, b_bits >> 2)
+        b_2 = _cubic_3(b_words >> 4, b_bits >> 4)
+        b_3 = _cubic_3(b_words >> 6, b_bits >> 6)
+        b_4 = _cubic_3(b_words >> 8, b_bits >> 8)
+        b_5 = _cubic_3(b_words >> 10, b_bits >> 10)
+        b_6 = _cubic_3(b_words >> 12, b_bits >> 12)
+        b_7 = _cubic_3(b_words >> 14, b_bits >> 14)
+        return b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7
+    else:
+        b_upper = tl.broadcast_to(b_upper, b_words.shape)
+        return tl.inline_asm_elementwise(
+            VALUES_3_ASM,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [b_words, b_signs, b_upper],
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@jit
+def _fp8_numbers(b_bytes):
+    """e4m3 bytes in int32 as half precision: sign, exponent and mantissa by hand."""
+    b_exponent = b_bytes >> 3 & 15
+    b_mantissa = (b_bytes & 7).to(tl.float32)
+    b_normal = (8.0 + b_mantissa) * tl.exp2((b_exponent - 10).to(tl.float32))
+    b_size = tl.where(b_exponent == 0, b_mantissa * 0.001953125, b_normal)
+    return tl.where((b_bytes >> 7 & 1) == 1, -b_size, b_size).to(tl.float16)
+
+
+@jit
+def _looked_up_4(b_index, b_sign):
+    b_low = tl.where(b_index < 2, tl.where(b_index == 0, 0.140625, 0.40625), tl.where(b_index == 2, 0.6875, 1.0))
+    b_high = tl.where(b_index < 6, tl.where(b_index == 4, 1.375, 1.75), tl.where(b_index == 6, 2.25, 3.0))
+    b_size = tl.where(b_index < 4, b_low, b_high)
+    return tl.where(b_sign == 1, -b_size, b_size).to(tl.float16)
+
+
+@jit
+def _looked_up_3(b_index, b_sign):
+    b_size = tl.where(b_index < 2, tl.where(b_index == 0, 0.1875, 0.5625), tl.where(b_index == 2, 1.0, 1.625))
+    return tl.where(b_sign == 1, -b_size, b_size).to(tl.float16)
+
+
+@jit
+def _cubic_3(b_low, b_high):
+    return _cubic(((b_low & 3) + (b_high & 1) * 4).to(tl.float32) - 3.5, CUBIC_3)
+
+
+@jit
+def _cubic(b_t, BETA: constexpr):
+    """Rounded where half precision rounds."""
+    b_u = (b_t * b_t * BETA + 1.0).to(tl.float16).to(tl.float32)
+    return (b_u * b_t).to(tl.float16)

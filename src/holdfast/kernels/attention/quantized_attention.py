@@ -1,0 +1,295 @@
+"""Attention of rows to coded keys and values over pages, straight from the codes: nothing is decoded into memory.
+
+T rows, H query heads, K key/value heads, G = H / K, D head dim, N rows of the page table, P pages of a row,
+C (row, split) pairs
+
+The work is the same list of tiles that plain pages take (kernels/attention/tiled_attention.py). Small tiles go to coded_decode.py,
+large ones to coded_prefill.py, and splits are merged here. Queries come in the space of the keys, rotated where these are;
+outputs leave in the space of the model.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.attention.quantized_decode import decode_kernel
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_prefill import prefill_kernel
+from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
+from holdfast.kernels.geometry import TileGeometry
+from holdfast.kernels.triton_compat import can_launch_early, constexpr, is_interpreted, jit, launched_early, tl
+from holdfast.kernels.triton_compat import next_power_of_two as pow2
+from holdfast.quant.kv_quantize import KEY_PARTS, VALUE_PARTS, decode_keys, decode_values, hadamard_block, rotate_heads
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+BLOCK_TOKENS = 64
+SMALL_COLUMNS = 8
+"""Rows times heads of a small tile: what one tensor-core instruction has beside sixteen tokens."""
+SMALL_PROGRAMS_PER_SM = 8
+SMALL_REGISTERS = 232
+"""Of a thread: so many that a multiprocessor has room for just the programs it is to get, and none gets more than another."""
+FEW_MERGED_ROWS = 8
+MERGED_HEADS = 8
+
+
+class LargeShape(NamedTuple):
+    """How large tiles are run."""
+
+    rows: int
+    """Of queries times heads."""
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+def large_shape(key_bits: int) -> LargeShape:
+    """Keys of 8 bits fill two programs of a multiprocessor; more to compute for each key wants more rows to share it."""
+    return LargeShape(64, 4, 2, 2) if key_bits == 8 else LargeShape(128, 8, 1, 1)
+
+
+def coded_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_bits: int) -> TileGeometry:
+    """How tiles are cut; measured on an H200 (docs/log.md)."""
+    group = num_heads // num_kv_heads
+    return TileGeometry(
+        small_rows=max(1, SMALL_COLUMNS // group),
+        large_rows=max(1, large_shape(key_bits).rows // group),
+        small_programs_per_sm=SMALL_PROGRAMS_PER_SM,
+        large_programs_per_sm=large_shape(key_bits).programs_per_sm,
+        block_tokens=BLOCK_TOKENS,
+        has_aligned_starts=True,
+        takes_whole_turns=True,
+    )
+
+
+def row_form(num_rows: int) -> int:
+    """Heads of a program that merges: what of a launch follows from the number of rows."""
+    return 1 if num_rows <= FEW_MERGED_ROWS else MERGED_HEADS
+
+
+def coded_attention(
+    q_THD: torch.Tensor,
+    planes: CodedPlanes,
+    page_table_NP: torch.Tensor,
+    work: TileWork,
+    scale: float,
+    window: int | None,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TX: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
+    _, num_heads, head_dim = q_THD.shape
+    group, early, plain = num_heads // planes.num_kv_heads, can_launch_early(q_THD), is_interpreted()
+    arguments = (
+        q_THD,
+        planes.k_codes_PKtB,
+        planes.k_signs_PKtS,
+        planes.k_scale_PKt,
+        planes.v_codes_PKtB.view(torch.int16),
+        None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16),
+        planes.v_scale_PKt,
+        planes.rotation_DD,
+        out_TX,
+        partial_out_CX,
+        partial_lse_CH,
+        page_table_NP,
+        work.tiles_X8,
+        page_table_NP.stride(0),
+        scale * LOG2_E,
+        hadamard_block(head_dim) ** -0.5,
+        window or 0,
+    )
+    key_parts = KEY_PARTS[planes.key_bits]
+    if planes.key_bits == 3 and head_dim % 32 == 0 and not plain:
+        key_parts *= 2  # the kernel takes both halves of a row at once
+    constants = {
+        "KEY_BITS": planes.key_bits,
+        "VALUE_BITS": planes.value_bits,
+        "NUM_KV_HEADS": planes.num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_TOKENS": planes.page_tokens,
+        "HAS_WINDOW": window is not None,
+        "BLOCK_N": BLOCK_TOKENS,
+        "VALUE_COLUMNS": max(16, pow2(head_dim // VALUE_PARTS[planes.value_bits])),
+        "PLAIN": plain,
+        "EARLY": early,
+    }
+    if work.has_small:
+        limited = {} if plain else {"maxnreg": SMALL_REGISTERS}
+        decode_kernel[(num_sms * SMALL_PROGRAMS_PER_SM,)](
+            *arguments,
+            **constants,
+            BLOCK_G=max(SMALL_COLUMNS, pow2(group)),
+            BLOCK_D=max(16, pow2(head_dim)),
+            KEY_COLUMNS=max(16, pow2(head_dim // key_parts)),
+            NUM_STAGES=2 if planes.key_bits == planes.value_bits == 8 else 3,
+            num_warps=1,
+            **limited,
+            **launched_early(early),
+        )
+    if work.has_large:
+        large = large_shape(planes.key_bits)
+        prefill_kernel[(num_sms * large.programs_per_sm,)](
+            *arguments,
+            **constants,
+            BLOCK_M=max(large.rows, pow2(group)),
+            BLOCK_D=VALUE_PARTS[planes.value_bits] * constants["VALUE_COLUMNS"],
+            KEY_COLUMNS=max(16, pow2(head_dim // KEY_PARTS[planes.key_bits])),
+            NUM_STAGES=large.stages,
+            num_warps=large.warps,
+            **launched_early(early),
+        )
+    if work.has_merge:
+        _merge(planes, work, partial_out_CX, partial_lse_CH, out_TX, q_THD.shape, early)
+    return out_TX
+
+
+def coded_attention_reference(
+    q_THD: torch.Tensor,
+    planes: CodedPlanes,
+    page_table_NP: torch.Tensor,
+    work: TileWork,
+    scale: float,
+    window: int | None,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TX: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """The same in plain torch, a row at a time over all its tokens; partial results are not kept."""
+    num_rows, num_heads, head_dim = q_THD.shape
+    out_THD = out_TX.view(num_rows, num_heads, head_dim)
+    group, page_tokens = num_heads // planes.num_kv_heads, planes.page_tokens
+    num_small, num_large = work.tiles_X8[0, :2].tolist()
+    num_tiles = num_small * work.has_small + num_large * work.has_large
+    rows: dict[int, tuple[int, int]] = {}
+    for table_row, row, count, position, *_ in work.tiles_X8[1 : 1 + num_tiles].tolist():
+        rows |= {row + i: (table_row, position + i) for i in range(count)}
+    for row, (table_row, position) in rows.items():
+        first = 0 if window is None else max(0, position - window + 1)
+        token_L = torch.arange(first, position + 1, device=q_THD.device)
+        page_L, offset_L = page_table_NP[table_row, token_L // page_tokens].long(), token_L % page_tokens
+        k_LKD = decode_keys(planes.keys_at(page_L, offset_L), planes.key_bits, head_dim)
+        v_LKD = decode_values(planes.values_at(page_L, offset_L), planes.value_bits, head_dim)
+        scores_HL = torch.einsum("hd,lhd->hl", q_THD[row].float(), k_LKD.repeat_interleave(group, dim=1)) * scale
+        out_HD = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LKD.repeat_interleave(group, dim=1))
+        out_THD[row] = (rotate_heads(out_HD) if planes.rotates_values else out_HD).to(out_TX.dtype)
+    if work.has_merge:
+        out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
+    return out_TX
+
+
+def _merge(
+    planes: CodedPlanes,
+    work: TileWork,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TX: torch.Tensor,
+    shape_THD: torch.Size,
+    early: bool,
+) -> None:
+    num_rows, num_heads, head_dim = shape_THD
+    heads = row_form(num_rows)
+    _merge_kernel[(num_rows, -(-num_heads // heads))](
+        out_TX,
+        partial_out_CX,
+        partial_lse_CH,
+        work.rows_T2,
+        planes.rotation_DD,
+        hadamard_block(head_dim) ** -0.5,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        ROTATES=planes.rotates_values,
+        BLOCK_S=16,
+        BLOCK_D=max(16, pow2(head_dim)),
+        EARLY=early,
+        num_warps=4,
+        **launched_early(early),
+    )
+
+
+@jit
+def _merge_kernel(
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_rows,
+    p_rotation,
+    rotation_scale,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    HEAD_DIM: constexpr,
+    ROTATES: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_D: constexpr,
+    EARLY: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.load(p_rows + i_row * 2).to(tl.int64)
+    num_splits = tl.load(p_rows + i_row * 2 + 1)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    if ROTATES and num_splits > 1:
+        p_table = p_rotation + o_d[:, None] * HEAD_DIM + o_d[None, :]
+        b_table = tl.load(p_table, mask=m_d[:, None] & m_d[None, :], other=0.0)
+    else:
+        b_table = tl.zeros((BLOCK_D, BLOCK_D), dtype=p_rotation.dtype.element_ty)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if num_splits == 1:
+        return
+    if HEADS == 1:
+        # Few rows: a program a head, with all splits side by side.
+        i_head = tl.program_id(1)
+        o_s = tl.arange(0, BLOCK_S)
+        b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        b_max = -float("inf")
+        b_sum = 0.0
+        for first in range(0, num_splits, BLOCK_S):
+            m_s = first + o_s < num_splits
+            o_pair = (pair + first + o_s) * NUM_HEADS + i_head
+            b_lse = tl.load(p_partial_lse + o_pair, mask=m_s, other=-float("inf"))
+            p_part = p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :]
+            b_part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)
+            b_new_max = tl.maximum(b_max, tl.max(b_lse))
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = tl.exp2(b_lse - b_safe_max)
+            b_fade = tl.exp2(b_max - b_safe_max)
+            b_acc = b_acc * b_fade + tl.sum(b_part * b_weight[:, None], axis=0)
+            b_sum = b_sum * b_fade + tl.sum(b_weight)
+            b_max = b_new_max
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)
+        if ROTATES:
+            b_out = tl.sum(b_table.to(tl.float32) * b_out[:, None], axis=0) * rotation_scale
+        p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    else:
+        # Tensor cores rotate eight heads at once: heads stand beside their coordinates.
+        o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        m_part = m_d[:, None] & (o_head < NUM_HEADS)[None, :]
+        b_acc = tl.zeros((BLOCK_D, HEADS), dtype=tl.float32)
+        b_max = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
+        b_sum = tl.zeros((HEADS,), dtype=tl.float32)
+        for i_split in range(num_splits):
+            o_pair = (pair + i_split) * NUM_HEADS + o_head
+            b_lse = tl.load(p_partial_lse + o_pair, mask=o_head < NUM_HEADS, other=-float("inf"))
+            b_part = tl.load(p_partial_out + o_pair[None, :] * HEAD_DIM + o_d[:, None], mask=m_part, other=0.0)
+            b_new_max = tl.maximum(b_max, b_lse)
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = tl.exp2(b_lse - b_safe_max)
+            b_fade = tl.exp2(b_max - b_safe_max)
+            b_acc = b_acc * b_fade[None, :] + b_part * b_weight[None, :]
+            b_sum = b_sum * b_fade + b_weight
+            b_max = b_new_max
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[None, :]
+        if ROTATES:
+            b_out = tl.dot(b_table.to(tl.float16), b_out.to(tl.float16)) * rotation_scale
+        p_y = p_out + (i_row * NUM_HEADS + o_head)[None, :] * HEAD_DIM + o_d[:, None]
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_part)

@@ -1,0 +1,379 @@
+"""Attention of few rows to coded pages: tokens along the tensor cores' rows, and the heads that share a key beside them.
+
+G columns: the rows of a tile times the heads of a group, N tokens of a block, C columns of words
+
+One warp does a tile alone. Scores are keys times queries, [N, G], so eight heads fill an instruction that sixteen rows of
+queries would leave half empty; no warp waits for another, and weights turn into an operand by a few shuffles. A key's scale
+multiplies its scores, a value's scale its weights. Weights are kept below 2^14 by a bound that knows the scales, so half
+precision holds them however long the context is.
+"""
+
+from holdfast.kernels.attention.dequantize import (
+    fast_exp2,
+    fast_log2,
+    key_numbers,
+    key_parts_3,
+    key_parts_3_halves,
+    key_parts_4,
+    upper_columns,
+    value_parts_3,
+    value_parts_4,
+    value_parts_8,
+)
+from holdfast.kernels.attention.quantized_planes import (
+    LEAST_LOG2,
+    WEIGHT_ONE,
+    bytes_at,
+    key_codes,
+    pages_of,
+    part_dims,
+    slots_of,
+    store_parts,
+    store_rotated,
+)
+from holdfast.kernels.triton_compat import constexpr, jit, tl
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
+
+
+@jit
+def decode_kernel(
+    p_q,
+    p_k,
+    p_k_signs,
+    p_k_scale,
+    p_v,
+    p_v_signs,
+    p_v_scale,
+    p_rotation,
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_pages,
+    p_tiles,
+    table_stride,
+    scale_log2,
+    rotation_scale,
+    window,
+    KEY_BITS: constexpr,
+    VALUE_BITS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    PAGE_TOKENS: constexpr,
+    HAS_WINDOW: constexpr,
+    BLOCK_G: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_D: constexpr,
+    KEY_COLUMNS: constexpr,
+    VALUE_COLUMNS: constexpr,
+    NUM_STAGES: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
+    num_tiles = tl.load(p_tiles)
+    o_g = tl.arange(0, BLOCK_G)
+    o_n = tl.arange(0, BLOCK_N)
+    o_row = o_g // GROUP
+    for i_item in range(tl.program_id(0), num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
+        i_head = i_item % NUM_KV_HEADS
+        p_tile = p_tiles + (1 + i_item // NUM_KV_HEADS) * 8
+        table_row = tl.load(p_tile)
+        row = tl.load(p_tile + 1)
+        num_rows = tl.load(p_tile + 2)
+        position = tl.load(p_tile + 3)
+        low = tl.load(p_tile + 4)
+        high = tl.load(p_tile + 5)
+        pair = tl.load(p_tile + 6)
+        num_splits = tl.load(p_tile + 7)
+        p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
+        page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
+        m_g = o_row < num_rows
+        o_head = i_head * GROUP + o_g % GROUP
+        o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
+        b_q = _queries(p_q, o_q, m_g, scale_log2, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+        # Scales come a block ahead, as pages do: nothing in a block waits for memory but the codes' own copies.
+        o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+        b_ks = tl.load(p_k_scale + o_slot)
+        b_vs = tl.load(p_v_scale + o_slot)
+        b_max = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
+        b_sums = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
+        b_acc = _no_output(VALUE_BITS, VALUE_COLUMNS, BLOCK_G)
+        # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
+        clear = tl.minimum(high, position + 1)
+        if HAS_WINDOW:
+            clear = low
+        clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
+        # Counted in blocks, so that the compiler knows where tokens are aligned.
+        for i_block in tl.range(low // BLOCK_N, clear // BLOCK_N, num_stages=NUM_STAGES):
+            n = i_block * BLOCK_N
+            o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+            o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            b_next_ks = tl.load(p_k_scale + o_next)
+            b_next_vs = tl.load(p_v_scale + o_next)
+            b_score = _scores(b_q, p_k, p_k_signs, o_slot, o_n >= 0, False, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+            b_score = b_score * b_ks.to(tl.float32)[:, None]
+            b_value_scale = b_vs.to(tl.float32)
+            b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
+            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[:, None], axis=0))
+            b_weight = fast_exp2(b_score - b_new_max[None, :], PLAIN)
+            b_fade = fast_exp2(b_max - b_new_max, PLAIN)
+            b_sums = b_sums * b_fade[None, :] + b_weight
+            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
+            b_acc = _weighed(
+                b_acc,
+                b_weight,
+                b_fade,
+                p_v,
+                p_v_signs,
+                p_rotation + HEAD_DIM * HEAD_DIM,
+                o_slot,
+                o_n >= 0,
+                False,
+                VALUE_BITS,
+                HEAD_DIM,
+                VALUE_COLUMNS,
+                PLAIN,
+            )
+            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+        for i_block in tl.range(clear // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=1):
+            n = i_block * BLOCK_N
+            o_token = n + o_n
+            m_n = o_token < high
+            if HAS_WINDOW:
+                m_n = m_n & (o_token > position - window)  # what no row sees any more may hold anything
+            o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+            o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            b_next_ks = tl.load(p_k_scale + o_next)
+            b_next_vs = tl.load(p_v_scale + o_next)
+            b_ks = tl.where(m_n, b_ks, 0.0)
+            b_vs = tl.where(m_n, b_vs, 0.0)
+            b_score = _scores(b_q, p_k, p_k_signs, o_slot, m_n, True, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+            distance = (position + o_row)[None, :] - o_token[:, None]
+            m_seen = (distance >= 0) & m_n[:, None]
+            if HAS_WINDOW:
+                m_seen = m_seen & (distance < window)
+            b_score = tl.where(m_seen, b_score * b_ks.to(tl.float32)[:, None], -float("inf"))
+            b_value_scale = b_vs.to(tl.float32)
+            b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
+            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[:, None], axis=0))
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = fast_exp2(b_score - b_safe_max[None, :], PLAIN)
+            b_fade = fast_exp2(b_max - b_safe_max, PLAIN)
+            b_sums = b_sums * b_fade[None, :] + b_weight
+            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
+            b_acc = _weighed(
+                b_acc,
+                b_weight,
+                b_fade,
+                p_v,
+                p_v_signs,
+                p_rotation + HEAD_DIM * HEAD_DIM,
+                o_slot,
+                m_n,
+                True,
+                VALUE_BITS,
+                HEAD_DIM,
+                VALUE_COLUMNS,
+                PLAIN,
+            )
+            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+        b_sum = tl.sum(b_sums, axis=0)
+        # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
+        b_scale = 1.0 / tl.where(b_sum > 0, b_sum * WEIGHT_ONE, 1.0)
+        if pair < 0:
+            store_rotated(
+                b_acc,
+                b_scale,
+                rotation_scale,
+                p_rotation,
+                p_out,
+                o_q,
+                m_g,
+                VALUE_BITS,
+                HEAD_DIM,
+                VALUE_COLUMNS,
+                BLOCK_D,
+            )
+        else:
+            o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
+            store_parts(b_acc, b_scale, p_partial_out, o_pair * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
+            tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_g)
+    if EARLY:
+        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+
+
+@jit
+def _query_part(p_q, o_q, m_g, o_c, limit, PART: constexpr, NUM_PARTS: constexpr, HEAD_DIM: constexpr, scale_log2):
+    """[C, G] in half precision, with the scale of the scores; a query beyond its range is cut, not infinite."""
+    m_q = m_g[None, :] & (o_c < limit)[:, None]
+    o_d = part_dims(o_c, PART, NUM_PARTS, HEAD_DIM)
+    b_q = tl.load(p_q + o_q[None, :] + o_d[:, None], mask=m_q, other=0.0).to(tl.float32) * scale_log2
+    return tl.minimum(tl.maximum(b_q, -65504.0), 65504.0).to(tl.float16)
+
+
+@jit
+def _queries(
+    p_q,
+    o_q,
+    m_g,
+    scale_log2,
+    KEY_BITS: constexpr,
+    HEAD_DIM: constexpr,
+    KEY_COLUMNS: constexpr,
+    PLAIN: constexpr,
+):
+    """The parts of the queries that meet the parts of the keys."""
+    o_c = tl.arange(0, KEY_COLUMNS)
+    if KEY_BITS == 8:
+        return (_query_part(p_q, o_q, m_g, o_c, HEAD_DIM, 0, 1, HEAD_DIM, scale_log2),)
+    elif KEY_BITS == 4:
+        return (
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 2, 0, 2, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 2, 1, 2, HEAD_DIM, scale_log2),
+        )
+    elif HEAD_DIM % 32 == 0 and not PLAIN:
+        o_u = o_c + HEAD_DIM // 8
+        return (
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 8, 0, 4, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 8, 1, 4, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 8, 2, 4, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 8, 3, 4, HEAD_DIM, scale_log2),
+            _query_part(
+                p_q, o_q, m_g, o_u, tl.where(o_c < HEAD_DIM // 8, HEAD_DIM // 4, 0), 0, 4, HEAD_DIM, scale_log2
+            ),
+            _query_part(
+                p_q, o_q, m_g, o_u, tl.where(o_c < HEAD_DIM // 8, HEAD_DIM // 4, 0), 1, 4, HEAD_DIM, scale_log2
+            ),
+            _query_part(
+                p_q, o_q, m_g, o_u, tl.where(o_c < HEAD_DIM // 8, HEAD_DIM // 4, 0), 2, 4, HEAD_DIM, scale_log2
+            ),
+            _query_part(
+                p_q, o_q, m_g, o_u, tl.where(o_c < HEAD_DIM // 8, HEAD_DIM // 4, 0), 3, 4, HEAD_DIM, scale_log2
+            ),
+        )
+    else:
+        return (
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 4, 0, 4, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 4, 1, 4, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 4, 2, 4, HEAD_DIM, scale_log2),
+            _query_part(p_q, o_q, m_g, o_c, HEAD_DIM // 4, 3, 4, HEAD_DIM, scale_log2),
+        )
+
+
+@jit
+def _scores(
+    b_q,
+    p_k,
+    p_signs,
+    o_slot,
+    m_n,
+    MASKED: constexpr,
+    KEY_BITS: constexpr,
+    HEAD_DIM: constexpr,
+    KEY_COLUMNS: constexpr,
+    PLAIN: constexpr,
+):
+    """[N, G]: keys without their scale times queries."""
+    SIGNS: constexpr = HEAD_DIM // 8
+    o_c = tl.arange(0, KEY_COLUMNS)
+    if KEY_BITS == 3 and HEAD_DIM % 32 == 0 and not PLAIN:
+        ROW: constexpr = 2 * SIGNS
+        MASK: constexpr = MASKED or SIGNS < KEY_COLUMNS
+        b_lower = bytes_at(p_k, o_slot, o_c, m_n, SIGNS, ROW, MASK)
+        b_upper = bytes_at(p_k + SIGNS, o_slot, o_c, m_n, SIGNS, ROW, MASK)
+        b_signs = bytes_at(p_signs, o_slot, o_c, m_n, SIGNS, SIGNS, MASK)
+        b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = key_parts_3_halves(b_lower, b_upper, b_signs)
+        b_score = tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
+        return tl.dot(b_7, b_q[7], tl.dot(b_6, b_q[6], tl.dot(b_5, b_q[5], tl.dot(b_4, b_q[4], b_score))))
+    else:
+        b_codes = key_codes(p_k, o_slot, o_c, m_n, MASKED, KEY_BITS, HEAD_DIM, PLAIN)
+        if KEY_BITS == 8:
+            return tl.dot(key_numbers(b_codes, PLAIN), b_q[0])
+        elif KEY_BITS == 4:
+            b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
+            return tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))
+        else:
+            b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
+            b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
+            return tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
+
+
+@jit
+def _no_output(VALUE_BITS: constexpr, VALUE_COLUMNS: constexpr, BLOCK_G: constexpr):
+    """Zeros for every part: [C, G] each."""
+    b = tl.zeros((VALUE_COLUMNS, BLOCK_G), dtype=tl.float32)
+    if VALUE_BITS == 8:
+        return b, b
+    else:
+        if VALUE_BITS == 4:
+            return b, b, b, b
+        else:
+            return b, b, b, b, b, b, b, b
+
+
+@jit
+def _weighed(
+    b_acc,
+    b_weight,
+    b_fade,
+    p_v,
+    p_signs,
+    p_upper,
+    o_slot,
+    m_n,
+    MASKED: constexpr,
+    VALUE_BITS: constexpr,
+    HEAD_DIM: constexpr,
+    VALUE_COLUMNS: constexpr,
+    PLAIN: constexpr,
+):
+    """The sums with a block of values added, part by part."""
+    WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
+    o_c = tl.arange(0, VALUE_COLUMNS)
+    p_words = p_v + o_slot[None, :] * WORDS + o_c[:, None]
+    if MASKED or WORDS < VALUE_COLUMNS:
+        b_words = tl.load(p_words, mask=m_n[None, :] & (o_c < WORDS)[:, None], other=0)
+    else:
+        b_words = tl.load(p_words)
+    b_fade = b_fade[None, :]
+    if VALUE_BITS == 8:
+        b_0, b_1 = value_parts_8(b_words, PLAIN)
+        return tl.dot(b_0, b_weight, b_acc[0] * b_fade), tl.dot(b_1, b_weight, b_acc[1] * b_fade)
+    else:
+        if VALUE_BITS == 4:
+            b_0, b_1, b_2, b_3 = value_parts_4(b_words, PLAIN)
+            return (
+                tl.dot(b_0, b_weight, b_acc[0] * b_fade),
+                tl.dot(b_1, b_weight, b_acc[1] * b_fade),
+                tl.dot(b_2, b_weight, b_acc[2] * b_fade),
+                tl.dot(b_3, b_weight, b_acc[3] * b_fade),
+            )
+        else:
+            p_twice = p_signs + o_slot[None, :] * (HEAD_DIM // 16) + (o_c % (HEAD_DIM // 16))[:, None]
+            if MASKED or WORDS < VALUE_COLUMNS:
+                b_signs = tl.load(p_twice, mask=m_n[None, :] & (o_c < WORDS)[:, None], other=0)
+            else:
+                b_signs = tl.load(p_twice)
+            b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = value_parts_3(b_words, b_signs, upper_columns(p_upper, o_c), PLAIN)
+            return (
+                tl.dot(b_0, b_weight, b_acc[0] * b_fade),
+                tl.dot(b_1, b_weight, b_acc[1] * b_fade),
+                tl.dot(b_2, b_weight, b_acc[2] * b_fade),
+                tl.dot(b_3, b_weight, b_acc[3] * b_fade),
+                tl.dot(b_4, b_weight, b_acc[4] * b_fade),
+                tl.dot(b_5, b_weight, b_acc[5] * b_fade),
+                tl.dot(b_6, b_weight, b_acc[6] * b_fade),
+                tl.dot(b_7, b_weight, b_acc[7] * b_fade),
+            )

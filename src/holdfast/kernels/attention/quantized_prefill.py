@@ -1,0 +1,279 @@
+"""Attention of many rows to coded pages: codes become operands in shared memory once for 128 rows of queries and heads.
+
+M rows of a tile: its rows times the heads of a group, N tokens of a block, C columns of words, D head dim
+"""
+
+from holdfast.kernels.attention.dequantize import (
+    fast_exp2,
+    fast_log2,
+    key_numbers,
+    key_parts_3,
+    key_parts_4,
+    value_parts_3,
+    value_parts_4,
+    value_parts_8,
+)
+from holdfast.kernels.attention.quantized_planes import (
+    LEAST_LOG2,
+    WEIGHT_ONE,
+    bytes_at,
+    key_codes,
+    pages_of,
+    part_dims,
+    slots_of,
+)
+from holdfast.kernels.triton_compat import constexpr, jit, tl
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
+
+
+@jit
+def prefill_kernel(
+    p_q,
+    p_k,
+    p_k_signs,
+    p_k_scale,
+    p_v,
+    p_v_signs,
+    p_v_scale,
+    p_rotation,
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_pages,
+    p_tiles,
+    table_stride,
+    scale_log2,
+    rotation_scale,
+    window,
+    KEY_BITS: constexpr,
+    VALUE_BITS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    PAGE_TOKENS: constexpr,
+    HAS_WINDOW: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_D: constexpr,
+    KEY_COLUMNS: constexpr,
+    VALUE_COLUMNS: constexpr,
+    NUM_STAGES: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
+    num_small = tl.load(p_tiles)
+    num_tiles = tl.load(p_tiles + 1)
+    o_m = tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_row = o_m // GROUP
+    for i_item in range(tl.program_id(0), num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
+        i_head = i_item % NUM_KV_HEADS
+        p_tile = p_tiles + (1 + num_small + i_item // NUM_KV_HEADS) * 8
+        table_row = tl.load(p_tile)
+        row = tl.load(p_tile + 1)
+        num_rows = tl.load(p_tile + 2)
+        position = tl.load(p_tile + 3)
+        low = tl.load(p_tile + 4)
+        high = tl.load(p_tile + 5)
+        pair = tl.load(p_tile + 6)
+        num_splits = tl.load(p_tile + 7)
+        p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
+        page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
+        m_m = o_row < num_rows
+        o_head = i_head * GROUP + o_m % GROUP
+        o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
+        b_q = _query_rows(p_q, o_q, m_m, scale_log2, KEY_BITS, HEAD_DIM, KEY_COLUMNS)
+        # Scales come a block ahead, as pages do.
+        o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+        b_ks = tl.load(p_k_scale + o_slot)
+        b_vs = tl.load(p_v_scale + o_slot)
+        b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        b_max = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+        b_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
+        clear = tl.minimum(high, position + 1)
+        if HAS_WINDOW:
+            clear = low
+        clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
+        for i_block in tl.range(low // BLOCK_N, clear // BLOCK_N, num_stages=NUM_STAGES):
+            n = i_block * BLOCK_N
+            o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+            o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            b_next_ks = tl.load(p_k_scale + o_next)
+            b_next_vs = tl.load(p_v_scale + o_next)
+            b_score = _row_scores(b_q, p_k, p_k_signs, o_slot, o_n >= 0, False, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+            b_score = b_score * b_ks.to(tl.float32)[None, :]
+            b_value_scale = b_vs.to(tl.float32)
+            b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
+            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[None, :], axis=1))
+            b_weight = fast_exp2(b_score - b_new_max[:, None], PLAIN)
+            b_fade = fast_exp2(b_max - b_new_max, PLAIN)
+            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
+            b_v = _value_rows(
+                p_v, p_v_signs, o_slot, o_n >= 0, False, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN
+            )
+            b_acc = tl.dot(b_weight, b_v, b_acc * b_fade[:, None])
+            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+        for i_block in tl.range(clear // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=1):
+            n = i_block * BLOCK_N
+            o_token = n + o_n
+            m_n = o_token < high
+            if HAS_WINDOW:
+                m_n = m_n & (o_token > position - window)  # what no row sees any more may hold anything
+            o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+            o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+            b_next_ks = tl.load(p_k_scale + o_next)
+            b_next_vs = tl.load(p_v_scale + o_next)
+            b_ks = tl.where(m_n, b_ks, 0.0)
+            b_vs = tl.where(m_n, b_vs, 0.0)
+            b_score = _row_scores(b_q, p_k, p_k_signs, o_slot, m_n, True, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+            distance = (position + o_row)[:, None] - o_token[None, :]
+            m_seen = (distance >= 0) & m_n[None, :]
+            if HAS_WINDOW:
+                m_seen = m_seen & (distance < window)
+            b_score = tl.where(m_seen, b_score * b_ks.to(tl.float32)[None, :], -float("inf"))
+            b_value_scale = b_vs.to(tl.float32)
+            b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
+            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[None, :], axis=1))
+            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+            b_weight = fast_exp2(b_score - b_safe_max[:, None], PLAIN)
+            b_fade = fast_exp2(b_max - b_safe_max, PLAIN)
+            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
+            b_v = _value_rows(p_v, p_v_signs, o_slot, m_n, True, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN)
+            b_acc = tl.dot(b_weight, b_v, b_acc * b_fade[:, None])
+            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+        # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
+        b_out = b_acc / tl.where(b_sum > 0, b_sum * WEIGHT_ONE, 1.0)[:, None]
+        # The halves of a head lie in halves of the block.
+        o_dim = o_d // (BLOCK_D // 2) * (HEAD_DIM // 2) + o_d % (BLOCK_D // 2)
+        m_d = o_d % (BLOCK_D // 2) < HEAD_DIM // 2
+        m_out = m_m[:, None] & m_d[None, :]
+        if pair < 0:
+            if VALUE_BITS < 8:
+                p_table = p_rotation + o_dim[:, None] * HEAD_DIM + o_dim[None, :]
+                b_table = tl.load(p_table, mask=m_d[:, None] & m_d[None, :], other=0.0).to(tl.float16)
+                b_out = tl.dot(b_out.to(tl.float16), b_table) * rotation_scale
+            tl.store(p_out + o_q[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        else:
+            o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
+            tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
+            tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_m)
+    if EARLY:
+        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+
+
+@jit
+def _query_row_part(p_q, o_q, m_m, o_c, PART: constexpr, NUM_PARTS: constexpr, HEAD_DIM: constexpr, scale_log2):
+    """[M, C] in half precision, with the scale of the scores; a query beyond its range is cut, not infinite."""
+    m_q = m_m[:, None] & (o_c < HEAD_DIM // NUM_PARTS)[None, :]
+    o_d = part_dims(o_c, PART, NUM_PARTS, HEAD_DIM)
+    b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0).to(tl.float32) * scale_log2
+    return tl.minimum(tl.maximum(b_q, -65504.0), 65504.0).to(tl.float16)
+
+
+@jit
+def _query_rows(p_q, o_q, m_m, scale_log2, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr):
+    """The parts of the queries that meet the parts of the keys."""
+    o_c = tl.arange(0, KEY_COLUMNS)
+    if KEY_BITS == 8:
+        return (_query_row_part(p_q, o_q, m_m, o_c, 0, 1, HEAD_DIM, scale_log2),)
+    elif KEY_BITS == 4:
+        return (
+            _query_row_part(p_q, o_q, m_m, o_c, 0, 2, HEAD_DIM, scale_log2),
+            _query_row_part(p_q, o_q, m_m, o_c, 1, 2, HEAD_DIM, scale_log2),
+        )
+    else:
+        return (
+            _query_row_part(p_q, o_q, m_m, o_c, 0, 4, HEAD_DIM, scale_log2),
+            _query_row_part(p_q, o_q, m_m, o_c, 1, 4, HEAD_DIM, scale_log2),
+            _query_row_part(p_q, o_q, m_m, o_c, 2, 4, HEAD_DIM, scale_log2),
+            _query_row_part(p_q, o_q, m_m, o_c, 3, 4, HEAD_DIM, scale_log2),
+        )
+
+
+@jit
+def _row_scores(
+    b_q,
+    p_k,
+    p_signs,
+    o_slot,
+    m_n,
+    MASKED: constexpr,
+    KEY_BITS: constexpr,
+    HEAD_DIM: constexpr,
+    KEY_COLUMNS: constexpr,
+    PLAIN: constexpr,
+):
+    """[M, N]: queries times keys without their scale."""
+    SIGNS: constexpr = HEAD_DIM // 8
+    o_c = tl.arange(0, KEY_COLUMNS)
+    b_codes = key_codes(p_k, o_slot, o_c, m_n, MASKED, KEY_BITS, HEAD_DIM, PLAIN)
+    if KEY_BITS == 8:
+        return tl.dot(b_q[0], tl.trans(key_numbers(b_codes, PLAIN)))
+    elif KEY_BITS == 4:
+        b_0, b_1 = key_parts_4(b_codes, o_c, PLAIN)
+        return tl.dot(b_q[1], tl.trans(b_1), tl.dot(b_q[0], tl.trans(b_0)))
+    else:
+        b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, MASKED)
+        b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
+        b_score = tl.dot(b_q[1], tl.trans(b_1), tl.dot(b_q[0], tl.trans(b_0)))
+        return tl.dot(b_q[3], tl.trans(b_3), tl.dot(b_q[2], tl.trans(b_2), b_score))
+
+
+@jit
+def _side_by_side(b_0, b_1):
+    """[N, C] twice: [N, 2 C], column by column in turn."""
+    return tl.reshape(tl.join(b_0, b_1), (b_0.shape[0], 2 * b_0.shape[1]))
+
+
+@jit
+def _one_after_other(b_0, b_1, BLOCK_D: constexpr):
+    """[N, C] twice: [N, 2 C], all of the first before the second."""
+    return tl.reshape(tl.permute(tl.join(b_0, b_1), (0, 2, 1)), (b_0.shape[0], BLOCK_D))
+
+
+@jit
+def _value_rows(
+    p_v,
+    p_signs,
+    o_slot,
+    m_n,
+    MASKED: constexpr,
+    VALUE_BITS: constexpr,
+    HEAD_DIM: constexpr,
+    VALUE_COLUMNS: constexpr,
+    BLOCK_D: constexpr,
+    PLAIN: constexpr,
+):
+    """[N, D] without their scale, in the order of coordinates as far as the head is a power of two."""
+    WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
+    o_c = tl.arange(0, VALUE_COLUMNS)
+    b_words = bytes_at(p_v, o_slot, o_c, m_n, WORDS, WORDS, MASKED or WORDS < VALUE_COLUMNS)
+    if VALUE_BITS == 8:
+        b_0, b_1 = value_parts_8(b_words, PLAIN)
+        return _one_after_other(b_0, b_1, BLOCK_D)
+    elif VALUE_BITS == 4:
+        b_0, b_1, b_2, b_3 = value_parts_4(b_words, PLAIN)
+        return _one_after_other(_side_by_side(b_0, b_1), _side_by_side(b_2, b_3), BLOCK_D)
+    else:
+        b_signs = bytes_at(p_signs, o_slot, o_c % (WORDS // 2), m_n, WORDS, WORDS // 2, MASKED)
+        b_upper = tl.where(o_c < WORDS // 2, 0, -1).to(tl.int16)[None, :]
+        b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = value_parts_3(b_words, b_signs, b_upper, PLAIN)
+        b_left = _side_by_side(_side_by_side(b_0, b_2), _side_by_side(b_1, b_3))
+        b_right = _side_by_side(_side_by_side(b_4, b_6), _side_by_side(b_5, b_7))
+        return _one_after_other(b_left, b_right, BLOCK_D)

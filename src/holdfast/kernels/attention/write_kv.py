@@ -1,0 +1,324 @@
+"""Single entries of the page table, written from a list.
+
+T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, S slots, L positions, R rows that are not padding
+
+U entries of the list, each (place in the flat table, page id); N rows of P pages
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.kernels.native_library import native_for
+from holdfast.kernels.norm import rms_norm_reference
+from holdfast.kernels.triton_compat import (
+    can_launch_early,
+    can_run,
+    constexpr,
+    jit,
+    launched_early,
+    next_power_of_two,
+    tl,
+)
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+ELEMENTS_PER_PROGRAM = 2048
+"""Of whole heads; with 4 warps each thread holds 16 bytes of either half of a head. The same for any number of rows, so that
+a row's sums have one order: a row of 80 heads of 128 is 5 programs."""
+NUM_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norms over head_dim for query and key heads."""
+
+    q_weight_D: torch.Tensor
+    k_weight_D: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary tables by position, half-split pairs; the left half of sin is negated."""
+
+    cos_LD: torch.Tensor
+    sin_LD: torch.Tensor
+
+
+def write_heads(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keys and values of each row go to its slot; queries come back as [T, H, D], in `out_THD` where it is given.
+
+    A row with a negative slot is padding: it stores nothing, its position is not looked at, and its queries are zeros.
+    `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in all of them, and slots in the planes.
+    """
+    if can_run(qkv_TX):
+        return write_heads_triton(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
+    norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
+    tables = (rotary.cos_LD, rotary.sin_LD) if rotary else (None, None)
+    out = None if out_THD is None else out_THD[:0]
+    library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
+    if library is None:
+        return write_heads_reference(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
+    num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
+    shape = (num_rows, num_heads, head_dim)
+    q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
+    rows_TX = qkv_TX.contiguous()  # a single row always is: others must not be computed by other means than it
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
+    library.holdfast_write_heads(
+        rows_TX.data_ptr(),
+        positions_T.data_ptr(),
+        slots_T.data_ptr(),
+        *pointers,
+        head_norm.eps if head_norm else 0.0,
+        q_THD.data_ptr(),
+        k_plane_SKD.data_ptr(),
+        v_plane_SKD.data_ptr(),
+        *(num_rows, num_heads, num_kv_heads, head_dim),
+    )
+    return q_THD if out_THD is None or q_THD is out_THD else out_THD.copy_(q_THD)
+
+
+def write_heads_reference(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same in plain torch."""
+    _, num_kv_heads, head_dim = k_plane_SKD.shape
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, positions_T, slots_T, num_kv_heads, head_dim, head_norm, rotary)
+    used_T = slots_T >= 0
+    rows_R = used_T.nonzero().squeeze(1)
+    slots_R = slots_T[rows_R]
+    k_plane_SKD.index_copy_(0, slots_R, k_TKD[rows_R].to(k_plane_SKD.dtype))
+    v_plane_SKD.index_copy_(0, slots_R, v_TKD[rows_R].to(v_plane_SKD.dtype))
+    q_THD = torch.where(used_T[:, None, None], q_THD, 0)
+    return q_THD if out_THD is None else out_THD.copy_(q_THD)
+
+
+def turned_heads(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a fused projection: [T, H, D] and twice [T, K, D], normed and rotated in plain torch."""
+    heads_TXD = qkv_TX.unflatten(-1, (-1, head_dim))
+    num_heads = heads_TXD.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = heads_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if head_norm is not None:
+        q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps)
+        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps)
+    if rotary is not None:
+        safe_T = torch.where(slots_T >= 0, positions_T, 0)
+        cos_T1D, sin_T1D = rotary.cos_LD[safe_T].unsqueeze(1), rotary.sin_LD[safe_T].unsqueeze(1)
+        q_THD, k_TKD = _rotate(q_THD, cos_T1D, sin_T1D), _rotate(k_TKD, cos_T1D, sin_T1D)
+    return q_THD, k_TKD, v_TKD
+
+
+def write_heads_triton(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same as one Triton kernel, a program for some heads of a row; it rounds where the reference rounds."""
+    num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
+    q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
+    assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
+    for heads in (q_THD, k_plane_SKD, v_plane_SKD):
+        assert heads.stride()[1:] == (head_dim, 1), f"{heads.stride()=}: the heads of a row must lie side by side"
+    if num_rows:
+        half_block, early = next_power_of_two(-(-head_dim // 2)), can_launch_early(qkv_TX)
+        total_heads = num_heads + 2 * num_kv_heads
+        heads = min(max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)), next_power_of_two(total_heads))
+        _write_heads_kernel[(num_rows * -(-total_heads // heads),)](
+            qkv_TX,
+            positions_T,
+            slots_T,
+            k_plane_SKD,
+            v_plane_SKD,
+            q_THD,
+            head_norm.q_weight_D if head_norm else None,
+            head_norm.k_weight_D if head_norm else None,
+            rotary.cos_LD if rotary else None,
+            rotary.sin_LD if rotary else None,
+            head_norm.eps if head_norm else 0.0,
+            qkv_TX.stride(0),
+            k_plane_SKD.stride(0),
+            v_plane_SKD.stride(0),
+            q_THD.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HEADS=heads,
+            HALF_BLOCK=half_block,
+            EARLY=early,
+            num_warps=NUM_WARPS,
+            **launched_early(early),
+        )
+    return q_THD
+
+
+@jit
+def _write_heads_kernel(
+    p_qkv,
+    p_positions,
+    p_slots,
+    p_k_plane,
+    p_v_plane,
+    p_q,
+    p_q_norm,
+    p_k_norm,
+    p_cosine,
+    p_sine,
+    eps,
+    qkv_stride,
+    k_stride,
+    v_stride,
+    q_stride,
+    NUM_HEADS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    HEAD_DIM: constexpr,
+    HEADS: constexpr,
+    HALF_BLOCK: constexpr,
+    EARLY: constexpr,
+):
+    # A head is two blocks, left and right: what the rotation pairs lies at the same place in both.
+    HALF: constexpr = (HEAD_DIM + 1) // 2
+    NUM_BLOCKS: constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS + HEADS - 1) // HEADS
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    i_slot = tl.load(p_slots + i_row).to(tl.int64)
+    i_position = tl.load(p_positions + i_row).to(tl.int64)
+    o_head = (i_program % NUM_BLOCKS) * HEADS + tl.arange(0, HEADS)
+    o_d = tl.arange(0, HALF_BLOCK)
+    m_left, m_right = o_d < HALF, o_d < HEAD_DIM - HALF
+    m_head = o_head < NUM_HEADS + 2 * NUM_KV_HEADS
+    m_query = (o_head < NUM_HEADS)[:, None]
+    m_key = ((o_head >= NUM_HEADS) & (o_head < NUM_HEADS + NUM_KV_HEADS))[:, None]
+    m_value = (o_head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+
+    o_x = o_head[:, None] * HEAD_DIM + o_d[None, :]
+    m_x_left, m_x_right = m_head[:, None] & m_left[None, :], m_head[:, None] & m_right[None, :]
+    p_x = p_qkv + i_row * qkv_stride + o_x
+
+    # What no kernel before this one writes is loaded first.
+    if p_q_norm is not None:
+        b_q_left = tl.load(p_q_norm + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
+        b_q_right = tl.load(p_q_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
+        b_k_left = tl.load(p_k_norm + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
+        b_k_right = tl.load(p_k_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
+    if p_cosine is not None:
+        o_table = tl.where(i_slot < 0, 0, i_position) * HEAD_DIM + o_d
+        b_cos_left = tl.load(p_cosine + o_table, mask=m_left, other=0.0).to(tl.float32)[None, :]
+        b_cos_right = tl.load(p_cosine + o_table + HALF, mask=m_right, other=0.0).to(tl.float32)[None, :]
+        b_sin_left = tl.load(p_sine + o_table, mask=m_left, other=0.0).to(tl.float32)[None, :]
+        b_sin_right = tl.load(p_sine + o_table + HALF, mask=m_right, other=0.0).to(tl.float32)[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b_left = tl.load(p_x, mask=m_x_left, other=0.0).to(tl.float32)
+    b_right = tl.load(p_x + HALF, mask=m_x_right, other=0.0).to(tl.float32)
+
+    if p_q_norm is not None:
+        b_scale = tl.rsqrt(tl.sum(b_left * b_left + b_right * b_right, axis=1) / HEAD_DIM + eps)[:, None]
+        b_normed_left = b_left * b_scale * tl.where(m_query, b_q_left, b_k_left)
+        b_normed_right = b_right * b_scale * tl.where(m_query, b_q_right, b_k_right)
+        b_left = tl.where(m_value, b_left, b_normed_left.to(p_qkv.dtype.element_ty).to(tl.float32))
+        b_right = tl.where(m_value, b_right, b_normed_right.to(p_qkv.dtype.element_ty).to(tl.float32))
+
+    if p_cosine is not None:
+        b_along_left = (b_left * b_cos_left).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_along_right = (b_right * b_cos_right).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_turned_left = (b_along_left + b_right * b_sin_left).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_turned_right = (b_along_right + b_left * b_sin_right).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_left = tl.where(m_value, b_left, b_turned_left)
+        b_right = tl.where(m_value, b_right, b_turned_right)
+
+    m_padding = i_slot < 0
+    p_y = p_q + i_row * q_stride + o_x
+    tl.store(p_y, tl.where(m_padding, 0.0, b_left).to(p_q.dtype.element_ty), mask=m_x_left & m_query)
+    tl.store(p_y + HALF, tl.where(m_padding, 0.0, b_right).to(p_q.dtype.element_ty), mask=m_x_right & m_query)
+    p_y = p_k_plane + i_slot * k_stride + (o_x - NUM_HEADS * HEAD_DIM)
+    m_key = m_key & (i_slot >= 0)
+    tl.store(p_y, b_left.to(p_k_plane.dtype.element_ty), mask=m_x_left & m_key)
+    tl.store(p_y + HALF, b_right.to(p_k_plane.dtype.element_ty), mask=m_x_right & m_key)
+    p_y = p_v_plane + i_slot * v_stride + (o_x - (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM)
+    m_value = m_value & (i_slot >= 0)
+    tl.store(p_y, b_left.to(p_v_plane.dtype.element_ty), mask=m_x_left & m_value)
+    tl.store(p_y + HALF, b_right.to(p_v_plane.dtype.element_ty), mask=m_x_right & m_value)
+
+
+def _rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    swapped_THD = x_THD.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.addcmul(x_THD * cos_T1D, swapped_THD, sin_T1D)
+
+
+def _num_heads(qkv_TX: torch.Tensor, k_plane_SKD: torch.Tensor) -> int:
+    _, num_kv_heads, head_dim = k_plane_SKD.shape
+    return qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+
+
+PADDING = -1
+"""The place of an entry that is skipped."""
+BLOCK = 16
+"""Entries of one program. A list comes in whole blocks: as an argument its length would be compiled for in several ways."""
+
+
+def scatter_pages(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
+    """table.flat[place] = page for each entry; no place may occur twice."""
+    if can_run(table_NP):
+        scatter_pages_triton(updates_U2, table_NP)
+    else:
+        scatter_pages_reference(updates_U2, table_NP)
+
+
+def scatter_pages_reference(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
+    """The same in plain torch."""
+    places_U, pages_U = updates_U2[updates_U2[:, 0] != PADDING].unbind(1)
+    table_NP.view(-1)[places_U] = pages_U.to(table_NP.dtype)
+
+
+def scatter_pages_triton(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
+    """The same as a Triton kernel, a program a block of the list."""
+    num_updates = updates_U2.shape[0]
+    assert num_updates % BLOCK == 0, f"{num_updates=} is not a multiple of {BLOCK=}"
+    assert updates_U2.is_contiguous(), f"{updates_U2.stride()=} is not dense"
+    assert table_NP.is_contiguous(), f"{table_NP.stride()=} is not dense"
+    if num_updates:
+        _scatter_pages_kernel[(num_updates // BLOCK,)](updates_U2, table_NP, PADDING=PADDING, BLOCK=BLOCK, num_warps=1)
+
+
+@jit
+def _scatter_pages_kernel(p_updates, p_table, PADDING: constexpr, BLOCK: constexpr):
+    i_block = tl.program_id(0).to(tl.int64)
+    o_update = i_block * BLOCK + tl.arange(0, BLOCK)
+    b_place = tl.load(p_updates + 2 * o_update)
+    b_page = tl.load(p_updates + 2 * o_update + 1)
+    tl.store(p_table + b_place, b_page.to(p_table.dtype.element_ty), mask=b_place != PADDING)

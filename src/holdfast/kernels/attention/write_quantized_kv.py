@@ -1,0 +1,360 @@
+"""The way of a fused projection into compressed pages: norm and rotate heads, code keys and values, give queries back.
+
+T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows that are not padding
+"""
+
+import torch
+
+from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
+from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
+from holdfast.kernels.triton_compat import (
+    can_launch_early,
+    can_run,
+    constexpr,
+    jit,
+    launched_early,
+    next_power_of_two,
+    tl,
+)
+from holdfast.quant.kv_quantize import (
+    KEY_CODEBOOKS,
+    VALUE_CODEBOOKS,
+    Codebook,
+    encode_keys,
+    encode_values,
+    hadamard_block,
+)
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+ELEMENTS_PER_PROGRAM = 1024
+"""Of whole heads: 8 of 128. The same for any number of rows, so that a row's sums have one order."""
+LEAST_HEADS = 8
+LEAST_BLOCK = 16
+"""Coordinates that a tensor core sums at once."""
+NUM_WARPS = 4
+NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
+"""Of 8 bits."""
+
+
+def write_codes(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    planes: CodedPlanes,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keys and values of each row go to its slot as codes; queries come back as [T, H, D], in `out_THD` where it is given.
+
+    Queries are rotated like the keys (quant/kv_quantize.py), so that a product of both needs no way back. A row with a
+    negative slot is padding: it stores nothing, its position is not looked at, and its queries are zeros.
+    `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in both.
+    """
+    write = write_codes_triton if can_run(qkv_TX) else write_codes_reference
+    return write(qkv_TX, positions_T, slots_T, planes, head_norm, rotary, out_THD)
+
+
+def write_codes_reference(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    planes: CodedPlanes,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same in plain torch."""
+    shape = planes.num_kv_heads, planes.head_dim
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, positions_T, slots_T, *shape, head_norm, rotary)
+    used_T = slots_T >= 0
+    rows_R = used_T.nonzero().squeeze(1)
+    slots_R, k_RKD, v_RKD = slots_T[rows_R], k_TKD[rows_R], v_TKD[rows_R]
+    if planes.rotates_keys:
+        q_THD, k_RKD = _rotated(q_THD, planes).to(qkv_TX.dtype), _rotated(k_RKD, planes)
+    if planes.rotates_values:
+        v_RKD = _rotated(v_RKD, planes)
+    if planes.k_mean_KD is not None:
+        k_RKD = k_RKD.float() - planes.k_mean_KD
+    pages_R, tokens_R = slots_R // planes.page_tokens, slots_R % planes.page_tokens
+    keys, values = encode_keys(k_RKD, planes.key_bits), encode_values(v_RKD, planes.value_bits)
+    planes.store(pages_R, tokens_R, keys, values)
+    q_THD = torch.where(used_T[:, None, None], q_THD, 0)
+    return q_THD if out_THD is None else out_THD.copy_(q_THD)
+
+
+def write_codes_triton(
+    qkv_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    planes: CodedPlanes,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same as one Triton kernel, a program for some heads of one kind of a row; it rounds where the reference rounds."""
+    num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
+    num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
+    q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
+    _check_layout(qkv_TX, q_THD, planes, rotary)
+    if num_rows:
+        block, early = max(LEAST_BLOCK, next_power_of_two(head_dim // 4)), can_launch_early(qkv_TX)
+        most_heads = max(LEAST_HEADS, ELEMENTS_PER_PROGRAM // (4 * block))
+        query_heads, kv_heads = (
+            max(LEAST_HEADS, min(most_heads, next_power_of_two(count))) for count in (num_heads, num_kv_heads)
+        )
+        key_codebook = KEY_CODEBOOKS.get(planes.key_bits, NO_CODEBOOK)
+        value_codebook = VALUE_CODEBOOKS.get(planes.value_bits, NO_CODEBOOK)
+        num_blocks = -(-num_heads // query_heads) + 2 * -(-num_kv_heads // kv_heads)
+        _write_codes_kernel[(num_rows * num_blocks,)](
+            qkv_TX,
+            positions_T,
+            slots_T,
+            planes.k_codes_PKtB.view(torch.int32) if planes.key_bits == 4 else planes.k_codes_PKtB,
+            planes.k_signs_PKtS,
+            planes.k_scale_PKt,
+            planes.v_codes_PKtB.view(torch.int16),
+            None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16),
+            planes.v_scale_PKt,
+            q_THD,
+            planes.rotation_DD,
+            planes.k_mean_KD,
+            head_norm.q_weight_D if head_norm else None,
+            head_norm.k_weight_D if head_norm else None,
+            rotary.cos_LD if rotary else None,
+            rotary.sin_LD if rotary else None,
+            head_norm.eps if head_norm else 0.0,
+            qkv_TX.stride(0),
+            q_THD.stride(0),
+            KEY_BITS=planes.key_bits,
+            VALUE_BITS=planes.value_bits,
+            KEY_MAGNITUDES=key_codebook.magnitudes,
+            VALUE_MAGNITUDES=value_codebook.magnitudes,
+            KEY_GAIN=key_codebook.gain * head_dim**0.5,
+            VALUE_GAIN=value_codebook.gain * head_dim**0.5,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            PAGE_TOKENS=planes.page_tokens,
+            QUERY_HEADS=query_heads,
+            KV_HEADS=kv_heads,
+            BLOCK=block,
+            EARLY=early,
+            num_warps=NUM_WARPS,
+            **launched_early(early),
+        )
+    return q_THD
+
+
+def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: CodedPlanes, rotary: Rotary | None) -> None:
+    head_dim = planes.head_dim
+    assert head_dim % 16 == 0, f"{head_dim=}: coded heads are multiples of 16"
+    assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
+    assert q_THD.stride()[1:] == (head_dim, 1), f"{q_THD.stride()=}: the heads of a row must lie side by side"
+    tables = (planes.rotation_DD, rotary.cos_LD, rotary.sin_LD) if rotary else (planes.rotation_DD,)
+    for table in tables:
+        assert table.dtype == qkv_TX.dtype, f"{table.dtype=} of a table for rows of {qkv_TX.dtype=}"
+        assert table.is_contiguous(), f"{table.stride()=}: the rows of a table must lie side by side"
+    for plane in (planes.k_codes_PKtB, planes.k_scale_PKt, planes.v_codes_PKtB, planes.v_scale_PKt):
+        assert plane.is_contiguous(), f"{plane.stride()=}: the pages of a plane must lie side by side"
+    if planes.k_mean_KD is not None:
+        assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
+
+
+def _rotated(x_XD: torch.Tensor, planes: CodedPlanes) -> torch.Tensor:
+    return x_XD.float() @ planes.rotation_DD[: planes.head_dim].float() * hadamard_block(planes.head_dim) ** -0.5
+
+
+@jit
+def _write_codes_kernel(
+    p_qkv,
+    p_positions,
+    p_slots,
+    p_k_codes,
+    p_k_signs,
+    p_k_scale,
+    p_v_codes,
+    p_v_signs,
+    p_v_scale,
+    p_q,
+    p_rotation,
+    p_k_mean,
+    p_q_norm,
+    p_k_norm,
+    p_cosine,
+    p_sine,
+    eps,
+    qkv_stride,
+    q_stride,
+    KEY_BITS: constexpr,
+    VALUE_BITS: constexpr,
+    KEY_MAGNITUDES: constexpr,
+    VALUE_MAGNITUDES: constexpr,
+    KEY_GAIN: constexpr,
+    VALUE_GAIN: constexpr,
+    NUM_HEADS: constexpr,
+    NUM_KV_HEADS: constexpr,
+    HEAD_DIM: constexpr,
+    PAGE_TOKENS: constexpr,
+    QUERY_HEADS: constexpr,
+    KV_HEADS: constexpr,
+    BLOCK: constexpr,
+    EARLY: constexpr,
+):
+    # A program has heads of one kind, as four blocks: their quarters. Names differ by kind, for their types may.
+    QUERY_BLOCKS: constexpr = (NUM_HEADS + QUERY_HEADS - 1) // QUERY_HEADS
+    KV_BLOCKS: constexpr = (NUM_KV_HEADS + KV_HEADS - 1) // KV_HEADS
+    NUM_BLOCKS: constexpr = QUERY_BLOCKS + 2 * KV_BLOCKS
+    i_program = tl.program_id(0)
+    i_block = i_program % NUM_BLOCKS
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    i_slot = tl.load(p_slots + i_row).to(tl.int64)
+    i_position = tl.where(i_slot < 0, 0, tl.load(p_positions + i_row).to(tl.int64))
+    o_d = tl.arange(0, BLOCK)[None, :]
+    m_d = o_d < HEAD_DIM // 4
+    o_table = i_position * HEAD_DIM + o_d
+    p_row = p_qkv + i_row * qkv_stride + o_d
+
+    if i_block < QUERY_BLOCKS:
+        o_query = i_block * QUERY_HEADS + tl.arange(0, QUERY_HEADS)[:, None]
+        m_query = (o_query < NUM_HEADS) & m_d
+        p_query = p_row + o_query * HEAD_DIM
+        b_q_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, EARLY)
+        b_q = _rotated_quarters(b_q, b_q_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+        p_y = p_q + i_row * q_stride + o_query * HEAD_DIM + o_d
+        for i in tl.static_range(4):
+            b_y = tl.where(i_slot < 0, 0.0, b_q[i]).to(p_q.dtype.element_ty)
+            tl.store(p_y + i * (HEAD_DIM // 4), b_y, mask=m_query)
+    else:
+        o_head = (i_block - QUERY_BLOCKS) % KV_BLOCKS * KV_HEADS + tl.arange(0, KV_HEADS)
+        m_head = o_head < NUM_KV_HEADS
+        m_x = m_head[:, None] & m_d
+        m_store = m_head & (i_slot >= 0)
+        p_key = p_row + (NUM_HEADS + o_head)[:, None] * HEAD_DIM
+        i_place = (i_slot // PAGE_TOKENS * NUM_KV_HEADS + o_head) * PAGE_TOKENS + i_slot % PAGE_TOKENS
+        if i_block < QUERY_BLOCKS + KV_BLOCKS:
+            b_k_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+            if p_k_mean is not None:
+                b_mean = quarters(p_k_mean + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
+            b_k = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, EARLY)
+            b_k = _rotated_quarters(b_k, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+            if p_k_mean is not None:
+                b_k = (b_k[0] - b_mean[0], b_k[1] - b_mean[1], b_k[2] - b_mean[2], b_k[3] - b_mean[3])
+            b_k_scale = store_keys(
+                p_k_codes, p_k_signs, i_place, m_store, b_k, HEAD_DIM, KEY_BITS, KEY_GAIN, KEY_MAGNITUDES
+            )
+            tl.store(p_k_scale + i_place, b_k_scale, mask=m_store)
+        else:
+            b_v_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
+            _wait(EARLY)
+            b_v = quarters(p_key + NUM_KV_HEADS * HEAD_DIM, m_x, HEAD_DIM)
+            b_v = _rotated_quarters(b_v, b_v_table, p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
+            b_v_scale = store_values(
+                p_v_codes, p_v_signs, i_place, m_store, b_v, HEAD_DIM, VALUE_BITS, VALUE_GAIN, VALUE_MAGNITUDES
+            )
+            tl.store(p_v_scale + i_place, b_v_scale, mask=m_store)
+
+
+@jit
+def _wait(EARLY: constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM: constexpr, EARLY: constexpr):
+    """Heads of a row, normed and rotated by their position, rounded as the reference does it."""
+    o_d = tl.arange(0, m_x.shape[1])[None, :]
+    m_d = o_d < HEAD_DIM // 4
+    # What no kernel before this one writes is loaded first.
+    if p_norm is not None:
+        b_norm = quarters(p_norm + o_d, m_d, HEAD_DIM)
+    if p_cosine is not None:
+        b_cos = quarters(p_cosine + o_table, m_d, HEAD_DIM)
+        b_sin = quarters(p_sine + o_table, m_d, HEAD_DIM)
+    _wait(EARLY)
+    b_x = quarters(p_x, m_x, HEAD_DIM)
+    if p_norm is not None:
+        b_scale = tl.rsqrt(sum_of_products(b_x, b_x) / HEAD_DIM + eps)[:, None]
+        b_x = (
+            _rounded(b_x[0] * b_scale * b_norm[0], p_x),
+            _rounded(b_x[1] * b_scale * b_norm[1], p_x),
+            _rounded(b_x[2] * b_scale * b_norm[2], p_x),
+            _rounded(b_x[3] * b_scale * b_norm[3], p_x),
+        )
+    if p_cosine is not None:
+        b_x = (
+            _rounded(_rounded(b_x[0] * b_cos[0], p_x) + b_x[2] * b_sin[0], p_x),
+            _rounded(_rounded(b_x[1] * b_cos[1], p_x) + b_x[3] * b_sin[1], p_x),
+            _rounded(_rounded(b_x[2] * b_cos[2], p_x) + b_x[0] * b_sin[2], p_x),
+            _rounded(_rounded(b_x[3] * b_cos[3], p_x) + b_x[1] * b_sin[3], p_x),
+        )
+    return b_x
+
+
+@jit
+def _rounded(b_x, p_x):
+    """What memory of the pointer's type would hold."""
+    return b_x.to(p_x.dtype.element_ty).to(tl.float32)
+
+
+@jit
+def _rotation_table(p_rotation, HEAD_DIM: constexpr, BLOCK: constexpr, BITS: constexpr):
+    """The one piece of the rotation that serves all quarters, where there is one."""
+    b_table = None
+    if BITS < 8 and HEAD_DIM & (HEAD_DIM - 1) == 0:
+        b_table = _rotation_piece(p_rotation, 0, 0, HEAD_DIM, BLOCK)
+    return b_table
+
+
+@jit
+def _rotation_piece(p_rotation, ROW: constexpr, COLUMN: constexpr, HEAD_DIM: constexpr, BLOCK: constexpr):
+    """The part of the rotation from one quarter to another."""
+    QUARTER: constexpr = HEAD_DIM // 4
+    o_row, o_column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    p_piece = p_rotation + (ROW * QUARTER + o_row) * HEAD_DIM + COLUMN * QUARTER + o_column
+    return tl.load(p_piece, mask=(o_row < QUARTER) & (o_column < QUARTER), other=0.0)
+
+
+@jit
+def _rotated_quarters(b_x, b_table, p_rotation, HEAD_DIM: constexpr, BLOCK: constexpr, BITS: constexpr):
+    """Products with +1, -1 and 0, which are exact, and their sums in float32; 8 bits need no rotation."""
+    ROOT: constexpr = (HEAD_DIM & -HEAD_DIM) ** -0.5
+    if BITS == 8:
+        b_y = b_x
+    elif b_table is not None:
+        # What is left of a Hadamard matrix are sums and differences of quarters.
+        b_0, b_1 = _multiplied(b_x[0], b_table), _multiplied(b_x[1], b_table)
+        b_2, b_3 = _multiplied(b_x[2], b_table), _multiplied(b_x[3], b_table)
+        b_0, b_1, b_2, b_3 = b_0 + b_1, b_0 - b_1, b_2 + b_3, b_2 - b_3
+        b_y = ((b_0 + b_2) * ROOT, (b_1 + b_3) * ROOT, (b_0 - b_2) * ROOT, (b_1 - b_3) * ROOT)
+    else:
+        b_0 = _rotated_quarter(b_x, p_rotation, 0, HEAD_DIM, BLOCK) * ROOT
+        b_1 = _rotated_quarter(b_x, p_rotation, 1, HEAD_DIM, BLOCK) * ROOT
+        b_2 = _rotated_quarter(b_x, p_rotation, 2, HEAD_DIM, BLOCK) * ROOT
+        b_3 = _rotated_quarter(b_x, p_rotation, 3, HEAD_DIM, BLOCK) * ROOT
+        b_y = (b_0, b_1, b_2, b_3)
+    return b_y
+
+
+@jit
+def _rotated_quarter(b_x, p_rotation, COLUMN: constexpr, HEAD_DIM: constexpr, BLOCK: constexpr):
+    b_y = _multiplied(b_x[COLUMN], _rotation_piece(p_rotation, COLUMN, COLUMN, HEAD_DIM, BLOCK))
+    for i in tl.static_range(4):
+        # Quarters that are no neighbours share no block of the rotation.
+        if i == COLUMN - 1 or i == COLUMN + 1:
+            b_y += _multiplied(b_x[i], _rotation_piece(p_rotation, i, COLUMN, HEAD_DIM, BLOCK))
+    return b_y
+
+
+@jit
+def _multiplied(b_x, b_table):
+    return tl.dot(b_x.to(b_table.dtype), b_table, input_precision="ieee")

@@ -1,0 +1,378 @@
+"""Pieces of kernels that work on the bits of numbers: fp8 (e4m3) to and from float, exponents, packed words; alike on a GPU and in the interpreter.
+
+A head is four blocks, its quarters: what a word holds lies at the same place of several of them, or side by side in one.
+
+bfloat16 comes and goes as int16, because the interpreter does not round it; e4m3 as uint8, because not every GPU has it.
+Bytes that become float32 are exponents (e8m0), a type that Triton does not know.
+"""
+
+import torch
+
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+
+
+@jit
+def quarters(p_x, m_x, HEAD_DIM: constexpr):
+    """The quarters of heads as float32, from pointers to the first."""
+    b_0 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    b_1 = tl.load(p_x + HEAD_DIM // 4, mask=m_x, other=0.0).to(tl.float32)
+    b_2 = tl.load(p_x + 2 * (HEAD_DIM // 4), mask=m_x, other=0.0).to(tl.float32)
+    b_3 = tl.load(p_x + 3 * (HEAD_DIM // 4), mask=m_x, other=0.0).to(tl.float32)
+    return b_0, b_1, b_2, b_3
+
+
+@jit
+def sum_of_products(b_x, b_y):
+    """A number for each head."""
+    return tl.sum(b_x[0] * b_y[0] + b_x[1] * b_y[1] + b_x[2] * b_y[2] + b_x[3] * b_y[3], axis=1)
+
+
+@jit
+def _quotient(b_x, b_y):
+    """A scale: at most what float16 holds. NaN stays."""
+    b_scale = tl.div_rn(b_x, b_y)
+    return tl.where(b_scale > 65504.0, 65504.0, b_scale)
+
+
+@jit
+def _fp8_codes(b_x):
+    """The e4m3 numbers of heads as int32, quarter by quarter, and the scale that takes the largest of a head to 448."""
+    # As integers: NaN is above all numbers there, and is not lost.
+    b_largest = tl.maximum(_size_bits(b_x[0]), _size_bits(b_x[1]))
+    b_largest = tl.maximum(b_largest, tl.maximum(_size_bits(b_x[2]), _size_bits(b_x[3])))
+    b_largest = tl.max(b_largest, axis=1).to(tl.float32, bitcast=True)
+    b_scale = _quotient(b_largest, tl.full(b_largest.shape, 448.0, tl.float32)).to(tl.float16)
+    b_divisor = tl.where(b_scale == 0, 1.0, b_scale.to(tl.float32))
+    b_factor = tl.where(b_scale == 0, 0.0, tl.div_rn(tl.full(b_scale.shape, 1.0, tl.float32), b_divisor))[:, None]
+    b_0, b_1 = e4m3_code(b_x[0] * b_factor), e4m3_code(b_x[1] * b_factor)
+    b_2, b_3 = e4m3_code(b_x[2] * b_factor), e4m3_code(b_x[3] * b_factor)
+    return (b_0, b_1, b_2, b_3), b_scale
+
+
+@jit
+def _size_bits(b_x):
+    """The bits of absolute values, which rise with them."""
+    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def e4m3_code(b_x):
+    """The bits of the nearest e4m3 number as int32: of two the even one, and no larger than 448."""
+    # In integers, because not every GPU has the instruction, and the interpreter has it wrong.
+    b_size = tl.minimum(_size_bits(b_x), 0x43E00000)
+    b_normal = (b_size + 0x7FFFF + (b_size >> 20 & 1) >> 20) - 960
+    # Below 2^-6 the steps are 2^-9: those of float32 at 2^14, where the sum rounds.
+    b_small = (b_size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+    b_code = tl.where(b_size < 0x3C800000, b_small, b_normal)
+    b_code = tl.where(b_x != b_x, 0x7F, b_code)
+    return b_code | b_x.to(tl.int32, bitcast=True) >> 24 & 0x80
+
+
+@jit
+def _nearest_codes(b_x, HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, MAGNITUDES: constexpr):
+    """The norm of heads; then by quarter: numbers of magnitudes, 1 where the sign is negative, and the magnitudes."""
+    m_x = (tl.arange(0, b_x[0].shape[1]) < HEAD_DIM // 4)[None, :]
+    b_norm = tl.sqrt_rn(sum_of_products(b_x, b_x))
+    b_factor = tl.div_rn(tl.full(b_norm.shape, GAIN, tl.float32), tl.where(b_norm > 0, b_norm, 1.0))[:, None]
+    b_0, b_1 = _nearest(b_x[0] * b_factor, m_x, BITS, MAGNITUDES), _nearest(b_x[1] * b_factor, m_x, BITS, MAGNITUDES)
+    b_2, b_3 = _nearest(b_x[2] * b_factor, m_x, BITS, MAGNITUDES), _nearest(b_x[3] * b_factor, m_x, BITS, MAGNITUDES)
+    b_numbers = b_0[0], b_1[0], b_2[0], b_3[0]
+    b_signs = b_0[1], b_1[1], b_2[1], b_3[1]
+    return b_norm, b_numbers, b_signs, (b_0[2], b_1[2], b_2[2], b_3[2])
+
+
+@jit
+def _nearest(b_x, m_x, BITS: constexpr, MAGNITUDES: constexpr):
+    b_size = tl.abs(b_x)
+    b_number = tl.zeros(b_x.shape, tl.int32)
+    b_magnitude = tl.full(b_x.shape, MAGNITUDES[0], tl.float32)
+    for i in tl.static_range(1, 2 ** (BITS - 1)):
+        # NaN is above every boundary, which makes it the most negative code.
+        m_below = b_size <= (MAGNITUDES[i - 1] + MAGNITUDES[i]) / 2
+        b_number = tl.where(m_below, b_number, i)
+        b_magnitude = tl.where(m_below, b_magnitude, MAGNITUDES[i])
+    return b_number, tl.where(b_x > 0, 0, 1), tl.where(m_x, b_magnitude, 0.0)
+
+
+@jit
+def store_keys(
+    p_codes,
+    p_signs,
+    i_place,
+    m_store,
+    b_x,
+    HEAD_DIM: constexpr,
+    BITS: constexpr,
+    GAIN: constexpr,
+    MAGNITUDES: constexpr,
+):
+    """Code heads into their places among all heads of the pages: bytes, or 32-bit words for 4 bits; gives their scales."""
+    QUARTER: constexpr = HEAD_DIM // 4
+    if BITS == 8:
+        b_codes, b_scale = _fp8_codes(b_x)
+        for i in tl.static_range(4):
+            _store_words(p_codes, i_place, m_store, b_codes[i], 1, i * QUARTER, QUARTER, HEAD_DIM)
+    else:
+        b_norm, b_numbers, b_signs, b_sizes = _nearest_codes(b_x, HEAD_DIM, BITS, GAIN, MAGNITUDES)
+        b_scale = _quotient(b_norm, tl.sqrt_rn(sum_of_products(b_sizes, b_sizes)))
+        o_d = tl.arange(0, b_x[0].shape[1])[None, :]
+        for i in tl.static_range(2):
+            if BITS == 4:
+                o_k = o_d % 4
+                b_bits = b_numbers[i] << 4 * o_k | b_numbers[i + 2] << 4 * o_k + 16
+                b_bits = b_bits | b_signs[i] << 8 * o_k + 7 | b_signs[i + 2] << 8 * o_k + 3
+                _store_words(p_codes, i_place, m_store, b_bits, 4, i * (QUARTER // 4), QUARTER // 4, HEAD_DIM // 8)
+            else:
+                o_k = 4 * (o_d // 2 % 2)
+                b_bits = b_numbers[i] << o_k | b_numbers[i + 2] << o_k + 2
+                _store_split_words(p_codes, i_place, m_store, b_bits, i * (QUARTER // 4), QUARTER // 4, QUARTER)
+        if BITS == 3:
+            o_j = o_d % 2
+            b_bits = b_signs[0] << o_j | b_signs[2] << o_j + 2 | b_signs[1] << o_j + 4 | b_signs[3] << o_j + 6
+            _store_words(p_signs, i_place, m_store, b_bits, 2, 0, QUARTER // 2, HEAD_DIM // 8)
+    return b_scale.to(tl.float16)
+
+
+@jit
+def store_values(
+    p_codes,
+    p_signs,
+    i_place,
+    m_store,
+    b_x,
+    HEAD_DIM: constexpr,
+    BITS: constexpr,
+    GAIN: constexpr,
+    MAGNITUDES: constexpr,
+):
+    """The same for values, as 16-bit words."""
+    QUARTER: constexpr = HEAD_DIM // 4
+    if BITS == 8:
+        b_codes, b_scale = _fp8_codes(b_x)
+        for i in tl.static_range(2):
+            b_bits = b_codes[i] | b_codes[i + 2] << 8
+            _store_words(p_codes, i_place, m_store, b_bits, 1, i * QUARTER, QUARTER, HEAD_DIM // 2)
+    else:
+        _, b_numbers, b_signs, b_sizes = _nearest_codes(b_x, HEAD_DIM, BITS, GAIN, MAGNITUDES)
+        # A code has the sign of its number, so that sizes will do.
+        b_along = sum_of_products((tl.abs(b_x[0]), tl.abs(b_x[1]), tl.abs(b_x[2]), tl.abs(b_x[3])), b_sizes)
+        b_scale = _quotient(b_along, sum_of_products(b_sizes, b_sizes))
+        SIDE_BY_SIDE: constexpr = 2 if BITS == 4 else 4
+        WIDTH: constexpr = 8 // SIDE_BY_SIDE
+        MASK: constexpr = 2**WIDTH - 1
+        COUNT: constexpr = QUARTER // SIDE_BY_SIDE
+        b_0, b_1 = _rising(b_numbers[0], b_signs[0], BITS), _rising(b_numbers[1], b_signs[1], BITS)
+        b_2, b_3 = _rising(b_numbers[2], b_signs[2], BITS), _rising(b_numbers[3], b_signs[3], BITS)
+        o_j = WIDTH * (tl.arange(0, b_0.shape[1])[None, :] % SIDE_BY_SIDE)
+        b_bits = (b_0 & MASK) << o_j | (b_2 & MASK) << o_j + 8
+        _store_words(p_codes, i_place, m_store, b_bits, SIDE_BY_SIDE, 0, COUNT, 2 * COUNT)
+        b_bits = (b_1 & MASK) << o_j | (b_3 & MASK) << o_j + 8
+        _store_words(p_codes, i_place, m_store, b_bits, SIDE_BY_SIDE, COUNT, COUNT, 2 * COUNT)
+        if BITS == 3:
+            b_bits = b_0 >> 2 << o_j | b_1 >> 2 << o_j + 1 | b_2 >> 2 << o_j + 8 | b_3 >> 2 << o_j + 9
+            _store_words(p_signs, i_place, m_store, b_bits, SIDE_BY_SIDE, 0, COUNT, COUNT)
+    return b_scale.to(tl.float16)
+
+
+@jit
+def _rising(b_number, b_sign, BITS: constexpr):
+    SIDE: constexpr = 2 ** (BITS - 1)
+    return tl.where(b_sign == 1, SIDE - 1 - b_number, SIDE + b_number)
+
+
+@jit
+def _store_words(
+    p_words,
+    i_place,
+    m_store,
+    b_bits,
+    SIDE_BY_SIDE: constexpr,
+    FIRST: constexpr,
+    COUNT: constexpr,
+    STRIDE: constexpr,
+):
+    """Bits of neighbours, which share no place, become words: `COUNT` of each head from its `FIRST`, of `STRIDE` in all."""
+    WORDS: constexpr = b_bits.shape[1] // SIDE_BY_SIDE
+    b_words = b_bits
+    if SIDE_BY_SIDE > 1:
+        b_words = tl.sum(tl.reshape(b_bits, (b_bits.shape[0], WORDS, SIDE_BY_SIDE)), axis=2)
+    o_word = tl.arange(0, WORDS)[None, :]
+    p_y = p_words + i_place[:, None] * STRIDE + FIRST + o_word
+    tl.store(p_y, b_words.to(p_words.dtype.element_ty), mask=m_store[:, None] & (o_word < COUNT))
+
+
+@jit
+def _store_split_words(p_bytes, i_place, m_store, b_bits, FIRST: constexpr, COUNT: constexpr, STRIDE: constexpr):
+    """Pairs of columns of keys of 3 bits. A word of two pairs may lie in two quarters, but a byte is one part of one pair:
+    the even pair's bytes are 0 and 2 of a word, the odd one's 1 and 3."""
+    PAIRS: constexpr = b_bits.shape[1] // 4
+    b_bytes = tl.sum(tl.reshape(b_bits, (b_bits.shape[0], PAIRS, 2, 2)), axis=2)
+    o_pair, o_part = tl.arange(0, PAIRS)[None, :, None], tl.arange(0, 2)[None, None, :]
+    o_byte = (FIRST + o_pair) // 2 * 4 + (FIRST + o_pair) % 2 + 2 * o_part
+    m_byte = m_store[:, None, None] & (o_pair < COUNT)
+    tl.store(p_bytes + i_place[:, None, None] * STRIDE + o_byte, b_bytes.to(tl.uint8), mask=m_byte)
+
+
+# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+
+
+AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of the same size by bytes of an element."""
+EXPONENT_BITS = {
+    torch.float8_e4m3fn: 0x7F,
+    torch.float8_e8m0fnu: 0xFF,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
+"""Bits that are all set in what is not finite, and in no other number; other types have no such bits."""
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers."""
+    return tensor.view(AS_INTEGERS[tensor.element_size()])
+
+
+def as_kernels_read(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that `float32_of` takes: bfloat16 and e4m3 as integers."""
+    return as_bits(tensor) if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) else tensor
+
+
+@jit
+def float32_of(b_x):
+    """Loaded numbers as float32: int16 stands for bfloat16. From float64 to the nearest, all others as they are."""
+    is_bfloat16: constexpr = b_x.dtype == tl.int16
+    return (b_x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if is_bfloat16 else b_x.to(tl.float32)
+
+
+@jit
+def float32_to_odd(b_x):
+    """The same for a result that is rounded again: what is cut off a float64 stays as an odd last bit."""
+    b_near = float32_of(b_x)
+    if b_x.dtype == tl.float64:
+        b_bits, b_back = b_near.to(tl.int32, bitcast=True), b_near.to(tl.float64)
+        m_cut = (b_back != b_x) & (b_x == b_x) & (b_bits & 1 == 0)
+        b_outward = tl.where(tl.abs(b_back) < tl.abs(b_x), 1, -1)
+        b_near = tl.where(m_cut, b_bits + b_outward, b_bits).to(tl.float32, bitcast=True)
+    return b_near
+
+
+@jit
+def size_bits(b_x):
+    """The bits of the magnitudes of float32 numbers, which rise with them; NaN is above all."""
+    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def finite_bits(b_x):
+    """The same, and 0 for what is not finite."""
+    b_size = size_bits(b_x)
+    return tl.where(b_size < 0x7F800000, b_size, 0)
+
+
+@jit
+def bfloat16_bits(b_x):
+    """The bits of the nearest bfloat16 as int16: of two the even one."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    # Unsigned, so that the carry and the shift leave the sign alone.
+    b_round = (b_bits.to(tl.uint32, bitcast=True) + 0x7FFF + (b_bits >> 16 & 1).to(tl.uint32)) >> 16
+    return tl.where(b_x == b_x, b_round, 0x7FC0).to(tl.int16)
+
+
+@jit
+def e4m3_of(b_x):
+    """The bits of the nearest e4m3 number as int32, at most 448; NaN has no sign."""
+    return tl.where(b_x == b_x, e4m3_code(b_x), 0x7F)
+
+
+@jit
+def int8_of(b_x):
+    """The bits of the nearest integer within 127 of zero, as int32 from 0 to 255: of two the even one; 0 for NaN."""
+    # At 1.5 * 2^23 the steps of float32 are 1, so that the sum rounds and its last byte is the integer.
+    b_near = tl.minimum(tl.maximum(tl.where(b_x == b_x, b_x, 0.0), -127.0), 127.0) + 12582912.0
+    return b_near.to(tl.int32, bitcast=True) & 0xFF
+
+
+@jit
+def e2m1_of(b_x):
+    """The code of the nearest e2m1 number as int32: of two the even one; zero has no sign, and NaN is zero."""
+    b_size = tl.abs(b_x)
+    b_code = (b_size > 0.25).to(tl.int32) + (b_size >= 0.75).to(tl.int32) + (b_size > 1.25).to(tl.int32)
+    b_code += (b_size >= 1.75).to(tl.int32) + (b_size > 2.5).to(tl.int32) + (b_size >= 3.5).to(tl.int32)
+    b_code += (b_size > 5.0).to(tl.int32)
+    return tl.where((b_code > 0) & (b_x < 0), b_code + 8, b_code)
+
+
+@jit
+def e4m3_value(b_code):
+    """The float32 numbers that e4m3 codes, as int32, stand for."""
+    b_size = b_code & 0x7F
+    b_normal = ((b_size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    b_value = tl.where(b_size < 8, b_size.to(tl.float32) * 0.001953125, b_normal)
+    b_value = tl.where(b_size == 0x7F, float("nan"), b_value)
+    # By its bit: a minus would be a subtraction, which has no -0.
+    return (b_value.to(tl.int32, bitcast=True) | (b_code & 0x80) << 24).to(tl.float32, bitcast=True)
+
+
+@jit
+def e8m0_bits(b_code):
+    """The bits of the float32 powers of two, 2^(e - 127), whose exponents are bytes, as int32; NaN for 255."""
+    b_exponent = b_code.to(tl.int32)
+    b_bits = tl.where(b_exponent == 0, 0x400000, b_exponent << 23)  # 2^-127 is below the normal numbers
+    return tl.where(b_exponent == 255, 0x7FC00000, b_bits)
+
+
+@jit
+def narrowed_bits(b_x, TARGET: constexpr):
+    """The bits of loaded numbers in another type, rounded once: "float64", "float32", "float16" or "bfloat16".
+
+    Bytes are exponents of two, for "float32" alone.
+    """
+    if TARGET == "bfloat16":
+        b_bits = bfloat16_bits(float32_to_odd(b_x))
+    elif TARGET == "float16":
+        b_bits = float32_to_odd(b_x).to(tl.float16).to(tl.int16, bitcast=True)
+    elif TARGET == "float32":
+        b_bits = e8m0_bits(b_x) if b_x.dtype == tl.uint8 else float32_of(b_x).to(tl.int32, bitcast=True)
+    else:
+        b_bits = float32_of(b_x).to(tl.float64).to(tl.int64, bitcast=True)
+    return b_bits
+
+
+# ruff: noqa: ANN001, ANN201, SIM108 the arguments of kernels have no types
+
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+
+@jit
+def coded_numbers(b_x, PLAIN: constexpr):
+    """float32 as the operand of a product of e4m3 numbers: e4m3, or, in the interpreter, the same numbers in half precision."""
+    if PLAIN:
+        b_coded = e4m3_value(e4m3_code(b_x)).to(tl.float16)
+    else:
+        # The instruction saturates, and rounds as `e4m3_code` does.
+        b_coded = b_x.to(tl.float8e4nv)
+    return b_coded
+
+
+@jit
+def loaded_numbers(b_codes, PLAIN: constexpr):
+    """Codes that were loaded, as such an operand; the interpreter loads bytes (see `kernel_codes`)."""
+    if PLAIN:
+        b_coded = e4m3_value(b_codes.to(tl.int32)).to(tl.float16)
+    else:
+        b_coded = b_codes
+    return b_coded
+
+
+def kernel_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as a kernel takes them: e4m3 as bytes in the interpreter, which does not know it; all else as it is."""
+    return codes.view(torch.uint8) if is_interpreted() and codes.dtype == torch.float8_e4m3fn else codes

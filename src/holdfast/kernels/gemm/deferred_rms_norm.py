@@ -1,0 +1,205 @@
+"""The largest magnitude of every row: what a row's e4m3 scale follows from, left for the product that codes the row.
+
+M rows, K inputs
+
+M rows, K inputs, J blocks of K
+
+M rows, K columns
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
+
+
+class PeakScratch(NamedTuple):
+    """Largest magnitudes, from which the scale of a row follows where products code their rows (skinny_coded.py)."""
+
+    normed: torch.Tensor
+    """float32, as many as there are squares: of x * norm_weight, by block."""
+    inputs: torch.Tensor
+    """float32, one a row: of what goes into a residual product and comes from elsewhere."""
+    gated: torch.Tensor
+    """int32, the bits of float32, some a row: of what a gated product leaves, raised by its blocks; zeros before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyScratch:
+    """What products share: sums of squares, parts along K, and how many of them have arrived (zeros between launches)."""
+
+    squares: torch.Tensor
+    parts: torch.Tensor
+    arrived: torch.Tensor
+    peaks: PeakScratch | None = None
+    """None where no product codes its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormedRows:
+    """The input of a product whose rms norm is not finished: x * norm_weight, and squares of x by block; peaks too, if wanted."""
+
+    scaled_MK: torch.Tensor
+    num_squares: int
+    eps: float
+
+
+def begin_rows(
+    x_MK: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    scaled_MK: torch.Tensor,
+    scratch: SkinnyScratch,
+    delta_MK: torch.Tensor | None = None,
+) -> NormedRows:
+    """x += delta where there is one, and the norm of x left half done as every producer leaves it."""
+    num_rows, size_k = x_MK.shape
+    _begin_kernel[(num_rows,)](
+        x_MK,
+        norm_weight_K,
+        x_MK if delta_MK is None else delta_MK,
+        scaled_MK,
+        scratch.squares,
+        scratch.squares if scratch.peaks is None else scratch.peaks.normed,
+        size_k,
+        HAS_DELTA=delta_MK is not None,
+        HAS_PEAKS=scratch.peaks is not None,
+        BLOCK=next_power_of_two(size_k),
+        num_warps=8,
+    )
+    return NormedRows(scaled_MK, 1, eps)
+
+
+def begin_rows_reference(
+    x_MK: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    scaled_MK: torch.Tensor,
+    scratch: SkinnyScratch,
+    delta_MK: torch.Tensor | None = None,
+) -> NormedRows:
+    """The same in plain torch."""
+    if delta_MK is not None:
+        x_MK.add_(delta_MK)
+    scaled_MK.copy_((x_MK.float() * norm_weight_K.float()).to(x_MK.dtype))
+    scratch.squares[: x_MK.shape[0]] = x_MK.float().square().sum(-1)
+    if scratch.peaks is not None:
+        scratch.peaks.normed[: x_MK.shape[0]] = scaled_MK.float().abs().amax(-1)
+    return NormedRows(scaled_MK, 1, eps)
+
+
+@jit
+def _begin_kernel(
+    p_x,
+    p_norm_weight,
+    p_delta,
+    p_scaled,
+    p_squares,
+    p_peaks,
+    size,
+    HAS_DELTA: constexpr,
+    HAS_PEAKS: constexpr,
+    BLOCK: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BLOCK)
+    m_k = o_k < size
+    b_x = tl.load(p_x + i_row * size + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        b_x += tl.load(p_delta + i_row * size + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_rounded = b_x.to(p_x.dtype.element_ty)
+        tl.store(p_x + i_row * size + o_k, b_rounded, mask=m_k)
+        b_x = b_rounded.to(tl.float32)
+    b_weight = tl.load(p_norm_weight + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_scaled = (b_x * b_weight).to(p_scaled.dtype.element_ty)
+    tl.store(p_scaled + i_row * size + o_k, b_scaled, mask=m_k)
+    tl.store(p_squares + i_row, tl.sum(b_x * b_x, axis=0))
+    if HAS_PEAKS:
+        tl.store(p_peaks + i_row, tl.max(tl.abs(b_scaled.to(tl.float32)), axis=0))
+
+
+def finish_rows(rows: NormedRows, scratch: SkinnyScratch, out_MK: torch.Tensor) -> torch.Tensor:
+    """The norm of x, in its type."""
+    num_rows, size_k = rows.scaled_MK.shape
+    _finish_kernel[(num_rows,)](
+        rows.scaled_MK,
+        scratch.squares,
+        out_MK,
+        size_k,
+        rows.num_squares,
+        rows.eps,
+        BLOCK=next_power_of_two(size_k),
+        BLOCK_J=next_power_of_two(rows.num_squares),
+        num_warps=8,
+    )
+    return out_MK
+
+
+def finish_rows_reference(rows: NormedRows, scratch: SkinnyScratch, out_MK: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    num_rows, size_k = rows.scaled_MK.shape
+    squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
+    scale_M1 = (squares_MJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
+    return out_MK.copy_((rows.scaled_MK.float() * scale_M1).to(out_MK.dtype))
+
+
+@jit
+def _finish_kernel(p_scaled, p_squares, p_out, size, num_squares, eps, BLOCK: constexpr, BLOCK_J: constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BLOCK)
+    o_j = tl.arange(0, BLOCK_J)
+    m_k = o_k < size
+    b_squares = tl.load(p_squares + i_row * num_squares + o_j, mask=o_j < num_squares, other=0.0)
+    b_x = tl.load(p_scaled + i_row * size + o_k, mask=m_k, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size + eps)
+    tl.store(p_out + i_row * size + o_k, (b_x * scale).to(p_out.dtype.element_ty), mask=m_k)
+
+
+class RowPeaks(NamedTuple):
+    """Magnitudes of which the largest is a row's: `num_peaks` of them a row, one row behind the other."""
+
+    values: torch.Tensor
+    """float32."""
+    num_peaks: int
+
+
+def row_peaks(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowPeaks:
+    """One peak a row, into `values`; on the way the peaks of a later product are set to zero (`cleared`, a share by each row)."""
+    num_rows, size_k = x_MK.shape
+    share = -(-cleared.numel() // num_rows)
+    early = can_launch_early(x_MK)
+    _peak_kernel[(num_rows,)](
+        x_MK,
+        values,
+        cleared,
+        size_k,
+        share,
+        cleared.numel(),
+        BLOCK=next_power_of_two(max(size_k, share)),
+        EARLY=early,
+        num_warps=8,
+        **launched_early(early),
+    )
+    return RowPeaks(values, 1)
+
+
+def row_peaks_reference(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowPeaks:
+    """The same in plain torch."""
+    cleared.zero_()
+    values[: x_MK.shape[0]] = x_MK.float().abs().amax(-1)
+    return RowPeaks(values, 1)
+
+
+@jit
+def _peak_kernel(p_x, p_peaks, p_cleared, size, share, num_cleared, BLOCK: constexpr, EARLY: constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BLOCK)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b_x = tl.load(p_x + i_row * size + o_k, mask=o_k < size, other=0.0).to(tl.float32)
+    tl.store(p_peaks + i_row, tl.max(tl.abs(b_x), axis=0))
+    o_c = i_row * share + o_k
+    tl.store(p_cleared + o_c, tl.zeros((BLOCK,), tl.int32), mask=(o_k < share) & (o_c < num_cleared))

@@ -1,0 +1,320 @@
+"""The product of one row with a weight of eight bits and a scale a row, at the speed of memory (skinny_coded.py).
+
+M rows, N outputs, K inputs
+
+N outputs, K inputs, J blocks of K or N
+"""
+
+from typing import NamedTuple
+
+from holdfast.kernels.fp8 import coded_numbers, loaded_numbers
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.quant.quantized_weight import LEAST_E4M3_SCALE
+
+# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+
+
+MAX_ROWS = 16
+"""Beyond it cuBLAS is faster, with the norms, gates and sums as kernels of their own."""
+BLOCK_N = 64
+"""Outputs of a program, for two rows and more."""
+PROGRAMS = 128
+"""About as many as a large GPU has multiprocessors: fewer leave some of them idle."""
+MAX_PARTS = 8
+
+
+def row_form(num_rows: int) -> bool:
+    """Whether one row is multiplied where it is loaded: what of a launch follows from the number of rows."""
+    return num_rows == 1
+
+
+def num_parts(size_n: int, size_k: int, block_k: int) -> int:
+    """Parts along K for a weight of this shape: enough programs, and whole blocks of K in each."""
+    parts = 1
+    while -(-size_n // BLOCK_N) * parts < PROGRAMS and parts < MAX_PARTS and size_k % (2 * parts * block_k) == 0:
+        parts *= 2
+    return parts
+
+
+@jit
+def summed_parts(p_part, part_size, m_nm, NUM_PARTS: constexpr):
+    """All parts of a block of outputs in their order, as other programs have left them."""
+    b_y = tl.load(p_part, mask=m_nm, other=0.0, cache_modifier=".cg")
+    for i in tl.static_range(1, NUM_PARTS):
+        b_y += tl.load(p_part + i * part_size, mask=m_nm, other=0.0, cache_modifier=".cg")
+    return b_y
+
+
+@jit
+def leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
+    """One row: x + y, and of it the next norm's half-done input and its squares; x + y and that input come back."""
+    b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
+    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_scaled = (b_y * b_norm).to(p_scaled.dtype.element_ty)
+    tl.store(p_scaled + o_n, b_scaled, mask=m_n)
+    tl.store(p_squares + i_n, tl.sum(tl.where(m_n, b_y * b_y, 0.0), axis=0))
+    return b_y, b_scaled
+
+
+@jit
+def leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m):
+    """The same for a block of outputs of all rows, as [N, M]."""
+    m_nm = m_n[:, None] & m_m[None, :]
+    b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
+    b_y = (b_old + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
+    b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_scaled = (b_y * b_norm[:, None]).to(p_scaled.dtype.element_ty)
+    tl.store(p_scaled + o_y, b_scaled, mask=m_nm)
+    b_squares = tl.sum(tl.where(m_n[:, None], b_y * b_y, 0.0), axis=0)
+    tl.store(p_squares + o_m * tl.num_programs(0) + i_n, b_squares, mask=m_m)
+    return b_y, b_scaled
+
+
+# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+
+NUM_GATE_PEAKS = 64
+"""Places for the peak of a gated row: few to read, and enough that blocks seldom wait for one another."""
+GATE_PEAKS = kernel_constant(NUM_GATE_PEAKS)
+LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
+
+
+class RowBlocks(NamedTuple):
+    """How one row's product is cut."""
+
+    block_n: int
+    """Outputs of a program."""
+    block_k: int
+    """Inputs that are loaded at a time, of each output."""
+    depth: int
+    """Loads whose products are added in half precision before the sum goes on in float32; 0: all of it in float32."""
+    num_warps: int
+
+
+def row_blocks(size_k: int, gated: bool, residual: bool, coded: bool) -> RowBlocks:
+    """The blocks of a product: measured on an H200 (docs/log.md)."""
+    block_k = next((size for size in (512, 256, 128) if size_k % size == 0), 0)
+    if not coded or block_k == 0:
+        return RowBlocks(4 if gated else 8, 512, 0, 4)
+    loads = size_k // block_k
+    if residual:
+        # Programs of more outputs leave fewer squares and peaks for the next product to read.
+        num_warps = 4 if size_k > 16384 else 2
+        return RowBlocks(8, block_k, next(depth for depth in (2, 5, 3, 1) if loads % depth == 0), num_warps)
+    depth = next(depth for depth in (5, 4, 3, 2, 1) if loads % depth == 0)
+    return RowBlocks(4, block_k, depth, 2 if gated else 1)
+
+
+HALF_SUMS_ASM = kernel_constant("""{
+.reg .b16 low, high;
+.reg .b32 a, b;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 a, low;
+cvt.rn.f16x2.e4m3x2 b, high;
+fma.rn.f16x2 $0, a, $3, $5;
+fma.rn.f16x2 $1, b, $4, $6;
+}""")
+"""$2: four e4m3 weights; $3, $4: four inputs in half precision; $5, $6 and $0, $1: four sums before and after."""
+
+
+@jit
+def _half_sums(b_w, b_x, b_sums, PLAIN: constexpr):
+    """sums + w * x in half precision."""
+    if PLAIN:
+        b_sums = (loaded_numbers(b_w, PLAIN).to(tl.float32) * b_x.to(tl.float32) + b_sums).to(tl.float16)
+    else:
+        b_sums = tl.inline_asm_elementwise(
+            HALF_SUMS_ASM, "=r,=r,r,r,r,r,r", [b_w, b_x, b_sums], dtype=tl.float16, is_pure=True, pack=4
+        )
+    return b_sums
+
+
+@jit
+def _load_deep(p, BLOCK_K: constexpr, DEPTH: constexpr):
+    """DEPTH blocks of a weight, one behind the other; what is beyond is the first one again, and unused."""
+    b_0 = tl.load(p, eviction_policy="evict_first")
+    b_1 = b_0
+    b_2 = b_0
+    b_3 = b_0
+    b_4 = b_0
+    if DEPTH > 1:
+        b_1 = tl.load(p + BLOCK_K, eviction_policy="evict_first")
+    if DEPTH > 2:
+        b_2 = tl.load(p + 2 * BLOCK_K, eviction_policy="evict_first")
+    if DEPTH > 3:
+        b_3 = tl.load(p + 3 * BLOCK_K, eviction_policy="evict_first")
+    if DEPTH > 4:
+        b_4 = tl.load(p + 4 * BLOCK_K, eviction_policy="evict_first")
+    return b_0, b_1, b_2, b_3, b_4
+
+
+@jit
+def _halved_inputs(p_x, factor, BLOCK_N: constexpr, BLOCK_K: constexpr, PLAIN: constexpr):
+    """A block of the row as codes in half precision, a sixteenth of them: five products of 448 by 28 stay below 65504."""
+    b_x = tl.load(p_x + tl.arange(0, BLOCK_K)).to(tl.float32) * factor
+    b_x = coded_numbers(b_x, PLAIN).to(tl.float16) * 0.0625
+    return tl.broadcast_to(b_x.to(tl.float16)[None, :], (BLOCK_N, BLOCK_K))
+
+
+@jit
+def _deep_sums(b_w, p_x, factor, DEPTH: constexpr, PLAIN: constexpr):
+    """float32 sums of DEPTH blocks' products."""
+    BLOCK_N: constexpr = b_w[0].shape[0]
+    BLOCK_K: constexpr = b_w[0].shape[1]
+    b_sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float16)
+    b_sums = _half_sums(b_w[0], _halved_inputs(p_x, factor, BLOCK_N, BLOCK_K, PLAIN), b_sums, PLAIN)
+    if DEPTH > 1:
+        b_x = _halved_inputs(p_x + BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
+        b_sums = _half_sums(b_w[1], b_x, b_sums, PLAIN)
+    if DEPTH > 2:
+        b_x = _halved_inputs(p_x + 2 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
+        b_sums = _half_sums(b_w[2], b_x, b_sums, PLAIN)
+    if DEPTH > 3:
+        b_x = _halved_inputs(p_x + 3 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
+        b_sums = _half_sums(b_w[3], b_x, b_sums, PLAIN)
+    if DEPTH > 4:
+        b_x = _halved_inputs(p_x + 4 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
+        b_sums = _half_sums(b_w[4], b_x, b_sums, PLAIN)
+    return b_sums.to(tl.float32)
+
+
+@jit
+def _row_scale(p_peaks, i_row, num_peaks, BLOCK_P: constexpr):
+    """What takes the codes of a row back: its largest magnitude goes to 448."""
+    o_p = tl.arange(0, BLOCK_P)
+    b_peaks = tl.load(p_peaks + i_row * num_peaks + o_p, mask=o_p < num_peaks, other=0.0)
+    if b_peaks.dtype == tl.int32:
+        b_peaks = b_peaks.to(tl.float32, bitcast=True)
+    return tl.maximum(tl.max(b_peaks, axis=0) / 448.0, LEAST_SCALE)
+
+
+@jit
+def _single(b_codes, CODES_ROWS: constexpr, PLAIN: constexpr):
+    """Codes of a weight as float32."""
+    if CODES_ROWS:
+        b_w = loaded_numbers(b_codes, PLAIN).to(tl.float32)
+    else:
+        b_w = b_codes.to(tl.float32)
+    return b_w
+
+
+@jit
+def coded_row_kernel(
+    p_x,
+    p_codes,
+    p_scales,
+    p_bias,
+    p_y,
+    p_norm_weight,
+    p_scaled,
+    p_squares,
+    p_peaks,
+    p_new_peaks,
+    p_gate_peaks,
+    p_parts,
+    p_arrived,
+    num_rows,
+    size_n,
+    size_k,
+    num_squares,
+    num_peaks,
+    eps,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    DEPTH: constexpr,
+    HAS_BIAS: constexpr,
+    GATED: constexpr,
+    RESIDUAL: constexpr,
+    SCALED: constexpr,
+    CODES_ROWS: constexpr,
+    BLOCK_J: constexpr,
+    BLOCK_P: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    i_n = tl.program_id(0)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_n = o_n < size_n
+    p_w = p_codes + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
+    up_offset = size_n.to(tl.int64) * size_k
+    b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    # The weight waits for nobody: its first blocks are on the way before the producer of x has ended.
+    m_k = o_k < size_k
+    m_w = m_n[:, None] & m_k[None, :]
+    if DEPTH > 0:
+        p_w = p_codes + tl.minimum(o_n, size_n - 1)[:, None].to(tl.int64) * size_k + o_k[None, :]
+        b_first_w = _load_deep(p_w, BLOCK_K, DEPTH)
+        if GATED:
+            b_first_up = _load_deep(p_w + up_offset, BLOCK_K, DEPTH)
+    else:
+        b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
+    b_scales = tl.load(p_scales + o_n, mask=m_n, other=0.0)
+    if GATED:
+        b_up_scales = tl.load(p_scales + size_n + o_n, mask=m_n, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    scale = 1.0
+    factor = 1.0
+    if CODES_ROWS:
+        scale = _row_scale(p_peaks, 0, num_peaks, BLOCK_P)
+        factor = 1.0 / scale
+    if SCALED:
+        o_j = tl.arange(0, BLOCK_J)
+        b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
+        scale *= tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+    if DEPTH > 0:
+        scale *= 16.0
+        b_sum += _deep_sums(b_first_w, p_x, factor, DEPTH, PLAIN)
+        if GATED:
+            b_up_sum += _deep_sums(b_first_up, p_x, factor, DEPTH, PLAIN)
+        for k in range(BLOCK_K * DEPTH, size_k, BLOCK_K * DEPTH):
+            b_w = _load_deep(p_w + k, BLOCK_K, DEPTH)
+            if GATED:
+                b_up = _load_deep(p_w + up_offset + k, BLOCK_K, DEPTH)
+            b_sum += _deep_sums(b_w, p_x + k, factor, DEPTH, PLAIN)
+            if GATED:
+                b_up_sum += _deep_sums(b_up, p_x + k, factor, DEPTH, PLAIN)
+    else:
+        b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
+        if CODES_ROWS:
+            b_x = coded_numbers(b_x * factor, PLAIN).to(tl.float32)
+        b_sum += _single(b_first_w, CODES_ROWS, PLAIN) * b_x[None, :]
+        if GATED:
+            b_up_sum += _single(b_first_up, CODES_ROWS, PLAIN) * b_x[None, :]
+        for k in range(BLOCK_K, size_k, BLOCK_K):
+            m_k = k + o_k < size_k
+            m_w = m_n[:, None] & m_k[None, :]
+            b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+            if CODES_ROWS:
+                b_x = coded_numbers(b_x * factor, PLAIN).to(tl.float32)
+            b_sum += _single(b_w, CODES_ROWS, PLAIN) * b_x[None, :]
+            if GATED:
+                b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+                b_up_sum += _single(b_up, CODES_ROWS, PLAIN) * b_x[None, :]
+    if EARLY:
+        # Not sooner: the programs of the next kernel would take places from those of this one.
+        tl.extra.cuda.gdc_launch_dependents()
+    b_y = tl.sum(b_sum, axis=1) * b_scales * scale
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    if GATED:
+        b_up_y = tl.sum(b_up_sum, axis=1) * b_up_scales * scale
+        if HAS_BIAS:
+            b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_y = b_y * tl.sigmoid(b_y) * b_up_y
+        if CODES_ROWS:
+            b_size = tl.abs(tl.where(m_n, b_y, 0.0).to(p_y.dtype.element_ty).to(tl.float32))
+            peak = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
+            tl.atomic_max(p_gate_peaks + i_n % GATE_PEAKS, peak, sem="relaxed")
+    if RESIDUAL:
+        b_y, b_scaled = leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
+        tl.store(p_new_peaks + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
+    tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

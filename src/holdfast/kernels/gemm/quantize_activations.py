@@ -1,0 +1,172 @@
+"""Activations as e4m3 codes with a scale for every token, or for every block of a token's columns.
+
+T rows, K columns, B blocks of columns
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, float32_of, size_bits
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, next_power_of_two, tl
+from holdfast.quant.quantized_weight import E4M3_MAX, E4M3_NAN
+from holdfast.quant.quantized_weight import LEAST_E4M3_SCALE as LEAST_SCALE
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+BLOCK_COLUMNS = 128
+"""Columns that share a scale where a row has several: those of a block of weights."""
+WHOLE_ROW = 16384
+"""Columns that stay in registers between their scale and their codes; more are read twice."""
+COLUMNS_PER_PROGRAM = 2048
+"""Of rows in blocks: enough programs for one row to spread over a GPU."""
+LEAST = kernel_constant(LEAST_SCALE)
+
+
+class CodedRows(NamedTuple):
+    """x is about codes * scales; room for them comes from the workspace."""
+
+    codes_TK: torch.Tensor
+    """float8_e4m3fn."""
+    scales_TB: torch.Tensor
+    """float32; B is 1 where a row has one scale, else one for every 128 columns. Any strides."""
+
+
+def quantize_rows(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
+    """Fill `coded`: scale = max(|x|) / 448 of the row, or of every 128 columns of it, and codes to the nearest, ties to even.
+
+    What is not finite makes a NaN of its scale, and of all codes under that scale, so that it shows in every product.
+    """
+    _check(x_TK, coded)
+    if can_run(x_TK):
+        return quantize_rows_triton(x_TK, coded)
+    return quantize_rows_reference(x_TK, coded)
+
+
+def quantize_rows_reference(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
+    """The same in plain torch."""
+    num_rows, num_columns = x_TK.shape
+    num_blocks = coded.scales_TB.shape[1]
+    width = num_columns if num_blocks == 1 else BLOCK_COLUMNS
+    x = F.pad(x_TK.float(), (0, num_blocks * width - num_columns)).view(num_rows, num_blocks, width)
+    peaks = x.abs().amax(-1)
+    scales = (peaks / E4M3_MAX).clamp_min_(LEAST_SCALE).masked_fill_(~peaks.isfinite(), float("nan"))
+    quotients = (x / scales[..., None]).view(num_rows, num_blocks * width)[:, :num_columns]
+    codes = quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes.view(torch.uint8).masked_fill_(quotients.isnan(), E4M3_NAN)
+    coded.scales_TB.copy_(scales)
+    coded.codes_TK.copy_(codes)
+    return coded
+
+
+def quantize_rows_triton(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
+    """The same as a Triton kernel: a program for a row, or for some blocks of one."""
+    num_rows, num_columns = x_TK.shape
+    num_blocks = coded.scales_TB.shape[1]
+    assert x_TK.stride(1) == 1, f"{x_TK.stride()=}: columns lie apart"
+    assert coded.codes_TK.stride(1) == 1, f"{coded.codes_TK.stride()=}: columns lie apart"
+    if num_rows == 0:
+        return coded
+    arguments = (
+        as_kernels_read(x_TK),
+        as_bits(coded.codes_TK),
+        coded.scales_TB,
+        num_columns,
+        x_TK.stride(0),
+        coded.codes_TK.stride(0),
+        *coded.scales_TB.stride(),
+    )
+    if num_blocks == 1:
+        block = min(WHOLE_ROW, next_power_of_two(num_columns))
+        _code_rows_kernel[(num_rows,)](
+            *arguments,
+            IS_ONE_SWEEP=num_columns <= block,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 512)),
+        )
+    else:
+        _code_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
+            *arguments, WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4
+        )
+    return coded
+
+
+def _check(x_TK: torch.Tensor, coded: CodedRows) -> None:
+    num_rows, num_columns = x_TK.shape
+    assert coded.codes_TK.shape == x_TK.shape, f"{x_TK.shape=} {coded.codes_TK.shape=}"
+    shapes = (num_rows, 1), (num_rows, -(-num_columns // BLOCK_COLUMNS))
+    assert coded.scales_TB.shape in shapes, f"{x_TK.shape=} {coded.scales_TB.shape=}"
+
+
+@jit
+def _code_rows_kernel(
+    p_x,
+    p_codes,
+    p_scales,
+    num_columns,
+    x_stride,
+    code_stride,
+    scale_stride,
+    _block_stride,
+    IS_ONE_SWEEP: constexpr,
+    BLOCK: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_x = tl.arange(0, BLOCK)
+    p_row = p_x + i_row * x_stride
+    if IS_ONE_SWEEP:
+        b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
+        b_peak = tl.max(size_bits(b_x), axis=0)
+        b_scale = _scale_of(b_peak)
+        b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale))
+        tl.store(p_codes + i_row * code_stride + o_x, b_codes.to(tl.uint8), mask=o_x < num_columns)
+    else:
+        b_peaks = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, num_columns, BLOCK):
+            b_x = float32_of(tl.load(p_row + start + o_x, mask=start + o_x < num_columns, other=0))
+            b_peaks = tl.maximum(b_peaks, size_bits(b_x))
+        b_scale = _scale_of(tl.max(b_peaks, axis=0))
+        for start in range(0, num_columns, BLOCK):
+            m_x = start + o_x < num_columns
+            b_x = float32_of(tl.load(p_row + start + o_x, mask=m_x, other=0))
+            b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale))
+            tl.store(p_codes + i_row * code_stride + start + o_x, b_codes.to(tl.uint8), mask=m_x)
+    tl.store(p_scales + i_row * scale_stride, b_scale)
+
+
+@jit
+def _code_blocks_kernel(
+    p_x,
+    p_codes,
+    p_scales,
+    num_columns,
+    x_stride,
+    code_stride,
+    scale_stride,
+    block_stride,
+    WIDTH: constexpr,
+    BLOCKS: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    m_x = i_column < num_columns
+    b_x = float32_of(tl.load(p_x + i_row * x_stride + i_column, mask=m_x, other=0))
+    b_scale = _scale_of(tl.max(size_bits(b_x), axis=1))
+    b_codes = e4m3_of(tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape)))
+    tl.store(p_codes + i_row * code_stride + i_column, b_codes.to(tl.uint8), mask=m_x)
+    p_scale = p_scales + i_row * scale_stride + i_block.to(tl.int64) * block_stride
+    tl.store(p_scale, b_scale, mask=i_block * WIDTH < num_columns)
+
+
+@jit
+def _scale_of(b_bits):
+    """From the bits of the largest magnitude."""
+    b_peak = b_bits.to(tl.float32, bitcast=True)
+    b_scale = tl.maximum(tl.div_rn(b_peak, b_peak * 0 + 448.0), LEAST)
+    return tl.where(b_bits < 0x7F800000, b_scale, float("nan"))

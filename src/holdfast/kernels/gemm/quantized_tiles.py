@@ -1,0 +1,286 @@
+"""Products with coded weights in tiles: codes become numbers where they are multiplied, for any scheme and any number of rows.
+
+M rows, N outputs, K inputs
+
+The weight is the first operand of the tensor cores and the rows are the second, so that few rows waste little.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.fp8 import kernel_codes, loaded_numbers
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit,
+    jit_counting,
+    kernel_constant,
+    next_power_of_two,
+    tl,
+)
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
+
+
+class Coding(IntEnum):
+    """What a product is made of."""
+
+    PLAIN_NUMBERS = 0
+    CODED_ROWS = 1
+    """e4m3 by e4m3, with a scale for each row of the weight and each row of x."""
+    CODED_BLOCKS = 2
+    """The same, with scales for blocks of columns too."""
+    INT8_ROWS = 3
+    """x by int8, with a scale for each row of the weight."""
+    E2M1_GROUPS = 4
+    """x by e2m1, two to a byte, with a power of two for every 32 columns."""
+
+
+CODED_ROWS, CODED_BLOCKS, INT8_ROWS, E2M1_GROUPS = (
+    kernel_constant(int(coding))
+    for coding in (Coding.CODED_ROWS, Coding.CODED_BLOCKS, Coding.INT8_ROWS, Coding.E2M1_GROUPS)
+)
+_E2M1_ASM = """{
+.reg .b32 m, s, t, u;
+and.b32 m, $2, 0x77777777;
+prmt.b32 t, 0x3C383000, 0x4C484440, m;
+shr.u32 m, m, 16;
+prmt.b32 u, 0x3C383000, 0x4C484440, m;
+shl.b32 s, $2, 4;
+prmt.b32 m, t, u, 0x6420;
+lop3.b32 $0, m, s, 0x80808080, 0xF8;
+prmt.b32 m, t, u, 0x7531;
+lop3.b32 $1, m, $2, 0x80808080, 0xF8;
+}"""
+"""$2: four bytes of codes; $0: their lower halves as e4m3, looked up among 0 0.5 1 1.5 2 3 4 6; $1: their upper halves.
+0xF8 is a | (b & c)."""
+
+
+def _e2m1_wide_asm() -> str:
+    """$4: four bytes of codes; $0, $1: their lower halves as bfloat16, whose two bytes are looked up; $2, $3: their upper halves."""
+    lines = ["{", ".reg .b32 m, s, t, u, v;", "and.b32 m, $4, 0x77777777;"]
+    for half, (low, high) in enumerate((("$0", "$2"), ("$1", "$3"))):
+        if half:
+            lines.append("shr.u32 m, m, 16;")
+        lines += ["prmt.b32 t, 0x3F3F3F00, 0x40404040, m;", "prmt.b32 u, 0xC0800000, 0xC0804000, m;"]
+        lines += [f"prmt.b32 s, $4, 0x0, {('0x1404', '0x3424')[half]};"]  # the bytes as upper ones of two numbers
+        lines += ["prmt.b32 v, u, t, 0x7351;", f"lop3.b32 {high}, v, s, 0x80008000, 0xF8;"]
+        lines += ["shl.b32 s, s, 4;", "prmt.b32 v, u, t, 0x6240;", f"lop3.b32 {low}, v, s, 0x80008000, 0xF8;"]
+    return "\n".join([*lines, "}"])
+
+
+E2M1_ASM = kernel_constant(_E2M1_ASM)
+E2M1_WIDE_ASM = kernel_constant(_e2m1_wide_asm())
+
+
+class WeightOperands(NamedTuple):
+    """What kernels are given for a product with a weight."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    """Rows and their scales, weight and its scales; anything in the place of scales that are not there."""
+    coding: Coding
+    block_rows: int = 1
+    """Rows of the weight that share a scale."""
+    group: int = 0
+    """Columns of weight and rows that share a scale; 0: all."""
+    scale_columns: int = 1
+
+
+def operands_of(x_XK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, coded: CodedRows | None) -> WeightOperands:
+    """The operands of x by the weight; `coded` are the same rows as codes, for a scheme that takes them so."""
+    if isinstance(weight, torch.Tensor):
+        return WeightOperands((x_XK, x_XK, weight, weight), Coding.PLAIN_NUMBERS)
+    scheme = weight.scheme
+    assert (coded is not None) == scheme.codes_activations, f"{scheme.name} with {coded=}"
+    if coded is None:
+        coding = Coding.E2M1_GROUPS if scheme.codes_per_byte == 2 else Coding.INT8_ROWS
+        return WeightOperands((x_XK, x_XK, weight.codes, weight.scales), coding)
+    tensors = (kernel_codes(coded.codes_TK), coded.scales_TB, kernel_codes(weight.codes), weight.scales)
+    if scheme.block_columns == 0:
+        return WeightOperands(tensors, Coding.CODED_ROWS)
+    num_columns = coded.scales_TB.shape[1]
+    assert weight.scales.shape[-1] == num_columns, f"{weight.scales.shape=} {coded.scales_TB.shape=}"
+    return WeightOperands(tensors, Coding.CODED_BLOCKS, scheme.block_rows, scheme.block_columns, num_columns)
+
+
+@jit
+def e2m1_parts(b_codes, PLAIN: constexpr):
+    """The numbers of the lower and of the upper halves of bytes (uint8), without their scales, in half precision."""
+    if PLAIN:
+        b_codes = b_codes.to(tl.int32)
+        return e2m1_numbers(b_codes & 15), e2m1_numbers(b_codes >> 4)
+    else:
+        b_low, b_high = tl.inline_asm_elementwise(
+            E2M1_ASM, "=r,=r,r", [b_codes], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
+        return b_low.to(tl.float16), b_high.to(tl.float16)
+
+
+@jit
+def e2m1_wide_parts(b_codes):
+    """The same as bfloat16, without a way for the interpreter."""
+    return tl.inline_asm_elementwise(
+        E2M1_WIDE_ASM, "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@jit
+def e2m1_numbers(b_codes):
+    """Codes of four bits (int32) in half precision: their bits are its upper ones, of numbers 2^14 times as small."""
+    b_bits = ((b_codes & 7) << 9) | ((b_codes & 8) << 12)
+    return (b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
+
+
+@jit
+def e8m0_numbers(b_exponents):
+    """2^(e - 127) of bytes, in float32. 255 becomes infinite and not NaN: a load finds it, and few ask to go on with it."""
+    return tl.maximum(b_exponents.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+
+BLOCK_K = 128
+"""Columns that are multiplied at a time; of e4m3 with scales for blocks of columns, such a block."""
+FEW_PROGRAMS = 132
+"""Below so many programs a large GPU is not busy, and tiles are made lower."""
+
+
+def row_form(num_rows: int) -> int:
+    """Rows of a tile: what of a launch follows from the number of rows."""
+    return min(128, max(16, next_power_of_two(num_rows)))
+
+
+def tile_linear(
+    x_MK: torch.Tensor,
+    weight: QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    coded: CodedRows | None,
+) -> torch.Tensor:
+    """x @ weight.T + bias into `out_MN`, in its type. `coded` are the same rows as codes, for schemes that take them so."""
+    num_rows, size_k = x_MK.shape
+    size_n, operands = weight.shape[0], operands_of(x_MK, weight, coded)
+    assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
+    block_m = row_form(num_rows)
+    block_n = 64 if block_m <= 64 or operands.coding == Coding.CODED_BLOCKS else 128
+    if block_m == 16 and -(-size_n // block_n) < FEW_PROGRAMS:
+        block_n = 32
+    tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
+        *operands.tensors,
+        bias_N if bias_N is not None else weight.scales,
+        out_MN,
+        num_rows,
+        size_n,
+        size_k,
+        operands.scale_columns,
+        CODING=int(operands.coding),
+        BLOCK_ROWS=operands.block_rows,
+        HAS_BIAS=bias_N is not None,
+        EVEN_K=size_k % BLOCK_K == 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K,
+        PLAIN=is_interpreted(),
+        num_warps=8 if block_m == 128 else 4,
+        num_stages=3 if block_m == 128 else 4,
+    )
+    return out_MN
+
+
+@jit
+def _scaled_e2m1(b_codes, b_scales, dtype: constexpr):
+    """Codes of four bits (int32) times their scales, in the type of the rows."""
+    return (e2m1_numbers(b_codes).to(tl.float32) * b_scales).to(dtype)
+
+
+@jit_counting("num_rows")
+def tile_kernel(
+    p_x,
+    p_x_scales,
+    p_codes,
+    p_scales,
+    p_bias,
+    p_out,
+    num_rows,
+    size_n,
+    size_k,
+    scale_columns,
+    CODING: constexpr,
+    BLOCK_ROWS: constexpr,
+    HAS_BIAS: constexpr,
+    EVEN_K: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    PLAIN: constexpr,
+):
+    i_n = tl.program_id(0)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_n = o_n < size_n
+    m_m = o_m < num_rows
+    b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if CODING == E2M1_GROUPS:
+        o_b = tl.arange(0, BLOCK_K // 2)
+        o_s = tl.arange(0, BLOCK_K // 32)
+        p_w = p_codes + o_n[:, None].to(tl.int64) * (size_k // 2) + o_b[None, :]
+        p_s = p_scales + o_n[:, None].to(tl.int64) * (size_k // 32) + o_s[None, :]
+        p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + 2 * o_b[:, None]
+        for k in range(0, size_k, BLOCK_K):
+            m_w = m_n[:, None]
+            m_s = m_n[:, None]
+            m_x = m_m[None, :]
+            if not EVEN_K:
+                m_w = m_w & (k // 2 + o_b < size_k // 2)[None, :]
+                m_s = m_s & (k // 32 + o_s < size_k // 32)[None, :]
+                m_x = m_x & (k // 2 + o_b < size_k // 2)[:, None]
+            b_codes = tl.load(p_w + k // 2, mask=m_w, other=0.0).to(tl.int32)
+            b_scales = e8m0_numbers(tl.load(p_s + k // 32, mask=m_s, other=0.0))
+            b_scales = tl.broadcast_to(b_scales[:, :, None], (BLOCK_N, BLOCK_K // 32, 16))
+            b_scales = tl.reshape(b_scales, (BLOCK_N, BLOCK_K // 2))
+            b_even = tl.load(p_rows + k, mask=m_x, other=0.0)
+            b_odd = tl.load(p_rows + k + 1, mask=m_x, other=0.0)
+            b_y = tl.dot(_scaled_e2m1(b_codes & 15, b_scales, b_even.dtype), b_even, b_y)
+            b_y = tl.dot(_scaled_e2m1(b_codes >> 4, b_scales, b_odd.dtype), b_odd, b_y)
+    else:
+        o_k = tl.arange(0, BLOCK_K)
+        p_w = p_codes + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
+        p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + o_k[:, None]
+        for k in range(0, size_k, BLOCK_K):
+            m_w = m_n[:, None]
+            m_x = m_m[None, :]
+            if not EVEN_K:
+                m_w = m_w & (k + o_k < size_k)[None, :]
+                m_x = m_x & (k + o_k < size_k)[:, None]
+            b_w = tl.load(p_w + k, mask=m_w, other=0.0)
+            b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
+            if CODING == INT8_ROWS:
+                b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
+            elif CODING == CODED_ROWS:
+                # Tensor cores add e4m3 products in few bits: the sum goes on in float32 after every block.
+                b_w, b_x = loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN)
+                b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=128)
+            else:
+                i_k = k // BLOCK_K
+                p_s = p_scales + (o_n // BLOCK_ROWS).to(tl.int64) * scale_columns + i_k
+                b_scales = tl.load(p_s, mask=m_n, other=0.0)
+                b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64) * scale_columns + i_k, mask=m_m, other=0.0)
+                b_block = tl.dot(loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN))
+                b_y += b_block * b_scales[:, None] * b_x_scales[None, :]
+    if CODING == INT8_ROWS:
+        b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None]
+    if CODING == CODED_ROWS:
+        b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64), mask=m_m, other=0.0)
+        b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
+    tl.store(p_out + o_y, b_y.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_m[None, :])

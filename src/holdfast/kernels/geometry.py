@@ -1,0 +1,152 @@
+"""Sizes that kernels and plans agree on, each stated once: tiles of attention, blocks of experts, chunks of a vocabulary; no torch.
+
+S rows of a step, R rows that are worked on together, V vocabulary, P chunks of it, B buckets of distances, C candidates
+"""
+
+from typing import NamedTuple
+
+from holdfast.memory.workspace_plan import TensorSpec
+
+MAX_DIRECT_TOKENS = 4
+"""Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""
+CUT_PAIRS = 2048
+"""Pairs that one program looks through: more of them are cut, and counted in a launch of their own."""
+
+FEW_PAIRS, MANY_PAIRS = 256, 1024
+"""That are looked at at a time."""
+
+
+class OrderForm(NamedTuple):
+    """What of the launches over pairs follows from the number of tokens."""
+
+    block_rows: int
+    """1: pairs are not ordered, and what follows is not looked at."""
+    block_pairs: int
+    """Pairs that are looked at at a time."""
+    block_cuts: int
+    """A power of two that the cuts are not more than."""
+    is_whole: bool
+    """Pairs are a multiple of 16, and ids are loaded four at a time: Triton compiles for it by itself."""
+
+
+def row_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> OrderForm:
+    """The form of a step of so many tokens."""
+    num_pairs = num_rows * top_k
+    num_cuts = -(-num_pairs // cut_pairs)
+    return OrderForm(
+        block_rows_for(num_rows, top_k, num_experts),
+        FEW_PAIRS if num_pairs <= FEW_PAIRS else MANY_PAIRS,
+        1 << (num_cuts - 1).bit_length(),
+        num_pairs % 16 == 0,
+    )
+
+
+def block_rows_for(num_rows: int, top_k: int, num_experts: int) -> int:
+    """Rows of a block: near what an expert gets on average, because a block costs the reading of its expert's weight."""
+    if num_rows <= MAX_DIRECT_TOKENS:
+        return 1
+    pairs_per_expert = num_rows * top_k / num_experts
+    return next((rows for rows, most in ((16, 8), (32, 24), (64, 96)) if pairs_per_expert <= most), 128)
+
+
+def num_blocks_for(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """The most blocks that any choice of experts can take: every expert begins one, and the other pairs fill whole ones."""
+    if block_rows == 1:
+        return 0
+    begun = min(num_pairs, num_experts)
+    return begun + (num_pairs - begun) // block_rows
+
+
+def order_specs(num_rows: int, top_k: int, num_experts: int) -> tuple[TensorSpec, ...]:
+    """What `order_experts` needs for so many tokens: pairs, experts of blocks, and counts by cut."""
+    block_rows = block_rows_for(num_rows, top_k, num_experts)
+    num_pairs = num_rows * top_k
+    num_blocks = num_blocks_for(num_pairs, num_experts, block_rows)
+    num_cuts = -(-num_pairs // CUT_PAIRS) if block_rows > 1 else 0
+    return (
+        TensorSpec("expert pairs", (num_blocks, block_rows), "int32"),
+        TensorSpec("block experts", (num_blocks,), "int32"),
+        TensorSpec("expert counts", (num_cuts if num_cuts > 1 else 0, num_experts), "int32"),
+    )
+
+
+class TileGeometry(NamedTuple):
+    """What makers of tile lists must know of a kernel. Small tiles are for decoding and short queries, large ones for prompts."""
+
+    small_rows: int
+    """Most rows of a small tile."""
+    large_rows: int
+    """Most rows of a large tile."""
+    small_programs_per_sm: int
+    large_programs_per_sm: int
+    block_tokens: int
+    """Tokens that a program takes at once: splits are whole blocks, but for the end of the last one."""
+    few_rows: int = 0
+    """Steps of at most so many rows run fewer programs for small tiles ..."""
+    few_programs_per_sm: int = 0
+    """... which are these; not looked at where few_rows is 0."""
+    has_aligned_starts: bool = False
+    """Token ranges begin at multiples of block_tokens, also behind a window: the kernel masks what comes too early."""
+    takes_whole_turns: bool = False
+    """Small tiles are cut so that the last turn of the programs is not for a few remainders; else to the nearest fair share."""
+
+    def small_programs(self, num_rows: int) -> int:
+        """Programs a multiprocessor for the small tiles of a step of so many rows, padding included."""
+        return self.few_programs_per_sm if num_rows <= self.few_rows else self.small_programs_per_sm
+
+
+CHUNK_TOKENS = 8192
+"""Tokens of one program: a lone row still fills a good part of a GPU."""
+NUM_BUCKETS = 128
+"""Of distances below the likeliest token: sixteen to an octave from 1/4 to 61, the first and the last open."""
+MAX_CANDIDATES = 4096
+"""Most tokens of a row that are listed by themselves; a row that keeps more is worked on as a whole."""
+MAX_ROWS = 128
+"""Most rows that are worked on together: enough to fill a GPU, and what they take does not grow with the sequences."""
+EDITS_PER_PROGRAM = 256
+"""A list of edits comes in whole programs: as an argument its length would be compiled for in several ways."""
+NO_TOKEN = -1
+"""In place of a token id: the row holds NaN, or rules every token out."""
+
+
+class LogitRow(NamedTuple):
+    """One row of a table, in float64: whole numbers of this size are exact in it."""
+
+    source: int = 0
+    """The row of the logits."""
+    target: int = 0
+    """The row of the result."""
+    negative_temperature: float = 0.0
+    """0 takes the likeliest token."""
+    min_p: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    uniform: float = 0.0
+    """The random number."""
+    unused: float = 0.0
+    """A row is 64 bytes, so that a table may begin at any of them."""
+
+
+NUM_FIELDS = len(LogitRow._fields)
+
+
+def num_chunks(vocab_size: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """Chunks of a row, the last of which may be short."""
+    return -(-vocab_size // chunk_tokens)
+
+
+def scratch_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
+    """What `LogitScratch` holds: the first two for every row of a step, the others for rows that are worked on together."""
+    rows, chunks = min(max_rows, MAX_ROWS), num_chunks(vocab_size)
+    candidates = min(vocab_size, MAX_CANDIDATES)
+    return (
+        TensorSpec("chunk_largest", (max_rows, chunks), "float32"),
+        TensorSpec("chunk_argmax", (max_rows, chunks), "int32"),
+        TensorSpec("chunk_weights", (rows, chunks), "int64"),
+        TensorSpec("chunk_nearer", (rows, chunks), "int32"),
+        TensorSpec("chunk_counts", (rows, chunks, NUM_BUCKETS), "int32"),
+        TensorSpec("num_listed", (rows,), "int32"),
+        TensorSpec("listed_logits", (rows, candidates), "float32"),
+        TensorSpec("listed_ids", (rows, candidates), "int32"),
+    )

@@ -1,0 +1,251 @@
+"""Rows of a checkpoint into their final place: converted, or quantized, and looked over for numbers that are none.
+
+R rows of the checkpoint, C all of their columns, K the columns that are kept
+
+What is not finite is reported and still stored, always the same way: a copy keeps its bits, a conversion keeps an infinity
+and makes some NaN of a NaN, and codes are as quant/quantized_weight.py has them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton, place_quantized_triton
+from holdfast.kernels.triton_compat import can_run
+from holdfast.quant.quantized_weight import E8M0_NAN, e8m0_values, encode, find_scales, largest_finite
+from holdfast.quant.weight_schemes import WeightScheme
+
+UNSEEN = 2**31 - 1
+"""What a finding holds while nothing has been found."""
+PIECE_ELEMENTS = 2**20
+"""Elements that plain torch works on at a time: what it needs for them in between stays below 32 MiB."""
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types that are converted into each other. Of all others bytes become float32, as exponents; else they are only copied."""
+E8M0 = torch.float8_e8m0fnu
+"""Exponents of two that stay what they are; their one number that is not finite is 255."""
+EXPONENTS = (torch.uint8, torch.float32)
+"""From and to: scales that are stored as exponents of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was wrong with the rows of one move: the lowest such row, counted from the move's first; UNSEEN for none."""
+
+    nonfinite: torch.Tensor
+    """[1] int32: a row with a NaN or an infinity, or one that became infinite in a narrower type."""
+    differing: torch.Tensor
+    """[1] int32: a row that, when verifying, is not what lies in its place."""
+
+
+def place_plain(
+    rows_RC: torch.Tensor,
+    columns: tuple[int, int],
+    out_RK: torch.Tensor,
+    first_row: int,
+    findings: Findings,
+    verify: bool,
+) -> None:
+    """Convert rows to the type of `out_RK` and write them there; with `verify`, compare instead of writing.
+
+    Exponents that stay what they are come as float8_e8m0fnu, which has a NaN to look for; as uint8 they would be any bytes.
+
+    `rows_RC` may have any strides (a transposed tensor). `first_row` is what row 0 counts as in the findings. Rounding is
+    to the nearest, ties to even, in one step from the stored type. Bytes become float32 as the powers of two whose
+    exponents they are (e8m0), which is exact; 255 is NaN.
+    """
+    kept_RK = rows_RC[:, columns[0] : columns[1]]
+    assert kept_RK.shape == out_RK.shape, f"{rows_RC.shape=} {columns=} into {out_RK.shape=}"
+    assert is_placeable(rows_RC.dtype, out_RK.dtype), f"{rows_RC.dtype=} into {out_RK.dtype=}"
+    if can_run(rows_RC):
+        place_plain_triton(kept_RK, out_RK, first_row, findings.nonfinite, findings.differing, verify)
+    else:
+        place_plain_reference(kept_RK, out_RK, first_row, findings, verify)
+
+
+def place_quantized(
+    rows_RC: torch.Tensor,
+    columns: tuple[int, int],
+    scheme: WeightScheme,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    peak: torch.Tensor | None,
+    first_row: int,
+    findings: Findings,
+    verify: bool,
+) -> None:
+    """Quantize rows into their codes and scales (views of exactly these rows); with `verify`, compare instead.
+
+    A scale by row follows from all C columns, whichever are kept. `peak` [1] float32 is the largest magnitude of the whole
+    tensor for a scheme that needs it. R is a multiple of the scheme's block_rows, but for the last rows of a weight. Of a
+    scheme with blocks of columns the kept ones begin with a block or lie in a single one; scales follow from whole blocks.
+    """
+    seen = seen_columns(rows_RC.shape[1], columns, scheme)
+    kept = columns[0] - seen[0], columns[1] - seen[0]
+    seen_RC = rows_RC[:, seen[0] : seen[1]]
+    shapes = tuple(plane.shape for plane in scheme.planes((rows_RC.shape[0], columns[1] - columns[0])))
+    assert (codes.shape, scales.shape) == shapes, f"{rows_RC.shape=} {columns=} {codes.shape=} {scales.shape=}"
+    assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} is not quantized"
+    assert scheme.is_whole_tensor == (peak is not None), f"{scheme.name}: {peak=}"
+    if can_run(rows_RC):
+        findings_pair = findings.nonfinite, findings.differing
+        place_quantized_triton(seen_RC, kept, scheme, codes, scales, peak, first_row, *findings_pair, verify)
+    else:
+        place_quantized_reference(seen_RC, kept, scheme, codes, scales, peak, first_row, findings, verify)
+
+
+def find_peak(rows_RC: torch.Tensor, peak: torch.Tensor) -> None:
+    """Raise `peak` [1] float32 to the largest magnitude of these rows; the order of calls does not matter.
+
+    What is not finite does not count: `place_quantized` reports it.
+    """
+    assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} has no peak"
+    if can_run(rows_RC):
+        find_peak_triton(rows_RC, peak)
+    else:
+        find_peak_reference(rows_RC, peak)
+
+
+def place_plain_reference(
+    rows_RK: torch.Tensor, out_RK: torch.Tensor, first_row: int, findings: Findings, verify: bool
+) -> None:
+    """The same in plain torch, for the columns that are kept."""
+    for start, end in _pieces(rows_RK.shape[0], rows_RK.shape[1]):
+        rows, out = _once_rounded(rows_RK[start:end], out_RK.dtype), out_RK[start:end]
+        if verify:
+            rows = rows.to(out.dtype)
+            _report(findings.differing, _differing_rows(rows, out), first_row + start)
+        else:
+            rows = out.copy_(rows)
+        _report(findings.nonfinite, _nonfinite_rows(rows), first_row + start)
+
+
+def place_quantized_reference(
+    rows_RC: torch.Tensor,
+    kept: tuple[int, int],
+    scheme: WeightScheme,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    peak: torch.Tensor | None,
+    first_row: int,
+    findings: Findings,
+    verify: bool,
+) -> None:
+    """The same in plain torch: rows with all columns that their scales follow from, and the kept ones among these."""
+    width = scheme.block_columns
+    for start, end in _pieces(rows_RC.shape[0], rows_RC.shape[1], scheme.block_rows):
+        # Rows of blocks may be too much for one piece; their columns are then taken some blocks at a time.
+        for left, right in _column_pieces(end - start, rows_RC.shape[1], width):
+            values = rows_RC[start:end, left:right].to(torch.float32)
+            _report(findings.nonfinite, _nonfinite_rows(values), first_row + start)
+            new_scales = find_scales(values, scheme, peak)
+            into = slice(max(kept[0], left) - kept[0], min(kept[1], right) - kept[0])
+            if width:
+                new_codes = encode(values, new_scales, scheme)
+                new_codes = _kept_codes(new_codes, (max(kept[0], left) - left, min(kept[1], right) - left), scheme)
+            else:
+                new_codes = encode(values[:, kept[0] : kept[1]], new_scales, scheme)
+            per_byte = scheme.codes_per_byte
+            codes_there = codes[start:end, into.start // per_byte : into.stop // per_byte]
+            rows = slice(start // scheme.block_rows, -(-end // scheme.block_rows))
+            scales_there = scales[rows, left // width : -(-right // width)] if width else scales[rows]
+            if verify:
+                _report(findings.differing, _differing_rows(new_codes, codes_there), first_row + start)
+                blocks = _differing_rows(new_scales, scales_there)
+                _report(findings.differing, blocks, first_row + start, scheme.block_rows)
+            else:
+                codes_there.copy_(new_codes)
+                scales_there.copy_(new_scales)
+
+
+def find_peak_reference(rows_RC: torch.Tensor, peak: torch.Tensor) -> None:
+    """The same in plain torch."""
+    for start, end in _pieces(rows_RC.shape[0], rows_RC.shape[1]):
+        for left, right in _column_pieces(end - start, rows_RC.shape[1], 1):
+            values = rows_RC[start:end, left:right].to(torch.float32)
+            torch.maximum(peak, largest_finite(values).amax(0, keepdim=True), out=peak)
+
+
+def is_placeable(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `place_plain` takes one to the other."""
+    return source == target or (source in FLOATS and target in FLOATS) or (source, target) == EXPONENTS
+
+
+def seen_columns(num_columns: int, columns: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
+    """The columns from which the scales of the kept ones follow."""
+    start, end = columns
+    width = scheme.block_columns
+    if width == 0:
+        return columns if scheme.is_whole_tensor else (0, num_columns)
+    assert start % width == 0 or start // width == (end - 1) // width, f"{scheme.name}: {columns=} cut two blocks"
+    return start // width * width, min(num_columns, -(-end // width) * width)
+
+
+def _pieces(num_rows: int, num_columns: int, block_rows: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges of rows in whole blocks, each of few elements, or one block of them."""
+    step = max(1, PIECE_ELEMENTS // max(1, num_columns * block_rows)) * block_rows
+    for start in range(0, num_rows, step):
+        yield start, min(start + step, num_rows)
+
+
+def _column_pieces(num_rows: int, num_columns: int, block_columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of columns in whole blocks of them; all at once where a scale follows from all."""
+    step = num_columns
+    if block_columns:
+        step = max(1, PIECE_ELEMENTS // (num_rows * block_columns)) * block_columns
+    for start in range(0, num_columns, max(1, step)):
+        yield start, min(start + step, num_columns)
+
+
+def _kept_codes(codes: torch.Tensor, kept: tuple[int, int], scheme: WeightScheme) -> torch.Tensor:
+    return codes[:, kept[0] // scheme.codes_per_byte : kept[1] // scheme.codes_per_byte]
+
+
+def _once_rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that torch converts to this type with one rounding: from float64 it would round to float32 on the way.
+
+    Exponents are powers of two here already, because torch would take bytes for whole numbers.
+    """
+    if (rows.dtype, dtype) == EXPONENTS:
+        return e8m0_values(rows)
+    if rows.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
+        return rows
+    near = rows.to(torch.float32)
+    bits, back = near.view(torch.int32), near.to(torch.float64)
+    # What was cut off is kept as an odd last bit, so that the next rounding knows on which side of a tie it is.
+    outward = (back.abs() < rows.abs()).to(torch.int32) * 2 - 1
+    is_cut = (back != rows) & (rows == rows) & (bits & 1 == 0)
+    return torch.where(is_cut, bits + outward, bits).view(torch.float32)
+
+
+def _nonfinite_rows(rows: torch.Tensor) -> torch.Tensor | None:
+    """Whether each row has a number that is not finite; None where all numbers are, or the type has no others."""
+    if rows.dtype == torch.float8_e4m3fn:
+        is_bad = rows.view(torch.uint8) & 0x7F == 0x7F
+        return is_bad.any(dim=1)
+    if rows.dtype == E8M0:
+        return (rows.view(torch.uint8) == E8M0_NAN).any(dim=1)
+    if not rows.is_floating_point() or rows.numel() == 0:
+        return None
+    least, most = rows.aminmax()
+    if bool(least.isfinite() & most.isfinite()):
+        return None
+    return ~rows.isfinite().all(dim=1)
+
+
+def _differing_rows(new: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """By their bytes, so that NaN is like itself and -0 is not like 0."""
+    return (_bytes_of(new) != _bytes_of(there)).any(dim=1)
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    rows = rows if rows.dim() > 1 else rows[:, None]
+    return rows.contiguous().view(torch.uint8)
+
+
+def _report(finding: torch.Tensor, rows: torch.Tensor | None, first_row: int, rows_per_entry: int = 1) -> None:
+    """Lower a finding to the first of these rows that is true."""
+    if rows is None or not bool(rows.any()):
+        return
+    row = first_row + int(rows.to(torch.uint8).argmax()) * rows_per_entry
+    finding.clamp_max_(row)

@@ -1,0 +1,280 @@
+"""Few pairs of token and expert: each row is multiplied where its expert's weight is loaded, at the speed of memory.
+
+T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
+"""
+
+import torch
+
+from holdfast.kernels.fp8 import loaded_numbers
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantized_tiles import (
+    CODED_BLOCKS,
+    CODED_ROWS,
+    INT8_ROWS,
+    Coding,
+    e2m1_parts,
+    e8m0_numbers,
+    operands_of,
+)
+from holdfast.kernels.moe.routing import ExpertOrder
+from holdfast.kernels.triton_compat import (
+    can_launch_early,
+    constexpr,
+    is_interpreted,
+    jit,
+    launched_early,
+    next_power_of_two,
+    tl,
+)
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+# ruff: noqa: SIM109 constants of a kernel are compared one by one
+
+
+MXFP4_ROWS, MXFP4_GROUPS = 8, 64
+"""Outputs, and groups of 32 inputs, of a program over codes of four bits."""
+
+
+def expert_pairs(
+    x_XK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    order: ExpertOrder,
+    out_PN: torch.Tensor,
+    gated: bool,
+    coded: CodedRows | None,
+) -> torch.Tensor:
+    """Each pair's row by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
+    num_pairs, size_n = out_PN.shape
+    if not num_pairs:
+        return out_PN
+    size_k, early = x_XK.shape[1], can_launch_early(x_XK)
+    operands = operands_of(x_XK, weight, coded)
+    arguments = (*operands.tensors, order.expert_ids_TS, out_PN, size_n, size_k)
+    flags = {
+        "GATED": gated,
+        "PAIRS_PER_ROW": num_pairs // len(x_XK),
+        "PLAIN": is_interpreted(),
+        "EARLY": early,
+        **launched_early(early),
+    }
+    if operands.coding == Coding.E2M1_GROUPS:
+        groups = min(MXFP4_GROUPS, next_power_of_two(size_k // 32))
+        _nibble_kernel[(-(-size_n // MXFP4_ROWS), num_pairs)](
+            *arguments,
+            EVEN=size_n % MXFP4_ROWS == 0 and size_k // 32 % groups == 0,
+            BLOCK_N=MXFP4_ROWS,
+            BLOCK_G=groups,
+            num_warps=4,
+            **flags,
+        )
+        return out_PN
+    block_n, num_groups, group = _row_blocks(
+        operands.tensors[2].element_size(), size_k, operands.block_rows, operands.group, gated
+    )
+    _pair_kernel[(-(-size_n // block_n), num_pairs)](
+        *arguments,
+        operands.scale_columns,
+        EVEN=size_n % block_n == 0 and size_k % (num_groups * group) == 0,
+        CODING=int(operands.coding),
+        BLOCK_ROWS=operands.block_rows,
+        BLOCK_N=block_n,
+        BLOCK_G=num_groups,
+        GROUP=group,
+        num_warps=4,
+        **flags,
+    )
+    return out_PN
+
+
+def _row_blocks(element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool) -> tuple[int, int, int]:
+    """Outputs of a program, and its inputs as groups that share a scale: eight or sixteen KiB of the weight.
+
+    Where blocks of rows share scales, a program stays within one of them.
+    """
+    block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
+    block_k = min(block_k, max(16, next_power_of_two(size_k)))
+    block_n = max(1, min(32, (4096 if gated else 8192) // element_bytes // block_k))
+    if not group:
+        return block_n, 1, block_k
+    lone_rows = block_rows & -block_rows  # the largest power of two that divides it
+    return min(block_n, lone_rows), max(1, block_k // group), group
+
+
+@jit
+def _pair_kernel(
+    p_x,
+    p_x_scales,
+    p_weight,
+    p_scales,
+    p_ids,
+    p_out,
+    size_n,
+    size_k,
+    scale_columns,
+    EVEN: constexpr,
+    CODING: constexpr,
+    BLOCK_ROWS: constexpr,
+    GATED: constexpr,
+    PAIRS_PER_ROW: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_G: constexpr,
+    GROUP: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    i_n = tl.program_id(0)
+    i_pair = tl.program_id(1)
+    i_row = (i_pair // PAIRS_PER_ROW).to(tl.int64)
+    BLOCK_K: constexpr = BLOCK_G * GROUP
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_g = tl.arange(0, BLOCK_G)
+    o_k = o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    m_n = o_n < size_n
+    b_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
+    b_up_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.load(p_ids + i_pair).to(tl.int64)
+    first_row = expert * size_n * (2 if GATED else 1)
+    p_rows = p_x + i_row * size_k + o_k
+    p_w = p_weight + (first_row + o_n)[:, None, None] * size_k + o_k[None, :, :]
+    up_offset = size_n.to(tl.int64) * size_k
+    if CODING == CODED_BLOCKS:
+        p_x_s = p_x_scales + i_row * scale_columns + o_g
+        p_s = p_scales + (first_row + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
+        p_up_s = p_scales + (first_row + size_n + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
+    for k in range(0, size_k, BLOCK_K):
+        if EVEN:
+            b_x = tl.load(p_rows + k)
+            b_w = tl.load(p_w + k, eviction_policy="evict_first")
+            if GATED:
+                b_up = tl.load(p_w + up_offset + k, eviction_policy="evict_first")
+        else:
+            m_k = k + o_k < size_k
+            m_w = m_n[:, None, None] & m_k[None, :, :]
+            b_x = tl.load(p_rows + k, mask=m_k, other=0.0)
+            b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+        b_x = _single(b_x, CODING, PLAIN)
+        if CODING == CODED_BLOCKS:
+            m_g = k // GROUP + o_g < scale_columns
+            b_x_s = tl.load(p_x_s + k // GROUP, mask=m_g, other=0.0)
+            b_s = tl.load(p_s + k // GROUP, mask=m_g, other=0.0) * b_x_s
+            b_sum += _single(b_w, CODING, PLAIN) * (b_x * b_s[:, None])[None, :, :]
+            if GATED:
+                b_s = tl.load(p_up_s + k // GROUP, mask=m_g, other=0.0) * b_x_s
+                b_up_sum += _single(b_up, CODING, PLAIN) * (b_x * b_s[:, None])[None, :, :]
+        else:
+            b_sum += _single(b_w, CODING, PLAIN) * b_x[None, :, :]
+            if GATED:
+                b_up_sum += _single(b_up, CODING, PLAIN) * b_x[None, :, :]
+    b_y = tl.sum(tl.reshape(b_sum, (BLOCK_N, BLOCK_K)), axis=1)
+    b_up_y = tl.sum(tl.reshape(b_up_sum, (BLOCK_N, BLOCK_K)), axis=1)
+    if CODING == CODED_ROWS or CODING == INT8_ROWS:
+        if CODING == CODED_ROWS:
+            x_scale = tl.load(p_x_scales + i_row)
+            b_y *= x_scale
+            b_up_y *= x_scale
+        b_y *= tl.load(p_scales + first_row + o_n, mask=m_n, other=0.0)
+        if GATED:
+            b_up_y *= tl.load(p_scales + first_row + size_n + o_n, mask=m_n, other=0.0)
+    if GATED:
+        b_y = b_y * tl.sigmoid(b_y) * b_up_y
+    tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@jit
+def _single(b_numbers, CODING: constexpr, PLAIN: constexpr):
+    """Numbers or codes, of a weight or of rows, as float32."""
+    if CODING == CODED_ROWS or CODING == CODED_BLOCKS:
+        b_numbers = loaded_numbers(b_numbers, PLAIN)
+    return b_numbers.to(tl.float32)
+
+
+@jit
+def _nibble_kernel(
+    p_x,
+    p_x_scales,
+    p_weight,
+    p_scales,
+    p_ids,
+    p_out,
+    size_n,
+    size_k,
+    EVEN: constexpr,
+    GATED: constexpr,
+    PAIRS_PER_ROW: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_G: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    i_n = tl.program_id(0)
+    i_pair = tl.program_id(1)
+    i_row = (i_pair // PAIRS_PER_ROW).to(tl.int64)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_g = tl.arange(0, BLOCK_G)
+    o_b = o_g[:, None] * 16 + tl.arange(0, 16)[None, :]
+    m_n = o_n < size_n
+    num_groups = size_k // 32
+    b_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
+    b_up_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.load(p_ids + i_pair).to(tl.int64)
+    first_row = expert * size_n * (2 if GATED else 1)
+    p_w = p_weight + (first_row + o_n)[:, None, None] * (size_k // 2) + o_b[None, :, :]
+    p_s = p_scales + (first_row + o_n)[:, None] * num_groups + o_g[None, :]
+    p_row = p_x + i_row * size_k
+    for g in range(0, num_groups, BLOCK_G):
+        m_g = g + o_g < num_groups
+        m_s = m_n[:, None] & m_g[None, :]
+        b_even, b_odd = _halves(p_row, g * 16 + o_b, m_g[:, None], EVEN)
+        b_sum += _groups(p_w + g * 16, p_s + g, b_even, b_odd, m_s, EVEN, PLAIN)
+        if GATED:
+            p_up = p_w + size_n.to(tl.int64) * (size_k // 2) + g * 16
+            p_up_s = p_s + size_n.to(tl.int64) * num_groups + g
+            b_up_sum += _groups(p_up, p_up_s, b_even, b_odd, m_s, EVEN, PLAIN)
+    b_y = tl.sum(b_sum, axis=1)
+    if GATED:
+        b_y = b_y * tl.sigmoid(b_y) * tl.sum(b_up_sum, axis=1)
+    tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@jit
+def _halves(p_row, o_b, m_b, EVEN: constexpr):
+    """Inputs of even and of odd number as float32; where two of them make a word, as words."""
+    if EVEN:
+        m_b = None
+    if p_row.dtype.element_ty == tl.float32:
+        b_even = tl.load(p_row + 2 * o_b, mask=m_b)
+        b_odd = tl.load(p_row + 2 * o_b + 1, mask=m_b)
+    else:
+        b_words = tl.load(p_row.to(tl.pointer_type(tl.int32)) + o_b, mask=m_b)
+        if p_row.dtype.element_ty == tl.bfloat16:
+            b_even = (b_words << 16).to(tl.float32, bitcast=True)
+            b_odd = (b_words & -65536).to(tl.float32, bitcast=True)
+        else:
+            b_even = b_words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            b_odd = (b_words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return b_even, b_odd
+
+
+@jit
+def _groups(p_w, p_s, b_even, b_odd, m_s, EVEN: constexpr, PLAIN: constexpr):
+    """Products summed over groups of 32 inputs, times the scale of each."""
+    if EVEN:
+        b_codes = tl.load(p_w, eviction_policy="evict_first")
+        b_exponents = tl.load(p_s, eviction_policy="evict_first")
+    else:
+        b_codes = tl.load(p_w, mask=m_s[:, :, None], other=0, eviction_policy="evict_first")
+        b_exponents = tl.load(p_s, mask=m_s, other=0, eviction_policy="evict_first")
+    b_low, b_high = e2m1_parts(b_codes, PLAIN)
+    b_products = b_low.to(tl.float32) * b_even[None, :, :] + b_high.to(tl.float32) * b_odd[None, :, :]
+    return tl.sum(b_products, axis=2) * e8m0_numbers(b_exponents)

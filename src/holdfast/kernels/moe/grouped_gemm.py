@@ -1,0 +1,319 @@
+"""Blocks of rows by the weight of the expert that they share, on tensor cores.
+
+P pairs of token and expert, M rows of a block, N outputs, K inputs
+
+The weight is the first operand and the rows are the second: few rows waste little, and codes become numbers in registers,
+from where the first operand may come.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.fp8 import loaded_numbers
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantized_tiles import (
+    CODED_BLOCKS,
+    CODED_ROWS,
+    INT8_ROWS,
+    Coding,
+    e2m1_parts,
+    e2m1_wide_parts,
+    e8m0_numbers,
+    operands_of,
+)
+from holdfast.kernels.moe.routing import ExpertOrder
+from holdfast.kernels.triton_compat import can_launch_early, constexpr, is_interpreted, jit, launched_early, tl
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+# ruff: noqa: RET505, SIM108, SIM109 a branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else
+
+
+class Tile(NamedTuple):
+    """Outputs and inputs of a program, blocks of K on their way at a time, and warps."""
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+
+
+def tile_for(block_rows: int, gated: bool, coding: Coding, element_bytes: int) -> Tile:
+    """The tile of a program over blocks of so many rows, so that nothing leaves the registers.
+
+    Few rows wait for memory: two programs a processor, with many blocks of K on their way. Many rows wait for the tensor
+    cores: as many outputs as registers hold.
+    """
+    if element_bytes == 4:
+        return Tile(32, 32, 2, 4)
+    is_plain = coding == Coding.PLAIN_NUMBERS
+    if block_rows <= 32:
+        return Tile(64, 128, 3 if is_plain and gated else 5, 4)
+    block_k = 64 if is_plain else 128
+    if block_rows == 64:
+        return Tile(64 if gated else 128, block_k, 4, 4)
+    return Tile(128 if is_plain or not gated else 64, block_k, 4, 8)
+
+
+def expert_rows(
+    x_XK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    order: ExpertOrder,
+    out_PN: torch.Tensor,
+    gated: bool,
+    coded: CodedRows | None,
+) -> torch.Tensor:
+    """Each block's rows by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
+    num_pairs, size_n = out_PN.shape
+    if not num_pairs:
+        return out_PN
+    size_k, early = x_XK.shape[1], can_launch_early(x_XK)
+    operands = operands_of(x_XK, weight, coded)
+    tile = tile_for(order.block_rows, gated, operands.coding, operands.tensors[0].element_size())
+    assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
+    grid = (-(-size_n // tile.block_n), len(order.block_experts_B))
+    arguments = (*operands.tensors, order.pairs_BR, order.block_experts_B, out_PN, size_n, size_k)
+    flags = {
+        "GATED": gated,
+        "PAIRS_PER_ROW": num_pairs // len(x_XK),
+        "EVEN_N": size_n % tile.block_n == 0,
+        "EVEN_K": size_k % tile.block_k == 0,
+        "BLOCK_M": order.block_rows,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "NUM_STAGES": tile.num_stages,
+        "PLAIN": is_interpreted(),
+        "EARLY": early,
+        "num_warps": tile.num_warps,
+        **launched_early(early),
+    }
+    if operands.coding == Coding.E2M1_GROUPS:
+        # Four exponents are loaded as a word, with a whole block of K; bfloat16 holds all products of codes and scales.
+        by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or size_k % tile.block_k != 0
+        _nibble_rows_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
+        return out_PN
+    _rows_kernel[grid](
+        *arguments, operands.scale_columns, CODING=int(operands.coding), BLOCK_ROWS=operands.block_rows, **flags
+    )
+    return out_PN
+
+
+@jit
+def _rows_kernel(
+    p_x,
+    p_x_scales,
+    p_weight,
+    p_scales,
+    p_pairs,
+    p_block_experts,
+    p_out,
+    size_n,
+    size_k,
+    scale_columns,
+    CODING: constexpr,
+    BLOCK_ROWS: constexpr,
+    GATED: constexpr,
+    PAIRS_PER_ROW: constexpr,
+    EVEN_N: constexpr,
+    EVEN_K: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    NUM_STAGES: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    i_n = tl.program_id(0)
+    i_block = tl.program_id(1)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    m_n = o_n < size_n
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.load(p_block_experts + i_block).to(tl.int64)
+    if expert < 0:
+        return
+    b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
+    first_row = expert * size_n * (2 if GATED else 1)
+    up_offset = size_n.to(tl.int64) * size_k
+    p_w = p_weight + (first_row + o_n)[:, None] * size_k + o_k[None, :]
+    p_rows = p_x + b_rows[None, :] * size_k + o_k[:, None]
+    b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if CODING == CODED_BLOCKS:
+        p_x_s = p_x_scales + b_rows * scale_columns
+        p_s = p_scales + first_row // BLOCK_ROWS * scale_columns
+        p_up_s = p_s + size_n // BLOCK_ROWS * scale_columns
+    for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
+        m_w = None
+        m_x = None
+        if not EVEN_N:
+            m_w = m_n[:, None]
+        if not EVEN_K:
+            m_x = (k + o_k < size_k)[:, None]
+            m_w = m_n[:, None] & (k + o_k < size_k)[None, :]
+        b_x = _loaded(p_rows + k, m_x, CODING, PLAIN)
+        b_w = _loaded(p_w + k, m_w, CODING, PLAIN)
+        if GATED:
+            b_up = _loaded(p_w + up_offset + k, m_w, CODING, PLAIN)
+        if CODING == CODED_BLOCKS:
+            i_k = k // BLOCK_K
+            b_x_s = tl.load(p_x_s + i_k)[None, :]
+            b_s = _block_scales(p_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
+            b_y += tl.dot(b_w, b_x) * (b_s * b_x_s)
+            if GATED:
+                b_s = _block_scales(p_up_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
+                b_up_y += tl.dot(b_up, b_x) * (b_s * b_x_s)
+        elif CODING == CODED_ROWS:
+            b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=BLOCK_K)
+            if GATED:
+                b_up_y = tl.dot(b_up, b_x, b_up_y, max_num_imprecise_acc=BLOCK_K)
+        else:
+            b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y, input_precision="ieee")
+            if GATED:
+                b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
+    if CODING == CODED_ROWS or CODING == INT8_ROWS:
+        if CODING == CODED_ROWS:
+            b_x_s = tl.load(p_x_scales + b_rows)[None, :]
+            b_y *= b_x_s
+            b_up_y *= b_x_s
+        b_y *= tl.load(p_scales + first_row + o_n, mask=m_n, other=0.0)[:, None]
+        if GATED:
+            b_up_y *= tl.load(p_scales + first_row + size_n + o_n, mask=m_n, other=0.0)[:, None]
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED)
+
+
+@jit
+def _block_pairs(p_pairs, PAIRS_PER_ROW: constexpr):
+    """The pairs of a block and their rows of x; padding takes the first row, is multiplied with it, and written nowhere."""
+    b_pairs = tl.load(p_pairs)
+    return b_pairs, (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
+
+
+@jit
+def _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr):
+    """Products [N, M], gated by the second where it is so, to the rows of their pairs."""
+    if GATED:
+        b_y = b_y * tl.sigmoid(b_y) * b_up_y
+    o_y = b_pairs[None, :].to(tl.int64) * size_n + o_n[:, None]
+    tl.store(p_out + o_y, b_y.to(p_out.dtype.element_ty), mask=m_n[:, None] & (b_pairs >= 0)[None, :])
+
+
+@jit
+def _loaded(p_numbers, m_numbers, CODING: constexpr, PLAIN: constexpr):
+    """Operands: numbers as they are, e4m3 in the interpreter as half precision."""
+    if m_numbers is None:
+        b_numbers = tl.load(p_numbers)
+    else:
+        b_numbers = tl.load(p_numbers, mask=m_numbers, other=0.0)
+    if (CODING == CODED_ROWS or CODING == CODED_BLOCKS) and PLAIN:
+        b_numbers = loaded_numbers(b_numbers, PLAIN)
+    return b_numbers
+
+
+@jit
+def _block_scales(p_s, i_n, scale_columns, size_n, BLOCK_ROWS: constexpr, BLOCK_N: constexpr):
+    """Scales of a tile's outputs for one block of columns: one where the tile lies within a block of rows."""
+    if BLOCK_ROWS % BLOCK_N == 0:
+        return tl.load(p_s + i_n * BLOCK_N // BLOCK_ROWS * scale_columns)
+    else:
+        o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        return tl.load(p_s + o_n // BLOCK_ROWS * scale_columns, mask=o_n < size_n, other=0.0)[:, None]
+
+
+@jit
+def _nibble_rows_kernel(
+    p_x,
+    p_x_scales,
+    p_weight,
+    p_scales,
+    p_pairs,
+    p_block_experts,
+    p_out,
+    size_n,
+    size_k,
+    GATED: constexpr,
+    PAIRS_PER_ROW: constexpr,
+    EVEN_N: constexpr,
+    EVEN_K: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    NUM_STAGES: constexpr,
+    BY_HAND: constexpr,
+    PLAIN: constexpr,
+    EARLY: constexpr,
+):
+    i_n = tl.program_id(0)
+    i_block = tl.program_id(1)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, BLOCK_M)
+    m_n = o_n < size_n
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.load(p_block_experts + i_block).to(tl.int64)
+    if expert < 0:
+        return
+    b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
+    p_rows = p_x + b_rows[None, :] * size_k
+    row_bytes = tl.multiple_of(size_k // 2, 16)
+    row_groups = size_k // 32
+    b_weight_rows = (expert * size_n * (2 if GATED else 1) + o_n)[:, None]
+    p_w = p_weight + b_weight_rows * row_bytes
+    p_s = p_scales + b_weight_rows * row_groups
+    p_up = p_w + size_n.to(tl.int64) * row_bytes
+    p_up_s = p_s + size_n.to(tl.int64) * row_groups
+    b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    o_k = tl.arange(0, BLOCK_K)
+    o_b = tl.arange(0, BLOCK_K // 2)
+    p_words = (p_scales + (expert * size_n * (2 if GATED else 1) + o_n) * row_groups).to(tl.pointer_type(tl.int32))
+    up_words = size_n.to(tl.int64) * (row_groups // 4)
+    for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
+        if BY_HAND:
+            o_k_b = k // 2 + o_b
+            m_b = (o_k_b < row_bytes)[:, None]
+            b_even = tl.load(p_rows + 2 * o_k_b[:, None], mask=m_b, other=0.0)
+            b_odd = tl.load(p_rows + 2 * o_k_b[:, None] + 1, mask=m_b, other=0.0)
+            b_y = _dot_halves(p_w, p_s, m_n, o_k_b, row_bytes, b_even, b_odd, b_y, PLAIN)
+            if GATED:
+                b_up_y = _dot_halves(p_up, p_up_s, m_n, o_k_b, row_bytes, b_even, b_odd, b_up_y, PLAIN)
+        else:
+            m_w = None if EVEN_N else m_n[:, None]
+            m_s = None if EVEN_N else m_n
+            b_x = tl.load(p_rows + o_k[:, None] + k)
+            b_codes = tl.load(p_w + o_b[None, :] + k // 2, mask=m_w)
+            b_exponents = tl.load(p_words + k // BLOCK_K, mask=m_s)
+            b_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_y)
+            if GATED:
+                b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_w)
+                b_exponents = tl.load(p_words + up_words + k // BLOCK_K, mask=m_s)
+                b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED)
+
+
+@jit
+def _dot_halves(p_w, p_s, m_n, o_b, row_bytes, b_even, b_odd, b_y, PLAIN: constexpr):
+    """Lower halves of bytes by inputs of even number, upper ones by those of odd number."""
+    m_w = m_n[:, None] & (o_b < row_bytes)[None, :]
+    b_codes = tl.load(p_w + o_b[None, :], mask=m_w, other=0)
+    b_factors = e8m0_numbers(tl.load(p_s + o_b[None, :] // 16, mask=m_w, other=0))
+    b_low, b_high = e2m1_parts(b_codes, PLAIN)
+    b_y = tl.dot((b_low.to(tl.float32) * b_factors).to(b_even.dtype), b_even, b_y, input_precision="ieee")
+    return tl.dot((b_high.to(tl.float32) * b_factors).to(b_odd.dtype), b_odd, b_y, input_precision="ieee")
+
+
+@jit
+def _decoded(b_codes, b_words, BLOCK_N: constexpr):
+    """Bytes of codes [N, 64] and words of four exponents [N] as bfloat16 [N, 128], which holds every such number."""
+    b_low, b_high = e2m1_wide_parts(b_codes)
+    b_w = tl.reshape(tl.join(b_low, b_high), (BLOCK_N, 4, 32))
+    b_exponents = b_words[:, None] >> (8 * tl.arange(0, 4))[None, :] & 255
+    b_factors = (b_exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(b_w * b_factors[:, :, None], (BLOCK_N, 128))

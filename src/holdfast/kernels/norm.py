@@ -1,0 +1,168 @@
+"""RMSNorm, RMSNorm with the residual added first, and LayerNorm, over the last dimension."""
+
+import torch
+import torch.nn.functional as F
+
+from holdfast.kernels.native_library import native_for
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+
+
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row, in x's dtype with float32 statistics.
+
+    Into `out_TD` where it is given, which may be x itself. Rows may lie apart; the elements of a row may not.
+    """
+    if can_run(x_TD):
+        return rms_norm_triton(x_TD, weight_D, eps, out_TD)
+    library = native_for(x_TD[:0], weight_D, None if out_TD is None else out_TD[:0])
+    if library is None:
+        return rms_norm_reference(x_TD, weight_D, eps, out_TD)
+    rows_TD = x_TD.contiguous()  # a single row always is: others must not be computed by other means than it
+    y_TD = out_TD if out_TD is not None and out_TD.is_contiguous() else torch.empty_like(rows_TD)
+    size = weight_D.shape[0]
+    library.holdfast_rms_norm(
+        rows_TD.data_ptr(), weight_D.data_ptr(), y_TD.data_ptr(), rows_TD.numel() // size, size, eps
+    )
+    return y_TD if out_TD is None or y_TD is out_TD else out_TD.copy_(y_TD)
+
+
+def rms_norm_reference(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in plain torch."""
+    y_TD = F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    return y_TD if out_TD is None else out_TD.copy_(y_TD)
+
+
+def rms_norm_triton(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same as a Triton kernel, a program a row."""
+    size = weight_D.shape[0]
+    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if out_TD is None else out_TD
+    x_RD, y_RD = as_rows(x_TD, size), as_rows(y_TD, size)
+    if x_RD.numel():
+        block = next_power_of_two(size)
+        strides = (x_RD.stride(0), y_RD.stride(0))
+        _rms_norm_kernel[(x_RD.shape[0],)](
+            x_RD, weight_D, y_RD, *strides, size, eps, BLOCK=block, num_warps=num_warps_for(block)
+        )
+    return y_TD
+
+
+def as_rows(x_TD: torch.Tensor, size: int) -> torch.Tensor:
+    """Whatever comes before the last dimension as one number of rows, without a copy."""
+    assert x_TD.stride(-1) == 1 or size == 1, f"{x_TD.stride()=}: the elements of a row must lie side by side"
+    return x_TD.view(-1, size)
+
+
+def num_warps_for(block: int) -> int:
+    """Warps for a row, so that each thread holds 16 elements: few enough to reduce quickly, enough to load at once."""
+    return max(1, min(16, block // 512))
+
+
+@jit
+def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, BLOCK: constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < size
+    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
+    tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
+
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+) -> torch.Tensor:
+    """x += delta, rounded to x's dtype; then out = rms_norm(x). `out_TD` may be delta itself; rows may lie apart."""
+    if can_run(x_TD):
+        return add_rms_norm_triton(x_TD, delta_TD, weight_D, eps, out_TD)
+    return rms_norm(x_TD.add_(delta_TD), weight_D, eps, out_TD)
+
+
+def add_rms_norm_reference(
+    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch."""
+    return rms_norm_reference(x_TD.add_(delta_TD), weight_D, eps, out_TD)
+
+
+def add_rms_norm_triton(
+    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+) -> torch.Tensor:
+    """The same as one Triton kernel, a program a row."""
+    size = weight_D.shape[0]
+    x_RD, delta_RD, y_RD = (as_rows(tensor, size) for tensor in (x_TD, delta_TD, out_TD))
+    if x_RD.numel():
+        block = next_power_of_two(size)
+        strides = (x_RD.stride(0), delta_RD.stride(0), y_RD.stride(0))
+        _add_rms_norm_kernel[(x_RD.shape[0],)](
+            x_RD, delta_RD, weight_D, y_RD, *strides, size, eps, BLOCK=block, num_warps=num_warps_for(block)
+        )
+    return out_TD
+
+
+@jit
+def _add_rms_norm_kernel(
+    p_x,
+    p_delta,
+    p_weight,
+    p_y,
+    x_stride,
+    delta_stride,
+    y_stride,
+    size,
+    eps,
+    BLOCK: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < size
+    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_delta = tl.load(p_delta + i_row * delta_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)
+    tl.store(p_x + i_row * x_stride + o_d, b_stored, mask=m_d)
+    b_x = b_stored.to(tl.float32)  # what the next layer will read is what is normed
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
+    tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
+
+
+def layer_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+) -> torch.Tensor:
+    """(x - mean) / std * weight + bias, row by row, with float32 statistics; `out_TD` may be x itself."""
+    if not can_run(x_TD):
+        return layer_norm_reference(x_TD, weight_D, bias_D, eps, out_TD)
+    num_rows, size = x_TD.shape
+    if num_rows:
+        block = next_power_of_two(size)
+        _layer_norm_kernel[(num_rows,)](x_TD, weight_D, bias_D, out_TD, size, eps, BLOCK=block)
+    return out_TD
+
+
+def layer_norm_reference(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch."""
+    return out_TD.copy_(F.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps))
+
+
+@jit
+def _layer_norm_kernel(p_x, p_weight, p_bias, p_y, size, eps, BLOCK: constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < size
+    b_x = tl.load(p_x + i_row * size + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_centred = tl.where(m_d, b_x - tl.sum(b_x, axis=0) / size, 0.0)
+    b_scale = tl.rsqrt(tl.sum(b_centred * b_centred, axis=0) / size + eps)
+    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_bias = tl.load(p_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_y = b_centred * b_scale * b_weight + b_bias
+    tl.store(p_y + i_row * size + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)

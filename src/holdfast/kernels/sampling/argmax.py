@@ -1,0 +1,137 @@
+"""The likeliest token of each row of logits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.kernels.geometry import CHUNK_TOKENS, NO_TOKEN, num_chunks
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+
+# S rows of a step, R rows that are worked on together, P chunks of a vocabulary, B buckets, C candidates
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScratch:
+    """Shapes and types as `scratch_specs` says. Nothing in it outlives a call."""
+
+    chunk_tokens: int
+    """A power of two."""
+    chunk_largest_SP: torch.Tensor
+    chunk_likeliest_SP: torch.Tensor
+    chunk_weights_RP: torch.Tensor
+    chunk_nearer_RP: torch.Tensor
+    chunk_counts_RPB: torch.Tensor
+    num_listed_R: torch.Tensor
+    listed_logits_RC: torch.Tensor
+    listed_ids_RC: torch.Tensor
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], chunk_tokens: int = CHUNK_TOKENS) -> "LogitScratch":
+        """From tensors by the names of their specs."""
+        return cls(
+            chunk_tokens,
+            tensors["chunk_largest"],
+            tensors["chunk_argmax"],
+            tensors["chunk_weights"],
+            tensors["chunk_nearer"],
+            tensors["chunk_counts"],
+            tensors["num_listed"],
+            tensors["listed_logits"],
+            tensors["listed_ids"],
+        )
+
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+# S rows, V vocabulary
+
+
+def likeliest(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+    """out = the id of a row's largest logit, the smallest among equals; NO_TOKEN in a row that holds NaN or only -inf."""
+    if can_run(logits_SV):
+        likeliest_triton(logits_SV, out_S, scratch)
+    else:
+        likeliest_reference(logits_SV, out_S, scratch)
+
+
+def likeliest_reference(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+    """The same in plain torch."""
+    largest_S = logits_SV.amax(dim=1)
+    ids_S = (logits_SV == largest_S.unsqueeze(1)).to(torch.int8).argmax(dim=1)
+    out_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
+
+
+def likeliest_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+    """The same as two Triton kernels: a program a chunk of a row, then a program a row."""
+    num_rows, vocab_size = logits_SV.shape
+    chunks = num_chunks(vocab_size, scratch.chunk_tokens)
+    held = scratch.chunk_largest_SP.shape
+    assert num_rows <= held[0], f"{num_rows=} exceeds the scratch for {held[0]}"
+    assert chunks == held[1], f"{chunks=} of {vocab_size} tokens differ from the scratch for {held[1]}"
+    assert logits_SV.stride(1) == 1, f"{logits_SV.stride()=}: the logits of a row must lie side by side"
+    assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
+    if not num_rows:
+        return
+    partials = scratch.chunk_largest_SP, scratch.chunk_likeliest_SP
+    _chunk_kernel[(num_rows, chunks)](
+        logits_SV,
+        *partials,
+        logits_SV.stride(0),
+        vocab_size,
+        chunks,
+        NO_TOKEN=NO_TOKEN,
+        CHUNK=scratch.chunk_tokens,
+        num_warps=8,
+    )
+    _row_kernel[(num_rows,)](
+        *partials, out_S, vocab_size, chunks, NO_TOKEN=NO_TOKEN, CHUNKS=next_power_of_two(chunks), num_warps=1
+    )
+
+
+@jit
+def _chunk_kernel(
+    p_logits,
+    p_largest,
+    p_likeliest,
+    row_stride,
+    vocab_size,
+    num_chunks,
+    NO_TOKEN: constexpr,
+    CHUNK: constexpr,
+):
+    """The largest logit of a chunk and its id; NO_TOKEN says that the chunk holds NaN."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
+    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    b_logits = tl.load(p_logits + i_row * row_stride + o_token, mask=o_token < vocab_size, other=float("-inf"))
+    m_nan = b_logits != b_logits
+    b_logits = tl.where(m_nan, float("-inf"), b_logits)
+    largest = tl.max(b_logits, axis=0)
+    # A lane beyond the vocabulary is no larger than any token, and comes after all of them.
+    token = tl.min(tl.where(b_logits == largest, o_token, vocab_size), axis=0)
+    token = tl.where(tl.max(m_nan.to(tl.int32), axis=0) > 0, NO_TOKEN, token)
+    tl.store(p_largest + i_row * num_chunks + i_chunk, largest)
+    tl.store(p_likeliest + i_row * num_chunks + i_chunk, token)
+
+
+@jit
+def _row_kernel(
+    p_largest,
+    p_likeliest,
+    p_out,
+    vocab_size,
+    num_chunks,
+    NO_TOKEN: constexpr,
+    CHUNKS: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_chunk = tl.arange(0, CHUNKS)
+    m_chunk = o_chunk < num_chunks
+    b_largest = tl.load(p_largest + i_row * num_chunks + o_chunk, mask=m_chunk, other=float("-inf"))
+    b_token = tl.load(p_likeliest + i_row * num_chunks + o_chunk, mask=m_chunk, other=vocab_size)
+    largest = tl.max(b_largest, axis=0)
+    token = tl.min(tl.where(b_largest == largest, b_token, vocab_size), axis=0)
+    is_empty = (largest == float("-inf")) | (tl.min(b_token, axis=0) == NO_TOKEN)
+    tl.store(p_out + i_row, tl.where(is_empty, NO_TOKEN, token).to(tl.int64))

@@ -1,0 +1,90 @@
+"""ExpertLayer: a router, the experts that each row takes, and perhaps one that every row takes.
+
+T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.moe.expert_linear import expert_linear, sum_experts
+from holdfast.kernels.moe.routing import order_experts, route_tokens
+from holdfast.layers.mlp import GatedMLP, MLPBuffers
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+
+class ExpertBuffers(NamedTuple):
+    """One layer's tensors, one set for all layers."""
+
+    logits_TE: torch.Tensor
+    """float32."""
+    expert_ids_TS: torch.Tensor
+    """int32."""
+    shares_TS: torch.Tensor
+    """float32."""
+    active_PI: torch.Tensor
+    routed_PH: torch.Tensor
+    order: tuple[torch.Tensor, ...]
+    """As `order_specs` of kernels/moe/routing.py shapes them."""
+    shared: MLPBuffers | None = None
+    """Those of the expert that every row takes."""
+    shared_TH: torch.Tensor | None = None
+    """What it gives."""
+    shared_logit_T1: torch.Tensor | None = None
+    """float32."""
+    coded: CodedRows | None = None
+    """Room for the rows of any one product as codes; None where no weight takes them so."""
+
+
+class SharedExpert:
+    """The expert that every row takes, times the sigmoid of one more logit where there is a gate."""
+
+    def __init__(self, mlp: GatedMLP, gate_1H: torch.Tensor | None) -> None:
+        self.mlp = mlp
+        self.gate_1H = gate_1H
+
+
+class ExpertLayer:
+    """The sum of what the `top_k` likeliest experts of a row give, each by its share. Rows do not affect each other."""
+
+    def __init__(
+        self,
+        router_EH: torch.Tensor,
+        gate_up: torch.Tensor | QuantizedWeight,
+        down: torch.Tensor | QuantizedWeight,
+        normalizes: bool,
+        shared: SharedExpert | None,
+    ) -> None:
+        """Of the experts, `gate_up` is [E, 2 I, H], gates first, and `down` is [E, H, I]."""
+        self.router_EH = router_EH
+        self.gate_up = gate_up
+        self.down = down
+        self.shared = shared
+        self._normalizes = normalizes
+
+    def __call__(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
+        linear_float32(x_TH, self.router_EH, buffers.logits_TE)
+        return self.mix(x_TH, buffers, out_TH)
+
+    def mix(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
+        """What follows the router's product, whose logits lie in their buffer."""
+        route_tokens(buffers.logits_TE, self._normalizes, buffers.expert_ids_TS, buffers.shares_TS)
+        order = order_experts(buffers.expert_ids_TS, self.router_EH.shape[0], buffers.order)
+        expert_linear(x_TH, self.gate_up, order, buffers.active_PI, True, buffers.coded)
+        expert_linear(buffers.active_PI, self.down, order, buffers.routed_PH, False, buffers.coded)
+        shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
+        return sum_experts(buffers.routed_PH, buffers.shares_TS, shared_TH, logit_T1, out_TH)
+
+    @staticmethod
+    def _share(
+        shared: SharedExpert, x_TH: torch.Tensor, buffers: ExpertBuffers
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert buffers.shared is not None, "no tensors for the shared expert"
+        assert buffers.shared_TH is not None, "no place for what the shared expert gives"
+        shared_TH = shared.mlp(x_TH, buffers.shared, buffers.shared_TH)
+        if shared.gate_1H is None:
+            return shared_TH, None
+        assert buffers.shared_logit_T1 is not None, "no place for the logit of the shared expert"
+        return shared_TH, linear_float32(x_TH, shared.gate_1H, buffers.shared_logit_T1)

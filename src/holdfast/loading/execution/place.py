@@ -1,0 +1,336 @@
+"""Placer: a piece of a chunk into its place among the final weights, and what was found wrong with it on the way.
+
+A view costs about as much as a launch, and a piece would need half a dozen. Here everything about the moves of a target is
+worked out once, and a piece is some sums of integers and one launch. The kernels, and so the results, are the same.
+
+R rows of a piece, C columns that are read of each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.fp8 import as_bits, as_kernels_read
+from holdfast.kernels.load.place_kernels import Pointer, RowLaunch, codes_launch, peak_launch, plain_launch
+from holdfast.kernels.load.place_rows import (
+    E8M0,
+    FLOATS,
+    UNSEEN,
+    Findings,
+    find_peak,
+    is_placeable,
+    place_plain,
+    place_quantized,
+    seen_columns,
+)
+from holdfast.kernels.triton_compat import can_run, is_interpreted
+from holdfast.loading.execution.ring import Piece
+from holdfast.loading.planning.moves import Move
+from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
+
+FINDING_BYTES = PEAK_BYTES = 4
+
+
+class _Lane(NamedTuple):
+    """Rows of one kind on their way to one target."""
+
+    launch: RowLaunch
+    find_peak: RowLaunch | None
+    shift: int
+    """Bytes from the begin of a row to the first column that the kernel sees."""
+    target: int
+    """The address of row 0; and of its scale."""
+    row_bytes: int
+    scales: int
+    scale_row_bytes: int
+    block_rows: int
+    leading: tuple[Pointer | None, ...]
+    """As the kernel takes them; these are among them, set before every launch."""
+    p_x: Pointer
+    p_y: Pointer
+    p_scales: Pointer | None
+    p_peak: Pointer | None
+    p_nonfinite: Pointer
+    p_differing: Pointer
+
+
+class AddressPlacer:
+    """Keeps no tensors: whoever has it keeps them, and starts kernels on one stream."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Move],
+        num_moves: int,
+        tensors: Mapping[str, torch.Tensor],
+        findings: torch.Tensor,
+        peaks: torch.Tensor,
+    ) -> None:
+        """`jobs` are the moves and the twins behind them; `findings` and `peaks` have a row for every one."""
+        self._jobs = jobs
+        self._num_moves = num_moves
+        self._tensors = tensors
+        self._findings = findings.data_ptr()
+        self._peaks = peaks.data_ptr()
+        self._lanes: dict[object, _Lane] = {}
+
+    def place(self, piece: Piece, chunk: int) -> bool:
+        """Start the kernels of a piece in the chunk at this address; False: its rows lie in a way that is not known here."""
+        index = piece.move
+        move = self._jobs[index]
+        part = move.part
+        if part.is_transposed or part.repeats != 1:
+            return False
+        verify = index >= self._num_moves
+        key = move.target, move.tensor_dtype, id(move.scheme), part.columns, part.shape[-1:], part.joined_rows, verify
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = self._new_lane(move, verify)
+        row = piece.row - (part.rows[0] if part.rows else 0)
+        x = chunk + piece.offset
+        if lane.p_peak is not None:
+            lane.p_peak.address = self._peaks + PEAK_BYTES * index
+            if piece.finds_peak:
+                assert lane.find_peak is not None, f"{move} has no peak"
+                lane.p_x.address = x
+                lane.find_peak.start_at(piece.num_rows, x, lane.p_x, lane.p_peak)
+        if not piece.places:
+            return True
+        place = part.row_start + row
+        lane.p_x.address = x = x + lane.shift
+        lane.p_y.address = y = lane.target + place * lane.row_bytes
+        lane.p_nonfinite.address = finding = self._findings + 2 * FINDING_BYTES * index
+        lane.p_differing.address = finding + FINDING_BYTES
+        if lane.p_scales is not None:
+            lane.p_scales.address = lane.scales + place // lane.block_rows * lane.scale_row_bytes
+        lane.launch.start_at(piece.num_rows, x | y, *lane.leading, row)
+        return True
+
+    def _new_lane(self, move: Move, verify: bool) -> _Lane:
+        source, target = getattr(torch, move.tensor_dtype), self._tensors[move.target]
+        assert target.is_contiguous(), f"{move.target}: rows lie apart"
+        num_columns, kept = move.num_read_columns, move.kept_columns
+        x = torch.empty(0, dtype=source)
+        assert is_placeable(source, target.dtype) or move.scheme is not None, f"{move}: into {target.dtype}"
+        if move.scheme is not None:
+            return self._new_codes_lane(move, move.scheme, x, target, verify)
+        if move.keeps_exponents and target.dtype == torch.uint8:
+            x, target = x.view(E8M0), target.view(E8M0)
+        p_x = Pointer((as_bits(x) if x.dtype == target.dtype else as_kernels_read(x)).dtype)
+        p_y, p_nonfinite, p_differing = Pointer(as_bits(target).dtype), Pointer(torch.int32), Pointer(torch.int32)
+        width = kept[1] - kept[0]
+        return _Lane(
+            launch=plain_launch(x.dtype, target.dtype, width, (num_columns, 1), (width, 1), verify),
+            find_peak=None,
+            shift=kept[0] * x.element_size(),
+            target=target.data_ptr(),
+            row_bytes=width * target.element_size(),
+            scales=0,
+            scale_row_bytes=0,
+            block_rows=1,
+            leading=(p_x, p_y, p_nonfinite, p_differing),
+            p_x=p_x,
+            p_y=p_y,
+            p_scales=None,
+            p_peak=None,
+            p_nonfinite=p_nonfinite,
+            p_differing=p_differing,
+        )
+
+    def _new_codes_lane(
+        self, move: Move, scheme: WeightScheme, x: torch.Tensor, target: torch.Tensor, verify: bool
+    ) -> _Lane:
+        num_columns, kept, width = move.num_read_columns, move.kept_columns, scheme.block_columns
+        scales = self._tensors[move.target + SCALE_SUFFIX]
+        seen = seen_columns(num_columns, kept, scheme)
+        assert x.dtype in FLOATS, f"{move}: is not quantized"
+        assert scales.is_contiguous(), f"{move.target}: scales lie apart"
+        assert not width or scales.shape[-1] == -(-(kept[1] - kept[0]) // width), f"{move}: {scales.shape=}"
+        assert not (verify and scheme.is_whole_tensor), f"{move}: a twin has no peak"
+        p_x, p_y, p_scales = (Pointer(read.dtype) for read in (as_kernels_read(x), as_bits(target), as_bits(scales)))
+        p_nonfinite, p_differing = Pointer(torch.int32), Pointer(torch.int32)
+        p_peak = Pointer(torch.int32) if scheme.is_whole_tensor else None
+        peaks = () if width else (p_peak,)
+        return _Lane(
+            launch=codes_launch(
+                scheme, seen[1] - seen[0], (kept[0] - seen[0], kept[1] - seen[0]), (num_columns, 1), verify
+            ),
+            find_peak=peak_launch(num_columns, (num_columns, 1)) if scheme.is_whole_tensor else None,
+            shift=seen[0] * x.element_size(),
+            target=target.data_ptr(),
+            row_bytes=(kept[1] - kept[0]) // scheme.codes_per_byte,
+            scales=scales.data_ptr(),
+            scale_row_bytes=(scales.shape[-1] if width else 1) * scales.element_size(),
+            block_rows=scheme.block_rows,
+            leading=(p_x, p_y, p_scales, *peaks, p_nonfinite, p_differing),
+            p_x=p_x,
+            p_y=p_y,
+            p_scales=p_scales,
+            p_peak=p_peak,
+            p_nonfinite=p_nonfinite,
+            p_differing=p_differing,
+        )
+
+
+class ChunkViews(dict[str, torch.Tensor]):
+    """The bytes of a chunk as flat tensors, by the name of their type; and where they lie."""
+
+    address: int
+
+
+def chunk_views(chunk: torch.Tensor, moves: Sequence[Move]) -> ChunkViews:
+    """A chunk of bytes in every type that these moves read."""
+    dtypes = {move.tensor_dtype for move in moves}
+    views = ChunkViews({dtype: chunk.view(getattr(torch, dtype)) for dtype in dtypes})
+    views.address = chunk.data_ptr()
+    return views
+
+
+class _Route(NamedTuple):
+    """Where the pieces of one move go: worked out once, so that a piece costs a few views and a kernel."""
+
+    dtype: str
+    element_bytes: int
+    num_columns: int
+    """That are read."""
+    kept: tuple[int, int]
+    is_transposed: bool
+    first_row: int
+    """Of the move, in the tensor."""
+    row_start: int
+    """Of the target."""
+    repeats: int
+    scheme: WeightScheme | None
+    target: torch.Tensor
+    """All of it, as rows."""
+    scales: torch.Tensor | None
+    findings: Findings
+    peak: torch.Tensor | None
+    verify: bool
+
+
+class Placer:
+    """Knows the way of every move. `findings` and `peaks` are tensors of the staging, with a row for every move."""
+
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        twins: Sequence[Move],
+        tensors: Mapping[str, torch.Tensor],
+        findings: torch.Tensor,
+        peaks: torch.Tensor,
+    ) -> None:
+        self._jobs = (*moves, *twins)
+        self._num_moves = len(moves)
+        self._tensors = tensors
+        self._findings = findings
+        self._flat_findings = findings.view(-1)
+        self._peaks = peaks
+        self._route: _Route | None = None
+        self._route_index = -1
+        self._planes: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._by_address: AddressPlacer | None = None
+        if can_run(findings) and not is_interpreted():
+            self._by_address = AddressPlacer(self._jobs, len(moves), tensors, findings, peaks)
+        findings.fill_(UNSEEN)
+        peaks.zero_()
+
+    def place(self, piece: Piece, views: ChunkViews) -> None:
+        """Convert or quantize the piece, which lies in the chunk, into its place; or compare it with what lies there."""
+        if self._by_address is not None and self._by_address.place(piece, views.address):
+            return
+        if piece.move != self._route_index:
+            self._route, self._route_index = self._find_route(piece.move), piece.move
+        route = self._route
+        assert route is not None, f"no way for {piece}"
+        rows_RC = _rows_of(piece, route, views[route.dtype])
+        if route.target.dtype == E8M0:
+            rows_RC = rows_RC.view(E8M0)
+        if piece.finds_peak:
+            assert route.peak is not None, f"{self._jobs[piece.move]} has no peak"
+            find_peak(rows_RC, route.peak)
+        if not piece.places:
+            return
+        row = piece.row - route.first_row
+        if route.scales is not None:
+            _quantize(rows_RC, route, row)
+        elif route.repeats == 1:
+            out_RK = route.target.narrow(0, route.row_start + row, piece.num_rows)
+            place_plain(rows_RC, route.kept, out_RK, row, route.findings, route.verify)
+        else:
+            _repeat(rows_RC, route, row)
+
+    def wrong_rows(self) -> list[tuple[Move, int | None, int | None]]:
+        """Moves with which something was wrong: the first row that is not finite, and that differs, in the tensor's rows."""
+        found: list[tuple[Move, int | None, int | None]] = []
+        findings = self._findings.cpu()
+        for index in (findings != UNSEEN).any(dim=1).nonzero().flatten().tolist():
+            move = self._jobs[index]
+            first = move.part.row_range[0]
+            nonfinite, differing = (None if row == UNSEEN else first + row for row in findings[index].tolist())
+            found.append((move, nonfinite, differing))
+        return found
+
+    def _find_route(self, index: int) -> _Route:
+        move = self._jobs[index]
+        scheme, part = move.scheme, move.part
+        target, scales = self._planes.get(move.target) or self._find_planes(move)
+        findings = self._flat_findings
+        return _Route(
+            dtype=move.tensor_dtype,
+            element_bytes=DTYPE_BYTES[move.tensor_dtype],
+            num_columns=move.num_read_columns,
+            kept=move.kept_columns,
+            is_transposed=part.is_transposed,
+            first_row=part.row_range[0],
+            row_start=part.row_start,
+            repeats=part.repeats,
+            scheme=scheme,
+            target=target,
+            scales=scales,
+            findings=Findings(findings.narrow(0, 2 * index, 1), findings.narrow(0, 2 * index + 1, 1)),
+            peak=self._peaks.narrow(0, index, 1) if scheme is not None and scheme.is_whole_tensor else None,
+            verify=index >= self._num_moves,
+        )
+
+    def _find_planes(self, move: Move) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target and its scales as rows; one scale a row is a vector."""
+        scheme, target = move.scheme, self._tensors[move.target]
+        num_columns, scales = move.part.num_columns, None
+        if scheme is not None:
+            num_columns //= scheme.codes_per_byte
+            scales = self._tensors[move.target + SCALE_SUFFIX]
+            scales = scales.view(-1) if scheme.block_columns == 0 else scales.view(-1, scales.shape[-1])
+        if move.keeps_exponents and target.dtype == torch.uint8:
+            target = target.view(E8M0)
+        self._planes[move.target] = target.view(-1, num_columns), scales
+        return self._planes[move.target]
+
+
+def _rows_of(piece: Piece, route: _Route, chunk: torch.Tensor) -> torch.Tensor:
+    """The rows as they are meant, whichever way they lie in the chunk."""
+    shape = (piece.num_rows, route.num_columns)
+    strides = (1, piece.num_rows) if route.is_transposed else (route.num_columns, 1)
+    return chunk.as_strided(shape, strides, chunk.storage_offset() + piece.offset // route.element_bytes)
+
+
+def _quantize(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
+    scheme, scales = route.scheme, route.scales
+    assert scheme is not None, f"{route} is not quantized"
+    assert scales is not None, f"{route} has no scales"
+    place, num_rows = route.row_start + row, rows_RC.shape[0]
+    codes = route.target.narrow(0, place, num_rows)
+    block_rows = scheme.block_rows
+    scales = scales.narrow(0, place // block_rows, -(-num_rows // block_rows))
+    place_quantized(rows_RC, route.kept, scheme, codes, scales, route.peak, row, route.findings, route.verify)
+
+
+def _repeat(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
+    """Every row several times: stored scales, of which there are few."""
+    for index in range(rows_RC.shape[0]):
+        same_RC = rows_RC.narrow(0, index, 1).expand(route.repeats, -1)
+        out_RK = route.target.narrow(0, route.row_start + (row + index) * route.repeats, route.repeats)
+        place_plain(same_RC, route.kept, out_RK, row + index, route.findings, route.verify)

@@ -1,0 +1,301 @@
+"""GGUF metadata as the config.json that the model had before its conversion; no torch.
+
+Families then read it as they read any other. Values are checked here under the names that the file has for them.
+"""
+
+import math
+import re
+import struct
+from array import array
+from collections.abc import Mapping
+
+from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.loading.gguf.file import GGUFFile, read_floats
+from holdfast.models.families import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from holdfast.models.settings import MAX_EXPERT_WIDTH, MAX_EXPERTS, MAX_POSITIONS, Settings
+
+EXPERT_ARCHITECTURES: Mapping[str, str] = {"qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+"""`general.architecture` -> the name in config.json, of those whose every layer has experts."""
+NORMALIZES: Mapping[str, bool] = {"qwen2moe": False, "qwen3moe": True}
+"""Whether the shares of a token's experts are divided by their sum, where the file does not say."""
+SHARED_ARCHITECTURES = ("qwen2moe",)
+"""Those with an expert that every token takes."""
+WITHOUT_EXPERTS: Mapping[str, tuple[object, ...]] = {"expert_count": (0,)}
+"""What a file of another architecture may say of experts."""
+NEUTRAL_FOR_EXPERTS: Mapping[str, tuple[object, ...]] = {
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "moe_latent_size": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "expert_shared_count": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_group_scale": (0, 1),
+    "experts_per_group": (0,),
+    "expert_chunk_feed_forward_length": (0,),
+    "router_logit_softcapping": (0,),
+    "swiglu_clamp_exp": (0,),
+    "swiglu_clamp_shexp": (0,),
+}
+"""Keys that change what experts compute, with the values that change nothing: 1 is softmax among gating functions."""
+_SPLIT_EXPERT = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down)\.[0-9]+\.weight", re.ASCII)
+
+
+def expert_config(
+    file: GGUFFile, settings: Settings, arch: str, num_layers: int, hidden_size: int
+) -> dict[str, object]:
+    """What config.json says of experts; nothing for an architecture without."""
+    if arch not in EXPERT_ARCHITECTURES:
+        return {}
+    num_experts = settings.required_count(f"{arch}.expert_count", MAX_EXPERTS)
+    _refuse_split_experts(file)
+    _check_routers(file, num_layers, (num_experts, hidden_size))
+    config: dict[str, object] = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": settings.required_count(f"{arch}.expert_used_count", num_experts),
+        "moe_intermediate_size": settings.required_count(f"{arch}.expert_feed_forward_length", MAX_EXPERT_WIDTH),
+        "norm_topk_prob": settings.flag(f"{arch}.expert_weights_norm", NORMALIZES[arch]),
+    }
+    if arch in SHARED_ARCHITECTURES:
+        key = f"{arch}.expert_shared_feed_forward_length"
+        config["shared_expert_intermediate_size"] = settings.required_count(key, MAX_EXPERT_WIDTH)
+    return config
+
+
+def _refuse_split_experts(file: GGUFFile) -> None:
+    """Before experts were stacked, each was a tensor of its own; no file of these architectures was written so."""
+    split = next((name for name in file.tensors if _SPLIT_EXPERT.fullmatch(name)), None)
+    if split is not None:
+        raise UnsupportedModelError(
+            f"{file.path.name}: tensor {shown(split)} is a single expert",
+            "all experts of a layer are read from one tensor, such as blk.0.ffn_gate_exps.weight",
+            "convert the model again",
+        )
+
+
+def _check_routers(file: GGUFFile, num_layers: int, shape: tuple[int, int]) -> None:
+    """Every layer has as many experts as announced. A list of parameters is as long as that, so it is settled before."""
+    for layer in range(num_layers):
+        name = f"blk.{layer}.ffn_gate_inp.weight"
+        router = file.tensors.get(name)
+        if router is None or router.shape != shape:
+            raise ModelFormatError(
+                f"{file.path.name}: tensor {name!r} {'is missing' if router is None else f'has shape {router.shape}'}",
+                f"{num_layers} layers with a router of shape {shape} each are announced",
+                "download or convert the model again",
+            )
+
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    **EXPERT_ARCHITECTURES,
+}
+"""`general.architecture` -> the name in config.json."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "nextn_predict_layers": (0,),
+    "use_parallel_residual": (False,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.sliding_window_pattern": (),
+}
+"""Keys under the architecture that change what is computed, with the values that change nothing."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""A divisor for each rotary frequency, in place of Llama 3's four settings."""
+
+
+def gguf_config(file: GGUFFile) -> dict[str, object]:
+    """A config.json for the model in the file."""
+    settings = Settings({key: _scalar(value) for key, value in file.metadata.items()}, file.path.name)
+    arch = _architecture(settings)
+    _decline_others(settings, arch)
+    hidden_size = settings.required_count(f"{arch}.embedding_length", MAX_WIDTH)
+    num_heads = settings.required_count(f"{arch}.attention.head_count", MAX_HEADS)
+    num_layers = settings.required_count(f"{arch}.block_count", MAX_LAYERS)
+    head_dim = _head_dim(settings, arch, hidden_size, num_heads)
+    config: dict[str, object] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "dtype": checkpoint_dtype(file),
+        "hidden_size": hidden_size,
+        "intermediate_size": settings.required_count(f"{arch}.feed_forward_length", MAX_WIDTH),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": settings.count(f"{arch}.attention.head_count_kv", num_heads, MAX_HEADS),
+        "head_dim": head_dim,
+        "max_position_embeddings": settings.required_count(f"{arch}.context_length", MAX_POSITIONS),
+        "rms_norm_eps": decimal(settings.number(f"{arch}.attention.layer_norm_rms_epsilon")),
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": decimal(settings.number(f"{arch}.rope.freq_base", 10_000.0)),
+        "rope_scaling": _rope_scaling(file, settings, arch, head_dim),
+    }
+    experts = expert_config(file, settings, arch, num_layers, hidden_size)
+    return config | experts | _sliding_window(settings, arch, num_layers)
+
+
+def decimal(value: float) -> float:
+    """The number somebody wrote before it was rounded to float32: 1e-05, not 9.999999747378752e-06."""
+    short = float(f"{value:.7g}")
+    same = abs(value) < 1e38 and struct.pack("<f", short) == struct.pack("<f", value)
+    return short if same else value
+
+
+def checkpoint_dtype(file: GGUFFile) -> str:
+    """torch's name of the type most elements have. Quantized ones count as bfloat16, whose range holds every activation."""
+    elements = {"float32": 0, "float16": 0, "bfloat16": 0}
+    for tensor in file.tensors.values():
+        dtype = {"F32": "float32", "F16": "float16"}.get(tensor.type.name, "bfloat16")
+        elements[dtype] += math.prod(tensor.shape)
+    return max(elements, key=lambda dtype: elements[dtype])
+
+
+def _scalar(value: object) -> object:
+    """A value that `Settings` can check and a message can show; one equal number for every layer is that number."""
+    if not isinstance(value, list | array):
+        return value
+    if isinstance(value, array) and 0 < len(value) <= MAX_LAYERS and value.count(value[0]) == len(value):
+        return value[0]
+    return f"an array of {len(value)} values"
+
+
+def _architecture(settings: Settings) -> str:
+    if "general.architecture" not in settings:
+        raise settings.missing("general.architecture", f"one of {', '.join(ARCHITECTURES)} is needed")
+    arch = settings.text("general.architecture", "")
+    if arch not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{settings.file} describes a {shown(arch)[1:-1]}",
+            f"the architectures here are {', '.join(ARCHITECTURES)} in GGUF files, and others in Hugging Face folders",
+            "use a model of one of these",
+        )
+    return arch
+
+
+def _decline_others(settings: Settings, arch: str) -> None:
+    if settings.values.get("general.type", "model") != "model":
+        raise _declined(settings, "general.type", "a whole model is needed")
+    if settings.values.get("split.count", 0) not in (0, 1):
+        raise _declined(settings, "split.count", "models in one file are read", "merge the parts with llama-gguf-split")
+    experts = NEUTRAL_FOR_EXPERTS if arch in EXPERT_ARCHITECTURES else WITHOUT_EXPERTS
+    for key, neutral in {**NEUTRAL, **experts}.items():
+        if f"{arch}.{key}" in settings and settings.values[f"{arch}.{key}"] not in neutral:
+            raise _declined(settings, f"{arch}.{key}", "that setting is not computed here")
+
+
+def _declined(settings: Settings, key: str, why: str, do: str = "use a model without it") -> UnsupportedModelError:
+    return UnsupportedModelError(f"{settings.file} sets {key} = {shown(settings.values.get(key))}", why, do)
+
+
+def _head_dim(settings: Settings, arch: str, hidden_size: int, num_heads: int) -> int:
+    key = f"{arch}.attention.key_length"
+    if key not in settings and hidden_size % num_heads:
+        raise settings.refuse(f"{arch}.attention.head_count", num_heads, f"a divisor of {hidden_size}")
+    head_dim = settings.count(key, hidden_size // num_heads, MAX_HEAD_DIM)
+    for same in ("attention.value_length", "rope.dimension_count"):
+        if settings.count(f"{arch}.{same}", head_dim, MAX_HEAD_DIM) != head_dim:
+            raise _declined(
+                settings, f"{arch}.{same}", f"keys have {head_dim} elements, and all of a head is used alike"
+            )
+    scale = settings.values.get(f"{arch}.attention.scale", 0.0)
+    if scale != 0 and not (isinstance(scale, float) and math.isclose(scale, head_dim**-0.5, rel_tol=1e-6)):
+        raise _declined(settings, f"{arch}.attention.scale", f"scores are divided by the root of {head_dim}")
+    return head_dim
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelFormatError(
+            f"{file.path.name}: tensor 'token_embd.weight' is missing or is no matrix",
+            "one row for each token is needed",
+            "use a file that holds the whole model",
+        )
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list) or len(tokens) > embedding.shape[0]:
+        raise ModelFormatError(
+            f"{file.path.name}: key 'tokenizer.ggml.tokens' does not fit the model",
+            f"a list of strings, at most {embedding.shape[0]} as in 'token_embd.weight', is needed",
+            "download or convert the model again",
+        )
+    return embedding.shape[0]
+
+
+def _sliding_window(settings: Settings, arch: str, num_layers: int) -> dict[str, object]:
+    """Every layer has the window. For a Llama with one, config.json has the name Mistral."""
+    window = settings.count(f"{arch}.attention.sliding_window", 0, MAX_POSITIONS, low=0)
+    if window == 0:
+        return {}
+    if arch == "llama":
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    # Families differ in the layers that `max_window_layers` gives the window to, not in what kinds of layers mean.
+    kinds = ["sliding_attention"] * num_layers
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+
+
+def _rope_scaling(file: GGUFFile, settings: Settings, arch: str, head_dim: int) -> dict[str, object]:
+    prefix = f"{arch}.rope.scaling."
+
+    def number(key: str, default: float) -> float:
+        """Zero means the default."""
+        is_zero = settings.values.get(prefix + key) == 0
+        return default if is_zero else decimal(settings.number(prefix + key, default))
+
+    kind = settings.text(f"{prefix}type", "linear")
+    context = settings.required_count(f"{arch}.context_length", MAX_POSITIONS)
+    factor = number("factor", settings.number(f"{arch}.rope.scale_linear", 1.0))
+    attention_factor = number("attn_factor", 1.0)
+    factors = _rope_factors(file, head_dim)
+    if kind not in ("none", "linear", "yarn") or (kind == "yarn" and factors):
+        raise _declined(settings, f"{prefix}type", f"none, linear, and yarn without {ROPE_FACTORS} are computed here")
+    if kind == "yarn":
+        if number("yarn_ext_factor", 1.0) != 1:
+            raise _declined(settings, f"{prefix}yarn_ext_factor", "the whole of yarn is computed here, or none of it")
+        scaling: dict[str, object] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": settings.count(
+                f"{prefix}original_context_length", context, MAX_POSITIONS
+            ),
+            "beta_fast": number("yarn_beta_fast", 32.0),
+            "beta_slow": number("yarn_beta_slow", 1.0),
+        }
+        if f"{prefix}yarn_attn_factor" in settings:
+            scaling["attention_factor"] = number("yarn_attn_factor", 1.0)
+        elif attention_factor != 1:
+            scaling["attention_factor"] = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+        return scaling
+    if attention_factor != 1:
+        raise _declined(settings, f"{prefix}attn_factor", "rotations keep lengths, except with yarn")
+    factor = 1.0 if kind == "none" else factor
+    if factors:
+        stretched = [divisor * factor for divisor in factors]
+        return {
+            "rope_type": "longrope",
+            "short_factor": stretched,
+            "long_factor": stretched,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }
+    return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _rope_factors(file: GGUFFile, head_dim: int) -> list[float]:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return []
+    if tensor.type.name != "F32" or tensor.shape != (head_dim // 2,):
+        raise ModelFormatError(
+            f"{file.path.name}: tensor {ROPE_FACTORS!r} is {tensor.type.name} of shape {tensor.shape}",
+            f"F32 of shape {(head_dim // 2,)} is needed",
+            "download or convert the model again",
+        )
+    return read_floats(file, tensor)

@@ -1,0 +1,250 @@
+"""A GGUF file as a source of weights: Hugging Face names, rows in Hugging Face order; no torch until a read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from threading import local
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.loading.gguf.config import ROPE_FACTORS
+from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
+from holdfast.loading.sources.source import TensorEntry
+from holdfast.models.parameters import LLAMA_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+MODULES: Mapping[str, str] = {
+    "token_embd": LLAMA_NAMES.embed,
+    "output_norm": LLAMA_NAMES.final_norm,
+    "output": LLAMA_NAMES.lm_head,
+}
+SHARED_GATE = "ffn_gate_inp_shexp"
+"""Hugging Face has a matrix of one row there; conversions write a vector."""
+_EXPERTS = LLAMA_NAMES.experts
+LAYER_MODULES: Mapping[str, str] = {
+    "attn_norm": LLAMA_NAMES.attn_norm,
+    "attn_q": LLAMA_NAMES.q,
+    "attn_k": LLAMA_NAMES.k,
+    "attn_v": LLAMA_NAMES.v,
+    "attn_output": LLAMA_NAMES.o,
+    "attn_q_norm": LLAMA_NAMES.q_norm,
+    "attn_k_norm": LLAMA_NAMES.k_norm,
+    "ffn_norm": LLAMA_NAMES.mlp_norm,
+    "ffn_gate": LLAMA_NAMES.gate,
+    "ffn_up": LLAMA_NAMES.up,
+    "ffn_down": LLAMA_NAMES.down,
+    "ffn_gate_inp": _EXPERTS.router,
+    "ffn_gate_exps": f"{_EXPERTS.experts}.{_EXPERTS.gate}",
+    "ffn_up_exps": f"{_EXPERTS.experts}.{_EXPERTS.up}",
+    "ffn_down_exps": f"{_EXPERTS.experts}.{_EXPERTS.down}",
+    SHARED_GATE: _EXPERTS.shared_gate,
+    "ffn_gate_shexp": f"{_EXPERTS.shared}.{_EXPERTS.gate}",
+    "ffn_up_shexp": f"{_EXPERTS.shared}.{_EXPERTS.up}",
+    "ffn_down_shexp": f"{_EXPERTS.shared}.{_EXPERTS.down}",
+}
+"""Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each."""
+NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types that torch holds as they are; all others are read as float32."""
+STEP_ELEMENTS = 2**18
+"""Elements that are read and dequantized at a time: what one pass leaves in cache, the next one finds there."""
+DEQUANT_BYTES = 2 * 2**20
+"""Most that dequantizing a step holds beside blocks and results: codes and scales that were taken apart."""
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
+
+
+def hugging_face_name(name: str) -> str:
+    """What Hugging Face calls a tensor. A name without a counterpart stays, and is unused under it."""
+    module, _, kind = name.rpartition(".")
+    if module in MODULES and kind in ("weight", "bias"):
+        return f"{MODULES[module]}.{kind}"
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None or match[2] not in LAYER_MODULES:
+        return name
+    return f"{LLAMA_NAMES.layer.format(match[1])}{LAYER_MODULES[match[2]]}.{match[3]}"
+
+
+class GGUFSource:
+    """Implements WeightSource. Every thread has buffers of its own, as large as a step of the widest tensor that it read."""
+
+    def __init__(self, file: GGUFFile, interleaved_head_dim: int | None) -> None:
+        """With an interleaved head, rows 2i and 2i+1 of a query or key head are what Hugging Face has at i and i + half."""
+        self._data = GGUFData(file)
+        self._tensors = {hugging_face_name(name): _as_expected(tensor) for name, tensor in file.tensors.items()}
+        self._head_dim = interleaved_head_dim
+        self._buffers = local()
+        self._entries = {
+            name: TensorEntry(
+                name=name,
+                dtype=NATIVE_DTYPES.get(tensor.type.name, "float32"),
+                shape=tensor.shape,
+                file=file.path.name,
+                num_bytes=tensor.num_bytes,
+            )
+            for name, tensor in self._tensors.items()
+        }
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Every tensor, by its Hugging Face name."""
+        return self._entries
+
+    @property
+    def ignorable(self) -> frozenset[str]:
+        """Rotary tables, which are read into the spec or computed."""
+        return frozenset(
+            name for name in self._entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")
+        )
+
+    @property
+    def scratch_bytes_per_reader(self) -> int:
+        """Blocks of a step twice, as stored and as picked from interleaved heads; their values; what dequantizing takes."""
+        return max((self._step_bytes(tensor) for tensor in self._tensors.values()), default=0)
+
+    def read_into(
+        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
+    ) -> None:
+        """Rows [row_start, row_end), dequantized step by step into `out`; native types go straight where they can."""
+        import torch
+
+        tensor, entry = self._tensors[name], self._entries[name]
+        table = _table(tensor)
+        first, last = columns or (0, table.num_columns)
+        assert 0 <= row_start <= row_end <= table.num_rows, f"{name}: rows {row_start} to {row_end} of {table.num_rows}"
+        assert 0 <= first < last <= table.num_columns, f"{name}: columns {first} to {last} of {table.num_columns}"
+        dtype = getattr(torch, entry.dtype)
+        num_bytes = (row_end - row_start) * (last - first) * dtype.itemsize
+        assert len(out) == num_bytes, f"{name}: {len(out)=} for {num_bytes} bytes of rows {row_start} to {row_end}"
+        if row_start == row_end:
+            return
+        head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+        if tensor.type.name in NATIVE_DTYPES and head_dim is None and columns is None:
+            self._data.read_into(tensor, row_start * table.num_columns * dtype.itemsize, out)
+            return
+        values = torch.frombuffer(out, dtype=dtype).view(row_end - row_start, last - first)
+        step = max(1, STEP_ELEMENTS // table.num_columns)
+        for start in range(row_start, row_end, step):
+            end = min(start + step, row_end)
+            self._read_step(table, start, end, head_dim, (first, last), values[start - row_start : end - row_start])
+
+    def close(self) -> None:
+        """Let go of the file and the buffers; may be called twice."""
+        self._data.close()
+        self._buffers = local()
+
+    def _read_step(
+        self,
+        table: _Table,
+        start: int,
+        end: int,
+        head_dim: int | None,
+        columns: tuple[int, int],
+        out: torch.Tensor,
+    ) -> None:
+        """A few rows of a tensor: their blocks are read and put in order, the wanted ones become values."""
+        import torch
+
+        from holdfast.loading.gguf.dequantize import dequantize
+
+        ggml_type = table.tensor.type
+        if table.is_coded_vector:
+            # Elements have no bytes of their own: the blocks around them, as one row.
+            places = torch.arange(start, end) if head_dim is None else _places(start, end, head_dim)
+            low, high = int(places.min()), int(places.max()) + 1
+            first_block, last_block = low // ggml_type.block_elements, -(-high // ggml_type.block_elements)
+            blocks = self._read_blocks(table.tensor, first_block, last_block)
+            whole = self._values((last_block - first_block) * ggml_type.block_elements)
+            dequantize(blocks, ggml_type, whole)
+            out.copy_(whole.index_select(0, places - first_block * ggml_type.block_elements).unsqueeze(1))
+            return
+        first_row, last_row = start, end
+        if head_dim is not None:
+            first_row, last_row = start // head_dim * head_dim, -(-end // head_dim) * head_dim
+        row_blocks = table.num_columns // ggml_type.block_elements
+        blocks = self._read_blocks(table.tensor, first_row * row_blocks, last_row * row_blocks)
+        blocks = blocks.view(last_row - first_row, row_blocks, ggml_type.block_bytes)
+        first, last = columns
+        first_block, last_block = first // ggml_type.block_elements, -(-last // ggml_type.block_elements)
+        blocks = blocks[:, first_block:last_block]
+        if head_dim is not None:
+            blocks = blocks.index_select(0, _places(start, end, head_dim) - first_row)
+        blocks = blocks.contiguous()
+        if ggml_type.name in NATIVE_DTYPES:
+            out.copy_(blocks.view(out.dtype).view(out.shape))
+        elif (last_block - first_block) * ggml_type.block_elements == last - first:
+            dequantize(blocks, ggml_type, out)
+        else:
+            whole = self._values(blocks.shape[0] * blocks.shape[1] * ggml_type.block_elements)
+            dequantize(blocks, ggml_type, whole)
+            skipped = first_block * ggml_type.block_elements
+            out.copy_(whole.view(blocks.shape[0], -1)[:, first - skipped : last - skipped])
+
+    def _read_blocks(self, tensor: GGUFTensor, first: int, last: int) -> torch.Tensor:
+        """Blocks [first, last) of a tensor as bytes; valid until this thread's next read."""
+        import torch
+
+        num_bytes = (last - first) * tensor.type.block_bytes
+        raw: bytearray | None = getattr(self._buffers, "raw", None)
+        if raw is None or len(raw) < num_bytes:
+            raw = self._buffers.raw = bytearray(num_bytes)
+        self._data.read_into(tensor, first * tensor.type.block_bytes, memoryview(raw)[:num_bytes])
+        return torch.frombuffer(raw, dtype=torch.uint8, count=num_bytes)
+
+    def _values(self, num_elements: int) -> torch.Tensor:
+        """Room for float32 values; valid until this thread's next read."""
+        import torch
+
+        values: torch.Tensor | None = getattr(self._buffers, "values", None)
+        if values is None or values.numel() < num_elements:
+            values = self._buffers.values = torch.empty(num_elements, dtype=torch.float32)
+        return values[:num_elements]
+
+    def _step_bytes(self, tensor: GGUFTensor) -> int:
+        """What a step of this tensor takes: rows of a step, and up to a head more before and behind them."""
+        table = _table(tensor)
+        num_rows = max(1, STEP_ELEMENTS // table.num_columns)
+        if self._head_dim is not None and _INTERLEAVED.fullmatch(tensor.name):
+            num_rows += 2 * self._head_dim
+        num_elements = min(num_rows, table.num_rows) * table.num_columns + 2 * tensor.type.block_elements
+        raw_bytes = -(-num_elements // tensor.type.block_elements) * tensor.type.block_bytes
+        if tensor.type.name in NATIVE_DTYPES:
+            return 2 * raw_bytes
+        return 2 * raw_bytes + 4 * num_elements + DEQUANT_BYTES
+
+
+class _Table(NamedTuple):
+    """A tensor as rows and columns, as WeightSource counts them."""
+
+    tensor: GGUFTensor
+    num_rows: int
+    num_columns: int
+
+    @property
+    def is_coded_vector(self) -> bool:
+        return len(self.tensor.shape) == 1 and self.tensor.type.block_elements > 1
+
+
+def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
+    """The tensor with the dimensions that Hugging Face gives it."""
+    match = _LAYER_TENSOR.fullmatch(tensor.name)
+    if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
+        return replace(tensor, shape=(1, *tensor.shape))
+    return tensor
+
+
+def _table(tensor: GGUFTensor) -> _Table:
+    if len(tensor.shape) == 1:
+        return _Table(tensor, tensor.shape[0], 1)
+    return _Table(tensor, prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _places(start: int, end: int, head_dim: int) -> torch.Tensor:
+    """Where the file has rows [start, end) of interleaved heads."""
+    import torch
+
+    rows, half = torch.arange(start, end), head_dim // 2
+    return rows // head_dim * head_dim + rows % half * 2 + rows % head_dim // half

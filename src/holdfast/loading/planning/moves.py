@@ -1,0 +1,247 @@
+"""Which of the ways to store a parameter a checkpoint has taken, and under which name it has tied embeddings; no torch."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from holdfast.loading.sources.source import TensorEntry
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.parameters import Parameter, Part
+from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
+
+
+class Read(NamedTuple):
+    """What `WeightSource.read_into` is asked for, beside the name and the place."""
+
+    row_start: int
+    row_end: int
+    columns: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows of one checkpoint tensor, and the rows of a weight that they fill.
+
+    Rows are counted as the part counts them: after transposing and joining. In a chunk they lie one after the other, row by
+    row; those of a transposed tensor lie column by column, as they are stored.
+    """
+
+    tensor: str
+    tensor_dtype: str
+    """As it is read."""
+    target: str
+    """The final tensor; seen as rows of `part.num_columns` elements (or of their codes), `part.row_start` counts in it."""
+    part: Part
+    scheme: WeightScheme | None
+    """Quantize into the target and its scales; None: convert to the target's type."""
+    num_bytes: int
+    """That are read from disk for it."""
+
+    @property
+    def read_columns(self) -> tuple[int, int] | None:
+        """The columns that are read; None: whole rows, because a scale by row follows from all of it, or all are kept."""
+        has_row_scale = self.scheme is not None and self.scheme.block_columns == 0
+        return None if has_row_scale or self.part.joined_rows > 1 else self.part.columns
+
+    @property
+    def num_read_columns(self) -> int:
+        columns = self.read_columns
+        return self.part.source_columns if columns is None else columns[1] - columns[0]
+
+    @property
+    def kept_columns(self) -> tuple[int, int]:
+        """The columns that are kept, counted among those that are read."""
+        return self.part.column_range if self.read_columns is None else (0, self.part.num_columns)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as it is read."""
+        return self.num_read_columns * DTYPE_BYTES[self.tensor_dtype]
+
+    @property
+    def keeps_exponents(self) -> bool:
+        """Whether these are scales that are stored as exponents of two, and stay so where their target has the same type."""
+        return self.scheme is None and self.tensor_dtype == "uint8" and self.target.endswith(SCALE_SUFFIX)
+
+    @property
+    def num_source_rows(self) -> int:
+        start, end = self.part.row_range
+        return end - start
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of all of its rows in chunks."""
+        return self.num_source_rows * self.row_bytes
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that one scale needs at once."""
+        return 1 if self.scheme is None else self.scheme.block_rows
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes that a chunk must hold."""
+        return min(self.block_rows, self.num_source_rows) * self.row_bytes
+
+    @property
+    def peak_rows(self) -> tuple[int, int] | None:
+        """The rows of the tensor whose largest magnitude decides about the scale; None: each row or block has its own."""
+        return self.part.whole_range if self.scheme is not None and self.scheme.is_whole_tensor else None
+
+    def row_ranges(self, max_bytes: int, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
+        """Its rows (or other rows of its tensor), as many at a time as the bytes allow: whole blocks, at least one."""
+        start, last = rows or self.part.row_range
+        step = max(1, max_bytes // (self.row_bytes * self.block_rows)) * self.block_rows
+        while start < last:
+            end = min(start + step, last)
+            if self.part.is_transposed:  # a read gives some columns of one matrix
+                end = min(end, (start // self.part.matrix_rows + 1) * self.part.matrix_rows)
+            yield start, end
+            start = end
+
+    def read(self, row_start: int, row_end: int) -> Read:
+        """How these rows are read from the source."""
+        part = self.part
+        if not part.is_transposed:
+            return Read(row_start * part.joined_rows, row_end * part.joined_rows, self.read_columns)
+        matrix, start = divmod(row_start, part.matrix_rows)
+        end = start + row_end - row_start
+        assert end <= part.matrix_rows, f"{self.tensor}: rows {row_start} to {row_end} are of two matrices"
+        first, last = self.read_columns or (0, part.source_columns)
+        columns = None if (start, end) == (0, part.matrix_rows) else (start, end)
+        return Read(matrix * part.source_columns + first, matrix * part.source_columns + last, columns)
+
+    def target_rows(self, row_start: int, row_end: int) -> tuple[int, int]:
+        """The rows of the target that these rows fill."""
+        first = self.part.row_range[0]
+        start, end = ((row - first) * self.part.repeats + self.part.row_start for row in (row_start, row_end))
+        return start, end
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWeight:
+    """What a load will give under this name."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the matrix, however it is stored."""
+    dtype: str
+    """In which it is stored or, as codes, computed with."""
+    scheme: WeightScheme | None = None
+    """With blocks of rows as the weight's parts allow them."""
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that it is made of: itself, or its codes and then its scales."""
+        if self.scheme is None:
+            return (TensorSpec(self.name, self.shape, self.dtype),)
+        planes = self.scheme.planes(self.shape)
+        return tuple(TensorSpec(self.name + plane.suffix, plane.shape, plane.dtype) for plane in planes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs)
+
+    @property
+    def stored_as(self) -> str:
+        """The name of its scheme, or of its type."""
+        return self.dtype if self.scheme is None else self.scheme.name
+
+
+EMBEDDING = "embed.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A parameter and the parts that fill it."""
+
+    parameter: Parameter
+    parts: tuple[Part, ...]
+    whole_parts: tuple[Part, ...]
+    """Those of the whole parameter. All ranks look at all of them, so that all find the same faults."""
+
+    def renamed(self, tensor: str) -> "Choice":
+        """The same from another tensor."""
+        parts, whole_parts = (
+            tuple(replace(part, tensor=tensor) for part in parts) for parts in (self.parts, self.whole_parts)
+        )
+        return Choice(self.parameter, parts, whole_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """For every parameter, and for tensors that must equal what another one has filled."""
+
+    fills: tuple[Choice, ...]
+    twins: tuple[Choice, ...]
+
+
+def choose_all(parameters: Sequence[Parameter], entries: Mapping[str, TensorEntry]) -> Choices:
+    """A model with tied embeddings may be stored with an embedding, with a head, or with both, which are then twins."""
+    fills = [choose(parameter, entries) for parameter in turn_squares(parameters, entries)]
+    twins: list[Choice] = []
+    uses_head = any(part.tensor == HEAD for choice in fills for part in choice.whole_parts)
+    for place, choice in enumerate(fills):
+        if choice.parameter.name == EMBEDDING and HEAD in entries and not uses_head:
+            if all(part.tensor in entries for part in choice.whole_parts):
+                twins.append(choice.renamed(HEAD))
+            else:
+                fills[place] = choice.renamed(HEAD)
+    return Choices(tuple(fills), tuple(twins))
+
+
+def turn_squares(parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry]) -> tuple[Parameter, ...]:
+    """The same parameters, with one layout for a stacked tensor of square matrices, which fits as it is and transposed.
+
+    What the other tensor of the same experts has been stored as tells which it is: both cannot be square.
+    """
+    parameters = tuple(parameters)
+    fits = {parameter.name: _fitting(parameter, entries) for parameter in parameters if parameter.layouts}
+    is_turned = {_module(name): found[0][1] for name, found in fits.items() if len({way for _, way in found}) == 1}
+    turned: list[Parameter] = []
+    for parameter in parameters:
+        found = fits.get(parameter.name, [])
+        wanted = is_turned.get(_module(parameter.name))
+        if len({way for _, way in found}) > 1 and wanted is not None:
+            place = next(place for place, way in found if way == wanted)
+            whole = parameter.whole and _only(parameter.whole, place)
+            parameter = replace(_only(parameter, place), whole=whole)
+        turned.append(parameter)
+    return tuple(turned)
+
+
+def _fitting(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> list[tuple[int, bool]]:
+    """The layouts that are there, by their place, and whether each is transposed."""
+    whole = parameter.whole or parameter
+    layouts = (whole.parts, *whole.layouts)
+    return [(place, parts[0].is_transposed) for place, parts in enumerate(layouts) if _fits(parts, entries)]
+
+
+def _only(parameter: Parameter, place: int) -> Parameter:
+    return replace(parameter, parts=(parameter.parts, *parameter.layouts)[place], layouts=())
+
+
+def _module(name: str) -> str:
+    """layers.0.experts of layers.0.experts.down.weight."""
+    return name.removesuffix(".weight").rpartition(".")[0]
+
+
+def choose(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice:
+    """The first layout that is there; where none is, the one that most is there of, for the sake of the error."""
+    whole = parameter.whole or parameter
+    layouts = (whole.parts, *whole.layouts)
+    chosen = next((place for place, parts in enumerate(layouts) if _fits(parts, entries)), None)
+    if chosen is None:
+        present = [sum(part.tensor in entries for part in parts) / max(1, len(parts)) for parts in layouts]
+        chosen = max(range(len(layouts)), key=lambda place: present[place])
+    return Choice(parameter, (parameter.parts, *parameter.layouts)[chosen], layouts[chosen])
+
+
+def _fits(parts: Sequence[Part], entries: Mapping[str, TensorEntry]) -> bool:
+    for part in parts:
+        entry = entries.get(part.tensor)
+        if entry is None or entry.shape != part.shape:
+            return False
+    return True

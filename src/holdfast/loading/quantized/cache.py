@@ -1,0 +1,267 @@
+"""Quantized weights of earlier starts, in the user's cache: found by what they were made from, bounded, never in the way; no torch.
+
+weights/ACTS-SOURCE/ in the cache folder, where ACTS stands for what was done (recipe, type, rank, which rows went where)
+and SOURCE for the files it was done to. What goes wrong here is a line in the log, and the model loads from its source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import HoldfastError, ModelError
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.loading.planning.plan import LoadPlan
+from holdfast.loading.quantized.manifest import (
+    ALONE,
+    MANIFEST_FILE,
+    VERSION,
+    Mesh,
+    SourceIdentity,
+    digest,
+    identify_source,
+    read_manifest,
+    unsaved,
+)
+from holdfast.loading.quantized.source import QuantizedSource, open_quantized, plan_from_cache
+from holdfast.loading.quantized.writer import plan_digest, remove_whole, sweep, whole_folder, write_weights
+from holdfast.memory.sizes import format_bytes
+from holdfast.observability.log import get_logger
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.quant.quantized_weight import QuantizedWeight
+
+CACHE_VARIABLE = "HOLDFAST_CACHE"
+MAX_CACHE_BYTES = 256 * 2**30
+"""Of all entries; the one that was not used for longest goes first."""
+FREE_SHARE, FREE_BYTES = 20, 16 * 2**30
+"""A cache leaves one part in so many of the disk free, or so many bytes if that is less."""
+_KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+log = get_logger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where entries lie, made if need be: a folder only this user can write to, because what lies there is believed."""
+    root = os.environ.get(CACHE_VARIABLE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast")
+    try:
+        folder = Path(root).expanduser() / "weights"
+    except RuntimeError as error:
+        raise OSError(f"{root} names no folder here; set {CACHE_VARIABLE} to a folder of your own") from error
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise OSError(f"{folder} can be written by others; set {CACHE_VARIABLE} to a folder of your own")
+    return folder
+
+
+def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> str:
+    """The name of an entry: what was done, and to which files."""
+    acts = repr((VERSION, plan.recipe, plan.dtype, tuple(mesh), plan_digest(plan)))
+    names = repr([file.name for file in identity.files])
+    return f"{digest((acts + names).encode()).hex()[:16]}-{digest(repr(identity).encode()).hex()[:16]}"
+
+
+@dataclass
+class CacheSlot:
+    """The place of one load in the cache: what was found there, or room for what the load will give."""
+
+    folder: Path
+    """Of the entry, whether or not it is there."""
+    plan: LoadPlan
+    """The load from the source."""
+    identity: SourceIdentity
+    """Of the source before it was read."""
+    mesh: Mesh
+    max_bytes: int = MAX_CACHE_BYTES
+    hit: tuple[QuantizedSource, LoadPlan] | None = field(default=None)
+    """Saved weights and the plan that copies them, in the place of the model's source and `plan`."""
+
+    def discard(self, reason: object) -> None:
+        """Remove an entry that turned out to be broken; the model can be loaded from its source."""
+        if self.hit is not None:
+            self.hit[0].close()
+            self.hit = None
+        log.warning("cached weights are dropped, and the model is quantized again: %s", reason)
+        try:
+            remove_whole(self.folder)
+        except OSError as error:
+            log.warning("%s could not be removed: %s", self.folder, error)
+
+    def save(self, weights: Mapping[str, torch.Tensor | QuantizedWeight]) -> str | None:
+        """Write what the load has given, for the next start; None, or why it was not, in words, which the log has too.
+
+        Of several processes that start at once, one writes; for the others that is as good as if they had.
+        """
+        try:
+            sweep(self.folder.parent)
+            if sweep(self.folder.parent, self.folder.name):
+                log.info("another process is writing the same quantized weights")
+                return None
+            reason = self._no_room()
+            if reason is None:
+                with whole_folder(self.folder) as partial:
+                    num_bytes = write_weights(partial, self.plan, weights, self.identity, self.mesh)
+                log.info(
+                    "quantized weights are kept in %s (%s, the source has %s): the next start reads these",
+                    self.folder,
+                    format_bytes(num_bytes),
+                    format_bytes(self.identity.num_bytes),
+                )
+        except FileExistsError:
+            log.info("another process has just written the same quantized weights")
+            return None
+        except OSError as error:
+            reason = f"{error.strerror or error}"
+        if reason is not None:
+            log.warning("quantized weights are not kept for the next start: %s", reason)
+        return reason
+
+    def _no_room(self) -> str | None:
+        """Make room; None, or why there is none, in words."""
+        parent, needed = self.folder.parent, sum(spec.num_bytes for spec in self.plan.specs)
+        if needed > self.max_bytes:
+            return f"they have {format_bytes(needed)}, and the cache {format_bytes(self.max_bytes)}"
+        disk = shutil.disk_usage(parent)
+        if disk.free - needed < min(disk.total // FREE_SHARE, FREE_BYTES):
+            return f"{format_bytes(needed)} are needed on a disk that has {format_bytes(disk.free)} left"
+        trim_cache(parent, self.max_bytes - needed)
+        return None
+
+
+def find_cached(
+    model: OpenModel,
+    plan: LoadPlan,
+    mesh: Mesh = ALONE,
+    folder: Path | None = None,
+    max_bytes: int = MAX_CACHE_BYTES,
+) -> CacheSlot | str:
+    """The place of a load in the cache, with saved weights where there are sound ones of exactly this source and plan.
+
+    Without a place, the reason in words: nothing is quantized, weights are made up, or there is no cache.
+    """
+    if not any(move.scheme for move in plan.moves):
+        return "nothing is quantized as it loads"
+    reason = unsaved(plan.weights)
+    if reason is not None:
+        return reason
+    try:
+        identity = identify_source(model)
+        if identity is None:
+            return "weights are made up"
+        parent = cache_folder() if folder is None else folder
+    except (OSError, HoldfastError) as error:
+        log.warning("quantized weights are not cached: %s", error)
+        return str(error)
+    slot = CacheSlot(parent / cache_key(identity, plan, mesh), plan, identity, mesh, max_bytes)
+    if os.path.isdir(slot.folder):
+        _open(slot)
+    else:
+        _say_what_changed(slot)
+    return slot
+
+
+def _open(slot: CacheSlot) -> None:
+    try:
+        source = open_quantized(slot.folder)
+    except ModelError as error:
+        slot.discard(error)
+        return
+    slot.hit = (source, slot.plan)
+    manifest = source.manifest
+    change = slot.identity.change(manifest.source)
+    if change is not None:
+        slot.discard(f"the source changed: {change}")
+        return
+    was = (manifest.recipe, manifest.dtype, manifest.mesh, manifest.plan_digest)
+    if was != (slot.plan.recipe, slot.plan.dtype, slot.mesh, plan_digest(slot.plan)):
+        slot.discard(f"{MANIFEST_FILE} tells of another load than the folder is named after")
+        return
+    try:
+        slot.hit = (source, plan_from_cache(slot.plan, source))
+        os.utime(slot.folder / MANIFEST_FILE)
+    except ModelError as error:
+        slot.discard(error)
+        return
+    except OSError as error:
+        log.info("%s cannot be marked as used: %s", slot.folder, error)
+    log.info(
+        "quantized weights of an earlier start are read from %s (%s)", slot.folder, format_bytes(manifest.num_bytes)
+    )
+
+
+def _say_what_changed(slot: CacheSlot) -> None:
+    """For a source that has been quantized alike before, but looked different then."""
+    acts = slot.folder.name.partition("-")[0]
+    others = [entry for entry in cache_entries(slot.folder.parent) if entry.folder.name.startswith(f"{acts}-")]
+    if not others:
+        return
+    try:
+        change = slot.identity.change(read_manifest(others[-1].folder / MANIFEST_FILE).source)
+    except ModelError as error:
+        change = str(error)
+    log.info("cached weights are of another source, and the model is quantized again: %s", change)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One load that is kept."""
+
+    folder: Path
+    num_bytes: int
+    used_ns: int
+
+
+def cache_entries(folder: Path) -> list[CacheEntry]:
+    """What the cache holds, that which was not used for longest first."""
+    entries: list[CacheEntry] = []
+    try:
+        folders = [path for path in folder.iterdir() if _KEY.fullmatch(path.name)]
+    except OSError:
+        return []
+    for path in folders:
+        try:
+            statuses = {one.name: one.stat() for one in os.scandir(path)}
+        except OSError:
+            continue  # removed meanwhile
+        used_ns = statuses[MANIFEST_FILE].st_mtime_ns if MANIFEST_FILE in statuses else 0
+        entries.append(CacheEntry(path, sum(status.st_size for status in statuses.values()), used_ns))
+    return sorted(entries, key=lambda entry: (entry.used_ns, entry.folder.name))
+
+
+def trim_cache(folder: Path, max_bytes: int) -> int:
+    """Remove entries, least recently used first and never one that is being read, until the rest has at most so many bytes.
+
+    The number of bytes that were removed.
+    """
+    entries = cache_entries(folder)
+    total = sum(entry.num_bytes for entry in entries)
+    removed = 0
+    for entry in entries:
+        if total - removed <= max_bytes:
+            break
+        if _remove(entry):
+            removed += entry.num_bytes
+            log.info("%s of cached weights removed: %s", format_bytes(entry.num_bytes), entry.folder.name)
+    return removed
+
+
+def clear_cache(folder: Path | None = None) -> int:
+    """Remove every entry that nobody reads, and what killed processes left; the number of bytes that were removed."""
+    folder = cache_folder() if folder is None else folder
+    sweep(folder)
+    return trim_cache(folder, -1)
+
+
+def _remove(entry: CacheEntry) -> bool:
+    try:
+        return remove_whole(entry.folder)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", entry.folder, error)
+        return False

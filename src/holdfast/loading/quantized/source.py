@@ -1,0 +1,330 @@
+"""Saved weights as a source: every plane goes to its place as it is, and every byte is checked on the way; no torch.
+
+A plane has a checksum for each block of it. A read takes whole blocks straight to where they are wanted and checks them
+there; of a block that it wants only a part of, all is read into scratch, checked, and the part copied:
+
+block      |    0    |    1    |    2    |  3  |
+wanted           [================]
+read       scratch   straight  scratch
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from holdfast.errors import ConfigError, HoldfastError, ModelFormatError, shown
+from holdfast.loading.planning.moves import Move, PlannedWeight
+from holdfast.loading.planning.plan import LoadPlan
+from holdfast.loading.quantized.manifest import (
+    ALONE,
+    DIGEST_BYTES,
+    MANIFEST_FILE,
+    SAVE_AGAIN,
+    Manifest,
+    Mesh,
+    PlaneFile,
+    digest,
+    header_digest,
+    num_blocks,
+    read_manifest,
+)
+from holdfast.loading.quantized.writer import locked
+from holdfast.loading.sources.safetensors import TORCH_DTYPES, SafetensorsFile, StoredTensor, file_inside, has_file
+from holdfast.loading.sources.source import TensorEntry
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.parameters import Parameter, Part
+from holdfast.models.settings import listed
+from holdfast.quant.formats import DTYPE_BYTES
+from holdfast.quant.weight_schemes import AS_STORED, HEAD_SCHEME, ROW_SCHEMES, WeightRecipe
+
+QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """Where a plane lies, and what its blocks must be."""
+
+    spec: TensorSpec
+    file: SafetensorsFile
+    digests: bytes
+    block_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.spec.num_bytes // self.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        return prod(self.spec.shape[:-1] or self.spec.shape)
+
+    def read_blocks(self, first: int, out: memoryview) -> None:
+        """Whole blocks from the first on (the last of the plane may be short), checked."""
+        self.file.read_into(self.spec.name, first * self.block_bytes, out)
+        for block, start in enumerate(range(0, len(out), self.block_bytes), first):
+            wanted = self.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+            if digest(out[start : start + self.block_bytes]) != wanted:
+                place = block * self.block_bytes
+                raise ModelFormatError(
+                    f"{self.file.path.name}: {shown(self.spec.name)} is damaged between its bytes {place} and "
+                    f"{min(place + self.block_bytes, self.spec.num_bytes)}",
+                    f"they do not have the checksum in {MANIFEST_FILE}",
+                    SAVE_AGAIN,
+                )
+
+
+class _PlaneReader:
+    """One reading of a plane, by one thread; the block at hand stays in scratch for the next run of columns."""
+
+    def __init__(self, plane: _Plane) -> None:
+        self._plane = plane
+        self._scratch: memoryview | None = None
+        self._block = -1
+
+    def read(self, start: int, out: memoryview) -> None:
+        """The bytes of the plane from `start` on."""
+        plane, block_bytes, end = self._plane, self._plane.block_bytes, start + len(out)
+        place = start
+        while place < end:
+            block, skipped = divmod(place, block_bytes)
+            whole_end = end if end == plane.spec.num_bytes else end // block_bytes * block_bytes
+            if skipped == 0 and whole_end > place:
+                plane.read_blocks(block, out[place - start : whole_end - start])
+                place = whole_end
+                continue
+            part = self._scratch_block(block)[skipped : skipped + end - place]
+            out[place - start : place - start + len(part)] = part
+            place += len(part)
+
+    def _scratch_block(self, block: int) -> memoryview:
+        plane = self._plane
+        num_bytes = min(plane.block_bytes, plane.spec.num_bytes - block * plane.block_bytes)
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(min(plane.block_bytes, plane.spec.num_bytes)))
+        if block != self._block:
+            plane.read_blocks(block, self._scratch[:num_bytes])
+            self._block = block
+        return self._scratch[:num_bytes]
+
+
+class QuantizedSource:
+    """Saved weights whose manifest and headers have been checked against each other; tensors are planes by their final names.
+
+    The folder is locked against removal until `close`.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, planes: Mapping[str, _Plane], lock: int | None) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._planes = planes
+        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
+        self._entries = {
+            name: TensorEntry(name, plane.spec.dtype, plane.spec.shape, plane.file.path.name, plane.spec.num_bytes)
+            for name, plane in planes.items()
+        }
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._entries
+
+    @property
+    def ignorable(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def scratch_bytes_per_reader(self) -> int:
+        return self.manifest.block_bytes
+
+    def read_into(
+        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
+    ) -> None:
+        """Rows of a plane; bytes that do not have their checksum raise, with the file and the tensor."""
+        plane, out = self._planes[name], out.cast("B")
+        reader, row_bytes = _PlaneReader(plane), plane.row_bytes
+        assert 0 <= row_start <= row_end <= plane.num_rows, f"{name}: rows {row_start} to {row_end} of {plane.spec}"
+        element_bytes = DTYPE_BYTES[plane.spec.dtype]
+        first, end = (0, row_bytes) if columns is None else (at * element_bytes for at in columns)
+        assert 0 <= first <= end <= row_bytes, f"{name}: {columns=} of {plane.spec}"
+        run_bytes = end - first
+        assert len(out) == (row_end - row_start) * run_bytes, f"{name}: {len(out)} bytes for {row_end - row_start} rows"
+        if run_bytes == row_bytes:
+            reader.read(row_start * row_bytes, out)
+            return
+        for at, row in enumerate(range(row_start, row_end)):
+            reader.read(row * row_bytes + first, out[at * run_bytes : (at + 1) * run_bytes])
+
+    def close(self) -> None:
+        for file in {id(plane.file): plane.file for plane in self._planes.values()}.values():
+            file.close()
+        if self._unlock is not None:
+            self._unlock()
+
+    def moves(self) -> tuple[Move, ...]:
+        """Every plane to its place, in the order of the files."""
+        return tuple(
+            Move(
+                tensor=name,
+                tensor_dtype=plane.spec.dtype,
+                target=name,
+                part=Part(name, 0, plane.spec.shape),
+                scheme=None,
+                num_bytes=plane.spec.num_bytes,
+            )
+            for name, plane in self._planes.items()
+        )
+
+
+def has_saved_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that were saved here."""
+    return has_file(folder, MANIFEST_FILE)
+
+
+def open_quantized(folder: Path) -> QuantizedSource:
+    """Saved weights, with manifest, file sizes, headers and planes checked against each other; no weight is read."""
+    lock = None
+    with suppress(OSError):  # a file system without locks; a folder that is not there shows in the next line
+        lock = locked(folder, is_shared=True)
+    try:
+        manifest = read_manifest(file_inside(folder, MANIFEST_FILE))
+        return QuantizedSource(folder, manifest, _open_planes(folder, manifest), lock)
+    except BaseException as error:
+        if lock is not None:
+            os.close(lock)
+        if isinstance(error, OSError):
+            raise _broken(f"{folder.name} cannot be read", str(error.strerror or error)) from error
+        raise
+
+
+def plan_from_cache(plan: LoadPlan, source: QuantizedSource) -> LoadPlan:
+    """The same weights as the plan's, copied from saved ones; what is saved must be exactly them."""
+    saved = {weight.name: weight for weight in source.manifest.weights}
+    for weight in plan.weights:
+        if saved.pop(weight.name, None) != weight:
+            raise _broken(f"{source.folder.name} does not hold {weight.name} as the plan has it", str(weight))
+    if saved:
+        raise _broken(f"{source.folder.name} holds weights that the plan has not", listed(list(saved)))
+    return replace(plan, moves=source.moves(), twins=(), writer_specs=(), reader_bytes=source.scratch_bytes_per_reader)
+
+
+def plan_quantized(
+    parameters: Iterable[Parameter],
+    source: QuantizedSource,
+    dtype: str,
+    recipe: WeightRecipe = AS_STORED,
+    mesh: Mesh = ALONE,
+) -> LoadPlan:
+    """The plan for a model that was saved quantized: its weights are as they were saved, in `dtype` where they are plain."""
+    manifest = source.manifest
+    _refuse_other_recipe(source, recipe)
+    if manifest.mesh != mesh:
+        raise ConfigError(
+            f"rank {mesh.rank} of {mesh.num_ranks} was asked to load {source.folder.name}",
+            f"it was saved by rank {manifest.mesh.rank} of {manifest.mesh.num_ranks}",
+            "load the model that it was made from",
+        )
+    parameters = tuple(parameters)
+    saved = {weight.name: weight for weight in manifest.weights}
+    absent = [parameter.name for parameter in parameters if parameter.name not in saved]
+    surplus = saved.keys() - {parameter.name for parameter in parameters}
+    if absent or surplus:
+        what, names = ("lacks", absent) if absent else ("has too many weights:", sorted(surplus))
+        raise _broken(f"{source.folder.name} {what} {listed(names)}", "the model's settings need others")
+    weights = tuple(_settled(parameter, saved[parameter.name], manifest, dtype) for parameter in parameters)
+    plain = (
+        weight.name
+        for weight, one in zip(weights, parameters, strict=True)
+        if not weight.scheme and one.kind in QUANTIZED_KINDS
+    )
+    return LoadPlan(
+        dtype=dtype,
+        weights=weights,
+        moves=source.moves(),
+        twins=(),
+        recipe=replace(manifest.recipe, ignore=tuple(plain)),  # by name: patterns out of a file are never run
+        writer_specs=(),
+        reader_bytes=source.scratch_bytes_per_reader,
+    )
+
+
+def _refuse_other_recipe(source: QuantizedSource, asked: WeightRecipe) -> None:
+    saved = source.manifest.recipe.scheme
+    if asked.scheme is not None and asked.scheme != saved:
+        raise ConfigError(
+            f"quantization={asked.scheme.name} was asked of {source.folder.name}",
+            f"its weights were saved as {saved.name if saved else 'they are'}",
+            "leave the option out, or load the model that it was made from",
+        )
+
+
+def _settled(parameter: Parameter, saved: PlannedWeight, manifest: Manifest, dtype: str) -> PlannedWeight:
+    """A weight as it will be; whether it was saved as this parameter can be."""
+    if saved.shape != parameter.shape:
+        raise _broken(
+            f"{MANIFEST_FILE}: {saved.name} has the shape {list(saved.shape)}",
+            f"the model's settings need {list(parameter.shape)}",
+        )
+    scheme = saved.scheme
+    if scheme is not None:
+        by_row = {"head": scheme in ROW_SCHEMES, "embedding": scheme == HEAD_SCHEME}.get(parameter.kind, True)
+        if parameter.kind not in QUANTIZED_KINDS or not by_row:
+            raise _broken(f"{MANIFEST_FILE}: {saved.name} is {scheme.name}", f"a {parameter.kind} never is")
+    elif saved.dtype != (parameter.dtype or manifest.dtype):
+        raise _broken(
+            f"{MANIFEST_FILE}: {saved.name} is {saved.dtype}", f"{parameter.dtype or manifest.dtype} is expected"
+        )
+    return replace(saved, dtype=parameter.dtype or dtype)
+
+
+def _open_planes(folder: Path, manifest: Manifest) -> dict[str, _Plane]:
+    specs = {spec.name: spec for weight in manifest.weights for spec in weight.specs}
+    if len(specs) != sum(len(weight.specs) for weight in manifest.weights):
+        raise _broken(f"{MANIFEST_FILE} lists a weight twice", f"{len(specs)} tensors have names of their own")
+    planes: dict[str, _Plane] = {}
+    for file in manifest.files:
+        opened = _open_file(folder, file)
+        for name, stored in opened.tensors.items():
+            if name in planes or name not in specs:
+                has = "another file has it too" if name in planes else f"{MANIFEST_FILE} lists no such weight"
+                raise _broken(f"{file.name} holds {shown(name)}", has)
+            _check_plane(file, stored, specs[name], manifest.block_bytes)
+            planes[name] = _Plane(specs[name], opened, file.digests[name], manifest.block_bytes)
+    missing = [name for name in specs if name not in planes]
+    if missing:
+        raise _broken(f"{folder.name} lacks {listed(missing)}", f"{MANIFEST_FILE} lists {len(specs)} tensors")
+    return planes
+
+
+def _open_file(folder: Path, file: PlaneFile) -> SafetensorsFile:
+    path = file_inside(folder, file.name)
+    if not has_file(folder, file.name):
+        raise _broken(f"{folder.name} has no {file.name}", f"{MANIFEST_FILE} names it")
+    num_bytes = path.stat().st_size
+    if num_bytes != file.num_bytes:
+        raise _broken(f"{file.name} has {num_bytes} bytes", f"{file.num_bytes} were written")
+    opened = SafetensorsFile(path)
+    if header_digest(path) != file.header_digest or list(opened.tensors) != list(file.digests):
+        raise _broken(f"{file.name} has another header than was written", f"{MANIFEST_FILE} has its checksum")
+    return opened
+
+
+def _check_plane(file: PlaneFile, stored: StoredTensor, spec: TensorSpec, block_bytes: int) -> None:
+    if stored.shape != spec.shape or TORCH_DTYPES.get(stored.dtype) != spec.dtype:
+        raise _broken(
+            f"{file.name}: {shown(spec.name)} is {stored.dtype} of shape {list(stored.shape)}",
+            f"{spec.dtype} of shape {list(spec.shape)} is expected",
+        )
+    num_digests = len(file.digests[spec.name]) // DIGEST_BYTES
+    if num_digests != num_blocks(spec.num_bytes, block_bytes):
+        raise _broken(
+            f"{MANIFEST_FILE} has {num_digests} checksums for {shown(spec.name)}",
+            f"its {spec.num_bytes} bytes have {num_blocks(spec.num_bytes, block_bytes)} blocks",
+        )
+
+
+def _broken(asked: str, has: str) -> HoldfastError:
+    return ModelFormatError(asked, has, SAVE_AGAIN)

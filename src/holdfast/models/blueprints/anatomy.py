@@ -1,0 +1,157 @@
+"""The sparse part of a mixture of experts that is planned and not run, as weights and as tensors of a step; no torch."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple, Protocol
+
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.activations import Request, experts_request
+from holdfast.models.blueprints.weights import Weight
+from holdfast.models.settings import Settings
+from holdfast.models.spec import ExpertsSpec
+from holdfast.quant.formats import KVFormat
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
+
+
+class CacheRows(NamedTuple):
+    """Layers that keep rows of one size: one row for every `ratio` tokens of a sequence."""
+
+    name: str
+    num_layers: int
+    row_bytes: int
+    ratio: int = 1
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        return Fraction(self.num_layers * self.row_bytes, self.ratio)
+
+
+class HeadGeometry(NamedTuple):
+    """Attention with keys and values by head, as the backends of this version know it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    """One entry a layer."""
+    has_key_bias: bool = False
+
+
+class StepShape(NamedTuple):
+    """The largest step that scratch is planned for."""
+
+    num_rows: int
+    num_logit_rows: int
+    max_model_len: int
+    dtype: str
+    device_kind: str = "cpu"
+    recipe: WeightRecipe = AS_STORED
+    """Which weights are quantized: some schemes take the inputs of products as codes, which need room."""
+
+
+class Anatomy(Protocol):
+    """One kind of model. A rank is one of `num_ranks` that share every layer."""
+
+    @property
+    def rope_width(self) -> int:
+        """Elements of a row of the rotary table; 0 where positions are learned."""
+        ...
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        """None, or what does not divide into so many parts, in words."""
+        ...
+
+    def weights(self, num_ranks: int) -> tuple[Weight, ...]:
+        """Every tensor of one rank."""
+        ...
+
+    def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        """None, or why the cache cannot be kept in that format, in words."""
+        ...
+
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+        """What grows with the tokens of a sequence."""
+        ...
+
+    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+        """What a sequence costs whatever its length."""
+        ...
+
+    def heads(self, num_ranks: int) -> HeadGeometry | None:
+        """Keys and values by head, or None where the cache keeps something else."""
+        ...
+
+    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        """Workspace of a step; `scratch` is what an attention backend wants beside queries and outputs."""
+        ...
+
+
+def split(size: int, num_ranks: int, what: str) -> str | None:
+    """None where `size` divides into equal parts, else the reason in words."""
+    return None if size % num_ranks == 0 else f"{size} {what} do not divide into {num_ranks} equal parts"
+
+
+def needed(settings: Settings, key: str, high: int) -> int:
+    """A whole number without which a plan would be a guess."""
+    if settings.values.get(key) is None:
+        raise settings.missing(key, "a plan would be a guess without it")
+    return settings.count(key, 1, high)
+
+
+class Experts(NamedTuple):
+    """A router, its experts, and those that every token takes."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_size: int = 0
+    """Inner width of the shared experts together; 0 for none."""
+    has_shared_gate: bool = False
+    has_router_bias: bool = False
+    expert_native: str | None = None
+    """The scheme in which the checkpoint stores experts."""
+    shared_native: str | None = None
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        """Ranks share every expert, a slice of its inner width each."""
+        return indivisible_experts(self.intermediate_size, self.shared_size, num_ranks)
+
+    def weights(self, prefix: str, hidden: int, num_ranks: int) -> tuple[Weight, ...]:
+        """Of one layer, on one rank; gate and up are fused."""
+        inner, shared = self.intermediate_size // num_ranks, self.shared_size // num_ranks
+        count, native = self.num_experts, self.expert_native
+        weights = [
+            Weight(f"{prefix}router.weight", (count, hidden), "router"),
+            Weight(f"{prefix}experts.gate_up.weight", (count, 2 * inner, hidden), "expert", native),
+            Weight(f"{prefix}experts.down.weight", (count, hidden, inner), "expert", native),
+        ]
+        if self.has_router_bias:
+            weights.append(Weight(f"{prefix}router.bias", (count,), "bias", dtype="float32"))
+        if shared:
+            weights += [
+                Weight(f"{prefix}shared.gate_up.weight", (2 * shared, hidden), "linear", self.shared_native),
+                Weight(f"{prefix}shared.down.weight", (hidden, shared), "linear", self.shared_native),
+            ]
+        if self.has_shared_gate:
+            weights.append(Weight(f"{prefix}shared.gate.weight", (1, hidden), "router"))
+        return tuple(weights)
+
+    def request(self, step: StepShape, hidden: int, num_ranks: int) -> Request:
+        """One layer's experts: every row goes through `top_k` of them, and its results are summed up."""
+        return experts_request(self.rank(num_ranks), hidden, step.num_rows, step.dtype)
+
+    def rank(self, num_ranks: int) -> ExpertsSpec:
+        """The experts as one rank computes them."""
+        return ExpertsSpec(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            intermediate_size=self.intermediate_size // num_ranks,
+            shared_size=self.shared_size // num_ranks,
+            has_shared_gate=self.has_shared_gate,
+        )
+
+
+def indivisible_experts(intermediate_size: int, shared_size: int, num_ranks: int) -> str | None:
+    """None, or which width does not divide into so many parts, in words."""
+    reason = split(intermediate_size, num_ranks, "columns of an expert")
+    return reason or split(shared_size, num_ranks, "columns of the shared experts")

@@ -1,0 +1,114 @@
+"""Models that keep keys and values by head, which are the families that run; no torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.activations import (
+    Request,
+    attention_request,
+    codes_request,
+    embed_request,
+    experts_request,
+    few_request,
+    head_request,
+    mlp_request,
+    stream_request,
+    takes_few,
+)
+from holdfast.models.blueprints.anatomy import CacheRows, HeadGeometry, StepShape, indivisible_experts, split
+from holdfast.models.blueprints.weights import Weight, weight_of
+from holdfast.models.parameters import CheckpointNames, list_parameters
+from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.quant.formats import CODED_HEAD_DIM, KVFormat
+
+
+class GroupedAnatomy(NamedTuple):
+    """A decoder as ranks share it."""
+
+    decoder: ModelSpec
+    names: CheckpointNames
+    native: str | None = None
+    """The scheme in which the checkpoint stores matrices."""
+
+    @property
+    def rope_width(self) -> int:
+        return 0 if self.decoder.rope is None else self.decoder.head_dim
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        spec = self.decoder
+        reason = split(spec.num_heads, num_ranks, "query heads")
+        if reason is None and spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
+            reason = (
+                f"{spec.num_kv_heads} key heads neither divide into {num_ranks} parts nor are shared by them evenly"
+            )
+        if reason is None and spec.has_mlp:
+            reason = split(spec.intermediate_size, num_ranks, "columns of the MLP")
+        if reason is None and spec.experts is not None:
+            reason = indivisible_experts(spec.experts.intermediate_size, spec.experts.shared_size, num_ranks)
+        return reason
+
+    def weights(self, num_ranks: int) -> tuple[Weight, ...]:
+        parameters = list_parameters(self._rank(num_ranks), self.names, with_layouts=False)
+        natives = {"linear": self.native, "expert": self.native}
+        return tuple(weight_of(parameter, natives.get(parameter.kind)) for parameter in parameters)
+
+    def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        head_dim = self.decoder.head_dim
+        if kv_format.is_coded and head_dim % CODED_HEAD_DIM:
+            return f"head_dim is {head_dim}, and heads of a multiple of {CODED_HEAD_DIM} elements can be quantized"
+        return None
+
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+        spec = self._rank(num_ranks)
+        return (CacheRows("attention", spec.num_layers, kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)),)
+
+    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+        return 0
+
+    def heads(self, num_ranks: int) -> HeadGeometry:
+        spec = self._rank(num_ranks)
+        windows = spec.sliding_windows or (None,) * spec.num_layers
+        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, spec.qkv_bias)
+
+    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        spec = self._rank(num_ranks)
+        requests = [
+            stream_request(spec, step.num_rows, step.dtype),
+            embed_request(spec, step.num_rows, step.dtype),
+            attention_request(spec, step.num_rows, step.dtype, tuple(scratch)),
+        ]
+        if spec.has_mlp:
+            requests.append(mlp_request(spec, step.num_rows, step.dtype))
+        if spec.experts is not None:
+            requests.append(experts_request(spec.experts, spec.hidden_size, step.num_rows, step.dtype))
+        requests.append(codes_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
+        if takes_few(spec, step.dtype, step.device_kind, step.recipe):
+            requests.append(few_request(spec, step.recipe))
+        requests = [request for request in requests if request.specs]
+        # Logits are gathered from all ranks before one of them samples.
+        return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))
+
+    def _rank(self, num_ranks: int) -> ModelSpec:
+        """The decoder as one rank has it: heads and inner width divided, key heads shared where there are too few."""
+        if num_ranks == 1:
+            return self.decoder
+        spec = self.decoder
+        return replace(
+            spec,
+            num_heads=spec.num_heads // num_ranks,
+            num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
+            intermediate_size=spec.intermediate_size // num_ranks if spec.has_mlp else spec.intermediate_size,
+            vocab_size=-(-spec.vocab_size // num_ranks),
+            experts=None if spec.experts is None else _rank_experts(spec.experts, num_ranks),
+        )
+
+
+def _rank_experts(experts: ExpertsSpec, num_ranks: int) -> ExpertsSpec:
+    """Ranks share every expert, a slice of its inner width each."""
+    return replace(
+        experts,
+        intermediate_size=experts.intermediate_size // num_ranks,
+        shared_size=experts.shared_size // num_ranks,
+    )

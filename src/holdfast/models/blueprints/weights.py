@@ -1,0 +1,270 @@
+"""A recipe of quantization held against the weights of a model: what it covers, and what of it cannot be meant; no torch."""
+
+import difflib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, shown
+from holdfast.memory.workspace_plan import aligned
+from holdfast.models.parameters import Kind, Parameter
+from holdfast.quant.formats import bytes_for
+from holdfast.quant.weight_schemes import (
+    FP8_BLOCK,
+    HEAD_SCHEME,
+    WEIGHT_SCHEMES,
+    QuantizedEmbeddings,
+    WeightRecipe,
+    WeightScheme,
+)
+
+FP8_BLOCK_E8M0 = replace(FP8_BLOCK, name="fp8_block_e8m0", scale_dtype="uint8", scale_is_power_of_two=True)
+"""As DeepSeek-V4 stores its matrices: a power of two for every block. Nobody asks for it: checkpoints have it."""
+_NATIVE: Mapping[str, WeightScheme] = {**WEIGHT_SCHEMES, FP8_BLOCK_E8M0.name: FP8_BLOCK_E8M0}
+
+
+class Weight(NamedTuple):
+    """One tensor that a rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    native: str | WeightScheme | None = None
+    """The scheme in which the checkpoint stores it, by name or as a load settles it; None: unquantized."""
+    dtype: str | None = None
+    """Its own type, whatever the dtype of the engine; None: that one."""
+    tensors: tuple[str, ...] = ()
+    """The checkpoint tensors that it is made of, where they are known."""
+    seam_rows: int = 0
+    """What divides every row at which two of them meet; 0 where none do."""
+
+    @property
+    def group(self) -> str:
+        """Whose bytes they are in a plan's table: all layers together, experts apart."""
+        first = self.name.partition(".")[0]
+        return "experts" if self.kind == "expert" and first == "layers" else first
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name by which a pattern may mean it."""
+        return (self.name, *self.tensors)
+
+    def scheme(self, recipe: WeightRecipe) -> WeightScheme | None:
+        """How it is stored: as it is asked, else as the checkpoint has it; None for plain numbers."""
+        asked = self.stored_scheme or recipe.scheme_for(self.kind, self.names)
+        if asked is None:
+            return None
+        # Stacked matrices end where a block does, each of them; those of a rank may be lower than the ones that were settled.
+        return asked.with_parts((self.seam_rows, self.shape[-2] if len(self.shape) > 2 else 0))
+
+    @property
+    def stored_scheme(self) -> WeightScheme | None:
+        """The scheme in which the checkpoint stores it; None: unquantized."""
+        return _NATIVE[self.native] if isinstance(self.native, str) else self.native
+
+
+def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
+    """A parameter of a decoder that runs."""
+    return Weight(
+        parameter.name,
+        parameter.shape,
+        parameter.kind,
+        native,
+        parameter.dtype,
+        tuple(part.tensor for part in parameter.parts),
+        parameter.seam_rows,
+    )
+
+
+def weight_bytes(weight: Weight, dtype: str, recipe: WeightRecipe) -> int:
+    """What a weight takes in an arena, scales included."""
+    return _bytes(weight, dtype, weight.scheme(recipe))
+
+
+class WeightGroup(NamedTuple):
+    """Weights that are one line of a plan."""
+
+    num_tensors: int
+    num_bytes: int
+    """In an arena, scales included."""
+    stored_as: tuple[str, ...]
+    """Every scheme, then every type, in which some of them are stored; what most of them have comes first."""
+
+
+def weight_groups(weights: Iterable[Weight], dtype: str, recipe: WeightRecipe) -> dict[str, WeightGroup]:
+    """By group: embed, layers, experts, lm_head and so on."""
+    sizes: Counter[str] = Counter()
+    kinds: dict[str, Counter[tuple[bool, str]]] = {}
+    for weight in weights:
+        scheme = weight.scheme(recipe)
+        sizes[weight.group] += _bytes(weight, dtype, scheme)
+        kind = (True, weight.dtype or dtype) if scheme is None else (False, scheme.name)
+        kinds.setdefault(weight.group, Counter())[kind] += 1
+    groups: dict[str, WeightGroup] = {}
+    for name, counts in kinds.items():
+        ordered = sorted(counts, key=lambda kind: (kind[0], -counts[kind]))
+        groups[name] = WeightGroup(counts.total(), sizes[name], tuple(stored_as for _, stored_as in ordered))
+    return groups
+
+
+def _bytes(weight: Weight, dtype: str, scheme: WeightScheme | None) -> int:
+    if scheme is None:
+        return aligned(bytes_for(weight.dtype or dtype, weight.shape))
+    return sum(aligned(plane.num_bytes) for plane in scheme.planes(weight.shape))
+
+
+QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
+"""Weights that a scheme may be for."""
+HEAD_NAMES = ("lm_head", "lm_head.weight")
+"""How a head is called also where a model has none of its own."""
+BEFORE = "take the model as it was before it was quantized"
+"""The advice for whoever wants other codes than a checkpoint has."""
+
+
+class Review(NamedTuple):
+    """What a recipe does to a model."""
+
+    num_weights: int
+    num_quantized: int
+    idle: tuple[str, ...]
+    """Patterns whose weights would not be quantized anyway."""
+
+
+def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:
+    """How much is quantized; what has the wrong shape and what matches nothing is refused."""
+    weights = tuple(weights)
+    assert recipe.scheme is not None, "a recipe without a scheme does nothing"
+    eager = replace(recipe, ignore=())
+    idle = tuple(pattern for pattern in recipe.ignore if not _quiets(pattern, weights, eager))
+    num_quantized = 0
+    for weight in weights:
+        scheme = recipe.scheme_for(weight.kind, weight.names)
+        if scheme is None:
+            continue
+        num_quantized += 1
+        reason = scheme.unsupported(weight.shape)
+        if reason is not None:
+            raise _unsupported(recipe.scheme, weight, reason, ", or try int8")
+    return Review(len(weights), num_quantized, idle)
+
+
+def review_stored(weights: Iterable[Weight], asked: WeightRecipe, open_weights: Collection[str]) -> WeightRecipe:
+    """The recipe of a load from a checkpoint that is quantized already: what is asked reaches the weights that it left open.
+
+    The others stay as they are stored; what asks for something else of them is refused.
+    """
+    settled: list[Weight] = []
+    for weight in weights:
+        if weight.stored_scheme is None and weight.name in open_weights:
+            scheme = asked.scheme_for(weight.kind, weight.names)
+            if scheme is not None and (reason := scheme.unsupported(weight.shape)) is not None:
+                raise _unsupported(scheme, weight, reason, ", or leave quantization out")
+            weight = weight._replace(native=scheme)
+        settled.append(weight)
+    _refuse_stored_patterns(tuple(settled), asked)
+    _refuse_stored_embeddings(settled, asked)
+    recipe = stored_recipe(settled)
+    assert recipe is not None, "a checkpoint that is quantized already has a recipe"
+    return recipe
+
+
+def _refuse_stored_patterns(weights: tuple[Weight, ...], asked: WeightRecipe) -> None:
+    """A pattern keeps weights plain as they load; it cannot make one plain again that is stored as codes."""
+    for pattern in asked.ignore:
+        alone = WeightRecipe(ignore=(pattern,))
+        matched = [weight for weight in weights if alone.is_ignored(weight.names)]
+        if not matched:
+            raise _nothing_matches(pattern, weights)
+        coded = next((weight for weight in matched if weight.stored_scheme is not None), None)
+        if coded is not None and coded.stored_scheme is not None:
+            raise ConfigError(
+                f"quantization_ignore: the pattern {shown(pattern)} was asked",
+                f"{coded.name} is stored as {coded.stored_scheme.name} already",
+                f"leave quantization and quantization_ignore out to load it as it is, or {BEFORE}",
+            )
+
+
+def _refuse_stored_embeddings(weights: Iterable[Weight], asked: WeightRecipe) -> None:
+    """The default asks for nothing; another choice must be what the load will give."""
+    for weight in weights:
+        scheme = weight.stored_scheme
+        if asked.embeddings == "none" and weight.kind in ("head", "embedding") and scheme is not None:
+            has = f"{weight.name} is stored as {scheme.name} already"
+        elif asked.embeddings == "all" and weight.kind == "embedding" and scheme is None:
+            if asked.is_ignored(weight.names):
+                continue
+            has = f"{weight.name} is stored unquantized beside weights that are quantized, and stays so"
+        else:
+            continue
+        do = f"leave quantized_embeddings out to load it as it is, or {BEFORE}"
+        raise ConfigError(f"quantized_embeddings={asked.embeddings} was asked", has, do)
+
+
+def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
+    """The recipe that says of each kind of weight how the checkpoint stores it; None where nothing is quantized.
+
+    Where there are several schemes, the one whose products take activations as codes speaks for all: it needs most room.
+    Without such a one it is that of the layers: a head and an embedding have their own beside any scheme.
+    """
+    weights = [weight for weight in weights if weight.kind in QUANTIZED_KINDS]
+    schemes = [weight.stored_scheme for weight in weights if weight.stored_scheme is not None]
+    if not schemes:
+        return None
+    layers = [one.stored_scheme for one in weights if one.stored_scheme and one.kind in ("linear", "expert")]
+    first = next((scheme for scheme in schemes if scheme.codes_activations), (layers or schemes)[0])
+    kinds = {weight.kind for weight in weights if weight.stored_scheme is not None}
+    embeddings: QuantizedEmbeddings = "all" if "embedding" in kinds else "head" if "head" in kinds else "none"
+    plain = tuple(weight.name for weight in weights if weight.stored_scheme is None)
+    head = next((one.stored_scheme for one in weights if one.stored_scheme and one.kind == "head"), HEAD_SCHEME)
+    return WeightRecipe(WEIGHT_SCHEMES.get(first.name, first), embeddings, plain, head)
+
+
+def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> bool:
+    """Whether a pattern keeps a weight from being quantized; one that matches nothing at all is a slip of the pen."""
+    alone = replace(eager, ignore=(pattern,))
+    matched = [weight for weight in weights if alone.is_ignored(weight.names)]
+    if not matched:
+        raise _nothing_matches(pattern, weights)
+    return any(eager.scheme_for(weight.kind, weight.names) is not None for weight in matched)
+
+
+def _nothing_matches(pattern: str, weights: tuple[Weight, ...]) -> ConfigError:
+    names = tuple(dict.fromkeys(name for weight in weights for name in weight.names))
+    do = "leave it out"
+    is_tied = not any(weight.kind == "head" and weight.name in HEAD_NAMES for weight in weights)
+    if is_tied and WeightRecipe(ignore=(pattern,)).is_ignored(HEAD_NAMES):
+        do = "the head of this model is its embedding: ask for quantized_embeddings=none instead"
+    else:
+        near = difflib.get_close_matches(_plain(pattern), [*dict.fromkeys(map(_module, names))], n=1, cutoff=0.5)
+        if near:
+            do = f"did you mean *{near[0]}*?"
+    return ConfigError(
+        f"quantization_ignore: the pattern {shown(pattern)} was asked",
+        f"none of the {len(names)} names of weights matches it",
+        do,
+    )
+
+
+def _unsupported(scheme: WeightScheme, weight: Weight, reason: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"quantization={scheme.name} was asked",
+        f"{weight.name} cannot be stored so: {reason}",
+        f"add {_in_every_layer(weight.name)} to quantization_ignore{instead}",
+    )
+
+
+def _in_every_layer(name: str) -> str:
+    """The pattern of a weight and of those in its place in other layers, which have the same shape in most models."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _plain(pattern: str) -> str:
+    """The part of a pattern that a person typed as a name."""
+    return _module(pattern.strip("*?."))
+
+
+def _module(name: str) -> str:
+    """The last part of a name that tells weights apart: down_proj of model.layers.0.mlp.down_proj.weight."""
+    parts = [part for part in name.split(".") if part not in ("weight", "bias") and not part.isdecimal()]
+    return parts[-1] if parts else name

@@ -1,0 +1,234 @@
+"""RunnerPlan: everything settled and counted before a weight is read; the most pages, and the longest context, that fit; no torch."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
+from holdfast.cache.spec import CacheSpec
+from holdfast.config import EngineConfig
+from holdfast.errors import MemoryPlanError
+from holdfast.memory.planner import MemoryPlan, Term, plan_memory
+from holdfast.memory.sizes import format_bytes
+from holdfast.memory.workspace_plan import WorkspacePlan
+from holdfast.models.activations import Request
+from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.planning.resolve import KV_IS_ASKED, Resolved, resolve
+from holdfast.planning.target import Target
+from holdfast.planning.terms import Layout, Needs, list_needs
+
+NO_RANKS = "tensor parallelism is not in this version"
+
+
+class Wish(NamedTuple):
+    """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
+
+    config: EngineConfig
+    blueprint: Blueprint
+    target: Target
+    tensor_parallel_size: int = 1
+    staging: Term | None = None
+    """What loading holds beside the weights, where that is known."""
+
+
+class Fit(NamedTuple):
+    """A plan that fits, as numbers."""
+
+    layout: Layout
+    resolved: Resolved
+    needs: Needs
+    memory: MemoryPlan
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.memory.num_pages * self.resolved.limits.page_tokens
+
+    @property
+    def max_concurrency(self) -> float:
+        return self.kv_tokens / self.resolved.limits.max_model_len
+
+
+class RunnerPlan(NamedTuple):
+    """What a runner is built from, or what a person reads instead."""
+
+    blueprint: Blueprint
+    resolved: Resolved
+    cache: CacheSpec | None
+    """None where the model keeps something else than keys and values by head."""
+    attention_specs: tuple[AttentionSpec, ...]
+    declaration: BackendDeclaration | None
+    workspace: WorkspacePlan
+    memory: MemoryPlan
+    requests: tuple[Request, ...]
+    target: Target
+    tensor_parallel_size: int
+    kv_bytes_per_token: Fraction
+    kv_bytes_per_sequence: int
+    not_in_this_version: tuple[str, ...]
+    """Why an engine of this version cannot run it, in words; empty where it can."""
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.memory.num_pages * self.resolved.limits.page_tokens
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of the longest context that fit together."""
+        return self.kv_tokens / self.resolved.limits.max_model_len
+
+    def with_protected(self, layers: tuple[int, ...], reason: str) -> "RunnerPlan":
+        """The same bytes with as many other layers in the wider format."""
+        protected = self.resolved.protected
+        assert self.cache is not None, f"{self.blueprint.name} has no layers to protect"
+        assert len(layers) == len(protected.layers), f"{layers} were not planned for, {protected.layers} were"
+        protected = protected._replace(layers=layers, is_open=False, reason=reason)
+        formats = protected.formats(self.resolved.kv_format, len(self.cache.layers))
+        caches = tuple(
+            replace(layer, format=kv_format) for layer, kv_format in zip(self.cache.layers, formats, strict=True)
+        )
+        specs = (replace(spec, cache=cache) for spec, cache in zip(self.attention_specs, caches, strict=True))
+        return self._replace(
+            resolved=self.resolved.with_protected(protected),
+            cache=replace(self.cache, layers=caches),
+            attention_specs=tuple(specs),
+        )
+
+
+def fit_runner(wish: Wish) -> RunnerPlan:
+    """The plan, or the planner's refusal."""
+    return _runner_plan(wish, find_fit(wish))
+
+
+def unfitting_runner(wish: Wish) -> RunnerPlan:
+    """The plan with pages for one longest sequence, however little memory there is: what a refusal is drawn from."""
+    layout, resolved = settle(wish)
+    if resolved.may_shorten:
+        resolved = _shortest(resolved)
+    limits, needs = resolved.limits, list_needs(layout, resolved)
+    num_pages = -(-limits.max_model_len // limits.page_tokens)
+    reason = "for one longest sequence"
+    page_bytes = layout.page_bytes(resolved)
+    memory = MemoryPlan(resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, num_pages, reason)
+    return _runner_plan(wish, Fit(layout, resolved, needs, memory))
+
+
+def _runner_plan(wish: Wish, fit: Fit) -> RunnerPlan:
+    layout, resolved = fit.layout, fit.resolved
+    cache, heads = layout.cache(resolved), layout.heads()
+    specs: tuple[AttentionSpec, ...] = ()
+    if cache is not None and heads is not None:
+        specs = tuple(layout.attention_spec(resolved, layer, heads) for layer in cache.layers)
+    return RunnerPlan(
+        blueprint=wish.blueprint,
+        resolved=resolved,
+        cache=cache,
+        attention_specs=specs,
+        declaration=fit.needs.declaration,
+        workspace=fit.needs.workspace,
+        memory=fit.memory,
+        requests=fit.needs.requests,
+        target=wish.target,
+        tensor_parallel_size=wish.tensor_parallel_size,
+        kv_bytes_per_token=layout.bytes_per_token(resolved),
+        kv_bytes_per_sequence=wish.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
+        not_in_this_version=missing_here(wish),
+    )
+
+
+def find_fit(wish: Wish) -> Fit:
+    """Pages for the longest context that fits; a context that was asked for fits or is refused."""
+    fit = try_fit(wish)
+    if fit is not None:
+        return fit
+    layout, resolved = settle(wish)
+    return _fit_or_refuse(layout, _shortest(resolved) if resolved.may_shorten else resolved)
+
+
+def try_fit(wish: Wish) -> Fit | None:
+    """The same without the words of a refusal."""
+    layout, resolved = settle(wish)
+    if _has_room(layout, resolved):
+        return _fit_or_refuse(layout, resolved)
+    if not resolved.may_shorten:
+        return None
+    return longest_that_fits(layout, resolved, 1, resolved.limits.max_model_len - 1)
+
+
+def longest_that_fits(layout: Layout, resolved: Resolved, low: int, high: int) -> Fit | None:
+    """By bisection: the pages of a sequence grow with the context, and so do tables by position."""
+    longest = None
+    middle = low  # where not even that fits, nothing does
+    while low <= high:
+        shorter = resolved.with_max_model_len(middle, "the longest context that fits the memory")
+        if _has_room(layout, shorter):
+            longest, low = shorter, middle + 1
+        elif longest is None:
+            return None
+        else:
+            high = middle - 1
+        middle = (low + high) // 2
+    return None if longest is None else _fit_or_refuse(layout, longest)
+
+
+def _shortest(resolved: Resolved) -> Resolved:
+    return resolved.with_max_model_len(1, "even the shortest context does not fit")
+
+
+def settle(wish: Wish) -> tuple[Layout, Resolved]:
+    """Everything that does not depend on what fits; what cannot be planned at all raises."""
+    wish.blueprint.check_ranks(wish.tensor_parallel_size)
+    eager = wish.config.enforce_eager
+    layout = Layout(wish.blueprint, wish.target, wish.tensor_parallel_size, eager, wish.staging)
+    return layout, resolve(wish.config, wish.blueprint, wish.target)
+
+
+def missing_here(wish: Wish) -> tuple[str, ...]:
+    """What of a wish an engine of this version cannot do, in words."""
+    reasons = [] if wish.blueprint.not_runnable is None else [wish.blueprint.not_runnable]
+    if wish.tensor_parallel_size > 1:
+        reasons.append(NO_RANKS)
+    return tuple(reasons)
+
+
+def _has_room(layout: Layout, resolved: Resolved) -> bool:
+    """Whether one longest sequence fits beside everything else."""
+    min_pages, max_pages, _ = _page_bounds(layout, resolved)
+    if max_pages < min_pages:
+        return False
+    terms = list_needs(layout, resolved).terms
+    smallest = MemoryPlan(resolved.budget_bytes, "", terms, layout.page_bytes(resolved), min_pages, "")
+    return smallest.peak_bytes <= resolved.budget_bytes
+
+
+def _fit_or_refuse(layout: Layout, resolved: Resolved) -> Fit:
+    page_bytes = layout.page_bytes(resolved)
+    min_pages, max_pages, reasons = _page_bounds(layout, resolved)
+    if max_pages < min_pages:
+        raise MemoryPlanError(
+            f"kv_cache_memory of {format_bytes(resolved.max_kv_bytes or 0)} was asked",
+            f"one sequence of {resolved.limits.max_model_len} tokens takes {format_bytes(min_pages * page_bytes)}",
+            "raise kv_cache_memory or lower max_model_len",
+        )
+    needs = list_needs(layout, resolved)
+    memory = plan_memory(
+        resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, min_pages, max_pages, *reasons
+    )
+    return Fit(layout, resolved, needs, memory)
+
+
+def _page_bounds(layout: Layout, resolved: Resolved) -> tuple[int, int, tuple[str, ...]]:
+    """Pages of one longest sequence, the most that are wanted, and why no more where that is not plain.
+
+    A bound that was asked for holds even if no sequence fits; our own gives way.
+    """
+    limits = resolved.limits
+    min_pages = -(-limits.max_model_len // limits.page_tokens)
+    max_pages = limits.max_num_seqs * min_pages
+    if resolved.max_kv_bytes is None:
+        return min_pages, max_pages, ()
+    bound = resolved.max_kv_bytes // layout.page_bytes(resolved)
+    if bound >= max_pages:
+        return min_pages, max_pages, ()
+    if resolved.max_kv_reason != KV_IS_ASKED:
+        bound = max(bound, min_pages)
+    return min_pages, bound, (resolved.max_kv_reason,)

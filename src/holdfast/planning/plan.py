@@ -1,0 +1,45 @@
+"""Plan a runner before anything is opened or allocated: what fits, or a refusal with the smallest change that would; no torch."""
+
+from holdfast.config import EngineConfig
+from holdfast.errors import MemoryPlanError
+from holdfast.memory.planner import Term
+from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.planning.alternatives import list_alternatives, smallest_change
+from holdfast.planning.fit import RunnerPlan, Wish, fit_runner, unfitting_runner
+from holdfast.planning.target import Target
+
+__all__ = ["RunnerPlan", "plan_runner", "plan_unfitting"]
+
+
+def plan_runner(
+    config: EngineConfig,
+    blueprint: Blueprint,
+    target: Target,
+    *,
+    tensor_parallel_size: int = 1,
+    staging: Term | None = None,
+) -> RunnerPlan:
+    """The plan of one rank. A context that was left open shrinks to what fits; whatever else does not fit raises.
+
+    More ranks than one are for plans: no engine of this version takes them. `staging` is what loading will hold beside
+    the weights; without it a GPU is charged the most that loading may hold.
+    """
+    wish = Wish(config, blueprint, target, tensor_parallel_size, staging)
+    try:
+        return fit_runner(wish)
+    except MemoryPlanError as error:
+        error.do = smallest_change(list_alternatives(wish))
+        error.args = (error.asked, error.has, error.do)
+        raise
+
+
+def plan_unfitting(
+    config: EngineConfig,
+    blueprint: Blueprint,
+    target: Target,
+    *,
+    tensor_parallel_size: int = 1,
+    staging: Term | None = None,
+) -> RunnerPlan:
+    """The same with pages for one longest sequence, whether it fits or not: what a refusal can be drawn from."""
+    return unfitting_runner(Wish(config, blueprint, target, tensor_parallel_size, staging))

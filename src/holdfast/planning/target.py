@@ -1,0 +1,98 @@
+"""The target that is there: which device to take, and how much of its memory others leave."""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError
+from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB, SAME_AS_H200, Gpu, available_host_bytes
+from holdfast.memory.sizes import format_bytes, parse_bytes
+
+
+class Target(NamedTuple):
+    """One device's memory."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    """A device that is there as torch names it, such as cuda:0; else what it is called."""
+    total_bytes: int
+    available_bytes: int
+    """What others leave of it."""
+    context_bytes: int
+    """What CUDA and its libraries take of it for this process."""
+    reason: str
+    """Where the numbers come from, and who else holds memory."""
+    present_bytes: int = 0
+    """What of the context was there before anything was asked of the device."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None where it is unknown, and of a CPU."""
+
+    @property
+    def held_by_others_bytes(self) -> int:
+        return self.total_bytes - self.available_bytes
+
+
+def gpu_target(gpu: Gpu) -> Target:
+    """A GPU of a known kind, all of it free."""
+    return Target("cuda", gpu.name, gpu.total_bytes, gpu.total_bytes, gpu.context_bytes, gpu.source, 0, gpu.capability)
+
+
+def memory_target(num_bytes: str | int) -> Target:
+    """A GPU of that size, all of it free."""
+    total_bytes = parse_bytes(num_bytes, "memory")
+    name = f"a GPU with {format_bytes(total_bytes)}"
+    return Target("cuda", name, total_bytes, total_bytes, CONTEXT_BYTES, f"the size was given; context {SAME_AS_H200}")
+
+
+def cpu_target() -> Target:
+    """This host's memory, as far as nobody else has it."""
+    available = available_host_bytes()
+    return Target("cpu", "cpu", available, available, 0, "what this host can give without pushing anybody out")
+
+
+BARE_CONTEXT_BYTES = 552_402_944
+"""Of the context, what the driver takes before a library or a kernel is loaded; measured on an H200."""
+NOISE_BYTES = 64 * MIB
+"""What a device that nobody uses may already miss."""
+
+
+def choose_device(config: EngineConfig) -> tuple[str, str]:
+    """The device as torch names it, and why; one that is not there raises."""
+    if config.device == "auto":
+        return ("cuda:0", "a GPU is there") if torch.cuda.is_available() else ("cpu", "no GPU is there")
+    if config.device == "cpu":
+        return "cpu", "asked"
+    index = int(config.device.partition(":")[2] or 0)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= num_devices:
+        raise ConfigError(
+            f"device={config.device!r} was asked", f"torch sees {num_devices} CUDA devices here", "try device='auto'"
+        )
+    return f"cuda:{index}", "asked"
+
+
+def device_target(device: str) -> Target:
+    """What is left for one engine on a device: the free memory, and what this process holds and would use for it.
+
+    Tensors of another engine in this process are somebody else's; what torch's allocator keeps without using it is not.
+    """
+    if device == "cpu":
+        return cpu_target()
+    where = torch.device(device)
+    name = torch.cuda.get_device_name(where)
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name == name), None)
+    context_bytes = CONTEXT_BYTES if gpu is None else gpu.context_bytes
+    free_bytes, total_bytes = torch.cuda.mem_get_info(where)  # this makes the context, if there was none
+    stats = torch.cuda.memory_stats(where)
+    unused_bytes = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+    # Libraries and kernels come with the first work, so before that only a part of the context is there.
+    has_worked = stats.get("allocation.all.allocated", 0) > 0
+    present_bytes = context_bytes if has_worked else min(context_bytes, BARE_CONTEXT_BYTES)
+    available_bytes = min(total_bytes, free_bytes + unused_bytes + present_bytes)
+    others_bytes = total_bytes - available_bytes
+    reason = f"{name}, as its driver says"
+    if others_bytes > NOISE_BYTES:
+        reason = f"{format_bytes(others_bytes)} of {format_bytes(total_bytes)} are held by others"
+    capability = torch.cuda.get_device_capability(where)
+    return Target("cuda", device, total_bytes, available_bytes, context_bytes, reason, present_bytes, capability)

@@ -1,0 +1,405 @@
+"""Everything a runner holds beside its pages, as terms of a plan: from shapes, by owner and phase; no torch.
+
+On a CPU these are temporaries of a step, in blocks of rows, so that they do not grow with the number of sequences. On a GPU
+they are buffers that are taken once: kernels leave no temporaries, and only rows whose logits are edited are copied, a
+block at a time.
+"""
+
+from collections import Counter
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds, choose_declaration
+from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
+from holdfast.config import Limits
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_ROWS, NUM_FIELDS, scratch_specs
+from holdfast.memory.planner import PAGE_PHASES, Term
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
+from holdfast.models.activations import Request
+from holdfast.models.blueprints.anatomy import HeadGeometry, StepShape
+from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.models.blueprints.weights import WeightGroup
+from holdfast.planning.resolve import Resolved
+from holdfast.planning.target import Target
+from holdfast.quant.formats import DTYPE_BYTES, KVFormat
+from holdfast.request.sampling_params import MAX_LOGPROBS
+
+# T rows of a step, N sequences, P pages of the longest one, U changed pages
+
+LISTED_PAGES = 16
+"""Most new pages of one sequence that reach the device in a list; the list has room for as many of every sequence."""
+
+_BATCH_REASONS = {
+    "token_ids": "one a row of a step",
+    "positions": "one a row of a step",
+    "slots": "one a row of a step",
+    "logit_rows": "one a row of a step",
+    "page_table": "pages of every sequence of a step, at its longest",
+    "page_updates": f"what changed in the page table, up to {LISTED_PAGES} pages a sequence",
+}
+
+
+def batch_terms(limits: Limits, device_kind: str = "cpu") -> tuple[Term, ...]:
+    """Bytes of the input buffers, and of the page table where kernels read one; `device_kind` is cpu or cuda."""
+    specs = input_specs(limits) if device_kind == "cpu" else input_specs(limits) + page_table_specs(limits)
+    return tuple(map(input_term, specs))
+
+
+def input_term(spec: TensorSpec) -> Term:
+    """The line of one buffer in plan and ledger."""
+    return Term(f"inputs/{spec.name}", spec.num_bytes, _BATCH_REASONS[spec.name])
+
+
+def input_specs(limits: Limits) -> tuple[TensorSpec, ...]:
+    """The buffers with an entry a row. They lie one behind the other, and their length makes each begin aligned."""
+    per_unit = ALIGNMENT_BYTES // DTYPE_BYTES["int64"]
+    shape_T = (-(-limits.max_num_batched_tokens // per_unit) * per_unit,)
+    return tuple(TensorSpec(name, shape_T, "int64") for name in ("token_ids", "positions", "slots", "logit_rows"))
+
+
+def page_table_specs(limits: Limits) -> tuple[TensorSpec, TensorSpec]:
+    """The table, and the list of what changed in it: (place in the table, page) in each entry."""
+    shape_NP = (limits.max_num_seqs, -(-limits.max_model_len // limits.page_tokens))
+    shape_U2 = (limits.max_num_seqs * LISTED_PAGES, 2)
+    return TensorSpec("page_table", shape_NP, "int32"), TensorSpec("page_updates", shape_U2, "int64")
+
+
+MAX_GRAPH_ROWS = 1024
+"""Sequences in the largest captured step; a larger one runs without a graph, where launches no longer count."""
+TOKEN_BUCKETS = (64, 128, 256, 512)
+PRESENT_BYTES = 4 * 2**20
+"""Of what the driver keeps for graphs, so much lies in memory that the context has already; measured on an H200."""
+LEAST_BYTES = 2 * 2**20
+"""The driver takes memory in pieces of this size. The graphs' own pool stays empty: steps work in the workspace."""
+GRAPH_BYTES_PER_LAYER = 38_800
+"""What the driver keeps on the device for one layer's kernels in one graph; measured on an H200."""
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of decode steps that are captured: close together where a padded row costs most."""
+    largest = min(max_num_seqs, MAX_GRAPH_ROWS)
+    ladder = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32))
+    sizes = [size for size in ladder if size <= largest]
+    return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Rows of the captured steps that mix prompts and decoding."""
+    return tuple(size for size in TOKEN_BUCKETS if size <= max_num_batched_tokens)
+
+
+def graph_bytes(num_layers: int, num_graphs: int) -> int:
+    """What so many graphs take together."""
+    return max(LEAST_BYTES, num_graphs * num_layers * GRAPH_BYTES_PER_LAYER - PRESENT_BYTES)
+
+
+def graph_term(num_layers: int, max_num_seqs: int, max_num_batched_tokens: int) -> Term:
+    """The line of the plan."""
+    num_decode = len(graph_sizes(min(max_num_seqs, max_num_batched_tokens)))
+    num_mixed = len(mixed_sizes(max_num_batched_tokens))
+    reason = f"{num_decode} decode and {num_mixed} mixed sizes of {num_layers} layers, one pool"
+    return Term("cuda graphs", graph_bytes(num_layers, num_decode + num_mixed), reason, PAGE_PHASES)
+
+
+BLOCK_ELEMENTS = 2**22
+"""Most logits in a block of rows on a CPU; a row that is longer is a block of its own."""
+EDIT_ENTRIES = 2**16
+"""Most single logits that are penalised, biased or banned at once on a CPU."""
+NUM_BUCKETS = 2048
+"""Histogram buckets of one round of the search for a cutoff on a CPU."""
+MAX_NARROW_TOP_K = 256
+"""Up to this top_k a row is sampled from its sorted candidates on a CPU, beyond it from the whole vocabulary."""
+EDITED_ELEMENTS = 2**23
+"""Most logits in a block of edited rows on a GPU: every block costs a dozen launches."""
+LISTED_EDITS = 2**20
+"""Most edits that are on their way to a GPU at once. More go in rounds, between which the host waits."""
+PROMPT_ROWS = 64
+"""Rows of a prompt whose log-probabilities a GPU computes at once, however few sequences there are."""
+NUM_COLUMNS = 4 + 2 * MAX_LOGPROBS
+"""Of one row's log-probabilities."""
+
+_FLOAT32 = 4
+_INT32 = 4
+_INT64 = 8
+_FLOAT64 = 8
+_BOOL = 1
+
+_SAMPLING_REASONS = {
+    "argmax": "argmax of each row",
+    "chosen": "the chosen token of each row",
+    "block_argmax": "the same for a block of rows",
+    "rows": "parameters of each row",
+    "columns": "log-probabilities of each row",
+    "block": "edited rows, a block at a time",
+    "edits": "penalised, biased and banned logits",
+    "chunk_largest": "argmax by chunk of the vocabulary",
+    "chunk_argmax": "argmax by chunk of the vocabulary",
+    "chunk_weights": "sums by chunk of the vocabulary",
+    "chunk_nearer": "sums by chunk of the vocabulary",
+    "chunk_counts": "tokens by chunk and distance",
+    "num_listed": "candidates of each row",
+    "listed_logits": "candidates of each row",
+    "listed_ids": "candidates of each row",
+}
+
+
+def rows_per_block(vocab_size: int, max_rows: int) -> int:
+    """Rows that are worked on together on a CPU."""
+    return min(max_rows, max(1, BLOCK_ELEMENTS // vocab_size))
+
+
+def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
+    """Rows whose edited logits are held at once on a GPU."""
+    return min(max_rows, MAX_ROWS, max(1, EDITED_ELEMENTS // vocab_size))
+
+
+def sampling_terms(max_num_seqs: int, vocab_size: int, device_kind: str) -> tuple[Term, ...]:
+    """What a step of `max_num_seqs` sequences needs at its largest; `device_kind` is cpu or cuda."""
+    if device_kind != "cpu":
+        return tuple(
+            Term(f"sampling/{spec.name}", spec.aligned_bytes, _SAMPLING_REASONS[spec.name], PAGE_PHASES)
+            for spec in device_specs(max_num_seqs, vocab_size)
+        )
+    rows = rows_per_block(vocab_size, max_num_seqs)
+    return (
+        Term("sampling/block", rows * _row_bytes(vocab_size), f"temporaries of {rows} rows at a time"),
+        Term(
+            "sampling/edits",
+            min(rows * vocab_size, EDIT_ENTRIES) * _edit_entry_bytes(),
+            "penalised, biased and banned logits",
+        ),
+        Term(
+            "sampling/results",
+            vocab_size * _INT32 + max_num_seqs * _result_bytes(),
+            "token ids, parameters and log-probabilities",
+        ),
+    )
+
+
+def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
+    """The buffers on a GPU."""
+    rows = max(max_rows, PROMPT_ROWS)
+    return (
+        TensorSpec("argmax", (rows,), "int64"),
+        TensorSpec("block_argmax", (min(rows, MAX_ROWS),), "int64"),
+        *host_specs(max_rows, vocab_size),
+        TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),
+        *scratch_specs(rows, vocab_size),
+    )
+
+
+def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
+    """Buffers that have a double in pinned memory of the host, through which their numbers come and go."""
+    rows = max(max_rows, PROMPT_ROWS)
+    most_edits = 4 * edited_rows_per_block(vocab_size, max_rows) * vocab_size
+    num_edits = (4 + min(most_edits, LISTED_EDITS) // EDITS_PER_PROGRAM) * EDITS_PER_PROGRAM  # kinds begin apart
+    return (
+        TensorSpec("chosen", (rows,), "int64"),
+        TensorSpec("rows", (2 * rows, NUM_FIELDS), "float64"),
+        TensorSpec("columns", (rows, NUM_COLUMNS), "float64"),
+        TensorSpec("edits", (num_edits, 2), "int32"),
+    )
+
+
+def _row_bytes(vocab_size: int) -> int:
+    """The most that lives at once for one row, which is while the buckets of a nucleus are filled."""
+    whole_vocabulary = (
+        _FLOAT32  # distances below the likeliest, read as int32 keys
+        + _INT64  # weights
+        + _INT32  # bucket numbers
+        + _INT64  # the same, as scatter_add wants them
+    )
+    buckets = 2 * (NUM_BUCKETS + 2) * _INT64  # histogram and running total
+    candidates = MAX_NARROW_TOP_K * (8 * _INT64 + 2 * _FLOAT32 + 2 * _BOOL)  # keys, ids, orders, weights, totals
+    return vocab_size * whole_vocabulary + buckets + candidates
+
+
+def _edit_entry_bytes() -> int:
+    """One penalised logit: where it is, its penalty, its value, whether it is positive, and what it could become."""
+    return _INT64 + _FLOAT32 + _FLOAT32 + _BOOL + 3 * _FLOAT32
+
+
+def _result_bytes() -> int:
+    """Of one row: seven parameters in two forms, and ids with log-probabilities while they are put together."""
+    parameters = 2 * 7 * _FLOAT64
+    logprobs = 3 * NUM_COLUMNS * _FLOAT64
+    return parameters + logprobs + 8 * _INT64
+
+
+LIBRARY_BYTES = 32 * 2**20
+"""The workspace that torch gives to cuBLAS on the one stream that an engine uses."""
+ROUNDING_BYTES = 26 * 2**20
+"""What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
+
+No other term has a share of it: owners are planned at the bytes that they ask for."""
+COLLECTIVE_BYTES = 512 * 2**20
+"""Buffers of NCCL between ranks; assumed, not measured."""
+STAGING_BYTES = 64 * 2**20
+"""Most that loading may hold on a GPU beside the final weights."""
+
+
+class Layout(NamedTuple):
+    """How one rank keeps a model, and who attends: what a plan's terms follow from."""
+
+    blueprint: Blueprint
+    target: Target
+    num_ranks: int
+    enforce_eager: bool
+    staging: Term | None
+    """What loading holds beside the weights; None takes the most that it may."""
+
+    def heads(self) -> HeadGeometry | None:
+        return self.blueprint.anatomy.heads(self.num_ranks)
+
+    def formats(self, resolved: Resolved) -> tuple[KVFormat, ...]:
+        """One entry a layer."""
+        return resolved.protected.formats(resolved.kv_format, self.blueprint.num_layers)
+
+    def bytes_per_token(self, resolved: Resolved) -> Fraction:
+        """Of all layers; where formats are mixed they have the same heads, so that only the numbers of layers count."""
+        protected, num_layers = resolved.protected, self.blueprint.num_layers
+        token_bytes = self.blueprint.kv_bytes_per_token(resolved.kv_format, self.num_ranks)
+        if not protected.layers:
+            return token_bytes
+        wider_bytes = self.blueprint.kv_bytes_per_token(protected.format, self.num_ranks)
+        return token_bytes + (wider_bytes - token_bytes) * len(protected.layers) / num_layers
+
+    def page_bytes(self, resolved: Resolved) -> int:
+        """Of one page of all layers; rows that stand for several tokens are rounded up to whole bytes."""
+        return ceil(resolved.limits.page_tokens * self.bytes_per_token(resolved))
+
+    def cache(self, resolved: Resolved) -> CacheSpec | None:
+        """Keys and values by head, or None where the model keeps something else."""
+        heads = self.heads()
+        if heads is None:
+            return None
+        return mixed_cache(self.formats(resolved), heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
+
+    def attention_spec(self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry) -> AttentionSpec:
+        return AttentionSpec(
+            cache=layer,
+            num_heads=heads.num_heads,
+            scale=heads.head_dim**-0.5,
+            window=heads.windows[layer.layer],
+            max_model_len=resolved.limits.max_model_len,
+            dtype=resolved.dtype,
+            device_kind=self.target.kind,
+        )
+
+
+class Needs(NamedTuple):
+    """What a plan must find room for beside pages."""
+
+    declaration: BackendDeclaration | None
+    requests: tuple[Request, ...]
+    workspace: WorkspacePlan
+    terms: tuple[Term, ...]
+
+
+def list_needs(layout: Layout, resolved: Resolved) -> Needs:
+    """Every term, from shapes."""
+    blueprint, target, limits = layout.blueprint, layout.target, resolved.limits
+    bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+    specs = _distinct_specs(layout, resolved)
+    declaration = choose_declaration(specs) if specs else None
+    scratch = () if declaration is None else declaration.scratch(specs, bounds)
+    logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
+    step = StepShape(
+        limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind, resolved.recipe
+    )
+    requests = blueprint.anatomy.requests(step, layout.num_ranks, scratch)
+    workspace = WorkspacePlan()
+    for request in requests:
+        workspace.reserve(request.owner, request.specs, request.lane)
+    terms = [
+        *_weight_terms(layout, resolved),
+        *_cache_terms(layout, resolved),
+        *workspace.terms(),
+        *batch_terms(limits, target.kind),
+        *sampling_terms(limits.max_num_seqs, blueprint.vocab_size, target.kind),
+        *_rope_terms(layout, resolved),
+        *(() if declaration is None else declaration.terms(specs, bounds)),
+        *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
+    ]
+    return Needs(declaration, requests, workspace, tuple(terms))
+
+
+def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, ...]:
+    """One layer for each that differs, by its window or its format."""
+    heads = layout.heads()
+    if heads is None:
+        return ()
+    by_layer = layout.formats(resolved)
+    everywhere = tuple(dict.fromkeys(by_layer)) if resolved.protected.is_open else ()
+    first_of: dict[tuple[KVFormat, int | None], int] = {}
+    for layer, (own, window) in enumerate(zip(by_layer, heads.windows, strict=True)):
+        # Where weights will say which layers are protected, any layer may have any of the formats.
+        for kv_format in everywhere or (own,):
+            first_of.setdefault((kv_format, window), layer)
+    caches = (
+        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim)
+        for (kv_format, _), layer in first_of.items()
+    )
+    return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
+
+
+def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
+    groups = layout.blueprint.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
+    return [Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items()]
+
+
+def _counted(group: WeightGroup) -> str:
+    noun = "tensor" if group.num_tensors == 1 else "tensors"
+    return f"{group.num_tensors} {noun} in {_enumerated(group.stored_as)}"
+
+
+def _enumerated(names: tuple[str, ...]) -> str:
+    """All of them: a, b and c."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
+    """What pages cost beyond their number: alignment, and what a sequence keeps whatever its length."""
+    terms, heads = [], layout.heads()
+    if heads is not None:
+        shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
+        counts = Counter(layout.formats(resolved)).items()
+        paddings = [(count, kv_padding_term(uniform_cache(1, kv_format, *shape))) for kv_format, count in counts]
+        if any(padding.num_bytes for _, padding in paddings):
+            num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
+            reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
+            terms.append(Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES))
+    sequence_bytes = layout.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks)
+    if sequence_bytes:
+        num_seqs = resolved.limits.max_num_seqs
+        reason = f"windows and unfinished entries of {num_seqs} sequences, whatever their length"
+        terms.append(Term("kv state", num_seqs * sequence_bytes, reason, PAGE_PHASES))
+    return terms
+
+
+def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
+    width = layout.blueprint.anatomy.rope_width
+    if not width:
+        return []
+    table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width
+    return [Term("rope/table", table_bytes, "cos and sin by position")]
+
+
+def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
+    """What a GPU costs whatever the model, and what loading takes for a while."""
+    target, limits = layout.target, resolved.limits
+    terms = [] if layout.staging is None else [layout.staging]
+    if target.kind != "cuda":
+        return terms
+    terms.append(Term("cuda context", target.context_bytes, "CUDA, its libraries' handles and the code of kernels"))
+    terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))
+    terms.append(Term("allocator", ROUNDING_BYTES, "what torch rounds up", PAGE_PHASES))
+    if layout.num_ranks > 1:
+        terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
+    if has_graphs and not layout.enforce_eager:
+        terms.append(graph_term(layout.blueprint.num_layers, limits.max_num_seqs, limits.max_num_batched_tokens))
+    if layout.staging is None:
+        terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))
+    return terms

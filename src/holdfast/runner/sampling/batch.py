@@ -1,0 +1,202 @@
+"""The rows of one step: sorted by the work that each needs on a CPU, and their parameters as tensors or as a table.
+
+A stateful generator would tie a sequence's choices to everything drawn before it: to its neighbours, to the order of
+rows, to a preemption. A hash of the counter has no state to share or to rebuild.
+"""
+
+import struct
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.kernels.geometry import LogitRow
+from holdfast.planning.terms import MAX_NARROW_TOP_K
+from holdfast.request.sequence import Sequence
+
+NO_TOKEN = -1
+"""In place of a token id: the logits of this sequence held NaN, so nothing can be chosen and the sequence fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probability and rank among all tokens (1 is the likeliest), and the likeliest tokens there."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """One sequence's part of a step."""
+
+    token_id: int | None
+    """The chosen token, NO_TOKEN, or None where the step did not reach the sequence's last token."""
+    logprobs: TokenLogprobs | None = None
+    """Of the chosen token, where the request asked."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of prompt positions start + 1 ... start + num_new_tokens (as far as the prompt goes), where the request asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results in the order of Step.scheduled."""
+
+    results: tuple[SequenceResult, ...]
+
+
+_COUNTER = struct.Struct("<QQ")
+_HASH = blake2b(digest_size=8, person=b"holdfast.sample")
+"""Copied for each number, which costs half of making it."""
+_WORD = 2**64 - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), a multiple of 2**-53; seeds are taken modulo 2**64."""
+    counter = _HASH.copy()
+    counter.update(_COUNTER.pack(seed & _WORD, position))
+    return (int.from_bytes(counter.digest(), "little") >> 11) * 2.0**-53
+
+
+# R rows of a block
+
+LEAST_TEMPERATURE = 1e-30
+"""Taken for anything smaller above 0: float32 would round that to 0, and 0 / 0 is not a number."""
+
+
+class SequenceSample(NamedTuple):
+    """What was chosen for one sequence."""
+
+    token_id: int
+    """Or NO_TOKEN, where the logits hold NaN or rule every token out."""
+    logprobs: TokenLogprobs | None
+    """Where the request asked and a token was chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Rows by kind, as a CPU takes them. A row is of one kind whatever its neighbours are, and every kind chooses by the same rule."""
+
+    num_rows: int
+    edited_greedy: tuple[int, ...]
+    """The likeliest token, after penalties, biases or bans."""
+    unfiltered: tuple[int, ...]
+    """A random token of the whole vocabulary, or of what min_p leaves."""
+    narrow: tuple[int, ...]
+    """A random one of a few candidates: a small top_k, with or without top_p."""
+    wide: tuple[int, ...]
+    """A random one of a share of the vocabulary: top_p, or a large top_k."""
+    logprobs: tuple[int, ...]
+    """Rows that asked for log-probabilities; they are of one of the kinds above as well, or plain greedy."""
+    num_top: int
+    """The most likeliest tokens that any of them asked for."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Does every row just take the likeliest token of its raw logits?"""
+        return not (self.edited_greedy or self.unfiltered or self.narrow or self.wide)
+
+    @classmethod
+    def of(cls, sequences: SequenceABC[Sequence], vocab_size: int) -> "SamplingBatch":
+        edited_greedy: list[int] = []
+        unfiltered: list[int] = []
+        narrow: list[int] = []
+        wide: list[int] = []
+        logprobs: list[int] = []
+        num_top = 0
+        for row, sequence in enumerate(sequences):
+            params = sequence.params
+            if params.temperature == 0.0:
+                if is_edited(sequence):
+                    edited_greedy.append(row)
+            elif 0 < params.top_k < vocab_size and params.top_k <= MAX_NARROW_TOP_K:
+                narrow.append(row)
+            elif 0 < params.top_k < vocab_size or params.top_p < 1.0:
+                wide.append(row)
+            else:
+                unfiltered.append(row)
+            if params.logprobs is not None:
+                logprobs.append(row)
+                num_top = max(num_top, params.logprobs)
+        kinds = (tuple(kind) for kind in (edited_greedy, unfiltered, narrow, wide, logprobs))
+        return cls(len(sequences), *kinds, num_top=min(num_top, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class RowParameters:
+    """Of a block of random rows on a CPU: rows is [R], the others [R, 1]."""
+
+    rows: torch.Tensor
+    negative_temperature: torch.Tensor
+    min_p: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    uniform: torch.Tensor
+    any_min_p: bool
+    any_top_p: bool
+    max_top_k: int
+    """0 where nobody has one."""
+
+    @classmethod
+    def of(cls, rows: tuple[int, ...], sequences: SequenceABC[Sequence], vocab_size: int) -> "RowParameters":
+        table = np.array([_row(row, sequences[row], vocab_size) for row in rows], dtype=np.float64)
+        table_PR1 = torch.from_numpy(np.ascontiguousarray(table.T)).unsqueeze(-1)
+        top_k = table[:, 4]
+        return cls(
+            rows=table_PR1[0, :, 0].to(torch.int64),
+            negative_temperature=table_PR1[1].to(torch.float32),
+            min_p=table_PR1[2].to(torch.float32),
+            top_p=table_PR1[3],
+            top_k=table_PR1[4].to(torch.int64),
+            uniform=table_PR1[5],
+            any_min_p=bool((table[:, 2] > 0).any()),
+            any_top_p=bool((table[:, 3] < 1).any()),
+            max_top_k=int(top_k[top_k < vocab_size].max(initial=0)),
+        )
+
+
+def is_edited(sequence: Sequence) -> bool:
+    """Does the sequence change its logits before a token is chosen?"""
+    params = sequence.params
+    return params.has_penalties or bool(params.logit_bias) or params.min_tokens > sequence.num_output_tokens
+
+
+def is_plain(sequence: Sequence) -> bool:
+    """Does the sequence just take the likeliest token of its raw logits, and ask nothing more?"""
+    params = sequence.params
+    return params.temperature == 0.0 and params.logprobs is None and not is_edited(sequence)
+
+
+def logit_row(sequence: Sequence, source: int, target: int, vocab_size: int) -> tuple[float, ...]:
+    """The fields of a LogitRow: what kernels need to know of a sequence to choose a token for it."""
+    params = sequence.params
+    if params.temperature == 0.0:
+        return LogitRow(source, target)
+    return (
+        source,
+        target,
+        -max(params.temperature, LEAST_TEMPERATURE),
+        params.min_p,
+        params.top_p,
+        params.top_k if params.top_k < vocab_size else 0,
+        uniform(sequence.seed, len(sequence.token_ids)),
+        0.0,
+    )
+
+
+def _row(row: int, sequence: Sequence, vocab_size: int) -> tuple[float, ...]:
+    params = sequence.params
+    return (
+        row,
+        -max(params.temperature, LEAST_TEMPERATURE),
+        params.min_p,
+        params.top_p,
+        min(params.top_k, vocab_size) or vocab_size,
+        uniform(sequence.seed, sequence.num_tokens),
+    )
