@@ -27,14 +27,14 @@ SOURCE_MUTANTS = {
         file="kernels/attention/tiled_attention.py",
         old="clear = tl.minimum(high, position + 1)",
         new="clear = tl.minimum(high, position + 2)",
-        test="tests/kernels/pages/test_tiled_attention.py::test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own",
+        test="tests/kernels/attention/test_tiled_attention.py::test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own",
         says="Tensor-likes are not close",
     ),
     "the merge of quantized splits does not rescale": SourceMutant(
         file="kernels/attention/quantized_attention.py",
         old="b_acc = b_acc * b_fade + tl.sum(b_part * b_weight[:, None], axis=0)",
         new="b_acc = b_acc + tl.sum(b_part * b_weight[:, None], axis=0)",
-        test="tests/kernels/pages/test_coded_attention.py::test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it",
+        test="tests/kernels/attention/test_quantized_attention.py::test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it",
         says="errors of heads",
     ),
     "positions restart with every block of a rope table": SourceMutant(
@@ -69,7 +69,7 @@ SOURCE_MUTANTS = {
         file="engine/outputs.py",
         old="elif may_stop and token_id in params.stop_token_ids:",
         new="elif token_id in params.stop_token_ids:",
-        test="tests/engine/test_completion.py::test_text_and_ending",
+        test="tests/engine/test_engine_outputs.py::test_text_and_ending",
         says="it was asked to go on after its end",
     ),
     "headers do not name compiled kernels": SourceMutant(
@@ -83,7 +83,7 @@ SOURCE_MUTANTS = {
         file="engine/scheduler.py",
         old="if self.pool.num_available > blocked.num_available or self.num_running < blocked.num_running:",
         new="if self.pool.num_available > blocked.num_available:",
-        test="tests/engine/test_scheduler_endings.py::test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page",
+        test="tests/engine/test_scheduler.py::test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page",
         says=r"\[\(1, 4, 1\)\] == \[\(1, 4, 1\), \(2, 0, 16\)\]",
     ),
     "a text goes on from two bytes of its prompt": SourceMutant(

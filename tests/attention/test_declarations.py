@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention.steps import Geometry
+from attention.work_lists import made_up_batch
 from holdfast.attention import declarations
 from holdfast.attention.declarations import (
     DECLARATIONS,
@@ -21,6 +24,7 @@ from holdfast.attention.declarations import (
     SPLIT_ROWS,
     TILE_FIELDS,
     AttentionSpec,
+    BackendDeclaration,
     NativePagedDeclaration,
     StepBounds,
     TorchPagedDeclaration,
@@ -32,15 +36,88 @@ from holdfast.attention.declarations import (
     split_rows,
     tile_kinds,
 )
+from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.select import build_backend
+from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
 from holdfast.kernels.attention import tiled_attention
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat
+from kernels.exactness import require_native
+
+LAYER = LayerCache(0, "attention", KV_FORMATS["bfloat16"], 8, 128)
+SPEC = AttentionSpec(LAYER, 64, 128**-0.5, None, 4096, "bfloat16", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "field"), [(SPEC, "window"), (StepBounds(8, 512, 16), "max_num_rows")], ids=["spec", "bounds"]
+)
+def test_values_stay_as_they_are(value, field):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, field, 1)
+
+
+def test_layers_that_are_alike_are_equal():
+    assert len({SPEC, replace(SPEC), replace(SPEC, window=5)}) == 2
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.name)
+def test_every_declaration_answers_all_that_is_asked(declaration: BackendDeclaration):
+    bounds = StepBounds(8, 512, 16)
+    assert declaration.unsupported(SPEC) is None or isinstance(declaration.unsupported(SPEC), str)
+    assert isinstance(declaration.scratch([SPEC], bounds), tuple)
+    assert isinstance(declaration.terms([SPEC], bounds), tuple)
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, holdfast.attention.declarations, holdfast.attention.declarations; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+BOUNDS = StepBounds(max_num_seqs=4, max_num_rows=64, page_tokens=4)
+BACKENDS = {backend.name: backend for backend in (NativePagedAttention, TritonPagedAttention, TorchPagedAttention)}
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.name)
+def test_every_declaration_becomes_the_backend_of_its_name(declaration):
+    geometry = Geometry(windows=(None, 5))
+    backend = build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 2, False)
+    assert type(backend) is BACKENDS[declaration.name]
+    assert backend.name == declaration.name
+
+
+def test_what_was_chosen_is_what_is_built():
+    require_native()
+    geometry = Geometry()
+    declaration = choose_declaration(geometry.specs)
+    assert (
+        type(build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 1, True)) is NativePagedAttention
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_the_machine_and_the_wish_reach_the_backend(batch_invariant):
+    """A lone long row is split for the machine, or by its own length."""
+    geometry = Geometry(max_model_len=40000, num_heads=1, num_kv_heads=1, page_tokens=4)
+    bounds = StepBounds(max_num_seqs=1, max_num_rows=64, page_tokens=4)
+    backend = build_backend(DECLARATIONS[1], geometry.specs, geometry.storage(4), bounds, 77, batch_invariant)
+    (work,) = backend.plan(made_up_batch([(39999, 1)])).work.values()
+    assert work.rows_T2[0, 1] == (63 if batch_invariant else 125), "of whole blocks"
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS[1:], ids=lambda declaration: declaration.name)
+def test_means_reach_the_pages_of_their_layer(declaration):
+    geometry = Geometry(windows=(None, None), kv_dtype="float32 turboquant_4bit_nc", page_tokens=16)
+    mean = torch.ones(2, 16)
+    backend = build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 1, False, [None, mean])
+    assert backend._pages[1].planes.k_mean_KD is mean
+
 
 NATIVE, TRITON, TORCH = NativePagedDeclaration(), TritonPagedDeclaration(), TorchPagedDeclaration()
-BOUNDS = StepBounds(max_num_seqs=256, max_num_rows=8192, page_tokens=16)
+BOUNDS_DECLARATIONS = StepBounds(max_num_seqs=256, max_num_rows=8192, page_tokens=16)
 EVERY_BOUNDS = st.builds(StepBounds, st.integers(1, 1024), st.integers(1, 65536), st.just(16))
 LENGTHS = st.one_of(st.integers(1, 300), st.integers(1, 2**20))
 
@@ -212,7 +289,7 @@ def test_the_numbers_of_the_kernel_are_known_without_it():
 
 def test_native_holds_nothing():
     spec = layer("float32", device_kind="cpu")
-    assert NATIVE.scratch([spec], BOUNDS) == NATIVE.terms([spec], BOUNDS) == ()
+    assert NATIVE.scratch([spec], BOUNDS_DECLARATIONS) == NATIVE.terms([spec], BOUNDS_DECLARATIONS) == ()
 
 
 @pytest.mark.parametrize("max_model_len", [1, 64, 2048, 32768, 131072, 10**7])
@@ -220,8 +297,8 @@ def test_native_holds_nothing():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masks_of_plain_torch_are_bounded(max_model_len, windows, dtype):
     specs = [layer(dtype, window=window, max_model_len=max_model_len) for window in windows]
-    assert TORCH.scratch(specs, BOUNDS) == ()
-    (term,) = TORCH.terms(specs, BOUNDS)
+    assert TORCH.scratch(specs, BOUNDS_DECLARATIONS) == ()
+    (term,) = TORCH.terms(specs, BOUNDS_DECLARATIONS)
     rows, num_windows = mask_rows(max_model_len), len(set(windows))
     assert 16 <= rows <= MAX_MASK_ROWS
     assert (term.owner, term.phases) == ("attention/masks", PHASES)
@@ -233,21 +310,21 @@ def test_masks_of_plain_torch_are_bounded(max_model_len, windows, dtype):
 def test_partial_results_of_qwen3_32b():
     """64 heads of 128, 40960 tokens: 32 MiB and a little, in one set for 64 layers."""
     specs = 64 * [layer()]
-    assert TRITON.scratch(specs, BOUNDS) == (
+    assert TRITON.scratch(specs, BOUNDS_DECLARATIONS) == (
         TensorSpec("partial_out", (1024, 64 * 128), "float32"),
         TensorSpec("partial_lse", (1024, 64), "float32"),
     )
-    assert sum(spec.num_bytes for spec in TRITON.scratch(specs, BOUNDS)) == 1024 * 64 * (128 + 1) * 4
+    assert sum(spec.num_bytes for spec in TRITON.scratch(specs, BOUNDS_DECLARATIONS)) == 1024 * 64 * (128 + 1) * 4
 
 
 def test_the_largest_layer_decides():
     specs = [layer(num_heads=64, head_dim=64), layer(num_heads=32, head_dim=256)]
-    assert [spec.shape for spec in TRITON.scratch(specs, BOUNDS)] == [(1024, 32 * 256), (1024, 64)]
+    assert [spec.shape for spec in TRITON.scratch(specs, BOUNDS_DECLARATIONS)] == [(1024, 32 * 256), (1024, 64)]
 
 
 def test_where_no_context_is_split_nothing_is_kept():
-    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS)], BOUNDS) == ()
-    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS + 1)], BOUNDS) != ()
+    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS)], BOUNDS_DECLARATIONS) == ()
+    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS + 1)], BOUNDS_DECLARATIONS) != ()
 
 
 @given(max_model_len=LENGTHS, bounds=EVERY_BOUNDS)
@@ -293,13 +370,13 @@ def test_every_kind_has_lists_for_every_window():
     found = set()
     for order in permutations(names):
         specs = [layer(name, window=window) for name, window in zip(order, windows, strict=True)]
-        found.add(tuple(term.num_bytes for term in TRITON.terms(specs, BOUNDS)))
+        found.add(tuple(term.num_bytes for term in TRITON.terms(specs, BOUNDS_DECLARATIONS)))
     assert len(found) == 1
     tiles, rows, rotation = found.pop()
     kinds = tile_kinds([layer(name) for name in names])
     assert len(kinds) == 3
-    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, BOUNDS) for kind in kinds) * TILE_FIELDS * 4
-    assert rows == 2 * 3 * BOUNDS.max_num_rows * 2 * 4
+    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, BOUNDS_DECLARATIONS) for kind in kinds) * TILE_FIELDS * 4
+    assert rows == 2 * 3 * BOUNDS_DECLARATIONS.max_num_rows * 2 * 4
     assert rotation == 129 * 128 * 2
 
 
@@ -315,7 +392,7 @@ def test_every_kind_has_lists_for_every_window():
 @pytest.mark.parametrize("declaration", [TRITON, TORCH], ids=lambda declaration: declaration.name)
 def test_a_rotation_for_every_head_dim_that_is_coded_rotated(declaration, names, head_dims, expected):
     specs = [layer(name, head_dim=head_dim) for name, head_dim in zip(names, head_dims, strict=True)]
-    terms = {term.owner: term.num_bytes for term in declaration.terms(specs, BOUNDS)}
+    terms = {term.owner: term.num_bytes for term in declaration.terms(specs, BOUNDS_DECLARATIONS)}
     assert terms.get("attention/rotation") == expected
 
 
@@ -332,9 +409,11 @@ def test_a_rotation_for_every_head_dim_that_is_coded_rotated(declaration, names,
 )
 def test_tables_of_plain_torch(names, num_bytes):
     specs = [layer(name) for name in names]
-    terms = {term.owner: term.num_bytes for term in TORCH.terms(specs, BOUNDS)}
+    terms = {term.owner: term.num_bytes for term in TORCH.terms(specs, BOUNDS_DECLARATIONS)}
     assert terms.get("attention/dequantize") == num_bytes
 
 
 def test_scratch_does_not_depend_on_the_format():
-    assert TRITON.scratch([layer("turboquant_3bit_nc")], BOUNDS) == TRITON.scratch([layer()], BOUNDS)
+    assert TRITON.scratch([layer("turboquant_3bit_nc")], BOUNDS_DECLARATIONS) == TRITON.scratch(
+        [layer()], BOUNDS_DECLARATIONS
+    )

@@ -1,9 +1,14 @@
-"""The geometry of the KV cache: bytes by hand, and pages that hold their tokens."""
+"""The term for padding bounds what alignment costs, for any planes and any number of pages."""
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cache.spec import CacheSpec, LayerCache, mixed_cache, uniform_cache
+from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
+from holdfast.cache.storage import PageStorage
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.planner import plan_memory
 from holdfast.quant.formats import KV_FORMATS
 
 
@@ -46,3 +51,83 @@ def test_layers_of_mixed_formats_add_up(names: list[str], page_tokens: int) -> N
 
 def test_specs_are_values() -> None:
     assert uniform_cache(2, KV_FORMATS["float32"], 1, 8, 16) == uniform_cache(2, KV_FORMATS["float32"], 1, 8, 16)
+
+
+PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_coded]
+CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]
+layers = st.lists(
+    st.tuples(st.sampled_from(PLAIN), st.integers(1, 5), st.integers(1, 70))
+    | st.tuples(st.sampled_from(CODED), st.integers(1, 5), st.integers(1, 8).map(lambda blocks: 16 * blocks)),
+    min_size=1,
+    max_size=4,
+)
+
+
+def cache_for(shapes: list[tuple[str, int, int]], page_tokens: int) -> CacheSpec:
+    return CacheSpec(
+        page_tokens,
+        tuple(
+            LayerCache(index, "attention", KV_FORMATS[name], num_heads, head_dim)
+            for index, (name, num_heads, head_dim) in enumerate(shapes)
+        ),
+    )
+
+
+@given(layers, st.integers(1, 32), st.integers(1, 40))
+def test_pages_and_padding_hold_every_plane(shapes, page_tokens: int, num_pages: int) -> None:
+    spec = cache_for(shapes, page_tokens)
+    term = kv_padding_term(spec)
+    ledger = Ledger()
+    PageStorage(spec, num_pages, torch.device("cpu"), ledger)
+    used = num_pages * spec.bytes_per_page
+    assert used <= ledger.total_bytes <= used + term.num_bytes
+    assert term.num_bytes < 256 * sum(len(layer.planes) for layer in spec.layers)
+    assert ledger.group_bytes().keys() == {term.group}
+
+
+@given(layers, st.integers(1, 32))
+def test_the_bound_is_reached(shapes, page_tokens: int) -> None:
+    """For each plane some number of pages pads as much as the term counts for it."""
+    spec = cache_for(shapes, page_tokens)
+    sizes = [plane.bytes_per_token * page_tokens for layer in spec.layers for plane in layer.planes]
+    worst = [max(-size * num_pages % 256 for num_pages in range(1, 257)) for size in sizes]
+    assert sum(worst) == kv_padding_term(spec).num_bytes
+
+
+@given(
+    st.lists(st.sampled_from(list(KV_FORMATS)), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+    st.sampled_from([1, 16, 64]),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
+def test_the_order_of_formats_changes_no_byte(names, dice, page_tokens: int, num_heads: int, num_pages: int) -> None:
+    """Which layers are protected may be settled after the plan: as many of each format take as much, to the byte."""
+    shuffled = dice.sample(names, len(names))
+    held, terms = [], []
+    for order in (names, shuffled):
+        spec = cache_for([(name, num_heads, 32) for name in order], page_tokens)
+        ledger = Ledger()
+        PageStorage(spec, num_pages, torch.device("cpu"), ledger)
+        held.append(ledger.total_bytes)
+        terms.append(kv_padding_term(spec).num_bytes)
+    sizes = [plane.bytes_per_token * page_tokens * num_pages for layer in spec.layers for plane in layer.planes]
+    assert held == [sum(sizes) + sum(-size % 256 for size in sizes)] * 2
+    assert terms[0] == terms[1]
+    assert sum(sizes) == num_pages * spec.bytes_per_page
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_coded_pages_of_64_tokens_pad_nothing_with_an_even_number_of_heads(name: str, head_dim: int) -> None:
+    assert kv_padding_term(uniform_cache(3, KV_FORMATS[name], 2, head_dim, page_tokens=64)).num_bytes == 0
+    odd = kv_padding_term(uniform_cache(3, KV_FORMATS[name], 3, head_dim, page_tokens=64)).num_bytes
+    assert odd <= 3 * 6 * 128
+
+
+def test_models_as_they_are_pad_nothing() -> None:
+    spec = uniform_cache(64, KV_FORMATS["bfloat16"], num_kv_heads=8, head_dim=128, page_tokens=16)
+    term = kv_padding_term(spec)
+    assert (term.owner, term.num_bytes, term.phases) == ("kv pages/padding", 0, ("capture", "serve"))
+    assert term.reason == "128 planes, each at a multiple of 256 bytes"
+    assert plan_memory(2**30, "", (term,), spec.bytes_per_page, 1, 10**6).num_pages == 2**30 // spec.bytes_per_page

@@ -1,13 +1,119 @@
+""""""
+
 import time
+from array import array
 
 import pytest
 
 from engine.fakes import VOCAB_SIZE, shared_template, shared_tokenizer
 from holdfast.config import Limits
-from holdfast.engine.admission import Admission, describe
+from holdfast.engine.admission import Admission, ParsedPrompt, derive_seed, describe, parse_prompt, salt_bytes
 from holdfast.errors import ConfigError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [
+        ("text", ParsedPrompt("text", None)),
+        ({"prompt": "text"}, ParsedPrompt("text", None)),
+        ({"prompt_token_ids": [1, 2]}, ParsedPrompt(None, [1, 2])),
+        ({"prompt_token_ids": (1, 2), "prompt": "label"}, ParsedPrompt("label", [1, 2])),
+        ({"prompt": "text", "cache_salt": "mine"}, ParsedPrompt("text", None, "mine")),
+        ({"prompt": "text", "prompt_token_ids": None}, ParsedPrompt("text", None)),
+    ],
+    ids=str,
+)
+def test_kinds_of_prompts(prompt, parsed):
+    assert parse_prompt(prompt) == parsed
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        None,
+        5,
+        b"bytes",
+        ["text"],
+        [1, 2, 3],
+        {},
+        {"prompt": ""},
+        {"prompt": None},
+        {"prompt": 5},
+        {"prompt": b"bytes"},
+        {"text": "x"},
+        {"prompt": "x", "images": []},
+        {5: "x"},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": "123"},
+        {"prompt_token_ids": 5},
+        {"prompt_token_ids": array("i", [1])},
+        {"prompt_token_ids": [1, "2"]},
+        {"prompt_token_ids": [1, None]},
+        {"prompt_token_ids": [1.0]},
+        {"prompt_token_ids": [True]},
+        {"prompt_token_ids": [[1]]},
+        {"cache_salt": "x"},
+    ],
+    ids=repr,
+)
+def test_everything_else_is_refused_in_one_short_line(prompt):
+    with pytest.raises(PromptError) as caught:
+        parse_prompt(prompt)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_ids_are_copied():
+    ids = [1, 2]
+    parsed = parse_prompt({"prompt_token_ids": ids})
+    ids.append(3)
+    assert parsed.token_ids == [1, 2]
+
+
+def test_salts():
+    assert salt_bytes(None) == b""
+    assert salt_bytes("é") == "é".encode()
+    for salt in ("", "x" * 257, "\ud800", 5, b"x"):
+        with pytest.raises(RequestError, match="cache_salt="):
+            salt_bytes(salt)
+        with pytest.raises(RequestError, match="cache_salt="):
+            parse_prompt({"prompt": "x", "cache_salt": salt})
+
+
+def test_a_huge_wrong_value_does_not_flood_the_message():
+    with pytest.raises(PromptError) as caught:
+        parse_prompt({"k" * 10**6: 1, **{f"key{n}": 1 for n in range(1000)}})
+    assert len(str(caught.value)) < 300
+    with pytest.raises(RequestError) as caught:
+        salt_bytes("x" * 10**6)
+    assert len(str(caught.value)) < 300
+
+
+def test_derived_seeds_are_64_bits_and_stay_what_they_are():
+    """A change here changes what every seeded request says."""
+    assert [derive_seed(0, 0), derive_seed(0, 1), derive_seed(2**64 - 1, 127)] == [
+        0xA706DD2F4D197E6F,
+        0xB382A305F4414F5E,
+        0xA3131552F009BDED,
+    ]
+    assert all(0 <= derive_seed(seed, index) < 2**64 for seed in (0, 1, 2**64 - 1) for index in range(200))
+
+
+def test_neighbouring_seeds_and_indices_do_not_meet():
+    """seed + index would: completion 1 of seed 0 would be completion 0 of seed 1."""
+    derived = {derive_seed(seed, index) for seed in range(300) for index in range(128)}
+    assert len(derived) == 300 * 128
+
+
+def test_every_bit_depends_on_both():
+    for change in (lambda bit: (5 ^ (1 << bit), 7), lambda bit: (5, 7 ^ (1 << bit))):
+        for bit in range(40):
+            flipped = (derive_seed(5, 7) ^ derive_seed(*change(bit))).bit_count()
+            assert 12 <= flipped <= 52
+
 
 PARAMS = SamplingParams(max_tokens=4)
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -1,5 +1,7 @@
+""""""
+
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -21,6 +23,23 @@ from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, Logprob
 from holdfast.request.sampling_params import SamplingParams
+
+
+def test_a_fresh_engine_has_done_nothing():
+    assert set(asdict(make_engine().stats()).values()) == {0}
+
+
+def test_numbers_are_plain_and_grow():
+    engine = make_engine()
+    engine.add_request("r", "a prompt", SamplingParams(max_tokens=3))
+    seen = []
+    while engine.has_unfinished():
+        engine.step()
+        seen.append(engine.stats())
+    assert [stats.num_output_tokens for stats in seen] == [1, 2, 3]
+    assert [stats.num_steps for stats in seen] == [1, 2, 3]
+    assert all(type(value) in (int, float) for stats in seen for value in asdict(stats).values())
+
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

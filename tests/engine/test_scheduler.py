@@ -1,17 +1,170 @@
-"""Scheduler: who runs, in which order, within which limits, who yields, what is refused; and what a step costs."""
+"""Scheduler with prefix caching: which pages are shared, which must never be, and what is counted."""
 
 import ast
 from pathlib import Path
 from time import process_time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import holdfast.cache.pages
 import holdfast.cache.prefix
 import holdfast.engine.scheduler
 from engine.scheduling import make, run, sequence, shape
+from holdfast.config import Limits
+from holdfast.engine.scheduler import PageNeeds, Queues, named
 from holdfast.errors import QueueFullError, RequestError
-from holdfast.request.sequence import SequenceState
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence, SequenceState
+
+NEEDS = PageNeeds(Limits(8, 64, max_model_len=40, page_tokens=4), num_pages=8)
+
+
+def sequence_page_needs(num_prompt: int, max_tokens: int, num_outputs: int = 0, num_pages: int = 0) -> Sequence:
+    tokens = [0] * (num_prompt + num_outputs)
+    return Sequence(0, tokens, num_prompt, SamplingParams(), 0, max_tokens, pages=list(range(num_pages)))
+
+
+def test_pages_for_tokens_at_the_edges() -> None:
+    assert [NEEDS.pages_for(tokens) for tokens in (0, 1, 3, 4, 5, 8, 9)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "pages"),
+    [(1, 1, 1), (4, 1, 1), (4, 2, 2), (5, 4, 2), (5, 5, 3), (32, 1, 8), (1, 32, 8), (31, 2, 8)],
+)
+def test_the_last_token_needs_no_page(num_prompt: int, max_tokens: int, pages: int) -> None:
+    assert NEEDS.max_pages(sequence_page_needs(num_prompt, max_tokens)) == pages
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "words"),
+    [
+        (0, 5, "a sequence of 0 tokens was asked; 1 to max_model_len=40 work"),
+        (41, 1, "a sequence of 41 tokens was asked; 1 to max_model_len=40 work"),
+        (33, 1, "33 prompt and 1 output tokens were asked; the KV cache holds 32 tokens"),
+        (1, 33, "1 prompt and 33 output tokens were asked; the KV cache holds 32 tokens"),
+    ],
+)
+def test_what_can_never_run_is_refused_in_one_line(num_prompt: int, max_tokens: int, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        NEEDS.max_pages(sequence_page_needs(num_prompt, max_tokens))
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+    assert caught.value.do
+
+
+def test_a_longer_context_than_the_pool_is_bounded_by_max_model_len() -> None:
+    needs = PageNeeds(Limits(8, 64, max_model_len=16, page_tokens=4), num_pages=4)
+    assert needs.max_pages(sequence_page_needs(10, 1000)) == 4
+
+
+def test_a_claim_has_one_page_to_grow_into_but_never_more_than_it_may_need() -> None:
+    assert NEEDS.claim(sequence_page_needs(5, 20), max_pages=6) == 3
+    assert NEEDS.claim(sequence_page_needs(5, 20, num_pages=2), max_pages=6) == 1
+    assert NEEDS.claim(sequence_page_needs(5, 4), max_pages=2) == 2
+    assert NEEDS.claim(sequence_page_needs(5, 4, num_pages=2), max_pages=2) == 0
+    assert NEEDS.claim(sequence_page_needs(5, 20, num_outputs=4, num_pages=3), max_pages=6) == 1
+
+
+def sequence_queues(number: int) -> Sequence:
+    return Sequence(number, [1, 2, 3], 3, SamplingParams(), 0, 4)
+
+
+def filled(num_sequences: int) -> tuple[Queues, list[Sequence]]:
+    queues = Queues()
+    sequences = [sequence_queues(number) for number in range(num_sequences)]
+    for one in sequences:
+        queues.append(one)
+    return queues, sequences
+
+
+def test_admission_and_preemption_are_each_others_reverse() -> None:
+    queues, sequences = filled(4)
+    assert [queues.admit() for _ in range(3)] == sequences[:3]
+    assert queues.youngest_running is sequences[2]
+    assert queues.oldest_waiting is sequences[3]
+    assert [queues.preempt() for _ in range(2)] == [sequences[2], sequences[1]]
+    assert queues.running == sequences[:1]
+    assert queues.waiting == sequences[1:]
+    queues.check()
+
+
+def test_states_follow() -> None:
+    queues, (one, two) = filled(2)
+    queues.admit()
+    assert (one.state, two.state) == (SequenceState.RUNNING, SequenceState.WAITING)
+    queues.preempt()
+    assert one.state is SequenceState.WAITING
+    queues.remove(one)
+    queues.remove(one)
+    assert one.state is SequenceState.FINISHED
+    assert one not in queues
+    assert (len(queues), queues.num_waiting, queues.num_running) == (1, 1, 0)
+
+
+def test_a_stranger_can_be_removed() -> None:
+    queues, _ = filled(2)
+    stranger = sequence_queues(77)
+    queues.remove(stranger)
+    assert stranger.state is SequenceState.FINISHED
+    assert len(queues) == 2
+
+
+@given(st.lists(st.sampled_from(["append", "admit", "preempt", "remove"]), max_size=60), st.randoms())
+def test_running_before_waiting_is_always_sorted_by_arrival(moves: list[str], random) -> None:
+    queues = Queues()
+    arrived: list[Sequence] = []
+    for move in moves:
+        if move == "append":
+            # Ids need not grow; arrival is what counts.
+            arrived.append(sequence_queues(1000 - len(arrived) * 7 % 97 - 100 * (len(arrived) // 97)))
+            queues.append(arrived[-1])
+        elif move == "admit" and queues.num_waiting:
+            queues.admit()
+        elif move == "preempt" and queues.num_running:
+            queues.preempt()
+        elif move == "remove" and len(queues):
+            queues.remove(random.choice([*queues.running, *queues.waiting]))
+        queues.check()
+        assert [*queues.running, *queues.waiting] == [one for one in arrived if one in queues]
+
+
+@pytest.mark.parametrize("state", [SequenceState.RUNNING, SequenceState.FINISHED])
+def test_only_new_sequences_join(state: SequenceState) -> None:
+    queues, (one,) = filled(1)
+    with pytest.raises(AssertionError, match="sequence 0 is not new"):
+        queues.append(one)
+    used = sequence_queues(5)
+    used.state = state
+    with pytest.raises(AssertionError, match="sequence 5 is not new"):
+        queues.append(used)
+    assert len(queues) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda queues: queues._waiting.move_to_end(2, last=False),
+        lambda queues: queues._running.update({3: queues.oldest_waiting}),
+        lambda queues: setattr(queues.oldest_waiting, "state", SequenceState.FINISHED),
+        lambda queues: setattr(queues.oldest_waiting, "sequence_id", 9),
+        lambda queues: queues._arrivals.pop(2),
+    ],
+    ids=["order", "both", "state", "id", "arrival"],
+)
+def test_check_notices_damage(damage) -> None:
+    queues, _ = filled(4)
+    queues.admit()
+    queues.check()
+    damage(queues)
+    with pytest.raises(AssertionError):
+        queues.check()
+
+
+def test_messages_never_show_tokens() -> None:
+    assert named(sequence_queues(12)) == "sequence 12"
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
@@ -280,3 +433,236 @@ def test_the_core_has_no_order_but_that_of_its_calls(module) -> None:
             is_set = isinstance(node, ast.Set | ast.SetComp)
             is_set |= isinstance(node, ast.Name) and node.id in ("set", "frozenset", "id", "hash")
             assert not is_set, f"{module.__name__}:{function.name} line {getattr(node, 'lineno', 0)}"
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "in flight", "preempted", "finished", "stranger"])
+def test_finish_in_any_state_any_number_of_times(when: str) -> None:
+    scheduler = make(num_pages=6, page_tokens=2, max_model_len=12, max_tokens_a_step=16)
+    keeper = sequence(0, 2, max_tokens=10)
+    one = sequence(1, 2, max_tokens=10)
+    scheduler.add(keeper)
+    if when != "stranger":
+        scheduler.add(one)
+    step = None
+    if when in ("running", "finished"):
+        run(scheduler)
+    if when == "finished":
+        scheduler.finish(one)
+    if when == "preempted":
+        while not one.num_preemptions:
+            run(scheduler)
+    if when == "in flight":
+        step = scheduler.schedule()
+    length = one.num_tokens
+    for _ in range(3):
+        scheduler.finish(one)
+        scheduler.check()
+    if step is not None:
+        scheduler.complete(step, [7, 7])
+        scheduler.check()
+        assert keeper.num_output_tokens == 1
+    assert (one.state, one.pages, one.num_tokens) == (SequenceState.FINISHED, [], length)
+    while scheduler.has_work:
+        run(scheduler)
+    assert scheduler.num_free_pages == 6
+
+
+def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page() -> None:
+    """As many pages are available as when it was blocked, but the page that the other might have claimed is not needed."""
+    scheduler = make(num_pages=8, page_tokens=4, caching=False)
+    leaver, grower, blocked = sequence(0, 1), sequence(1, 4), sequence(2, 16, max_tokens=4)
+    for one in (leaver, grower, blocked):
+        scheduler.add(one)
+    assert shape(run(scheduler)) == [(0, 0, 1), (1, 0, 4)]
+    available = scheduler.num_free_pages
+    scheduler.finish(leaver)
+    step = run(scheduler)
+    assert shape(step) == [(1, 4, 1), (2, 0, 16)]
+    assert scheduler.num_free_pages == available - len(blocked.pages), "the case is not what it says"
+
+
+def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
+    scheduler = make()
+    one = sequence(0, 9)
+    scheduler.add(one)
+    scheduler.schedule()
+    pages = one.pages
+    scheduler.finish(one)
+    assert len(pages) == 3
+
+
+def test_a_step_that_failed_is_scheduled_again() -> None:
+    scheduler = make()
+    scheduler.add(sequence(0, 9))
+    failed = scheduler.schedule()
+    step = scheduler.schedule()
+    assert shape(step) == shape(failed)
+    with pytest.raises(AssertionError, match="latest step"):
+        scheduler.complete(failed, [7])
+    scheduler.complete(step, [7])
+    with pytest.raises(AssertionError, match="only once"):
+        scheduler.complete(step, [7])
+
+
+def test_complete_wants_one_entry_for_each_and_no_early_token() -> None:
+    scheduler = make(max_tokens_a_step=4)
+    scheduler.add(sequence(0, 9))
+    step = scheduler.schedule()
+    with pytest.raises(AssertionError, match="0 tokens for 1 sequences"):
+        scheduler.complete(step, [])
+    with pytest.raises(AssertionError, match="sampled before its last token"):
+        scheduler.complete(step, [7])
+
+
+def test_one_that_sampled_nothing_waits_for_its_caller() -> None:
+    scheduler = make()
+    one = sequence(0, 4)
+    scheduler.add(one)
+    scheduler.add(sequence(1, 4))
+    scheduler.complete(scheduler.schedule(), [None, 7])
+    assert shape(run(scheduler)) == [(1, 4, 1)]
+    scheduler.finish(one)
+    scheduler.check()
+
+
+def test_one_that_goes_on_after_max_tokens_is_an_error_of_the_caller() -> None:
+    scheduler = make(page_tokens=2)
+    scheduler.add(sequence(0, 2, max_tokens=1))
+    scheduler.complete(scheduler.schedule(), [7])
+    with pytest.raises(AssertionError, match="goes on after max_tokens"):
+        scheduler.schedule()
+
+
+def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
+    scheduler = make()
+    prompt = list(range(10))
+    scheduler.add(sequence(0, prompt, max_tokens=1))
+    run(scheduler)
+    again = sequence(1, prompt, max_tokens=1)
+    scheduler.add(again)
+    assert shape(run(scheduler)) == [(1, 8, 2)]
+    assert again.num_cached_tokens == 8
+    assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (20, 8)
+
+
+@pytest.mark.parametrize(("length", "hit"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_the_last_token_is_always_computed(length: int, hit: int) -> None:
+    scheduler = make()
+    prompt = list(range(length))
+    for number in range(2):
+        scheduler.add(sequence(number, prompt, max_tokens=1))
+        step = run(scheduler)
+    assert shape(step) == [(1, hit, length - hit)]
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    scheduler = make()
+    first = sequence(0, [1, 2, 3], max_tokens=6)
+    scheduler.add(first)
+    while scheduler.has_work:
+        run(scheduler)
+    scheduler.add(sequence(1, [*first.token_ids, 5, 6], max_tokens=1))
+    assert shape(run(scheduler)) == [(1, 8, 3)]
+
+
+def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -> None:
+    scheduler = make()
+    prompt = list(range(9))
+    first, second = sequence(0, prompt), sequence(1, prompt)
+    scheduler.add(first)
+    run(scheduler)
+    scheduler.add(second)
+    run(scheduler)
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]
+    assert scheduler.kv_usage == 4 / 16
+    scheduler.finish(first)
+    scheduler.check()
+    scheduler.finish(second)
+    scheduler.check()
+    assert scheduler.kv_usage == 0
+    assert scheduler.pool.num_cached == 2
+
+
+def test_pages_of_the_same_step_are_not_shared() -> None:
+    scheduler = make()
+    prompt = list(range(9))
+    for number in range(2):
+        scheduler.add(sequence(number, prompt))
+    assert shape(run(scheduler)) == [(0, 0, 9), (1, 0, 9)]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["salt or opt-out", "no caching"])
+def test_who_must_not_share_does_not(caching: bool) -> None:
+    scheduler = make(caching=caching)
+    prompt = list(range(9))
+    scheduler.add(sequence(0, prompt, max_tokens=1))
+    run(scheduler)
+    others = {"cache_salt": b"other"} if caching else {}
+    scheduler.add(sequence(1, prompt, max_tokens=1, **others))
+    assert shape(run(scheduler)) == [(1, 0, 9)]
+    opted_out = sequence(2, prompt, max_tokens=1, use_prefix_cache=False)
+    scheduler.add(opted_out)
+    assert shape(run(scheduler)) == [(2, 0, 9)]
+    assert opted_out.num_cached_tokens == 0
+    assert scheduler.pool.num_cached == (4 if caching else 0)
+
+
+def test_one_that_takes_no_hits_still_leaves_its_pages() -> None:
+    scheduler = make()
+    prompt = list(range(9))
+    scheduler.add(sequence(0, prompt, max_tokens=1, use_prefix_cache=False))
+    run(scheduler)
+    scheduler.add(sequence(1, prompt, max_tokens=1))
+    assert shape(run(scheduler)) == [(1, 8, 1)]
+    assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (9, 8)
+
+
+def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
+    scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
+    old, young = sequence(0, 4, max_tokens=14), sequence(1, 5, max_tokens=12)
+    for one in (old, young):
+        scheduler.add(one)
+    while not young.num_preemptions:
+        run(scheduler)
+    scheduler.finish(old)
+    step = run(scheduler)
+    assert step.scheduled[0].sequence is young
+    assert step.scheduled[0].start > 0
+    assert young.num_cached_tokens == 0, "that is about the first admission"
+
+
+def test_reset_forgets_and_later_requests_compute_again() -> None:
+    scheduler = make()
+    prompt = list(range(9))
+    scheduler.add(sequence(0, prompt, max_tokens=8))
+    run(scheduler)
+    scheduler.reset_prefix_cache()
+    scheduler.check()
+    scheduler.add(sequence(1, prompt, max_tokens=1))
+    assert shape(run(scheduler)) == [(0, 9, 1), (1, 0, 9)]
+    scheduler.add(sequence(2, prompt, max_tokens=1))
+    assert (2, 8, 1) in shape(run(scheduler)), "pages computed after the reset are found"
+
+
+def test_a_blocked_prompt_is_admitted_once_its_prefix_is_there() -> None:
+    scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
+    prompt = list(range(12))
+    first, second = sequence(0, prompt, max_tokens=6), sequence(1, prompt, max_tokens=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert shape(run(scheduler)) == [(0, 0, 12)], "both whole prompts do not fit"
+    assert shape(run(scheduler)) == [(0, 12, 1), (1, 10, 2)]
+    assert second.pages[:5] == first.pages[:5]
+
+
+def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(num_pages=16, page_tokens=2, max_model_len=32)
+    scheduler.add(sequence(0, 20, max_tokens=10))
+    scheduler.add(sequence(1, 20, max_tokens=10))
+    calls = []
+    match = scheduler.prefix.match
+    monkeypatch.setattr(scheduler.prefix, "match", lambda *arguments: calls.append(1) or match(*arguments))
+    while scheduler.num_running != 1 or scheduler.num_waiting:
+        run(scheduler)
+    assert len(calls) == 3, "one admission, one try, and one more when somebody has left"

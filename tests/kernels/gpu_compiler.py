@@ -22,12 +22,12 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels import norm as layer_norm  # noqa: E402
 from holdfast.kernels.attention import quantized_attention as coded_attention  # noqa: E402
-from holdfast.kernels.attention import tiled_attention
-from holdfast.kernels.attention import write_quantized_kv as write_codes
+from holdfast.kernels.attention import tiled_attention  # noqa: E402
+from holdfast.kernels.attention import write_quantized_kv as write_codes  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import CodedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import deferred_rms_norm as begin_rows  # noqa: E402
-from holdfast.kernels.gemm import small_batch as skinny_linear
+from holdfast.kernels.gemm import small_batch as skinny_linear  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 

@@ -6,6 +6,7 @@ import math
 import re
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,15 +15,85 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.kernels.gemm.linear import linear
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import aligned
+from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.build import BuiltRunner
-from kernels.exactness import require_native
+from holdfast.runner import build as invariance
+from holdfast.runner.build import BuiltRunner, key_bias_norms, refuse_variant_products
+from kernels.exactness import random, require_native
 from loading.tiny_models import FAMILIES, save_tiny
+from planning.plan_cases import blueprint
 from runner.tiny_runners import TinyBuilder, held_storages
+
+
+def spec(**changes: object) -> ModelSpec:
+    found = blueprint("Qwen2.5-7B-Instruct").spec
+    assert found is not None
+    return replace(found, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=16, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_only_keys_count(dtype: torch.dtype) -> None:
+    weights = {}
+    for layer, size in enumerate((0.0, 2.0, 300.0)):
+        bias = torch.full((6 * 16 + 2 * 2 * 16,), 1e4, dtype=dtype)
+        bias[96:128] = size
+        weights[f"layers.{layer}.qkv.bias"] = bias
+    assert key_bias_norms(weights, spec()) == pytest.approx([0.0, 2.0 * 32**0.5, 300.0 * 32**0.5])
+
+
+def test_large_biases_do_not_overflow() -> None:
+    weights = {f"layers.{layer}.qkv.bias": torch.full((160,), 6e4, dtype=torch.float16) for layer in range(3)}
+    assert key_bias_norms(weights, spec()) == pytest.approx([float(torch.tensor(6e4).half()) * 32**0.5] * 3)
+
+
+def test_a_model_without_biases_has_none_to_read() -> None:
+    with pytest.raises(AssertionError, match="has no key biases"):
+        key_bias_norms({}, spec(qkv_bias=False))
+
+
+def weights() -> list[torch.Tensor]:
+    return [random(40, 24, seed=1), random(24, seed=2), random(7, 64, seed=3), random(40, 24, seed=4)]
+
+
+@pytest.mark.parametrize("most_rows", [1, 16, 17, 100, 10_000])
+def test_the_kernels_of_a_cpu_pass(most_rows):
+    require_native()
+    refuse_variant_products(weights(), 16, most_rows)
+
+
+@pytest.mark.parametrize("from_rows", [17, 24, 65, 200])
+def test_a_product_that_changes_with_the_number_of_rows_is_refused(monkeypatch, from_rows):
+    def changing(x_TK, weight_NK, bias_N):
+        y_TN = linear(x_TK, weight_NK, bias_N)
+        y_TN[0, 0] += 1e-3 * (weight_NK.shape == (7, 64) and len(x_TK) >= from_rows)
+        return y_TN
+
+    monkeypatch.setattr(invariance, "linear", changing)
+    with pytest.raises(ConfigError, match=r"16 and \d+ rows by a weight of \[7, 64\] differently"):
+        refuse_variant_products(weights(), 16, 1000)
+    refuse_variant_products(weights()[:1], 16, 1000)
+
+
+def test_every_shape_is_asked_once_and_vectors_not_at_all(monkeypatch):
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def watched(x_TK, weight_NK, bias_N):
+        asked.append((tuple(weight_NK.shape), len(x_TK)))
+        return linear(x_TK, weight_NK, bias_N)
+
+    monkeypatch.setattr(invariance, "linear", watched)
+    refuse_variant_products(weights(), 16, 100)
+    assert {shape for shape, _ in asked} == {(40, 24), (7, 64)}
+    counts = [num_rows for shape, num_rows in asked if shape == (40, 24)]
+    assert min(counts) == 16
+    assert max(counts) == 100, "no more than a step can have"
+    assert len(counts) == len(asked) - len(counts)
+
 
 MIB = 1024**2
 ODD_HEADS = ("llama_bias", "llama_tied")

@@ -15,7 +15,7 @@ from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
 from kernels.triton_cases import QUIET
-from loading.made_up_source import MadeUpSource
+from loading.dummy_source import MadeUpSource
 from loading.mixed_model import bits
 
 pytestmark = [QUIET, pytest.mark.skipif(torch.cuda.is_available(), reason="test_execute_gpu.py has the real thing")]

@@ -10,7 +10,7 @@ from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import AS_STORED, WEIGHT_SCHEMES, WeightRecipe
-from loading.made_up_source import TIED, UNTIED, MadeUpSource
+from loading.dummy_source import TIED, UNTIED, MadeUpSource
 from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from holdfast.loading.execution.feeds import HostFeed, PinnedFeed, WriterFeed
 from holdfast.loading.execution.ring import cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
-from loading.made_up_source import MadeUpSource
+from loading.dummy_source import MadeUpSource
 
 CHUNK_BYTES = 1024
 

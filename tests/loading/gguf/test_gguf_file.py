@@ -1,12 +1,107 @@
+""""""
+
+import os
 import random
 import struct
 import tracemalloc
+from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.gguf.file import MAX_ENTRIES, OTHER_TYPES, TYPES, GGUFFile, read_gguf
+from holdfast.loading.gguf.file import MAX_ENTRIES, OTHER_TYPES, TYPES, GGUFData, GGUFFile, read_floats, read_gguf
+
+gguf = pytest.importorskip("gguf")
+
+LIMITS = {
+    "uint8": (0, 255),
+    "int8": (-128, 127),
+    "uint16": (0, 2**16 - 1),
+    "int16": (-(2**15), 2**15 - 1),
+    "uint32": (0, 2**32 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+    "uint64": (0, 2**64 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "float32": (-0.0, 3.4028234663852886e38),
+    "float64": (5e-324, -1.7976931348623157e308),
+}
+TEXTS = ["", "a", "Ġthe", "日本", "🙂", "x" * 3000]
+
+
+def write(path, fill) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    fill(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def everything(tmp_path):
+    """A file with every type of value, alone and in arrays, written by the gguf package."""
+    path = tmp_path / "values.gguf"
+
+    def fill(writer) -> None:
+        for name, limits in LIMITS.items():
+            for index, value in enumerate(limits):
+                getattr(writer, f"add_{name}")(f"{name}.{index}", value)
+            writer.add_key_value(
+                f"{name}.array",
+                list(limits),
+                gguf.GGUFValueType.ARRAY,
+                sub_type=getattr(gguf.GGUFValueType, name.upper()),
+            )
+        writer.add_bool("bool.0", False)
+        writer.add_bool("bool.1", True)
+        writer.add_array("bool.array", [True, False, True])
+        for index, text in enumerate(TEXTS):
+            writer.add_string(f"string.{index}", text)
+        writer.add_array("string.array", TEXTS[1:])
+        writer.add_array("int.array", list(range(-1000, 1000)))
+        writer.add_tensor("one", np.arange(5, dtype=np.float32))
+        writer.add_tensor("two", np.arange(6, dtype=np.float16).reshape(2, 3))
+        writer.add_tensor("three", gguf.quants.quantize(np.ones((4, 64), np.float32), gguf.GGMLQuantizationType.Q5_1),
+                          raw_dtype=gguf.GGMLQuantizationType.Q5_1)  # fmt: skip
+        writer.add_tensor("four", np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4))
+
+    write(path, fill)
+    return path
+
+
+def test_every_value_reads_as_the_gguf_package_reads_it(everything):
+    file = read_gguf(everything)
+    fields = {name: field for name, field in gguf.GGUFReader(everything).fields.items() if not name.startswith("GGUF.")}
+    assert list(file.metadata) == list(fields)
+    for name, field in fields.items():
+        ours, theirs = file.metadata[name], field.contents()
+        ours = list(ours) if isinstance(ours, array) else ours
+        assert ours == theirs, name
+        if isinstance(theirs, list):
+            assert all(a == b for a, b in zip(ours, theirs, strict=True)), name
+        else:
+            assert type(ours) is type(theirs), name
+    assert struct.pack("<f", file.metadata["float32.0"]) == struct.pack("<f", -0.0)
+
+
+def test_every_tensor_lies_where_the_gguf_package_finds_it(everything):
+    file = read_gguf(everything)
+    theirs = {found.name: found for found in gguf.GGUFReader(everything).tensors}
+    assert list(file.tensors) == list(theirs)
+    for name, found in theirs.items():
+        ours = file.tensors[name]
+        assert ours.type.name == found.tensor_type.name
+        assert ours.shape == tuple(reversed(found.shape.tolist()))
+        assert (ours.offset, ours.num_bytes) == (found.data_offset, found.n_bytes)
+
+
+def test_arrays_are_compact(everything):
+    metadata = read_gguf(everything).metadata
+    assert metadata["int8.array"].itemsize == metadata["bool.array"].itemsize == 1
+    assert metadata["float64.array"].itemsize == 8
+
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 Q8_0 = 8
@@ -299,3 +394,68 @@ def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
     finally:
         tracemalloc.stop()
     assert 0 < num_accepted < 1000
+
+
+VALUES = [0.5, -2.0, 3.25, 8.0]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """One F32 tensor, by hand."""
+    path = tmp_path / "model.gguf"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
+    header += struct.pack("<Q4sIQIQ", 4, b"four", 1, len(VALUES), 0, 0)
+    path.write_bytes(header + bytes(-len(header) % 32) + struct.pack("<4f", *VALUES))
+    return read_gguf(path)
+
+
+def test_floats(file):
+    assert read_floats(file, file.tensors["four"]) == VALUES
+
+
+def test_a_range_is_read_and_nothing_beside_it(file):
+    data = GGUFData(file)
+    buffer = bytearray(b"\xaa" * 12)
+    data.read_into(file.tensors["four"], 4, memoryview(buffer)[2:10])
+    assert buffer == b"\xaa\xaa" + struct.pack("<2f", *VALUES[1:3]) + b"\xaa\xaa"
+    data.close()
+    data.close()
+
+
+def test_file_is_closed_and_can_be_read_again(file):
+    data = GGUFData(file)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    for _ in range(3):
+        buffer = bytearray(16)
+        data.read_into(file.tensors["four"], 0, memoryview(buffer))
+        assert struct.unpack("<4f", buffer) == tuple(VALUES)
+        data.close()
+        assert before is None or len(os.listdir("/proc/self/fd")) == before
+
+
+def test_reads_outside_the_tensor_are_our_own_mistake(file):
+    with pytest.raises(AssertionError, match="four"):
+        GGUFData(file).read_into(file.tensors["four"], 4, memoryview(bytearray(16)))
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "touched", "gone"])
+def test_changed_file_is_refused(file, change):
+    if change == "shorter":
+        os.truncate(file.path, file.file_bytes - 4)
+    elif change == "longer":
+        file.path.write_bytes(file.path.read_bytes() + b"\0")
+    elif change == "touched":
+        os.utime(file.path, ns=(1, 1))
+    else:
+        file.path.unlink()
+    with pytest.raises(ModelFormatError, match=r"model\.gguf"):
+        read_floats(file, file.tensors["four"])
+
+
+def test_file_cut_while_it_is_read(file):
+    data = GGUFData(file)
+    data.read_into(file.tensors["four"], 0, memoryview(bytearray(4)))
+    os.truncate(file.path, file.file_bytes - 8)
+    with pytest.raises(ModelFormatError, match="changed after its header was read"):
+        data.read_into(file.tensors["four"], 0, memoryview(bytearray(16)))
+    data.close()

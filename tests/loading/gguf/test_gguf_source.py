@@ -1,13 +1,15 @@
+""""""
+
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from holdfast.loading.sources.read_rows import read_rows
 
 from holdfast.loading.gguf import source as gguf_source
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.gguf.source import GGUFSource, hugging_face_name
+from loading.whole_tensors import read_rows
 
 gguf = pytest.importorskip("gguf")
 

@@ -1,23 +1,402 @@
 """Stored schemes: planes of a quantized checkpoint, carried out on small arrays and compared number by number."""
 
+import copy
+import json
+import re
+from collections import Counter
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.execution.execute import load_weights
+from holdfast.loading.model_files import open_directory, open_directory_without_weights
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.planning.stored_schemes import StoredSchemes
+from holdfast.loading.planning.stored_schemes import (
+    StoredSchemes,
+    is_followed,
+    make_up_source,
+    matches,
+    mx_codes,
+    read_stored_schemes,
+    scale_parts,
+)
+from holdfast.loading.sources import dummy
+from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe
 from loading.header_source import HeaderSource, entry, experts, stacked
 
-BLOCKS = StoredSchemes(FP8_BLOCK, ("_scale_inv", "_scale"))
+MODULES = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
+MODULES += ["model.layers.11.mlp.gate_proj", "model.layers.11.self_attn.q_proj", "model.layers.2.mlp.experts.7.up_proj"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r".*layers\.0\.mlp\.(gate|up)_proj",
+        r".*layers\.0\.mlp\.(?:gate|up)_proj$",
+        r"model\.layers\.(11|2)\.(mlp|self_attn)\.(gate|q)_proj",
+        r"^model.layers.11.self_attn.*",
+        r"(lm_head|.*experts\.7\.(up|down)_proj)$",
+        r".*(q|k|v)_proj|lm_head",
+        r".*mlp.gate$",
+        r"(|lm_)head",
+        r"layers",
+        r"model.*mlp.*proj$",
+        r"model\.layers\..*\.up_proj$",
+        r"",
+    ],
+)
+def test_expressions_match_as_re_matches(text):
+    assert is_followed(f"re:{text}")
+    wanted = [module for module in MODULES if re.match(text, module)]
+    assert [module for module in MODULES if matches(f"re:{text}", module)] == wanted
+
+
+def test_an_expression_takes_no_longer_than_the_name_is():
+    """Python's own would try for as long as the machine stands."""
+    assert not matches("re:" + ".*a" * 60 + "b", "a" * 150 + "!")
+    assert not is_followed("re:" + "(a|a)" * 60 + "b")
+    assert not is_followed("re:" + "(" * 5000 + "a" + ")" * 5000 + "+")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(?!.*experts).*", "a{2}", "(a", "a)", "[ab]", r"\d+", "*a", "a+", "a?", "(a|b)*", "(a|b)?c", r"\bx", "(?i)a",
+     "\\", r"(a)\1", "a^b", "a$b", r"model\.*mlp", r"a\\.*b", "(?P<x>a)"],
+)  # fmt: skip
+def test_what_is_not_understood_is_not_followed_and_matches_nothing(text):
+    assert not is_followed(f"re:{text}")
+    assert not any(matches(f"re:{text}", module) for module in MODULES)
+
+
+def test_names_are_always_followed():
+    assert is_followed("model.layers.0(")
+    assert [module for module in MODULES if matches("mlp.gate", module)] == MODULES[1:2]
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def compressed(strategy="channel", group=None, **weights):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy, **weights}
+    activations = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, **(group or {})}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": 1.5,
+        "kv_cache_scheme": None,
+        "version": "0.9",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme", "endings", "ignore"),
+    [
+        (BLOCKS, FP8_BLOCK, ("_scale_inv", "_scale"), ()),
+        (BLOCKS | {"modules_to_not_convert": ["a", "b"]}, FP8_BLOCK, ("_scale_inv", "_scale"), ("a", "b")),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, FP8_BLOCK, ("_scale_inv", "_scale"), ()),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, FP8_TENSOR, ("_scale",), ()),
+        ({"quant_method": "fp8", "weight_block_size": None, "ignored_layers": ["x"]}, FP8_TENSOR, ("_scale",), ("x",)),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, FP8, ("_scale",), ()),
+        (compressed(), FP8, ("_scale",), ("lm_head",)),
+        (compressed("tensor"), FP8_TENSOR, ("_scale",), ("lm_head",)),
+        (compressed("block", block_structure=[128, 128]), FP8_BLOCK, ("_scale", "_scale_inv"), ("lm_head",)),
+        (
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]},
+            MXFP4,
+            (),
+            ("model.embed_tokens",),
+        ),
+    ],
+)
+def test_known_ways_are_read(config, scheme, endings, ignore):
+    before = copy.deepcopy(config)
+    stored = read_stored_schemes(config)
+    assert stored is not None
+    assert (stored.scheme, stored.scale_endings, stored.ignore) == (scheme, endings, ignore)
+    assert config == before
+
+
+@pytest.mark.parametrize("config", [None, {}])
+def test_nothing_is_nothing(config):
+    assert read_stored_schemes(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method = 'gptq'; checkpoints quantized by fp8, fbgemm_fp8"),
+        ({"bits": 4}, "quant_method = ''"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, "weight_block_size = [64, 64]; [128, 128] is understood"),
+        (BLOCKS | {"fmt": "e5m2"}, "fmt = 'e5m2'; 'e4m3' or 'float8_e4m3fn' is understood"),
+        (BLOCKS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = {'num_bits': 8}; nothing is understood"),
+        (BLOCKS | {"rotation": "hadamard"}, "rotation = 'hadamard'; nothing is understood"),
+        (compressed("group"), "config_groups.group_0.weights.strategy = 'group'; channel, tensor, block"),
+        (compressed(num_bits=4), "weights.num_bits = 4; 8 is understood"),
+        (compressed(type="int"), "weights.type = 'int'; 'float' is understood"),
+        (compressed(symmetric=False), "weights.symmetric = False"),
+        (compressed(dynamic=True), "weights.dynamic = True"),
+        (compressed("block", block_structure=[64, 64]), "block_structure = [64, 64]"),
+        (compressed(group={"targets": ["re:.*q_proj"]}), "targets = ['re:.*q_proj']"),
+        (compressed(group={"input_activations": None}), "input_activations = None"),
+        (compressed(group={"input_activations": {"num_bits": 4}}), "input_activations.num_bits = 4; 8 is understood"),
+        (compressed(group={"input_activations": {"type": "int"}}), "input_activations.type = 'int'; 'float' is understood"),
+        (compressed(group={"output_activations": {"num_bits": 8}}), "output_activations = "),
+        (compressed() | {"format": "pack-quantized"}, "format = 'pack-quantized'"),
+        (compressed() | {"sparsity_config": {"format": "sparse"}}, "sparsity_config = "),
+        (
+            compressed() | {"config_groups": {"a": compressed()["config_groups"]["group_0"], "b": compressed("tensor")["config_groups"]["group_0"]}},
+            "config_groups = ['a', 'b']; they store weights as fp8, fp8_tensor",
+        ),
+    ],
+)  # fmt: skip
+def test_anything_else_is_declined(config, words):
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_stored_schemes(config)
+    assert str(caught.value).startswith("config.json says quantization_config.")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": 7},
+        BLOCKS | {"modules_to_not_convert": "lm_head"},
+        BLOCKS | {"ignored_layers": [1]},
+        {"quant_method": "compressed-tensors"},
+        {"quant_method": "compressed-tensors", "config_groups": []},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": 3}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}},
+    ],
+)
+def test_wrong_types_are_refused(config):
+    with pytest.raises(ModelFormatError, match=r"config.json"):
+        read_stored_schemes(config)
+
+
+def runs(parts):
+    return [(part.row_start, part.row_range, part.repeats) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("part", "block_rows", "wanted"),
+    [
+        (Part("t", 0, (256, 128)), 128, [(0, (0, 2), 1)]),
+        (Part("t", 0, (256, 128)), 64, [(0, (0, 2), 2)]),
+        (Part("t", 0, (320, 128)), 64, [(0, (0, 2), 2), (4, (2, 3), 1)]),
+        (Part("t", 0, (200, 128)), 128, [(0, (0, 2), 1)]),
+        (Part("t", 0, (512, 128), rows=(64, 448)), 64, [(0, (0, 1), 1), (1, (1, 3), 2), (5, (3, 4), 1)]),
+        (Part("t", 0, (2, 192, 128)), 64, [(0, (0, 1), 2), (2, (1, 2), 1), (3, (2, 3), 2), (5, (3, 4), 1)]),
+        (Part("t", 0, (2, 256, 128)), 128, [(0, (0, 4), 1)]),
+        (Part("t", 0, (2, 256, 128), rows=(128, 384)), 128, [(0, (1, 3), 1)]),
+    ],
+    ids=["whole", "halves", "a part block", "ragged", "a share", "odd matrices", "matrices", "a share of matrices"],
+)
+def test_blocks_stand_for_as_many_of_ours_as_they_hold(part, block_rows, wanted):
+    settled = FP8_BLOCK.with_parts([block_rows])
+    parts = scale_parts([part], FP8_BLOCK, settled, ("_scale_inv",), {})
+    assert runs(parts) == wanted
+    for own in parts:
+        own.check()
+        assert own.tensor == "t_scale_inv"
+
+
+def test_scales_of_a_transposed_tensor_are_transposed():
+    part = Part("t", 0, (2, 384, 256), is_transposed=True, columns=(128, 384))
+    (own,) = scale_parts([part], FP8_BLOCK, FP8_BLOCK, ("_scale_inv",), {})
+    assert (own.shape, own.is_transposed, own.columns, own.num_rows) == ((2, 3, 2), True, (1, 3), 4)
+    (own,) = scale_parts([part], FP8, FP8, ("_scale",), {})
+    assert (own.shape, own.num_rows, own.num_columns) == ((2, 1, 256), 512, 1)
+
+
+def test_parts_follow_one_another_and_the_name_that_is_there_is_taken():
+    entries = {name: entry(name, shape, "float32") for name, shape in (("a_scale_inv", (1, 2)), ("b_scale", (2, 2)))}
+    parts = scale_parts(
+        [Part("a", 0, (128, 256)), Part("b", 128, (256, 256))], FP8_BLOCK, FP8_BLOCK, ("_scale_inv", "_scale"), entries
+    )
+    assert [(part.tensor, part.row_start) for part in parts] == [("a_scale_inv", 0), ("b_scale", 1)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [((6, 1), [(0, (2, 4), 1)]), ((6,), [(0, (2, 4), 1)]), ((1,), [(0, (0, 1), 2)]), ((), [(0, (0, 1), 2)])],
+)
+def test_scales_by_row_or_tensor(shape, wanted):
+    part = Part("t", 0, (6, 8), rows=(2, 4), whole_rows=(0, 6))
+    assert runs(scale_parts([part], FP8, FP8, ("_scale",), {"t_scale": entry("t_scale", shape, "float32")})) == wanted
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_scales_by_row_of_matrices_in_one_row_each(is_transposed):
+    part = Part("t", 0, (2, 8, 6) if is_transposed else (2, 6, 8), rows=(2, 9), is_transposed=is_transposed)
+    parts = scale_parts([part], FP8, FP8, ("_scale",), {"t_scale": entry("t_scale", (2, 6), "float32")})
+    assert runs(parts) == [(0, (2, 6), 1), (4, (0, 3), 1)]
+    assert [own.columns for own in parts] == [(0, 1), (1, 2)]
+    for own in parts:
+        own.check()
+
+
+def test_mxfp4_parts():
+    part = Part("experts.down_proj", 6, (2, 96, 3), rows=(0, 3), columns=(32, 96), is_transposed=True)
+    codes = mx_codes(part, MXFP4)
+    codes.check()
+    assert codes.tensor == "experts.down_proj_blocks"
+    assert (codes.shape, codes.columns, codes.source_rows, codes.source_columns) == ((2, 3, 3, 16), (16, 48), 6, 48)
+    assert (codes.row_start, codes.rows, codes.matrix_rows) == (6, (0, 3), 3)
+    (scales,) = scale_parts([codes], MXFP4, MXFP4, (), {})
+    scales.check()
+    assert (scales.tensor, scales.shape, scales.rows, scales.columns) == (
+        "experts.down_proj_scales",
+        (2, 3, 3),
+        (0, 3),
+        (1, 3),
+    )
+    assert mx_codes(Part("a.weight", 0, (6, 64)), MXFP4).tensor == "a_blocks"
+
+
+E4M3 = torch.float8_e4m3fn
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "torch_dtype": "bfloat16",
+}
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+}
+LEFT_OUT = "model.layers.0.self_attn.o_proj"
+SETTINGS = {
+    "blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [LEFT_OUT]},
+    "tensors": {"quant_method": "fp8"},
+    "channels": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": GROUP},
+    },
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+SCHEMES = {"blocks": "fp8_block", "tensors": "fp8_tensor", "channels": "fp8", "mxfp4": "mxfp4"}
+
+
+def stored_tensors(how, name, kind, shape):
+    """What a checkpoint has for one tensor of the model."""
+    if how == "mxfp4" or kind not in ("linear", "expert") or (how == "blocks" and name.startswith(LEFT_OUT)):
+        return {name: torch.ones(shape, dtype=torch.bfloat16)}
+    ending, scales = {
+        "blocks": ("_scale_inv", (-(-shape[0] // 128), -(-shape[1] // 128))),
+        "tensors": ("_scale", ()),
+        "channels": ("_scale", (shape[0], 1)),
+    }[how]
+    return {name: torch.ones(shape).to(E4M3), name + ending: torch.ones(scales)}
+
+
+def write_checkpoint(folder, how, parameters):
+    tensors = {}
+    for parameter in parameters:
+        if how == "mxfp4" and parameter.kind == "expert":
+            continue
+        for part in parameter.parts:
+            tensors |= stored_tensors(how, part.tensor, parameter.kind, part.shape)
+    if how == "mxfp4":
+        for name, rows, blocks in (("gate_up_proj", 128, 4), ("down_proj", 128, 2)):
+            prefix = f"model.layers.0.mlp.experts.{name}"
+            tensors[f"{prefix}_blocks"] = torch.ones(4, rows, blocks, 16, dtype=torch.uint8)
+            tensors[f"{prefix}_scales"] = torch.ones(4, rows, blocks, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_config(folder, how):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": SETTINGS[how]}))
+
+
+def loaded(model, plan):
+    ledger = Ledger()
+    weights = load_weights(plan, model.source, "cpu", ledger, lambda done, total: None).weights
+    return weights, ledger.group_peaks()
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_made_up_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(dummy, "TABLE_VALUES", 1021)  # a table that fits into the staging of so small a model
+    write_config(tmp_path, how)
+    made_up = open_directory_without_weights(tmp_path)
+    write_checkpoint(tmp_path, how, made_up.parameters)
+    real = open_directory(tmp_path)
+    for mesh in (Mesh(), Mesh(0, 1, 1, 2) if how == "blocks" else Mesh(1, 2, 1, 2)):  # 64 columns would cut a block
+        parameters = [shard_parameters(model.parameters, mesh, 4, 2) for model in (made_up, real)]
+        plans = [
+            plan_load(own, model.source, "bfloat16", stored=model.stored)
+            for own, model in zip(parameters, (made_up, real), strict=True)
+        ]
+        assert plans[0].weights == plans[1].weights
+        assert Counter(plans[0].moves) == Counter(plans[1].moves)
+        for kind in ("cpu", "cuda"):
+            assert plans[0].staging_bytes(kind) == plans[1].staging_bytes(kind)
+        (weights, peaks), (_, real_peaks) = loaded(made_up, plans[0]), loaded(real, plans[1])
+        assert peaks == real_peaks
+        quantized = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedWeight)}
+        assert {weight.scheme.name for weight in quantized.values()} == {SCHEMES[how]}
+        assert ("layers.0.o.weight" in quantized) == (how in ("channels", "tensors"))
+        for name, weight in quantized.items():
+            spread = 64**-0.5 if "experts.down" in name else 128**-0.5
+            values = dequantize(weight)
+            assert values.isfinite().all(), name
+            assert 0.8 * spread < values.std() < 1.25 * spread, name
+            assert len(values.unique()) > 16, name
+
+
+def test_a_scheme_that_is_not_read_is_not_made_up(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(UnsupportedModelError, match="quant_method = 'awq'"):
+        open_directory_without_weights(tmp_path)
+
+
+def test_what_is_not_quantized_is_made_up_plain():
+    entries = make_up_source([experts(2, 4, 32)], "float16", None).entries
+    assert {entry.dtype for entry in entries.values()} == {"float16"}
+    left_out = StoredSchemes(MXFP4, ignore=("experts",))
+    source = make_up_source([experts(2, 4, 33)], "float16", left_out)
+    assert plan_load([experts(2, 4, 33)], source, "float16", stored=left_out).num_quantized == 0
+    with pytest.raises(UnsupportedModelError, match=r"is stored as mxfp4; it has 33 columns"):
+        make_up_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))
+
+
+def test_what_was_left_out_has_to_be_known(tmp_path):
+    """Headers would tell; without them a pattern that is not followed leaves nothing to go by, in a plan neither."""
+    stored = {"quant_method": "fp8", "modules_to_not_convert": [r"re:model\.layers\.\d+\.mlp"]}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": stored}))
+    for use in (open_directory_without_weights, lambda folder: open_blueprint(str(folder))):
+        with pytest.raises(UnsupportedModelError, match="is not followed here, and there are no weights"):
+            use(tmp_path)
+
+
+BLOCKS_STORED_SCHEMES = StoredSchemes(FP8_BLOCK, ("_scale_inv", "_scale"))
 ROWS = StoredSchemes(FP8, ("_scale",))
 TENSORS = StoredSchemes(FP8_TENSOR, ("_scale",))
 MX = StoredSchemes(MXFP4)
-E4M3 = "float8_e4m3fn"
+E4M3_STORED_SCHEMES = "float8_e4m3fn"
 NO_RECIPE = WeightRecipe()
 
 
@@ -58,7 +437,7 @@ def checkpoint(parts, scale_shape, rows_each, columns_each, random):
         shape = scale_shape(part.shape)
         scales = random.integers(1, 10**6, shape)
         name = part.tensor + ("_scale_inv" if rows_each == 128 else "_scale")
-        entries += [entry(part.tensor, part.shape, E4M3), entry(name, shape, "float32")]
+        entries += [entry(part.tensor, part.shape, E4M3_STORED_SCHEMES), entry(name, shape, "float32")]
         tensors |= {part.tensor: codes, name: scales}
         full = scales.reshape(*part.shape[:-2], -(-part.shape[-2] // rows_each), -(-part.shape[-1] // columns_each))
         wide = np.repeat(np.repeat(full, rows_each, axis=-2), columns_each, axis=-1)
@@ -89,7 +468,7 @@ def test_blocks_of_fused_weights_keep_their_scales(data):
     rank = data.draw(st.integers(0, size - 1))
     (parameter,) = shard_parameters([whole], Mesh(rank, size), 1, 1)
     entries, tensors, spreads = checkpoint(whole.parts, block_shape, 128, 128, np.random.default_rng(0))
-    plan = plan_of([parameter], entries, BLOCKS)
+    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
     (weight,) = plan.weights
     assert weight.scheme is not None
     assert 128 % weight.scheme.block_rows == 0
@@ -107,7 +486,7 @@ def test_blocks_of_fused_weights_keep_their_scales(data):
 def test_blocks_are_as_low_as_the_seams_need(heights, block_rows, num_scale_moves):
     parameter = stacked("layers.0.qkv.weight", heights, 256)
     entries, _, _ = checkpoint(parameter.parts, block_shape, 128, 128, np.random.default_rng(0))
-    plan = plan_of([parameter], entries, BLOCKS)
+    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
     assert plan.weights[0].scheme == FP8_BLOCK.with_parts([block_rows])
     assert sum(move.target.endswith(".scale") for move in plan.moves) == num_scale_moves
     assert all(move.scheme is None for move in plan.moves), "nothing is quantized"
@@ -122,7 +501,7 @@ def test_experts_in_blocks(layout, inner, mesh):
     parts = (whole.parts, *whole.layouts)[layout]
     (parameter,) = shard_parameters([whole], mesh, 1, 1)
     entries, tensors, spreads = checkpoint(parts, block_shape, 128, 128, np.random.default_rng(0))
-    plan = plan_of([parameter], entries, BLOCKS)
+    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
     (weight,) = plan.weights
     own = (parameter.parts, *parameter.layouts)[layout]
     got = spread(carried_out(plan, tensors)[f"{parameter.name}.scale"], weight.scheme, parameter.shape)
@@ -220,55 +599,55 @@ def test_columns_of_blocks():
     whole = stacked("layers.0.o.weight", [256], 512, split="columns")
     entries, tensors, spreads = checkpoint(whole.parts, block_shape, 128, 128, np.random.default_rng(0))
     (parameter,) = shard_parameters([whole], Mesh(1, 2), 1, 1)
-    plan = plan_of([parameter], entries, BLOCKS)
+    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
     got = spread(carried_out(plan, tensors)["layers.0.o.weight.scale"], FP8_BLOCK, parameter.shape)
     assert (got == scales_of(parameter, parameter.parts, spreads)).all()
     assert plan.read_bytes == 256 * 256 + 2 * 2 * 4
     (odd,) = shard_parameters([whole], Mesh(1, 8), 1, 1)
     with pytest.raises(UnsupportedModelError, match=r"the columns 64 to 127, and 128 share a scale; take fewer ranks"):
-        plan_of([odd], entries, BLOCKS)
+        plan_of([odd], entries, BLOCKS_STORED_SCHEMES)
 
 
 QKV = stacked("layers.0.qkv.weight", [128, 128], 128)
 NAMES = ("t0", "t1")
 
 
-def qkv_entries(dtype=E4M3):
+def qkv_entries(dtype=E4M3_STORED_SCHEMES):
     codes = [entry(name, (128, 128), dtype) for name in NAMES]
     return codes + [entry(f"{name}_scale_inv", (1, 1), "float32") for name in NAMES]
 
 
 def test_a_missing_scale_is_missing():
     with pytest.raises(ModelFormatError, match=r"m.safetensors lacks 1 tensor: t1_scale_inv"):
-        plan_of([QKV], qkv_entries()[:-1], BLOCKS)
+        plan_of([QKV], qkv_entries()[:-1], BLOCKS_STORED_SCHEMES)
     with pytest.raises(ModelFormatError, match=r"lacks 1 tensor: t0;"):
-        plan_of([QKV], qkv_entries()[1:], BLOCKS)
+        plan_of([QKV], qkv_entries()[1:], BLOCKS_STORED_SCHEMES)
 
 
 def test_a_scale_of_another_shape_or_type_is_named():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (2, 1), "float32")]
     with pytest.raises(ModelFormatError, match=r"'t1_scale_inv' has the shape \[2, 1\]; .* need \[1, 1\]"):
-        plan_of([QKV], entries, BLOCKS)
+        plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "int8")]
     with pytest.raises(UnsupportedModelError, match=r"'t1_scale_inv' is stored as int8; scales are read from .*uint8"):
-        plan_of([QKV], entries, BLOCKS)
+        plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
 
 
 def test_scales_may_be_exponents_and_nothing_else_may():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "uint8")]
-    plan = plan_of([QKV], entries, BLOCKS)
-    assert [spec.dtype for spec in plan.specs] == [E4M3, "float32"]
-    assert [move.tensor_dtype for move in plan.moves] == [E4M3, E4M3, "float32", "uint8"]
+    plan = plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
+    assert [spec.dtype for spec in plan.specs] == [E4M3_STORED_SCHEMES, "float32"]
+    assert [move.tensor_dtype for move in plan.moves] == [E4M3_STORED_SCHEMES, E4M3_STORED_SCHEMES, "float32", "uint8"]
     norm = Parameter("norm.weight", (8,), (Part("norm.weight", 0, (8,)),), "norm", dtype="float32")
     with pytest.raises(UnsupportedModelError, match=r"'norm.weight' is stored as uint8; weights are read from"):
-        plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], BLOCKS)
+        plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], BLOCKS_STORED_SCHEMES)
 
 
 def test_a_scale_without_codes_is_too_many():
     entries = [entry(name, (128, 128)) for name in NAMES]
-    assert plan_of([QKV], entries, BLOCKS).num_quantized == 0, "headers say what is quantized"
+    assert plan_of([QKV], entries, BLOCKS_STORED_SCHEMES).num_quantized == 0, "headers say what is quantized"
     with pytest.raises(ModelFormatError, match="2 tensors too many: t0_scale_inv, t1_scale_inv"):
-        plan_of([QKV], qkv_entries("bfloat16"), BLOCKS)
+        plan_of([QKV], qkv_entries("bfloat16"), BLOCKS_STORED_SCHEMES)
 
 
 def test_parts_that_are_stored_differently_are_refused():
@@ -276,15 +655,15 @@ def test_parts_that_are_stored_differently_are_refused():
     with pytest.raises(
         UnsupportedModelError, match=r"'t1' is stored as bfloat16; layers.0.qkv.weight is made of it and of 't0'"
     ):
-        plan_of([QKV], entries, BLOCKS)
+        plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
 
 
 def test_quantizing_twice_is_refused_and_the_same_again_is_not():
     with pytest.raises(
         ConfigError, match=r"quantization=int8 was asked; layers.0.qkv.weight is stored as fp8_block already"
     ):
-        plan_of([QKV], qkv_entries(), BLOCKS, WeightRecipe(INT8))
-    assert plan_of([QKV], qkv_entries(), BLOCKS, WeightRecipe(FP8_BLOCK)).num_quantized == 1
+        plan_of([QKV], qkv_entries(), BLOCKS_STORED_SCHEMES, WeightRecipe(INT8))
+    assert plan_of([QKV], qkv_entries(), BLOCKS_STORED_SCHEMES, WeightRecipe(FP8_BLOCK)).num_quantized == 1
 
 
 def test_what_the_makers_left_out_stays_as_it_is():
@@ -298,7 +677,7 @@ def test_what_the_makers_left_out_stays_as_it_is():
 
 
 def test_settings_count_where_something_is_stored_so():
-    names = [entry("t0", (128, 128)), entry("t0.input_scale", (), E4M3)]
+    names = [entry("t0", (128, 128)), entry("t0.input_scale", (), E4M3_STORED_SCHEMES)]
     assert ROWS.used_by({one.name: one for one in names}) is None
     assert ROWS.used_by({one.name: one for one in qkv_entries()}) is ROWS
     assert StoredSchemes(FP8, (), ("lm_head", "re:(?!a)b")).unread_pattern == "re:(?!a)b"
@@ -344,15 +723,18 @@ def test_patterns_of_modules(pattern, left_alone):
 
 
 def test_heads_may_have_scales_by_row_and_routers_none():
-    assert BLOCKS.kinds == ("linear", "expert")
+    assert BLOCKS_STORED_SCHEMES.kinds == ("linear", "expert")
     assert ROWS.kinds == ("linear", "expert", "head")
     assert MX.kinds == ("expert",)
     router = Parameter("layers.0.router.weight", (4, 8), (Part("gate", 0, (4, 8)),), "router")
     with pytest.raises(UnsupportedModelError, match="'gate' is stored as float8_e4m3fn; a router in fp8 is not read"):
-        plan_of([router], [entry("gate", (4, 8), E4M3)], ROWS)
+        plan_of([router], [entry("gate", (4, 8), E4M3_STORED_SCHEMES)], ROWS)
     head = Parameter("lm_head.weight", (128, 128), (Part("lm_head.weight", 0, (128, 128)),), "head")
-    entries = [entry("lm_head.weight", (128, 128), E4M3), entry("lm_head.weight_scale_inv", (1, 1), "float32")]
+    entries = [
+        entry("lm_head.weight", (128, 128), E4M3_STORED_SCHEMES),
+        entry("lm_head.weight_scale_inv", (1, 1), "float32"),
+    ]
     with pytest.raises(
         UnsupportedModelError, match=r"'lm_head.weight' is stored as .*; a head in fp8_block is not read"
     ):
-        plan_of([head], entries, BLOCKS)
+        plan_of([head], entries, BLOCKS_STORED_SCHEMES)

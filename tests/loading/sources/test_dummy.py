@@ -3,7 +3,6 @@ from math import prod
 
 import pytest
 import torch
-from holdfast.loading.sources.read_rows import read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.quantized_weight import e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
+from loading.whole_tensors import read_rows
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -1,3 +1,5 @@
+""""""
+
 import json
 import subprocess
 import sys
@@ -5,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.loading.sources.safetensors import SafetensorsSource
+from holdfast.loading.sources.source import RowRead, TogetherSource
+from loading.dummy_source import MadeUpSource
 from loading.safetensors_bytes import write
 
 PROGRAM = """
@@ -62,3 +67,16 @@ def test_a_model_is_opened_and_planned_without_torch(folder):
     assert done.stderr == ""
     num_bytes = 8 * 256  # embed, three norms, qkv, o, gate_up, down: each at an aligned place
     assert done.stdout.splitlines() == [f"directory 1 {num_bytes}"] * 2
+
+
+def test_a_read_is_the_arguments_of_read_into():
+    out = memoryview(bytearray(4))
+    read = RowRead("t", 1, 2, out, (0, 1))
+    calls = []
+    (lambda name, row_start, row_end, out, columns: calls.append((name, row_start, row_end, out, columns)))(*read)
+    assert calls == [("t", 1, 2, out, (0, 1))]
+
+
+def test_which_sources_take_several_at_once():
+    assert isinstance(SafetensorsSource([]), TogetherSource)
+    assert not isinstance(MadeUpSource(), TogetherSource)

@@ -1,24 +1,95 @@
-"""Penalties, biases and bans against plain loops over tokens, and against transformers."""
+"""Edits through a list of fixed length: in their order, in rounds where they are many, and none twice."""
 
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.kernels.sampling.edit_logits import EditKind
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling import logit_edits
-from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, SeenTokens, edit_rows
+from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, Edits, EditStaging, SeenTokens, edit_rows
 
-VOCAB_SIZE = 60
+VOCAB_SIZE = 50
+token = st.integers(0, VOCAB_SIZE + 3)
+
+
+def make_sequence(prompt: list[int], output: list[int], sequence_id: int = 0) -> Sequence:
+    return Sequence(sequence_id, prompt + output, len(prompt), SamplingParams(), seed=0, max_tokens=99)
+
+
+def assert_counted(seen: SeenTokens, sequence: Sequence) -> None:
+    counts = seen.of(sequence)
+    known = [token_id for token_id in sequence.token_ids if token_id < VOCAB_SIZE]
+    output = Counter(token_id for token_id in sequence.output_token_ids if token_id < VOCAB_SIZE)
+    assert sorted(counts.seen_ids.tolist()) == sorted(set(known))
+    assert dict(zip(counts.output_ids.tolist(), counts.output_counts.tolist(), strict=True)) == output
+
+
+@given(st.lists(token, max_size=60), st.lists(st.lists(token, max_size=40), max_size=5))
+def test_growing_sequences(prompt, outputs):
+    seen, sequence = SeenTokens(VOCAB_SIZE, 2), make_sequence(prompt, [])
+    for output in outputs:
+        sequence.token_ids.extend(output)
+        assert_counted(seen, sequence)
+        assert_counted(seen, sequence)
+
+
+def test_a_number_that_means_somebody_else_is_no_matter():
+    seen = SeenTokens(VOCAB_SIZE, 8)
+    first, second = make_sequence([1, 2], [3]), make_sequence([1, 2], [4])
+    assert_counted(seen, first)
+    assert_counted(seen, second)
+    assert_counted(seen, first)
+    first.num_prompt_tokens = 1
+    assert_counted(seen, first)
+    del first.token_ids[1:]
+    assert_counted(seen, first)
+
+
+def test_who_has_not_asked_for_longest_is_forgotten_and_counted_anew():
+    seen, rng = SeenTokens(VOCAB_SIZE, 3), random.Random(0)
+    sequences = [make_sequence(rng.choices(range(VOCAB_SIZE), k=9), [], sequence_id) for sequence_id in range(7)]
+    for _ in range(200):
+        sequence = rng.choice(sequences)
+        sequence.token_ids.append(rng.randrange(VOCAB_SIZE))
+        assert_counted(seen, sequence)
+        assert len(seen._counts) <= 3
+    assert next(reversed(seen._counts)) == sequence.sequence_id
+
+
+def test_only_what_is_new_is_looked_at():
+    class Tokens(list):
+        num_read = 0
+
+        def __getitem__(self, place):
+            found = super().__getitem__(place)
+            Tokens.num_read += len(found)
+            return found
+
+    seen, sequence = SeenTokens(VOCAB_SIZE, 3), make_sequence([], [])
+    sequence.token_ids = Tokens(range(40))
+    sequence.num_prompt_tokens = 30
+    seen.of(sequence)
+    Tokens.num_read = 0
+    sequence.token_ids.append(7)
+    seen.of(sequence)
+    assert Tokens.num_read == 1
+
+
+VOCAB_SIZE_LOGIT_EDITS = 60
 EOS = frozenset({7, 11})
 
 
-def make_sequence(prompt: list[int], output: list[int], **params) -> Sequence:
+def make_sequence_logit_edits(prompt: list[int], output: list[int], **params) -> Sequence:
     return Sequence(0, prompt + output, len(prompt), SamplingParams(**params), seed=0, max_tokens=1000)
 
 
@@ -28,7 +99,7 @@ def edit_logits(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: 
 
 
 def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 5
+    return torch.randn(num_rows, VOCAB_SIZE_LOGIT_EDITS, generator=torch.Generator().manual_seed(seed)) * 5
 
 
 def reference(row: list[float], sequence: Sequence) -> list[float]:
@@ -54,7 +125,7 @@ CASES = {
     "negative presence": {"presence_penalty": -1.5},
     "frequency": {"frequency_penalty": 0.4},
     "all penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.3},
-    "bias": {"logit_bias": {0: 5.0, 3: -100.0, VOCAB_SIZE - 1: 1.0}},
+    "bias": {"logit_bias": {0: 5.0, 3: -100.0, VOCAB_SIZE_LOGIT_EDITS - 1: 1.0}},
     "empty bias": {"logit_bias": {}},
     "min tokens": {"min_tokens": 90},
     "min tokens reached": {"min_tokens": 12},
@@ -71,12 +142,12 @@ CASES = {
 
 
 def some_tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+    return random.Random(seed).choices(range(VOCAB_SIZE_LOGIT_EDITS), k=count)
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
 def test_one_row_as_the_loop_says(params):
-    sequence = make_sequence(some_tokens(1, 30), some_tokens(2, 12), **params)
+    sequence = make_sequence_logit_edits(some_tokens(1, 30), some_tokens(2, 12), **params)
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
     edit_logits(logits, [sequence], EOS)
@@ -85,7 +156,7 @@ def test_one_row_as_the_loop_says(params):
 
 def test_mixed_rows_are_each_as_alone_to_the_bit():
     sequences = [
-        make_sequence(some_tokens(seed, 20), some_tokens(seed + 100, seed), **params)
+        make_sequence_logit_edits(some_tokens(seed, 20), some_tokens(seed + 100, seed), **params)
         for seed, params in enumerate(CASES.values())
     ]
     logits = make_logits(len(sequences))
@@ -101,7 +172,8 @@ def test_mixed_rows_are_each_as_alone_to_the_bit():
 
 def test_work_in_slices_is_the_same(monkeypatch):
     sequences = [
-        make_sequence(some_tokens(row, 40), some_tokens(row + 9, 30), **CASES["everything"]) for row in range(5)
+        make_sequence_logit_edits(some_tokens(row, 40), some_tokens(row + 9, 30), **CASES["everything"])
+        for row in range(5)
     ]
     whole, sliced = make_logits(5), make_logits(5)
     edit_logits(whole, sequences, EOS)
@@ -112,7 +184,7 @@ def test_work_in_slices_is_the_same(monkeypatch):
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.1, 2.0])
 def test_repetition_is_that_of_transformers(penalty):
-    sequence = make_sequence(some_tokens(3, 50), some_tokens(4, 20), repetition_penalty=penalty)
+    sequence = make_sequence_logit_edits(some_tokens(3, 50), some_tokens(4, 20), repetition_penalty=penalty)
     logits = make_logits(1, seed=5)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([sequence.token_ids]), logits.clone())
     edit_logits(logits, [sequence], EOS)
@@ -123,30 +195,32 @@ def test_repetition_is_that_of_transformers(penalty):
 def test_the_prompt_is_not_penalised_for_presence_or_frequency(params):
     logits = make_logits(1)
     raw = logits.clone()
-    edit_logits(logits, [make_sequence([1, 2, 3, 3], [], **params)], EOS)
+    edit_logits(logits, [make_sequence_logit_edits([1, 2, 3, 3], [], **params)], EOS)
     assert torch.equal(logits, raw)
 
 
 def test_infinities_stay_and_do_not_become_nan():
-    sequence = make_sequence([0, 1], [0, 1], repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={0: 3.0, 1: 3.0})
+    sequence = make_sequence_logit_edits(
+        [0, 1], [0, 1], repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={0: 3.0, 1: 3.0}
+    )
     logits = torch.tensor([[math.inf, -math.inf, 0.0]])
     edit_logits(logits, [sequence], frozenset())
     assert logits.tolist() == [[math.inf, -math.inf, 0.0]]
 
 
 def test_tokens_outside_the_vocabulary_touch_no_neighbour():
-    wild = make_sequence(
+    wild = make_sequence_logit_edits(
         [1, 70, 61],
-        [VOCAB_SIZE, 2**31 - 1],
+        [VOCAB_SIZE_LOGIT_EDITS, 2**31 - 1],
         repetition_penalty=1.5,
         frequency_penalty=1.0,
-        logit_bias={VOCAB_SIZE: 9.0, 2**31 - 1: 9.0},
-        stop_token_ids=(VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1),
+        logit_bias={VOCAB_SIZE_LOGIT_EDITS: 9.0, 2**31 - 1: 9.0},
+        stop_token_ids=(VOCAB_SIZE_LOGIT_EDITS, VOCAB_SIZE_LOGIT_EDITS + 1, 2**31 - 1),
         min_tokens=10,
     )
     logits = make_logits(2)
     raw = logits.clone()
-    edit_logits(logits, [wild, make_sequence([1], [2])], EOS | {VOCAB_SIZE + 3})
+    edit_logits(logits, [wild, make_sequence_logit_edits([1], [2])], EOS | {VOCAB_SIZE_LOGIT_EDITS + 3})
     assert torch.equal(logits[1], raw[1])
     changed = np.flatnonzero((logits[0] != raw[0]).numpy()).tolist()
     assert changed == [1, 7, 11]
@@ -155,8 +229,11 @@ def test_tokens_outside_the_vocabulary_touch_no_neighbour():
 @pytest.mark.parametrize(("num_output", "banned"), [(0, True), (4, True), (5, False), (6, False)])
 def test_bans_end_with_min_tokens(num_output, banned):
     logits = make_logits(1)
-    edit_logits(logits, [make_sequence([1], [2] * num_output, min_tokens=5)], EOS)
-    assert [token_id for token_id in range(VOCAB_SIZE) if logits[0, token_id] == -math.inf] == [7, 11] * banned
+    edit_logits(logits, [make_sequence_logit_edits([1], [2] * num_output, min_tokens=5)], EOS)
+    assert [token_id for token_id in range(VOCAB_SIZE_LOGIT_EDITS) if logits[0, token_id] == -math.inf] == [
+        7,
+        11,
+    ] * banned
 
 
 def test_kinds_come_in_their_order():
@@ -164,8 +241,71 @@ def test_kinds_come_in_their_order():
 
 
 def test_a_sequence_of_a_hundred_thousand_tokens():
-    sequence = make_sequence(some_tokens(1, 100_000), some_tokens(2, 1000), **CASES["all penalties"])
+    sequence = make_sequence_logit_edits(some_tokens(1, 100_000), some_tokens(2, 1000), **CASES["all penalties"])
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
     edit_logits(logits, [sequence], EOS)
     assert logits[0].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def make_staging(num_programs: int) -> EditStaging:
+    shape = (num_programs * EDITS_PER_PROGRAM, 2)
+    return EditStaging(torch.full(shape, -5, dtype=torch.int32), torch.full(shape, -5, dtype=torch.int32))
+
+
+def run(staging: EditStaging, block: torch.Tensor, edits: dict[EditKind, list[tuple[int, Edits]]]) -> None:
+    for kind in EditKind:
+        for row, row_edits in edits.get(kind, ()):
+            staging.add(row * block.shape[1], row_edits, kind, block)
+        staging.end_kind(kind)
+    staging.apply(block)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 40])
+def test_many_edits_in_any_number_of_rounds(num_programs):
+    rng = np.random.default_rng(0)
+    staging = make_staging(num_programs)
+    block = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
+    expected = block.clone()
+    for step in range(3):
+        staging.reset()
+        for _ in range(2):  # blocks of one step
+            ids = [rng.permutation(700)[: rng.integers(0, 700)].astype(np.int32) for _ in range(3)]
+            numbers = [rng.uniform(0.5, 2, len(row)) for row in ids]
+            run(
+                staging,
+                block,
+                {
+                    EditKind.REPETITION: [(row, Edits(ids[row], 1.3)) for row in range(3)],
+                    EditKind.ADD: [(row, Edits(ids[row], numbers[row])) for row in (0, 2)],
+                    EditKind.REPLACE: [(1, Edits(ids[1][:2], -np.inf))],
+                },
+            )
+            for row in range(3):
+                places = torch.from_numpy(ids[row]).long()
+                logits = expected[row, places]
+                logits = torch.where(logits > 0, logits / 1.3, logits * 1.3)
+                if row != 1:
+                    logits = logits + torch.from_numpy(numbers[row].astype(np.float32))
+                expected[row, places] = logits
+            expected[1, ids[1][:2].tolist()] = -torch.inf
+        assert torch.equal(block, expected), f"{step=}"
+
+
+def test_nothing_to_edit():
+    block = torch.ones(1, 5)
+    staging = make_staging(1)
+    run(staging, block, {EditKind.ADD: [(0, Edits(np.empty(0, np.int32), 1.0))]})
+    assert block.tolist() == [[1.0] * 5]
+
+
+def test_a_full_list_is_no_round_too_many(monkeypatch):
+    waits = []
+    monkeypatch.setattr(EditStaging, "_wait", lambda self: (waits.append(1), self.reset()))
+    staging, block = make_staging(2), torch.zeros(1, 2 * EDITS_PER_PROGRAM)
+    everything = np.arange(2 * EDITS_PER_PROGRAM, dtype=np.int32)
+    run(staging, block, {EditKind.ADD: [(0, Edits(everything, 1.0))]})
+    assert not waits
+    run(staging, block, {EditKind.ADD: [(0, Edits(everything[:1], 1.0))]})
+    assert len(waits) == 1
+    assert block.sum() == 2 * EDITS_PER_PROGRAM + 1

@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reference and transformers, and at its edges."""
+"""A row's token and log-probabilities are its own: in every company, after a preemption, beside poison."""
 
 import math
 import random
@@ -21,19 +21,22 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling import batch as sampling_batch
 from holdfast.runner.sampling.batch import NO_TOKEN, uniform
-from holdfast.runner.sampling.sampler import SequenceSample
-from runner.sampling_rows import DEVICE, EOS, make_sampler
+from holdfast.runner.sampling.host_sampler import HostSampler
+from holdfast.runner.sampling.sampler import Sampler, SequenceSample
+from runner.sampling_rows import DEVICE, EOS, SETTINGS, make_logits, make_sampler, make_sequence
 
 AMBIGUOUS = 2e-6
 """Closer than this to an edge, float32 and float64 may fall on different sides."""
 
 
-def make_sequence(seed: int = 0, num_prompt: int = 5, num_output: int = 4, vocab_size: int = 100, **params) -> Sequence:
+def make_sequence_sampler(
+    seed: int = 0, num_prompt: int = 5, num_output: int = 4, vocab_size: int = 100, **params
+) -> Sequence:
     tokens = random.Random(seed).choices(range(vocab_size), k=num_prompt + num_output)
     return Sequence(seed, tokens, num_prompt, SamplingParams(**params), seed * 7919, max_tokens=1000)
 
 
-def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+def make_logits_sampler(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
 
 
@@ -81,7 +84,7 @@ def assert_drawn(token_id: int, exact: np.ndarray, number: float, loose: np.ndar
     assert tolerance < 0.01
 
 
-SETTINGS = {
+SETTINGS_SAMPLER = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {},
     "temperature 0.3": {"temperature": 0.3},
@@ -123,13 +126,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 49152, 151936])
-@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("params", SETTINGS_SAMPLER.values(), ids=SETTINGS_SAMPLER.keys())
 def test_as_the_reference_chooses(params, vocab_size):
     if vocab_size == 2:
         params = {name: value for name, value in params.items() if name not in ("logit_bias", "min_tokens")}
     num_rows = 40 if vocab_size <= 8193 else 2
-    sequences = [make_sequence(seed, vocab_size=vocab_size, **params) for seed in range(num_rows)]
-    logits = make_logits(num_rows, vocab_size)
+    sequences = [make_sequence_sampler(seed, vocab_size=vocab_size, **params) for seed in range(num_rows)]
+    logits = make_logits_sampler(num_rows, vocab_size)
     samples = make_sampler(vocab_size).sample(logits.clone(), sequences, EOS)
     for row, sequence, sample in zip(logits.cpu().numpy(), sequences, samples, strict=True):
         edited = edited_reference(row, sequence)
@@ -164,8 +167,8 @@ def test_as_transformers_filters(params):
         processors.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p < 1:
         processors.append(TopPLogitsWarper(settings.top_p))
-    sequences = [make_sequence(seed, vocab_size=1000, **params) for seed in range(200)]
-    logits = make_logits(200, 1000, seed=3)
+    sequences = [make_sequence_sampler(seed, vocab_size=1000, **params) for seed in range(200)]
+    logits = make_logits_sampler(200, 1000, seed=3)
     scores = processors(torch.tensor([sequence.token_ids for sequence in sequences]), logits.cpu().clone())
     probabilities = scores.double().softmax(-1).numpy()
     samples = make_sampler(1000, 200).sample(logits, sequences, EOS)
@@ -228,8 +231,8 @@ def test_ties_go_to_the_lowest_id(row, seed):
 
 
 def test_the_choice_is_a_function_of_seed_and_position():
-    logits = make_logits(1, 5000, scale=0.5)
-    here = make_sequence(3, vocab_size=5000)
+    logits = make_logits_sampler(1, 5000, scale=0.5)
+    here = make_sequence_sampler(3, vocab_size=5000)
     same = Sequence(99, [4] * here.num_tokens, 2, here.params, here.seed, 5)
     later = Sequence(3, [*here.token_ids, 0], 5, here.params, here.seed, 5)
     other = Sequence(3, here.token_ids, 5, here.params, here.seed + 1, 5)
@@ -239,14 +242,14 @@ def test_the_choice_is_a_function_of_seed_and_position():
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
 def test_a_ban_does_not_hide_a_nan(params):
-    logits = make_logits(1, 100)
+    logits = make_logits_sampler(1, 100)
     logits[0, 1] = math.nan
-    assert sample_one(logits, make_sequence(min_tokens=50, **params)).token_id == NO_TOKEN
+    assert sample_one(logits, make_sequence_sampler(min_tokens=50, **params)).token_id == NO_TOKEN
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
 def test_nothing_is_left_when_every_token_is_banned(params):
-    sequence = make_sequence(vocab_size=2, min_tokens=50, stop_token_ids=(0,), **params)
+    sequence = make_sequence_sampler(vocab_size=2, min_tokens=50, stop_token_ids=(0,), **params)
     assert sample_one(torch.zeros(1, 2), sequence).token_id == NO_TOKEN
 
 
@@ -254,13 +257,13 @@ def test_nothing_is_left_when_every_token_is_banned(params):
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193])
 def test_infinite_logits(params, vocab_size):
     last = vocab_size - 1
-    certain = make_logits(1, vocab_size)
+    certain = make_logits_sampler(1, vocab_size)
     certain[0, last] = math.inf
     only = torch.full((1, vocab_size), -math.inf)
     only[0, last] = -1e30
     for logits in (certain, only):
         for seed in range(5):
-            assert sample_one(logits, make_sequence(seed, vocab_size=vocab_size, **params)).token_id == last
+            assert sample_one(logits, make_sequence_sampler(seed, vocab_size=vocab_size, **params)).token_id == last
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 49152, 151936])
@@ -271,19 +274,19 @@ def test_extreme_random_numbers_stay_inside_the_kept_tokens(vocab_size, number, 
     peak = torch.full((1, vocab_size), -25.0)
     peak[0, vocab_size // 2] = 0.0
     edge = 0 if number < 0.5 else vocab_size - 1
-    assert sample_one(tail, make_sequence()).token_id == edge
-    assert sample_one(tail, make_sequence(top_k=2)).token_id == min(edge, 1)
-    assert sample_one(tail, make_sequence(top_p=0.5)).token_id == min(edge, (vocab_size + 1) // 2 - 1)
+    assert sample_one(tail, make_sequence_sampler()).token_id == edge
+    assert sample_one(tail, make_sequence_sampler(top_k=2)).token_id == min(edge, 1)
+    assert sample_one(tail, make_sequence_sampler(top_p=0.5)).token_id == min(edge, (vocab_size + 1) // 2 - 1)
     for params in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.01}, {"temperature": 1e-300}):
-        assert sample_one(peak, make_sequence(**params)).token_id == vocab_size // 2
+        assert sample_one(peak, make_sequence_sampler(**params)).token_id == vocab_size // 2
 
 
 def test_logprobs_are_of_raw_logits_and_only_where_asked():
-    logits = make_logits(3, 100)
+    logits = make_logits_sampler(3, 100)
     sequences = [
-        make_sequence(0, temperature=0.2, logit_bias={9: 100.0}, logprobs=2),
-        make_sequence(1),
-        make_sequence(2, temperature=0.0, logprobs=5),
+        make_sequence_sampler(0, temperature=0.2, logit_bias={9: 100.0}, logprobs=2),
+        make_sequence_sampler(1),
+        make_sequence_sampler(2, temperature=0.0, logprobs=5),
     ]
     biased, silent, greedy = make_sampler(100).sample(logits.clone(), sequences, EOS)
     expected = logits.double().log_softmax(-1)
@@ -306,28 +309,125 @@ def test_no_rows():
 
 def test_a_wrong_shape_is_named():
     with pytest.raises(AssertionError, match=r"\(2, 99\) for 1 sequences"):
-        make_sampler(100).sample(torch.zeros(2, 99), [make_sequence()], EOS)
+        make_sampler(100).sample(torch.zeros(2, 99), [make_sequence_sampler()], EOS)
 
 
 def test_rows_of_a_larger_buffer_will_do():
-    buffer = make_logits(4, 128)
-    sequences = [make_sequence(seed, **params) for seed, params in enumerate(({}, {"temperature": 0.0}, {"top_k": 4}))]
+    buffer = make_logits_sampler(4, 128)
+    sequences = [
+        make_sequence_sampler(seed, **params) for seed, params in enumerate(({}, {"temperature": 0.0}, {"top_k": 4}))
+    ]
     view = buffer[1:, :100]
     assert make_sampler(100).sample(view, sequences, EOS) == make_sampler(100).sample(view.contiguous(), sequences, EOS)
 
 
 def test_greedy_tokens_that_a_graph_has_found():
-    logits = make_logits(5, 300)
+    logits = make_logits_sampler(5, 300)
     logits[2, 7] = math.nan
     sampler = make_sampler(300, 8)
     place = sampler.likeliest_S.data_ptr()
     sampler.warm(logits)
     sampler.find_likeliest(logits)
-    greedy = [make_sequence(seed, temperature=0.0) for seed in range(5)]
+    greedy = [make_sequence_sampler(seed, temperature=0.0) for seed in range(5)]
     expected = sampler.sample(logits, greedy, EOS)
     assert expected[2].token_id == NO_TOKEN
     assert sampler.read_greedy(5) == expected
     assert sampler.sample(logits, greedy, EOS, sampler.likeliest_S) == expected
     assert sampler.likeliest_S.data_ptr() == place
-    mixed = [make_sequence(seed, **params) for seed, params in enumerate(list(SETTINGS.values())[-5:])]
+    mixed = [make_sequence_sampler(seed, **params) for seed, params in enumerate(list(SETTINGS_SAMPLER.values())[-5:])]
     assert sampler.sample(logits, mixed, EOS, sampler.likeliest_S) == make_sampler(300).sample(logits, mixed, EOS)
+
+
+def sample_one_sampler_company(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
+    (sample,) = make_sampler(logits.shape[-1]).sample(logits.reshape(1, -1), [sequence], EOS)
+    return sample
+
+
+def make_divided_sampler(vocab_size: int, max_rows: int, rows_at_once: int) -> Sampler:
+    """One that divides its rows into blocks of so many."""
+    chooser = make_sampler(vocab_size, max_rows)
+    if isinstance(chooser._chooser, HostSampler):
+        chooser._chooser._rows_per_block = rows_at_once
+    else:
+        chooser._chooser._rows_at_once = min(rows_at_once, chooser._chooser._rows_at_once)
+        chooser._chooser._edited_at_once = min(rows_at_once, chooser._chooser._edited_at_once)
+    return chooser
+
+
+def test_inference_mode_is_the_same():
+    sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
+    chooser = make_sampler(100)
+    expected = chooser.sample(make_logits(len(sequences), 100), sequences, EOS)
+    expected_prompt = chooser.prompt_logprobs(make_logits(4, 100), [1, 2, 3, 4], 5)
+    with torch.inference_mode():
+        assert chooser.sample(make_logits(len(sequences), 100), sequences, EOS) == expected
+        assert chooser.prompt_logprobs(make_logits(4, 100), [1, 2, 3, 4], 5) == expected_prompt
+
+
+def test_the_logits_stay_as_they_are():
+    sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
+    logits = make_logits(len(sequences), 100)
+    raw = logits.clone()
+    make_sampler(100).sample(logits, sequences, EOS)
+    assert torch.equal(logits, raw)
+
+
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
+    """The split of tokens into computed and not computed, pages and history leave no trace."""
+    logits = make_logits(1, 300, scale=1.0)
+    params = SETTINGS["everything"]
+    calm, preempted = make_sequence(8, **params), make_sequence(8, **params)
+    preempted.num_computed, preempted.num_preemptions, preempted.pages = 0, 3, [5, 6]
+    assert sample_one_sampler_company(logits, calm) == sample_one_sampler_company(logits, preempted)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 100, 8193])
+def test_every_row_is_the_same_to_the_bit_alone_and_in_32_companies(vocab_size):
+    params = list(SETTINGS.values())
+    num_rows = 2 * len(params)
+    sequences = [make_sequence(seed, vocab_size=vocab_size, **params[seed % len(params)]) for seed in range(num_rows)]
+    logits = make_logits(num_rows, vocab_size, seed=11)
+    alone = [sample_one_sampler_company(logits[row], sequences[row]) for row in range(num_rows)]
+    assert any(sample.logprobs for sample in alone)
+    rng = random.Random(vocab_size)
+    for company in range(32):
+        rows = rng.choices(range(num_rows), k=rng.randint(2, 2 * num_rows))
+        samples = make_divided_sampler(vocab_size, len(rows), rng.choice([1, 3, 7, 1000])).sample(
+            logits[rows], [sequences[row] for row in rows], EOS
+        )
+        assert samples == [alone[row] for row in rows], f"{company=}"
+
+
+@pytest.mark.parametrize("vocab_size", [49152, 151936])
+def test_large_vocabularies_in_company(vocab_size):
+    params = [SETTINGS[name] for name in ("temperature", "top_k", "top_p", "wide filters", "everything")]
+    sequences = [make_sequence(seed, vocab_size=vocab_size, **settings) for seed, settings in enumerate(params)]
+    logits = make_logits(len(params), vocab_size)
+    alone = [sample_one_sampler_company(logits[row], sequence) for row, sequence in enumerate(sequences)]
+    order = [3, 0, 4, 2, 1, 0]
+    together = make_sampler(vocab_size).sample(logits[order], [sequences[row] for row in order], EOS)
+    assert together == [alone[row] for row in order]
+
+
+POISONS = {
+    "nan": lambda row: row.fill_(math.nan),
+    "one nan": lambda row: row[7:8].fill_(math.nan),
+    "negative nan": lambda row: row[7:8].fill_(-math.nan),
+    "nan and inf": lambda row: row.copy_(torch.tensor([math.nan, math.inf, -math.inf]).repeat(40)[: len(row)]),
+    "all -inf": lambda row: row.fill_(-math.inf),
+}
+
+
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS.keys())
+def test_poisoned_rows_fail_alone(poison):
+    params = list(SETTINGS.values())
+    sequences = [make_sequence(seed, **settings) for seed, settings in enumerate(params)]
+    logits = make_logits(len(params), 100, seed=5)
+    clean = make_sampler(100).sample(logits.clone(), sequences, EOS)
+    for poisoned_rows in (range(0, len(params), 2), range(1, len(params), 2)):
+        poisoned = logits.clone()
+        for row in poisoned_rows:
+            poison(poisoned[row])
+        samples = make_sampler(100).sample(poisoned, sequences, EOS)
+        for row, sample in enumerate(samples):
+            assert sample == (SequenceSample(NO_TOKEN, None) if row in poisoned_rows else clean[row])

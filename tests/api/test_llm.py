@@ -1,0 +1,446 @@
+""""""
+
+import inspect
+import io
+import signal
+import subprocess
+import sys
+import types
+from typing import Unpack, get_type_hints
+
+import pytest
+
+from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.llm import LLM
+from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.progress import GenerationBar, LoadingBar, is_watched
+from holdfast.config import ALIASES, EngineConfig
+from holdfast.errors import ConfigError, EngineDeadError, ModelFormatError, PromptError, RequestError
+from holdfast.loading.planning.open_model import GenerationDefaults
+from holdfast.memory.report import MemoryReport
+from holdfast.request.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def make_llm(**options) -> LLM:
+    return LLM.from_engine(make_engine(**options))
+
+
+def engine_of(llm: LLM):
+    return llm._driver.engine
+
+
+def test_one_prompt_is_a_list_of_one():
+    (output,) = make_llm().generate("Hello", PARAMS)
+    assert answer_of(output) == solo("Hello", PARAMS)
+    assert (output.prompt, output.prompt_token_ids, output.finished) == ("Hello", list(b"Hello"), True)
+    assert (output.outputs[0].finish_reason, output.error) == ("length", None)
+    assert output.metrics.total_seconds > 0
+
+
+def test_every_kind_of_prompt():
+    ids = list(b"Hello")
+    prompts = ["Hello", {"prompt": "Hello"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "label"}]
+    outputs = make_llm().generate(prompts, PARAMS)
+    assert [output.prompt for output in outputs] == ["Hello", "Hello", None, "label"]
+    assert {tuple(output.outputs[0].token_ids) for output in outputs} == {tuple(solo("Hello", PARAMS)[0])}
+    assert make_llm().generate({"prompt_token_ids": ids}, PARAMS)[0].outputs[0].text == solo("Hello", PARAMS)[1]
+
+
+def test_no_prompts_are_no_outputs():
+    assert make_llm().generate([], PARAMS) == []
+
+
+@pytest.mark.parametrize("max_queue", [3, 5, 400])
+def test_outputs_are_in_order_and_more_prompts_than_the_queue_holds_are_fed(max_queue):
+    llm = make_llm(max_queue=max_queue, max_num_seqs=2)
+    prompts = [f"number {number}" for number in range(30)]
+    params = [SamplingParams(temperature=0.0, max_tokens=number % 5 + 1, n=number % 3 + 1) for number in range(30)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [answer_of(output) for output in outputs] == [solo(*pair) for pair in zip(prompts, params, strict=True)]
+    assert [len(output.outputs) for output in outputs] == [one.n for one in params]
+    assert_at_rest(engine_of(llm))
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_person_sees_how_far_it_is(monkeypatch, progress):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    make_llm().generate(["one", "two"], PARAMS, progress=progress)
+    assert ("2/2" in terminal.getvalue()) is progress
+    assert ("est. speed input" in terminal.getvalue()) is progress
+
+
+def test_default_params_fill_the_context():
+    (output,) = make_llm(max_model_len=20).generate("Hello")
+    assert len(output.outputs[0].token_ids) == 15
+
+
+def test_names_of_another_engine_are_understood():
+    llm = make_llm()
+    assert (
+        llm.generate("Hello", sampling_params=PARAMS, use_tqdm=False)[0].outputs
+        == llm.generate("Hello", PARAMS)[0].outputs
+    )
+    with pytest.raises(RequestError, match="pass one of them"):
+        llm.generate("Hello", PARAMS, sampling_params=PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "match"),
+    [
+        pytest.param(["ok", ""], PARAMS, PromptError, "prompt 1: an empty prompt", id="an empty one"),
+        pytest.param(
+            ["ok", "ok", {"prompt_token_ids": [999]}], PARAMS, PromptError, "prompt 2: .*999", id="an unknown id"
+        ),
+        pytest.param(
+            ["ok", "ok"],
+            [PARAMS, SamplingParams(max_tokens=500)],
+            RequestError,
+            "prompt 1: max_tokens=500",
+            id="too long",
+        ),
+        pytest.param(["ok", "ok"], [PARAMS], RequestError, "1 params were given for 2 prompts", id="too few params"),
+        pytest.param(["ok"], [PARAMS] * 2, RequestError, "2 params were given for 1 prompts", id="too many params"),
+        pytest.param(["ok", "ok"], [PARAMS, None], RequestError, "prompt 1: params of type NoneType", id="no params"),
+        pytest.param([1, 2, 3], PARAMS, PromptError, "prompt 0: a prompt of type int", id="bare ids"),
+        pytest.param(iter(["ok"]), PARAMS, PromptError, "one prompt or a list of them", id="an iterator"),
+        pytest.param(None, PARAMS, PromptError, "prompts of type NoneType", id="None"),
+        pytest.param("", PARAMS, PromptError, "^an empty prompt", id="a single empty one"),
+        pytest.param("ok", {"max_tokens": 3}, RequestError, "params of type dict", id="a dict"),
+    ],
+)
+def test_anything_wrong_raises_before_anything_runs(prompts, params, error, match):
+    llm = make_llm()
+    with pytest.raises(error, match=match):
+        llm.generate(prompts, params)
+    assert engine_of(llm).runner.steps == []
+    assert engine_of(llm).stats().num_requests == 0
+    assert_at_rest(engine_of(llm))
+
+
+def test_chat():
+    llm = make_llm()
+    (output,) = llm.chat(MESSAGES, PARAMS)
+    assert output.prompt == "user: Hi\nassistant: "
+    assert answer_of(output) == solo(output.prompt, PARAMS)
+    (bare,) = llm.chat(MESSAGES, PARAMS, chat_template_kwargs={"add_generation_prompt": False})
+    assert bare.prompt == "user: Hi\n"
+    other = [*MESSAGES, {"role": "assistant", "content": "Yes?"}]
+    outputs = llm.chat([MESSAGES, other], [PARAMS, SamplingParams(max_tokens=2)])
+    assert [output.prompt for output in outputs] == ["user: Hi\nassistant: ", "user: Hi\nassistant: Yes?\nassistant: "]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 2]
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "Hi", None, [[]], [MESSAGES, []], [MESSAGES, "Hi"], {"role": "user"}], ids=repr
+)
+def test_what_is_no_chat(messages):
+    llm = make_llm()
+    with pytest.raises(PromptError):
+        llm.chat(messages, PARAMS)
+    assert engine_of(llm).runner.steps == []
+
+
+def test_a_stream_is_the_answer_in_pieces():
+    llm = make_llm()
+    deltas = list(llm.stream("Hello", PARAMS))
+    assert (tokens_of(deltas), text_of(deltas)) == solo("Hello", PARAMS)
+    assert len(deltas) == 8
+    assert deltas[-1].finish_reason == "length"
+    chat = list(llm.stream_chat(MESSAGES, PARAMS, chat_template_kwargs={"add_generation_prompt": False}))
+    assert (tokens_of(chat), text_of(chat)) == solo("user: Hi\n", PARAMS)
+    assert_at_rest(engine_of(llm))
+
+
+def test_a_stream_of_several_completions():
+    params = SamplingParams(n=3, seed=5, max_tokens=4)
+    llm = make_llm()
+    deltas = list(llm.stream("Hello", params))
+    (output,) = llm.generate("Hello", params)
+    for index in range(3):
+        own = [delta for delta in deltas if delta.index == index]
+        assert (tokens_of(own), text_of(own)) == answer_of(output, index)
+
+
+def test_a_wrong_stream_raises_at_once():
+    llm = make_llm()
+    with pytest.raises(PromptError):
+        llm.stream("", PARAMS)
+    with pytest.raises(RequestError):
+        llm.stream("ok", SamplingParams(max_tokens=10**6))
+
+
+@pytest.mark.parametrize("num_read", range(9))
+def test_a_stream_that_is_left_is_aborted(num_read):
+    llm = make_llm()
+    stream = llm.stream("Hello", PARAMS)
+    for _ in range(num_read):
+        next(stream)
+    stream.close()
+    assert_at_rest(engine_of(llm))
+    for number, _ in enumerate(llm.stream("Hello", PARAMS)):
+        if number == num_read:
+            break
+    assert_at_rest(engine_of(llm))
+
+
+def test_a_stream_that_never_starts_costs_nothing():
+    llm = make_llm()
+    stream = llm.stream("Hello", PARAMS)
+    assert engine_of(llm).stats().num_requests == 0
+    del stream
+    assert_at_rest(engine_of(llm))
+
+
+def test_streams_and_batches_may_alternate():
+    llm = make_llm()
+    one, two = llm.stream("one", PARAMS), llm.stream("two", PARAMS)
+    heard = [[next(one)], [next(two)], [next(one)]]
+    (output,) = llm.generate("three", PARAMS)
+    assert answer_of(output) == solo("three", PARAMS)
+    assert (tokens_of(heard[0] + heard[2] + [*one]), tokens_of(heard[1] + [*two])) == (
+        solo("one", PARAMS)[0],
+        solo("two", PARAMS)[0],
+    )
+    assert_at_rest(engine_of(llm))
+
+
+def test_a_stream_waits_for_room_in_the_queue():
+    llm = make_llm(max_queue=1, max_num_seqs=1)
+    one, two, three = (llm.stream(prompt, PARAMS) for prompt in ("one", "two", "three"))
+    first = [next(one)]
+    second = [next(two)]
+    assert text_of([*three]) == solo("three", PARAMS)[1]
+    assert text_of([*first, *one]) == solo("one", PARAMS)[1]
+    assert text_of([*second, *two]) == solo("two", PARAMS)[1]
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, 20])
+def test_ctrl_c_aborts_the_requests_of_the_call_and_comes_through(k):
+    llm = make_llm(max_queue=4, max_num_seqs=2)
+    stream = llm.stream("stream", PARAMS)
+    heard = [next(stream)]
+    calls = iter(range(1000))
+    engine_of(llm).runner.on_step = lambda step: signal.raise_signal(signal.SIGINT) if next(calls) == k else None
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([f"number {number}" for number in range(20)], PARAMS)
+    assert engine_of(llm).stats().num_unfinished_requests <= 1, "the stream is not of that call"
+    heard += stream
+    assert (tokens_of(heard), text_of(heard)) == solo("stream", PARAMS)
+    assert_at_rest(engine_of(llm))
+    assert answer_of(llm.generate("after", PARAMS)[0]) == solo("after", PARAMS)
+
+
+def test_a_request_that_fails_is_an_output_with_an_error():
+    llm = make_llm()
+    token_text = llm.tokenizer.token_text
+    try:
+        llm.tokenizer.token_text = lambda token: 1 / 0
+        good, bad = llm.generate(["good", "bad"], [PARAMS, SamplingParams(max_tokens=4, logprobs=1)])
+    finally:
+        llm.tokenizer.token_text = token_text
+    assert answer_of(good) == solo("good", PARAMS)
+    assert (bad.finished, bad.outputs[0].finish_reason) == (True, "error")
+    assert "ZeroDivisionError" in bad.error
+
+
+def test_an_engine_that_dies_is_an_exception():
+    llm = make_llm()
+    stream = llm.stream("stream", PARAMS)
+    next(stream)
+
+    def fail(step):
+        raise OSError("device lost")
+
+    engine_of(llm).runner.on_step = fail
+    with pytest.raises(EngineDeadError, match="device lost"):
+        llm.generate(["a", "b"], PARAMS)
+    for call in (lambda: llm.generate("c", PARAMS), lambda: next(stream), lambda: next(llm.stream("d", PARAMS))):
+        with pytest.raises(EngineDeadError, match="device lost"):
+            call()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_a_death_in_the_turn_of_another_thread_is_an_exception_too(how, monkeypatch):
+    llm = make_llm()
+    driver, engine = llm._driver, engine_of(llm)
+
+    def fail(step):
+        raise OSError("device lost")
+
+    engine.runner.on_step = fail
+    # What another thread's turn does to this one: deltas arrive, and the exception went to somebody else.
+    monkeypatch.setattr(driver, "pump", lambda: driver._deliver(engine.step()))
+    with pytest.raises(EngineDeadError, match="device lost"):
+        llm.generate(["a", "b"], PARAMS) if how == "generate" else next(llm.stream("a", PARAMS))
+
+
+def test_shutdown_aborts_and_lets_go():
+    llm = make_llm()
+    engine = engine_of(llm)
+    stream = llm.stream("stream", PARAMS)
+    next(stream)
+    with llm:
+        pass
+    assert_at_rest(engine)
+    assert [delta.finish_reason for delta in stream] == ["abort"]
+    llm.shutdown()
+    for call in (lambda: llm.generate("x"), lambda: llm.tokenizer, lambda: llm.memory, llm.stats):
+        with pytest.raises(EngineDeadError, match="it was shut down"):
+            call()
+
+
+def test_what_else_there_is_to_see():
+    account = MemoryReport((), 0, "none", 1, 1, 1)
+    llm = make_llm(generation=GenerationDefaults(temperature=0.6, top_k=20), memory=account)
+    assert llm.memory is account
+    assert llm.default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
+    llm.generate("Hello, hello, hello", PARAMS)
+    assert llm.stats().num_output_tokens == 8
+    assert llm.tokenizer.decode(llm.generate("Hello", PARAMS)[0].outputs[0].token_ids) == solo("Hello", PARAMS)[1]
+    llm.reset_prefix_cache()
+    assert llm.generate("Hello, hello, hello", PARAMS)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_the_signature_is_a_model_and_the_shared_options(kind):
+    parameters = inspect.signature(kind).parameters
+    assert list(parameters) == ["model", "on_progress", "options"]
+    assert (parameters["model"].kind, parameters["model"].default) == (inspect.Parameter.POSITIONAL_OR_KEYWORD, None)
+    assert get_type_hints(kind.__init__)["options"] == Unpack[EngineOptions]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_length": 5}, "did you mean max_model_len"),
+        ({"memory_utilization": 0.5, "gpu_memory_utilization": 0.6}, "is the same option"),
+        ({"seed": False}, "seed=False was asked"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_touched(kind, options, words, built):
+    with pytest.raises(ConfigError, match=words):
+        kind("some/model", **options)
+    assert built == []
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Configs and progress callbacks that engines were built with."""
+    calls = []
+
+    def build_engine(config, on_progress):
+        calls.append((config, on_progress))
+        on_progress(1, 2)
+        return make_engine()
+
+    module = types.ModuleType("holdfast.engine.build")
+    module.build_engine = build_engine
+    monkeypatch.setitem(sys.modules, "holdfast.engine.build", module)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_options_reach_the_builder(kind, built):
+    seen = []
+    llm = kind(
+        "some/model", max_model_len=64, gpu_memory_utilization=0.5, on_progress=lambda *counts: seen.append(counts)
+    )
+    assert built[0][0] == EngineConfig(model="some/model", max_model_len=64, memory_utilization=0.5)
+    assert seen == [(1, 2)]
+    llm.shutdown()
+    kind().shutdown()
+    assert built[1][0] == EngineConfig()
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+        kind(max_num_seq=4)
+    with pytest.raises(ConfigError, match="dtype"):
+        kind(dtype="float12")
+    assert len(built) == 2
+
+
+def test_opening_the_module_imports_no_torch():
+    code = "import sys, holdfast.api.llm, holdfast.api.async_llm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_options_are_the_fields_of_the_config_and_other_names_of_them():
+    fields = get_type_hints(EngineConfig)
+    others = {alias: fields[name] for alias, name in ALIASES.items()}
+    assert get_type_hints(EngineOptions) == {name: kind for name, kind in fields.items() if name != "model"} | others
+
+
+def test_the_makers_advice():
+    advice = GenerationDefaults(eos_token_ids=(1,), temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    expected = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    assert sampling_params_from(advice) == expected
+    assert sampling_params_from(GenerationDefaults()) == SamplingParams()
+    assert sampling_params_from(GenerationDefaults(temperature=0.0)).is_greedy
+
+
+def test_bad_advice_is_the_models_fault():
+    with pytest.raises(ModelFormatError, match="temperature"):
+        sampling_params_from(GenerationDefaults(temperature=float("nan")))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watch(monkeypatch) -> Terminal:
+    """Called in the test itself, since pytest puts its own stderr back before each test."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return stream
+
+
+def test_a_person_sees_prompts_and_tokens_per_second(monkeypatch):
+    terminal = watch(monkeypatch)
+    with GenerationBar(3, wanted=True) as bar:
+        for number in range(4):
+            bar.update(number, number * 100, number * 10)
+    shown = terminal.getvalue()
+    assert "Processed prompts" in shown
+    assert "3/3" in shown
+    assert "est. speed input: " in shown
+    assert "output: " in shown
+
+
+def test_a_person_sees_bytes_while_loading(monkeypatch):
+    terminal = watch(monkeypatch)
+    with LoadingBar() as bar:
+        bar(0, 2**20)
+        bar(2**19, 2**20)
+    shown = terminal.getvalue()
+    assert "Loading weights" in shown
+    assert "left" in shown
+    assert "0.5/1.0 MiB" in shown
+
+
+def test_nobody_sees_anything_when_it_is_not_wanted(monkeypatch):
+    terminal = watch(monkeypatch)
+    with GenerationBar(3, wanted=False) as bar:
+        bar.update(3, 1, 1)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None], ids=["a pipe", "no stderr"])
+def test_a_program_sees_nothing(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert not is_watched()
+    with GenerationBar(3, wanted=True) as bar, LoadingBar() as loading:
+        loading(1, 2)
+        bar.update(3, 1, 1)
+    assert stream is None or stream.getvalue() == ""

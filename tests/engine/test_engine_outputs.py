@@ -1,0 +1,241 @@
+""""""
+
+import pytest
+
+from engine.fakes import EOS, logprobs_at, shared_tokenizer
+from holdfast.engine.outputs import Completion, DeltaBuffer, Ending, OutputAssembler, PromptLogprobs, position_logprobs
+from holdfast.request.outputs import CompletionDelta, Logprob, RequestMetrics
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import SequenceResult, TokenLogprobs
+
+
+def completion(max_tokens: int = 100, **params) -> Completion:
+    sequence = Sequence(3, list(b"Q"), 1, SamplingParams(**params), seed=0, max_tokens=max_tokens)
+    return Completion("r", 2, sequence, shared_tokenizer(), arrived_at=10.0)
+
+
+def say(subject: Completion, tokens: bytes | list[int], now: float = 20.0):
+    """Give it tokens until it ends: the deltas, and the ending."""
+    deltas, ending = [], None
+    for token in tokens:
+        assert ending is None, "it was asked to go on after its end"
+        subject.sequence.token_ids.append(token)
+        result = SequenceResult(token, logprobs_at(token, 0, 1))
+        delta, ending = subject.advance(token, result, frozenset((EOS,)), now)
+        deltas.append(delta)
+    return deltas, ending
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "text", "ending"),
+    [
+        ({}, b"abc", "abc", None),
+        ({"max_tokens": 3}, b"abc", "abc", Ending("length")),
+        ({}, [*b"ab", EOS], "ab", Ending("stop")),
+        ({"stop_token_ids": [EOS]}, [*b"ab", EOS], "ab", Ending("stop")),
+        ({"stop_token_ids": [98]}, b"ab", "a", Ending("stop", 98)),
+        ({"stop": "bc"}, b"abc", "a", Ending("stop", "bc")),
+        ({"stop": ["c", "bc"]}, b"abc", "a", Ending("stop", "bc")),
+        ({"stop": "cd", "max_tokens": 3}, b"abc", "abc", Ending("length")),
+        ({"stop": "é"}, "aé".encode(), "a", Ending("stop", "é")),
+        ({"stop": "\ufffd", "max_tokens": 2}, "aé".encode()[:2], "a", Ending("stop", "\ufffd")),
+        ({"stop": "bc", "min_tokens": 2}, b"abc", "a", Ending("stop", "bc")),
+        ({"stop": "ab", "min_tokens": 3}, b"abc", "abc", None),
+        ({"stop_token_ids": [98], "min_tokens": 3}, b"aba", "aba", None),
+        ({"stop_token_ids": [98], "min_tokens": 3}, b"abb", "ab", Ending("stop", 98)),
+        ({"min_tokens": 3}, [*b"a", EOS, *b"b"], "ab", None),
+        ({"min_tokens": 3}, [*b"a", EOS, EOS], "a", Ending("stop")),
+    ],
+    ids=str,
+)
+def test_text_and_ending(params, tokens, text, ending):
+    subject = completion(**{"max_tokens": 100, **params})
+    deltas, found = say(subject, tokens)
+    held = "" if subject._stop_strings is None else subject._stop_strings.flush()
+    assert ("".join(delta.text for delta in deltas) + held, found) == (text, ending)
+    last = deltas[-1]
+    assert (last.finish_reason, last.stop_reason) == (
+        (None, None) if ending is None else (ending.finish_reason, ending.stop_reason)
+    )
+    assert [delta.token_ids for delta in deltas] == [(token,) for token in tokens]
+
+
+def test_deltas_say_whose_they_are():
+    deltas, _ = say(completion(), b"a")
+    assert (deltas[0].request_id, deltas[0].index) == ("r", 2)
+
+
+def test_ending_from_outside():
+    subject = completion()
+    before = subject.end(Ending("abort"), 30.0)
+    assert (before.finish_reason, before.token_ids, before.metrics) == ("abort", (), None)
+    subject.scheduled_at = 12.0
+    say(subject, b"a")
+    subject.sequence.num_preemptions = 2
+    after = subject.end(Ending("error", error="why"), 30.0)
+    assert (after.finish_reason, after.error) == ("error", "why")
+    assert (after.metrics.queue_seconds, after.metrics.first_token_seconds, after.metrics.total_seconds) == (2, 10, 20)
+    assert after.metrics.num_preemptions == 2
+
+
+def test_missing_logprobs_are_an_error_of_this_request():
+    subject = completion(logprobs=1)
+    subject.sequence.token_ids.append(97)
+    with pytest.raises(AssertionError, match="no logprobs"):
+        subject.advance(97, SequenceResult(97), frozenset(), 1.0)
+
+
+TOP = ((98, -0.1), (97, -2.0), (99, -3.0))
+
+
+def test_a_chosen_token_outside_the_top_is_there_with_its_rank():
+    found = position_logprobs(TokenLogprobs(122, -9.0, 40, TOP), 2, shared_tokenizer())
+    assert found == {122: Logprob(-9.0, 40, "z"), 98: Logprob(-0.1, 1, "b"), 97: Logprob(-2.0, 2, "a")}
+    assert list(found) == [122, 98, 97]
+
+
+def test_a_chosen_token_in_the_top_is_there_once():
+    found = position_logprobs(TokenLogprobs(97, -2.0, 2, TOP), 3, shared_tokenizer())
+    assert list(found) == [97, 98, 99]
+    assert found[97].rank == 2
+
+
+def test_the_rank_of_a_chosen_token_is_the_measured_one_among_equals():
+    tied = TokenLogprobs(97, -0.1, 1, ((98, -0.1), (97, -0.1)))
+    assert position_logprobs(tied, 2, None)[97].rank == 1
+
+
+def test_none_of_the_top_when_none_was_asked():
+    assert list(position_logprobs(TokenLogprobs(97, -2.0, 2, TOP), 0, None)) == [97]
+
+
+def entry(position: int) -> TokenLogprobs:
+    return TokenLogprobs(97 + position, -float(position), 1, ())
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 6])
+def test_chunks_add_up_and_repeats_are_passed_over(chunk):
+    prompt = PromptLogprobs(6, 0)
+    for _ in range(2):
+        for start in range(0, 6, chunk):
+            places = range(start + 1, min(start + chunk, 5) + 1)
+            prompt.collect(start, tuple(map(entry, places)), shared_tokenizer())
+            assert len(prompt._by_position) >= places.stop if len(places) else True
+    whole = prompt.whole()
+    assert whole[0] is None
+    assert [next(iter(position)) for position in whole[1:]] == [98, 99, 100, 101, 102]
+
+
+def test_a_repeat_that_goes_further_adds_what_is_new():
+    prompt = PromptLogprobs(6, 0)
+    prompt.collect(0, (entry(1), entry(2)), None)
+    prompt.collect(0, (entry(1), entry(2), entry(3)), None)
+    prompt.collect(1, (entry(2),), None)
+    prompt.collect(3, (entry(4), entry(5)), None)
+    assert [next(iter(position)) for position in prompt.whole()[1:]] == [98, 99, 100, 101, 102]
+
+
+def test_a_gap_is_noticed():
+    prompt = PromptLogprobs(6, 0)
+    prompt.collect(0, (entry(1),), None)
+    with pytest.raises(AssertionError, match="without logprobs"):
+        prompt.collect(2, (entry(3),), None)
+    with pytest.raises(AssertionError, match="2 of 6 prompt positions"):
+        prompt.whole()
+
+
+def delta(index: int, text: str, *token_ids: int, logprob: float | None = None, **others) -> CompletionDelta:
+    logprobs = None if logprob is None else tuple({token: Logprob(logprob, 1, "")} for token in token_ids)
+    others = {"finish_reason": None, "stop_reason": None, **others}
+    return CompletionDelta("r", index, text, token_ids, logprobs, **others)
+
+
+def metrics(queue: float, first: float, total: float, cached: int, preemptions: int) -> RequestMetrics:
+    return RequestMetrics(queue, first, total, cached, preemptions)
+
+
+ANSWER = [
+    delta(0, "a", 1, num_cached_tokens=8, prompt_logprobs=(None, {5: Logprob(-1.0, 1, "x")})),
+    delta(1, "", 11),
+    delta(0, "bc", 2),
+    delta(1, "k", 12, finish_reason="stop", stop_reason="!", metrics=metrics(1, 3, 5, 16, 1)),
+    delta(0, "", finish_reason="error", error="broken", num_cached_tokens=8, metrics=metrics(2, 2, 9, 8, 2)),
+]
+
+
+def assembled(deltas: list[CompletionDelta], n: int = 2) -> OutputAssembler:
+    assembler = OutputAssembler("prompt", [5, 6], n)
+    for item in deltas:
+        assembler.add(item)
+    return assembler
+
+
+def test_an_answer_is_the_sum_of_its_deltas():
+    output = assembled(ANSWER).output()
+    assert (output.request_id, output.prompt, output.prompt_token_ids) == ("r", "prompt", [5, 6])
+    first, second = output.outputs
+    assert (first.index, first.text, first.token_ids) == (0, "abc", [1, 2])
+    assert (first.finish_reason, first.stop_reason, first.logprobs, first.cumulative_logprob) == (
+        "error",
+        None,
+        None,
+        None,
+    )
+    assert (second.index, second.text, second.token_ids) == (1, "k", [11, 12])
+    assert (second.finish_reason, second.stop_reason) == ("stop", "!")
+    assert output.finished
+    assert output.error == "broken"
+    assert output.num_cached_tokens == 8
+    assert output.prompt_logprobs == [None, {5: Logprob(-1.0, 1, "x")}]
+    assert output.metrics == RequestMetrics(1, 2, 9, 8, 3)
+
+
+def test_before_the_end_it_is_unfinished_and_has_no_metrics():
+    for num_deltas in range(len(ANSWER)):
+        output = assembled(ANSWER[:num_deltas]).output()
+        assert not output.finished
+        assert output.metrics is None
+    assert [completion.finished for completion in assembled(ANSWER[:4]).output().outputs] == [False, True]
+
+
+def test_an_output_does_not_change_later():
+    assembler = assembled(ANSWER[:2])
+    output = assembler.output()
+    kept = repr(output)
+    for item in ANSWER[2:]:
+        assembler.add(item)
+    assembler.output()
+    assert repr(output) == kept
+
+
+def test_logprobs_add_up():
+    assembler = assembled([delta(0, "", 1, logprob=-0.5), delta(0, "", 2, 3, logprob=-0.25)], n=1)
+    completion = assembler.output().outputs[0]
+    assert completion.cumulative_logprob == -1.0
+    assert [list(position) for position in completion.logprobs] == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_merged_deltas_say_the_same(every):
+    assembler, buffer = OutputAssembler("prompt", [5, 6], 2), DeltaBuffer()
+    for number, item in enumerate(ANSWER):
+        buffer.add(item)
+        if number % every == every - 1 or number == len(ANSWER) - 1:
+            taken = buffer.take()
+            assert [item.index for item in taken] == sorted({item.index for item in taken})
+            for merged in taken:
+                assembler.add(merged)
+            assert len(buffer) == 0
+    assert assembler.output() == assembled(ANSWER).output()
+
+
+def test_an_unread_answer_takes_no_more_room_than_the_answer():
+    buffer = DeltaBuffer()
+    for token in range(10_000):
+        buffer.add(delta(token % 2, "x", token, logprob=-1.0))
+    assert len(buffer) == 2
+    first, second = buffer.take()
+    assert (len(first.token_ids), len(first.logprobs), first.text) == (5000, 5000, "x" * 5000)
+    assert second.token_ids[:3] == (1, 3, 5)
+    assert buffer.take() == []

@@ -1,0 +1,373 @@
+"""Contenders: what is settled for a window, which formats a model can have, and which layers are protected in them."""
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from holdfast.config import EngineConfig, Limits
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.eval import kv_quality
+from holdfast.eval.kv_quality import (
+    CHUNK_TOKENS,
+    Contender,
+    Entry,
+    OpenedContenders,
+    Quality,
+    format_entry,
+    measure,
+    narrower_formats,
+    open_contenders,
+    reference_entry,
+    settle_config,
+    steps_of,
+)
+from holdfast.loading.model_files import open_model
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.planning.terms import PROMPT_ROWS
+from holdfast.quant.formats import KV_FORMATS
+from loading.tiny_models import VOCAB, save_tiny
+
+WINDOW, NUM_WINDOWS, CHUNK = 90, 3, 32
+FORMATS = ("float16", "bfloat16", "fp8", "turboquant_4bit_nc", "turboquant_3bit_nc")
+DICE = random.Random(0)
+WINDOWS = [[DICE.randrange(8, VOCAB) for _ in range(WINDOW)] for _ in range(NUM_WINDOWS)]
+
+
+def silent(done: int, total: int) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path):
+    return save_tiny("llama", folder)
+
+
+def opened_with(folder: Path, chunk: int, *formats: str) -> OpenedContenders:
+    model = open_model(str(folder), "auto")
+    config = settle_config(EngineConfig(device="cpu", max_num_batched_tokens=chunk), model, WINDOW)
+    reference = reference_entry(config)
+    entries = [reference, reference, *(format_entry(config, model, name) for name in formats)]
+    try:
+        return open_contenders(entries, model, silent)
+    finally:
+        model.source.close()
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path, theirs):
+    contenders = opened_with(folder, CHUNK, *FORMATS)
+    yield contenders
+    contenders.release()
+
+
+@pytest.fixture(scope="module")
+def qualities(opened: OpenedContenders) -> dict[str, Quality]:
+    own, again, *others = measure(opened.contenders[0], opened.contenders[1:], WINDOWS, silent)
+    return {"reference": own, "again": again, **{quality.name: quality for quality in others}}
+
+
+def all_logits(contender: Contender, window: int) -> torch.Tensor:
+    """Those of a window, collected by hand: [predictions, V]."""
+    pieces = []
+    for step in steps_of(1000 + window, WINDOWS[window], contender.runner.limits):
+        hidden_TH = contender.runner.hidden_rows(step)
+        pieces += [contender.runner.row_logits(rows).clone() for rows in hidden_TH.split(7)]
+    return torch.cat(pieces)[:-1]
+
+
+def test_the_reference_is_no_way_from_itself(qualities: dict[str, Quality]) -> None:
+    for quality in (qualities["reference"], qualities["again"]):
+        assert (quality.mean_kl, quality.p99_kl, quality.max_kl, quality.kl_error) == (0, 0, 0, 0)
+        assert quality.agreement == 1
+        assert quality.num_predictions == NUM_WINDOWS * (WINDOW - 1)
+        assert quality.seconds > 0
+    assert qualities["again"].perplexity == qualities["reference"].perplexity
+
+
+def test_perplexity_is_that_of_transformers(theirs, qualities: dict[str, Quality]) -> None:
+    with torch.no_grad():
+        losses = [theirs(input_ids=ids, labels=ids).loss.item() for ids in (torch.tensor([own]) for own in WINDOWS)]
+    assert qualities["reference"].perplexity == pytest.approx(math.exp(sum(losses) / NUM_WINDOWS), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_figures_are_those_of_plain_formulas(
+    name: str, opened: OpenedContenders, qualities: dict[str, Quality]
+) -> None:
+    place = 2 + FORMATS.index(name)
+    reference, contender, found = opened.contenders[0], opened.contenders[place], qualities[name]
+    kl, same, losses = [], [], []
+    for window in range(NUM_WINDOWS):
+        ref_PV, own_PV = all_logits(reference, window).double(), all_logits(contender, window).double()
+        ref_log_PV, own_log_PV = ref_PV.log_softmax(-1), own_PV.log_softmax(-1)
+        kl.append(F.kl_div(own_log_PV, ref_log_PV, reduction="none", log_target=True).sum(-1))
+        same.append(ref_PV.argmax(-1) == own_PV.argmax(-1))
+        losses.append(F.cross_entropy(own_PV, torch.tensor(WINDOWS[window][1:]), reduction="none"))
+    kl_X = torch.cat(kl)
+    assert found.mean_kl == pytest.approx(kl_X.mean().item(), rel=1e-5, abs=1e-12)
+    assert found.max_kl == pytest.approx(kl_X.max().item(), rel=1e-5, abs=1e-12)
+    assert found.p99_kl == pytest.approx(kl_X.sort().values[math.ceil(0.99 * (len(kl_X) - 1))].item(), rel=1e-5)
+    assert found.kl_error == pytest.approx((kl_X.std(correction=0) / len(kl_X) ** 0.5).item(), rel=1e-5)
+    assert found.agreement == torch.cat(same).double().mean().item()
+    assert found.perplexity == pytest.approx(torch.cat(losses).mean().exp().item(), rel=1e-6)
+    by_place = torch.stack(kl).mean(0).tensor_split(8)
+    assert found.kl_by_place[0] == pytest.approx(by_place[0].mean().item(), rel=1e-5, abs=1e-12)
+    assert found.num_broken == 0
+
+
+def test_fewer_bits_are_further_away(qualities: dict[str, Quality]) -> None:
+    distances = [qualities[name].mean_kl for name in ("float16", "bfloat16", "fp8", "turboquant_3bit_nc")]
+    assert distances == sorted(distances)
+    assert 0 < distances[0] < 1e-5
+
+
+def test_bytes_are_the_formats_own(opened: OpenedContenders) -> None:
+    heads, head_dim, layers = 2, 16, 2
+    by_name = {contender.name: contender.size_bytes for contender in opened.contenders}
+    assert by_name["float32"] == layers * heads * head_dim * 2 * 4
+    assert by_name["float16"] == opened.plain_bytes_per_token == layers * heads * head_dim * 2 * 2
+    assert by_name["fp8"] == layers * heads * 2 * (head_dim + 2)
+    # One of the two layers is protected, in fp8.
+    assert by_name["turboquant_4bit_nc"] == heads * 2 * (head_dim + 2) + heads * 2 * (head_dim // 2 + 2)
+
+
+def test_chunks_change_nothing_but_rounding(folder: Path, qualities: dict[str, Quality]) -> None:
+    whole = opened_with(folder, WINDOW, "turboquant_4bit_nc")
+    *_, found = measure(whole.contenders[0], whole.contenders[1:], WINDOWS, silent)
+    whole.release()
+    assert found.mean_kl == pytest.approx(qualities["turboquant_4bit_nc"].mean_kl, rel=1e-3)
+    assert found.perplexity == pytest.approx(qualities["turboquant_4bit_nc"].perplexity, rel=1e-5)
+
+
+def test_progress_counts_every_token_of_everybody(opened: OpenedContenders) -> None:
+    told = []
+    measure(opened.contenders[0], opened.contenders[1:3], WINDOWS[:2], lambda done, total: told.append((done, total)))
+    assert {total for _, total in told} == {3 * 2 * WINDOW}
+    done = [count for count, _ in told]
+    assert done == sorted(set(done))
+    assert (done[0], done[-1]) == (0, 3 * 2 * WINDOW)
+
+
+class FakeRunner:
+    """Logits are a table by row of the text, changed by whoever makes it."""
+
+    def __init__(self, vocab_size: int, change=lambda logits_RV, first: logits_RV, chunk: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device("cpu")
+        self.limits = Limits(1, chunk, 10_000, 16)
+        self._change = change
+        self.num_rows: list[int] = []
+
+    def hidden_rows(self, step) -> torch.Tensor:
+        (item,) = step.scheduled
+        return torch.arange(item.start, item.start + item.num_new_tokens).unsqueeze(1).float()
+
+    def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        self.num_rows.append(len(hidden_RH))
+        logits_RV = torch.sin(hidden_RH * 7 + torch.arange(self.vocab_size)) * 3
+        return self._change(logits_RV, int(hidden_RH[0, 0]))
+
+
+def fake(name: str, *arguments, **options) -> Contender:
+    return Contender(name, FakeRunner(*arguments, **options), Fraction(100))  # type: ignore[arg-type]
+
+
+def with_nan(logits_RV: torch.Tensor, first: int) -> torch.Tensor:
+    """The eleventh row of the text has a NaN."""
+    if first <= 10 < first + len(logits_RV):
+        logits_RV[10 - first, 3] = math.nan
+    return logits_RV
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_counted_and_ruins_only_its_own(wrong: float) -> None:
+    def broken(logits_RV: torch.Tensor, first: int) -> torch.Tensor:
+        return torch.where(with_nan(logits_RV, first).isnan(), wrong, logits_RV)
+
+    _, bad, good = measure(fake("ref", 11), [fake("bad", 11, broken), fake("good", 11)], [[1] * 40, [2] * 40], silent)
+    assert bad.num_broken == 2
+    assert bad.mean_kl == bad.max_kl == bad.p99_kl == bad.perplexity == bad.kl_error == math.inf
+    assert bad.agreement == 76 / 78
+    assert (good.num_broken, good.mean_kl, good.agreement) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [(torch.float16, "run it in another dtype, such as float32"), (torch.float32, "check its weights: they or their")],
+)
+def test_a_reference_that_is_no_number_is_refused(dtype: torch.dtype, advice: str, monkeypatch) -> None:
+    plain = FakeRunner.hidden_rows
+    monkeypatch.setattr(FakeRunner, "hidden_rows", lambda self, step: plain(self, step).to(dtype))
+    with pytest.raises(HoldfastError, match=rf"a comparison with ref was asked.*not finite; {advice}"):
+        measure(fake("ref", 11, with_nan), [fake("other", 11)], [[1] * 40], silent)
+
+
+def test_logits_far_apart_are_far_but_finite() -> None:
+    def far(logits_RV: torch.Tensor, first: int) -> torch.Tensor:
+        return logits_RV * -1000
+
+    (_, found) = measure(fake("ref", 11), [fake("far", 11, far)], [[5] * 30], silent)
+    assert 1000 < found.mean_kl < 1e5
+    assert found.perplexity == math.inf or found.perplexity > 1e100
+    assert found.num_broken == 0
+
+
+def test_a_shift_of_all_logits_is_no_difference() -> None:
+    (_, found) = measure(fake("ref", 11), [fake("up", 11, lambda logits_RV, first: logits_RV + 64)], [[5] * 30], silent)
+    assert found.mean_kl < 1e-10
+    assert found.agreement == 1
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(11, PROMPT_ROWS), (200, 5), (3000, 1)])
+def test_pieces_are_bounded_by_rows_and_by_logits(vocab_size: int, rows: int, monkeypatch) -> None:
+    monkeypatch.setattr(kv_quality, "PIECE_ELEMENTS", 64 * 11 if vocab_size == 11 else 1000)
+    reference, other = fake("ref", vocab_size, chunk=100), fake("other", vocab_size, chunk=100)
+    measure(reference, [other], [[1] * 150], silent)
+    for contender in (reference, other):
+        counts = contender.runner.num_rows  # type: ignore[attr-defined]
+        assert max(counts) == rows
+        assert sum(counts) == 149
+
+
+def test_the_shortest_window_has_one_prediction() -> None:
+    (own, other) = measure(fake("ref", 11), [fake("other", 11)], [[1, 2], [3, 4]], silent)
+    assert own.num_predictions == other.num_predictions == 2
+    assert len(own.kl_by_place) == 1
+
+
+def test_a_prediction_that_nobody_made_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(kv_quality.Tally, "add", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="nobody made"):
+        measure(fake("ref", 11), [], [[1] * 5], silent)
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_the_same_things(folder: Path, theirs) -> None:
+    """Runners have streams of their own there, and hand their logits from one to the other."""
+    model = open_model(str(folder), "auto")
+    config = settle_config(EngineConfig(device="cuda", dtype="bfloat16", max_num_batched_tokens=CHUNK), model, WINDOW)
+    reference = reference_entry(config)
+    entries = [reference, reference, *(format_entry(config, model, name) for name in ("fp8", "turboquant_3bit_nc"))]
+    opened = open_contenders(entries, model, silent)
+    model.source.close()
+    own, again, fp8, few = measure(opened.contenders[0], opened.contenders[1:], WINDOWS, silent)
+    for _ in range(3):
+        assert measure(opened.contenders[0], opened.contenders[1:], WINDOWS, silent)[3].mean_kl == few.mean_kl
+    opened.release()
+    assert again.mean_kl == 0
+    assert again.agreement == 1
+    assert 0 < fp8.mean_kl < few.mean_kl < 0.5
+    with torch.no_grad():
+        losses = [theirs(input_ids=ids, labels=ids).loss.item() for ids in (torch.tensor([own]) for own in WINDOWS)]
+    assert own.perplexity == pytest.approx(math.exp(sum(losses) / NUM_WINDOWS), rel=0.02)
+
+
+CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    made = {}
+    for family in ("llama", "llama_bias", "opt"):
+        made[family] = tmp_path_factory.mktemp(family)
+        save_tiny(family, made[family])
+    return made
+
+
+@contextmanager
+def model_of(folder: Path) -> Iterator[OpenModel]:
+    model = open_model(str(folder), "auto")
+    try:
+        yield model
+    finally:
+        model.source.close()
+
+
+def test_a_config_is_settled_for_one_window(folders) -> None:
+    with model_of(folders["llama"]) as model:
+        config = settle_config(EngineConfig(device="cpu"), model, 2048)
+        assert (config.dtype, config.device) == ("float32", "cpu")
+        assert (config.max_model_len, config.max_num_seqs) == (2048, 1)
+        assert config.max_num_batched_tokens == CHUNK_TOKENS
+        assert config.enforce_eager
+        short = settle_config(EngineConfig(device="cpu", max_num_batched_tokens=300), model, 100)
+        assert short.max_num_batched_tokens == 100
+        longer = settle_config(EngineConfig(device="cpu", max_num_batched_tokens=900, dtype="bfloat16"), model, 2048)
+        assert (longer.max_num_batched_tokens, longer.dtype) == (900, "bfloat16")
+
+
+def test_a_window_beyond_learned_positions_is_refused(folders) -> None:
+    with model_of(folders["opt"]) as model, pytest.raises(ConfigError, match="the model has learned 256 positions"):
+        settle_config(EngineConfig(device="cpu"), model, 257)
+
+
+@pytest.mark.parametrize(("dtype", "plain"), [("float32", ["float16", "bfloat16"]), ("bfloat16", [])])
+def test_formats_below_the_dtype_are_taken(folders, dtype: str, plain: list[str]) -> None:
+    with model_of(folders["llama"]) as model:
+        config = settle_config(EngineConfig(device="cpu", dtype=dtype), model, 64)
+        choice = narrower_formats(config, model)
+    assert list(choice.names) == [*plain, *CODED]
+    assert choice.left_out == {}
+
+
+def test_a_format_that_a_model_cannot_have_is_left_out_with_the_reason(folders) -> None:
+    with model_of(folders["llama_bias"]) as model:
+        config = settle_config(EngineConfig(device="cpu"), model, 64)
+        choice = narrower_formats(config, model)
+    assert list(choice.names) == ["float16", "bfloat16"]
+    assert list(choice.left_out) == CODED
+    assert all("24" in reason for reason in choice.left_out.values()), choice.left_out
+
+
+@pytest.mark.parametrize("asked", [None, 0, 1, "0,1"])
+def test_protection_is_for_formats_below_what_protects(folders, asked: int | str | None) -> None:
+    with model_of(folders["llama"]) as model:
+        config = settle_config(EngineConfig(device="cpu", kv_protected_layers=asked), model, 64)
+        entries = {name: format_entry(config, model, name) for name in ("float16", *CODED)}
+        reference = reference_entry(config)
+        assert set(narrower_formats(config, model).names) >= set(CODED)
+    given = {name: entry.variant.config.kv_protected_layers for name, entry in entries.items()}
+    assert given == {"float16": None, "fp8": None} | {name: asked for name in CODED if name != "fp8"}
+    assert reference.variant.config.kv_protected_layers is None
+    assert reference.name == reference.variant.config.kv_cache_dtype == "float32"
+
+
+def test_protection_in_the_dtype_reaches_eight_bits_too(folders) -> None:
+    with model_of(folders["llama"]) as model:
+        asked = EngineConfig(device="cpu", kv_protected_layers=1, kv_protected_dtype="auto")
+        config = settle_config(asked, model, 64)
+        assert format_entry(config, model, "fp8").variant.config.kv_protected_layers == 1
+        opened = open_contenders([reference_entry(config), format_entry(config, model, "fp8")], model, lambda *_: None)
+    heads, head_dim = 2, 16
+    assert [contender.note for contender in opened.contenders] == ["", "layers 0, in float32"]
+    assert opened.contenders[1].size_bytes == heads * 2 * (head_dim + 2) + heads * 2 * head_dim * 4
+    opened.release()
+
+
+def test_an_entry_may_say_its_own_bytes(folders) -> None:
+    with model_of(folders["llama"]) as model:
+        config = settle_config(EngineConfig(device="cpu"), model, 64)
+        reference = reference_entry(config)
+        entries = [
+            reference,
+            Entry("another", reference.variant, reference.bytes_per_token),
+            reference._replace(name="x"),
+        ]
+        entries[1] = entries[1]._replace(bytes_per_token=77, note="odd")  # type: ignore[arg-type]
+        opened = open_contenders(entries, model, lambda *_: None)
+    assert [contender.name for contender in opened.contenders] == ["float32", "another", "x"]
+    assert [contender.size_bytes for contender in opened.contenders] == [512, 77, 512]
+    assert opened.contenders[1].note == "odd"
+    assert opened.plain_bytes_per_token == 256
+    opened.release()

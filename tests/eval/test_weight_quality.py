@@ -1,0 +1,172 @@
+"""Who is compared by weights: what is settled, which schemes a model can have, and one load after the other."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.eval import weight_quality as weight_quality_entries
+from holdfast.eval.kv_quality import Contender, Quality, measure
+from holdfast.eval.weight_quality import (
+    Listener,
+    ReferenceReading,
+    SchemeEntry,
+    as_stored_entry,
+    compare_schemes,
+    measure_scheme,
+    plain_bytes,
+    possible_schemes,
+    scheme_entry,
+    settle_entries,
+    stored_scheme,
+)
+from holdfast.loading.model_files import open_model
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from loading.stored_models import make_stored
+from loading.tiny_models import save_tiny
+from runner.tiny_runners import watched_arenas
+
+WINDOWS = [[7 * place % 250 + 3 for place in range(start, start + 48)] for start in (0, 48)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", path)
+    return path
+
+
+@pytest.fixture
+def opened(folder: Path):
+    """opened(entry) -> a contender, released at the end."""
+    contexts = []
+    silent = weight_quality_entries.Listener(lambda name: None, lambda *_: None, lambda *_: None)
+
+    def open_entry(entry: SchemeEntry) -> Contender:
+        context = weight_quality_entries._opened(entry, silent)
+        contexts.append(context)
+        return context.__enter__()
+
+    yield open_entry
+    for context in reversed(contexts):
+        context.__exit__(None, None, None)
+
+
+def entries(folder: Path, *names: str) -> list[SchemeEntry]:
+    model = open_model(str(folder), "auto")
+    try:
+        config = EngineConfig(model=str(folder), device="cpu", max_num_batched_tokens=20)
+        reference, settled = settle_entries(config, model, 48)
+    finally:
+        model.source.close()
+    others = (as_stored_entry(settled, None) if name == "none" else scheme_entry(settled, name, ()) for name in names)
+    return [SchemeEntry("float32", reference), *others]
+
+
+def without_seconds(quality: Quality) -> dict[str, object]:
+    return {name: getattr(quality, name) for name in quality.__dataclass_fields__ if name != "seconds"}
+
+
+def test_one_after_the_other_gives_what_all_at_once_gives(folder: Path, opened) -> None:
+    first, second = (opened(entry) for entry in entries(folder, "fp8"))
+    counted: list[int] = []
+    reading = ReferenceReading(first, WINDOWS)
+    own = reading.read(counted.append)
+    other = measure_scheme(second, reading, counted.append)
+    assert sum(counted) == 2 * 96
+    together = measure(first, [second], WINDOWS, lambda done, total: None)
+    assert [without_seconds(quality) for quality in (own, other)] == [without_seconds(quality) for quality in together]
+    assert own.mean_kl == 0 < other.mean_kl < 0.1
+    assert own.agreement == 1
+    assert other.size_bytes < 0.4 * own.size_bytes
+    again = measure_scheme(second, reading, lambda num: None)
+    assert without_seconds(again) == without_seconds(other), "what is kept of the reference does not change"
+
+
+def test_the_reference_against_itself_is_nothing(folder: Path, opened) -> None:
+    first, second = (opened(entry) for entry in entries(folder, "none"))
+    reading = ReferenceReading(first, WINDOWS)
+    own = reading.read(lambda num: None)
+    assert without_seconds(measure_scheme(second, reading, lambda num: None)) == without_seconds(own)
+
+
+def test_a_reference_whose_logits_are_no_numbers_is_refused(folder: Path, opened, monkeypatch) -> None:
+    (first,) = (opened(entry) for entry in entries(folder))
+    real = first.runner.row_logits
+    monkeypatch.setattr(first.runner, "row_logits", lambda hidden: real(hidden).fill_(float("nan")))
+    with pytest.raises(HoldfastError, match=r"a comparison with float32 was asked; .*not finite; check its weights"):
+        ReferenceReading(first, WINDOWS).read(lambda num: None)
+
+
+@pytest.fixture
+def model(folder: Path):
+    opened = open_model(str(folder), "auto")
+    yield opened
+    opened.source.close()
+
+
+def config(folder: Path, **options) -> EngineConfig:
+    return EngineConfig.from_options(**{"model": str(folder), "device": "cpu"} | options)
+
+
+def test_the_reference_is_as_stored_in_float32_whatever_is_asked(folder: Path, model) -> None:
+    asked = config(folder, dtype="bfloat16", quantized_embeddings="all")
+    reference, settled = settle_entries(asked, model, 32)
+    assert (reference.dtype, reference.quantization) == ("float32", None)
+    assert (settled.dtype, settled.quantized_embeddings, settled.max_model_len) == ("bfloat16", "all", 32)
+    assert reference.quantized_embeddings == "head", "that is for schemes"
+    plain = as_stored_entry(settled, None)
+    assert (plain.name, plain.config.quantized_embeddings) == ("bfloat16", "head")
+    assert stored_scheme(reference, model) is None
+    entry = scheme_entry(settled, "fp8", "*down*")
+    assert (entry.name, entry.config.quantization, entry.config.quantization_ignore) == ("fp8", "fp8", "*down*")
+    assert entry.config.weight_cache == "off", "an evaluation leaves nothing behind"
+
+
+def test_schemes_that_a_model_cannot_have_are_left_out_with_the_reason(folder: Path, model) -> None:
+    _, settled = settle_entries(config(folder), model, 32)
+    choice = possible_schemes(settled, model, ())
+    assert choice.names == ("fp8", "fp8_tensor", "fp8_block", "int8")
+    assert "112 columns" in choice.left_out["mxfp4"]
+    assert possible_schemes(settled, model, "*down*").names == tuple(WEIGHT_SCHEMES)
+    assert plain_bytes(model) > 2 * 259 * 64 * 2
+
+
+def test_a_checkpoint_that_is_quantized_already_is_called_after_its_scheme(tmp_path: Path) -> None:
+    folder = make_stored(tmp_path / "stored", "fp8", ("o_proj",))
+    opened = open_model(str(folder), "auto")
+    reference, settled = settle_entries(config(folder, dtype="bfloat16"), opened, 32)
+    stored = stored_scheme(reference, opened)
+    choice = possible_schemes(settled, opened, (), stored)
+    opened.source.close()
+    assert as_stored_entry(reference, stored).name == "fp8 as stored (float32)"
+    assert as_stored_entry(settled, stored).name == "fp8 as stored (bfloat16)"
+    assert choice.names == ("fp8",)
+    assert choice.left_out["mxfp4"] == "the checkpoint has its weights in fp8 already"
+
+
+def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch) -> None:
+    reference, settled = settle_entries(config(folder), model, 32)
+    told: list[object] = []
+    listener = Listener(told.append, lambda done, total: None, lambda done, total: told.append((done, total)))
+    windows = [list(range(3, 35))]
+    entries = [scheme_entry(settled, name, ()) for name in ("int8", "fp8_block")]
+    with watched_arenas(monkeypatch) as taken:
+        qualities = compare_schemes(SchemeEntry("float32", reference), entries, windows, listener)
+    assert [quality.name for quality in qualities] == ["float32", "int8", "fp8_block"]
+    assert [name for name in told if isinstance(name, str)] == ["float32", "int8", "fp8_block"]
+    assert told[-1] == (96, 96)
+    assert taken
+    assert all(storage() is None for storage in taken)
+    assert qualities[1].mean_kl < qualities[2].mean_kl, "weights alone cost less than weights and activations"
+
+
+def test_a_failure_lets_everything_go(folder: Path, model, monkeypatch) -> None:
+    reference, settled = settle_entries(config(folder), model, 32)
+    silent = Listener(lambda name: None, lambda *_: None, lambda *_: None)
+    with watched_arenas(monkeypatch) as taken, pytest.raises(ConfigError, match="112 columns"):
+        compare_schemes(
+            SchemeEntry("float32", reference), [scheme_entry(settled, "mxfp4", ())], [list(range(3, 35))], silent
+        )
+    assert all(storage() is None for storage in taken)

@@ -1,0 +1,254 @@
+""""""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from holdfast.kernels.attention.quantized_attention import (
+    BLOCK_TOKENS,
+    FEW_MERGED_ROWS,
+    MERGED_HEADS,
+    coded_attention,
+    coded_attention_reference,
+    coded_geometry,
+    large_shape,
+)
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.quant.kv_quantize import rotation_table
+from kernels.exactness import random, same_bits
+from kernels.quantized_kv_cases import (
+    BITS,
+    FORMATS,
+    NAN,
+    QUIET,
+    Cut,
+    assert_near,
+    coded_step,
+    cut_tiles,
+    fill_slots,
+    heads_at,
+    judge,
+    make_planes,
+    peaked_step,
+    run_tiles,
+)
+from kernels.triton_cases import assert_allocates_nothing
+
+pytestmark = QUIET
+
+SMALL, LARGE, HALVES = Cut(), Cut(large=True), Cut(splits=2)
+
+
+@FORMATS
+def test_decode_prefill_and_padding_in_one_step(device, key_bits, value_bits):
+    rows = [(63, 1), (0, 12), (10, 2), (64, 1), (150, 9), (0, 1)]
+    step = coded_step((key_bits, value_bits), rows, 32, group=4, num_kv_heads=2)
+    cuts = [SMALL, LARGE, HALVES, Cut(splits=5), Cut(large=True, splits=3), SMALL]
+    judge(step, cuts, device, num_padding=3, num_sms=2)
+
+
+@hypothesis_settings(max_examples=3)
+@given(data=st.data())
+def test_any_step(device, data):
+    counts = st.one_of(st.just(1), st.integers(1, 12))
+    rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=2))
+    bounds = st.lists(st.sampled_from([0, 64, 128, 192]), max_size=3).map(lambda ends: tuple(sorted(ends)))
+    cuts = [data.draw(st.builds(Cut, st.booleans(), st.just(1), bounds)) for _ in rows]
+    step = coded_step(
+        data.draw(st.sampled_from(BITS)),
+        rows,
+        head_dim=data.draw(st.sampled_from([16, 48])),
+        group=data.draw(st.sampled_from([1, 3, 9])),
+        num_kv_heads=data.draw(st.integers(1, 2)),
+        page_tokens=data.draw(st.sampled_from([1, 16, 64, 128])),
+        window=data.draw(st.sampled_from([None, None, 1, 5, 64])),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    judge(step, cuts, device, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
+
+
+@FORMATS
+def test_small_and_large_tiles_agree(device, key_bits, value_bits):
+    step = coded_step((key_bits, value_bits), [(100, 1), (62, 2)], group=4)
+    small, large = (run_tiles(step, cut_tiles(step, [cut, cut]), device) for cut in (SMALL, LARGE))
+    assert_near(large, small.double(), step)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["as they are", "rotated"])
+def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):
+    """Straight to the output, or as partial results: of one range that has all, and of several."""
+    step = coded_step(bits, [(190, 2)], 80, group=3)
+    direct = run_tiles(step, cut_tiles(step, [Cut(large)]), device)
+    for bounds in ((0,), (192,), (64,), (64, 128)):
+        for num_padding in (0, FEW_MERGED_ROWS):
+            tiles = cut_tiles(step, [Cut(large, bounds=bounds)], num_padding)
+            assert_near(run_tiles(step, tiles, device)[:2], direct.double(), step)
+
+
+@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 2), (7, 1), (9, 1)], ids=str)
+def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
+    """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
+    assert MERGED_HEADS < 9
+    for num_padding in (0, FEW_MERGED_ROWS):
+        judge(coded_step((4, 4), [(70, 1)], 48, group, num_kv_heads), HALVES, device, num_padding)
+
+
+@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
+def test_more_splits_than_are_merged_at_once(device, num_padding):
+    """Most of them empty: nothing at first is not the end of it."""
+    for bounds in (17 * (0,), (64, *(20 * (128,)))):
+        judge(coded_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
+
+
+@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
+def test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it(device, num_padding):
+    """Those between are empty, so that only the first and the last count: 16 are merged at once."""
+    step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
+    judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
+
+
+def test_a_split_of_much_larger_values_decides(device):
+    """Partial results are weighed by their sums alone, not by the values that went into them."""
+    step = coded_step((4, 4), [(127, 1)], group=2)
+    step.tokens[0][1][:64] *= 5000
+    for cut in (HALVES, Cut(large=True, splits=2)):
+        for num_padding in (0, FEW_MERGED_ROWS):
+            out = run_tiles(step, cut_tiles(step, [cut], num_padding), device)
+            assert_near(out[:1], step.exact(), step)
+
+
+def test_programs_beyond_the_work_do_nothing(device):
+    step = coded_step((4, 4), [(70, 1), (0, 9)], 16)
+    tiles = cut_tiles(step, [HALVES, LARGE])
+    expected = run_tiles(step, tiles, device)
+    assert same_bits(run_tiles(step, tiles, device, num_sms=3), expected)
+
+
+def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
+    """A graph launches all of them; the numbers of tiles decide. Rows without a tile are padding, or somebody else's."""
+    planes = make_planes(4, 4, 1, 16, 16, 1, torch.float16, device)
+    planes = replace(planes, rotation_DD=rotation_table(16, torch.float16, device))
+    q, table = random(4, 2, 16).to(device, torch.float16), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    tiles = torch.full((3, 8), 2**30, dtype=torch.int32, device=device)
+    tiles[0, :2] = 0
+    rows = torch.tensor([(0, 1), (0, 0), (0, 1), (0, 0)], dtype=torch.int32, device=device)
+    work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
+    for function in (coded_attention, coded_attention_reference):
+        out = torch.full((4, 32), NAN, dtype=torch.float16, device=device)
+        function(q, planes, table, work, 0.25, None, out[:0].float(), out[:0].float(), out, 1)
+        assert out[[0, 2]].isnan().all()
+        assert same_bits(out[[1, 3]].cpu(), torch.zeros(2, 32, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("cut", [SMALL, Cut(splits=3), LARGE], ids=["small", "split", "large"])
+def test_a_row_is_the_same_to_the_bit_in_any_company(device, cut):
+    """Its own tiles given, and steps of many rows: few take a merge of another shape. Pages may lie elsewhere."""
+    step = coded_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
+    whole = run_tiles(step, cut_tiles(step, 4 * [cut], FEW_MERGED_ROWS), device, num_sms=2)
+    for order in ([1, 0], [3, 2, 0]):
+        rows = [step.row_starts[i] + row for i in order for row in range(step.rows[i][1])]
+        some = step.only(order)
+        tiles = cut_tiles(some, len(order) * [cut], FEW_MERGED_ROWS + 3)
+        assert same_bits(run_tiles(some, tiles, device)[: len(rows)], whole[rows]), f"{order=}"
+
+
+@FORMATS
+def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
+    """From heads that are rotated back one by one, with queries that are not rotated: nothing but the format is left."""
+    num_tokens, head_dim, page_tokens = 40, 48, 16
+    planes = make_planes(key_bits, value_bits, 1, head_dim, page_tokens, 4, torch.float32)
+    slots = torch.cat((torch.arange(16) + 32, torch.arange(24)))
+    k, v = random(num_tokens, 1, head_dim), random(num_tokens, 1, head_dim, seed=1)
+    fill_slots(planes, slots, k, v)
+    k, v = (x.double() for x in heads_at(planes, slots))
+    torch.testing.assert_close(k, random(num_tokens, 1, head_dim).double(), rtol=0, atol=1.0)
+    q = random(2, 2, head_dim, seed=2)
+    rotation = rotation_table(head_dim, torch.float32, "cpu")[:head_dim] * 16**-0.5
+    tiles = torch.tensor([(1, 0, 0, 0, 0, 0, 0, 0), (0, 0, 2, 38, 0, 40, -1, 1)], dtype=torch.int32)
+    work = TileWork(tiles, torch.tensor([(0, 1), (0, 1)], dtype=torch.int32), True, False, False)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    for window in (None, 7):
+        out = torch.full((2, 2 * head_dim), NAN)
+        seen = q @ rotation if key_bits < 8 else q
+        coded_attention_reference(seen, planes, table, work, 0.3, window, out[:0], out[:0], out, 1)
+        for row, end in enumerate((39, 40)):
+            first = 0 if window is None else end - window
+            scores = q[row].double() @ k[first:end, 0].T * 0.3
+            expected = (scores.softmax(-1) @ v[first:end, 0]).flatten()
+            torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@FORMATS
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 64, 71, 128])
+def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
+    geometry = coded_geometry(3 * group, 3, key_bits, value_bits)
+    shape = large_shape(key_bits)
+    assert geometry.small_rows == max(1, 8 // group)
+    assert geometry.large_rows == max(1, shape.rows // group)
+    assert geometry.small_rows * group <= max(8, group)
+    assert geometry.large_rows * group <= max(shape.rows, group)
+    assert geometry.small_rows <= geometry.large_rows
+    assert geometry.large_programs_per_sm == shape.programs_per_sm
+    assert geometry.block_tokens == BLOCK_TOKENS
+    assert geometry.has_aligned_starts, "a block that begins elsewhere would count tokens before it"
+
+
+def test_steps_of_many_rows_take_kernels_of_one_shape():
+    """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
+    assert FEW_MERGED_ROWS < 16
+    geometry = coded_geometry(32, 8, 4, 4)
+    assert len({geometry.small_programs(num_rows) for num_rows in range(16, 300)}) == 1
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time(device):
+    step = coded_step((4, 4), [(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=64, dtype=torch.bfloat16)
+    tiles = cut_tiles(step, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
+    expected = run_tiles(step, tiles, device, num_sms=132)
+    for _ in range(10):
+        assert same_bits(run_tiles(step, tiles, device, num_sms=132), expected)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_nothing_is_allocated(device, key_bits, value_bits):
+    planes = make_planes(key_bits, value_bits, 2, 64, 64, 4, torch.bfloat16, device)
+    planes = replace(planes, rotation_DD=rotation_table(64, torch.bfloat16, device))
+    q = random(3, 8, 64).to(device, torch.bfloat16)
+    table = torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
+    listed = [
+        (2, 1, 0, 0, 0, 0, 0, 0),
+        (0, 0, 2, 80, 0, 64, 0, 2),
+        (0, 0, 2, 80, 64, 82, 1, 2),
+        (0, 2, 1, 9, 0, 10, -1, 1),
+    ]
+    tiles = torch.tensor(listed, dtype=torch.int32, device=device)
+    rows = torch.tensor([(0, 2), (2, 2), (0, 1)], dtype=torch.int32, device=device)
+    out = torch.empty(3, 512, dtype=torch.bfloat16, device=device)
+    partials = torch.empty(4, 512, device=device), torch.empty(4, 8, device=device)
+    work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
+    assert_allocates_nothing(lambda: coded_attention(q, planes, table, work, 0.125, None, *partials, out, 132))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_page_may_lie_beyond_two_to_the_31_bytes(device, large):
+    num_pages = 2**31 // (8 * 64 * 64) + 2
+    planes = make_planes(4, 4, 8, 128, 64, num_pages, torch.bfloat16, device)
+    planes = replace(planes, rotation_DD=rotation_table(128, torch.bfloat16, device))
+    slots = torch.arange(num_pages * 64 - 64, num_pages * 64, device=device)
+    fill_slots(planes, slots, random(64, 8, 128).to(device), random(64, 8, 128, seed=1).to(device))
+    table = torch.tensor([[num_pages - 1]], dtype=torch.int32, device=device)
+    tiles = torch.tensor([(1 - large, large, 0, 0, 0, 0, 0, 0), (0, 0, 1, 63, 0, 64, -1, 1)], dtype=torch.int32)
+    rows = torch.tensor([(0, 1)], dtype=torch.int32, device=device)
+    work = TileWork(tiles.to(device), rows, not large, large, False)
+    q = random(1, 8, 128, seed=2).to(device, torch.bfloat16)
+    out, expected = torch.full((2, 1, 1024), NAN, dtype=torch.bfloat16, device=device)
+    for function, written in ((coded_attention, out), (coded_attention_reference, expected)):
+        function(q, planes, table, work, 0.1, None, written[:0].float(), written[:0].float(), written, 132)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)

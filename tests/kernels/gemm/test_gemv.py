@@ -1,0 +1,131 @@
+"""How the products of a few rows cut a weight; their sums and tails run in the kernels' own tests."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.kernels.gemm import small_batch as skinny_linear
+from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
+from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_PARTS, NUM_GATE_PEAKS, PROGRAMS, num_parts, row_blocks
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
+from holdfast.quant.weight_schemes import FP8, INT8
+from kernels.exactness import same_bits
+from kernels.quantized_cases import ROW_SCHEMES, scheme_id, widest_on
+from kernels.small_batch_cases import coded_case, judge_add, judge_normed, run_add, run_normed
+from kernels.triton_cases import QUIET
+
+# A block of which all is NaN is right where a row is.
+pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")]
+
+SCHEMES = pytest.mark.parametrize("scheme", ROW_SCHEMES, ids=scheme_id)
+BOTH = pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
+
+
+@SCHEMES
+@pytest.mark.parametrize(("size_n", "size_k"), [(2, 192), (9, 256)])
+def test_one_row(device, scheme, size_n, size_k):
+    for with_bias in (False, True):
+        for gated in (False, True):
+            judge_normed(coded_case(1, size_n, size_k, widest_on(device), scheme, gated, with_bias), device)
+        judge_add(coded_case(1, size_n, size_k, widest_on(device), scheme, with_bias=with_bias), device)
+
+
+@BOTH
+@pytest.mark.parametrize("size_k", [3, 100, 128, 640, 768, 777, 1024, 4608], ids=lambda size: f"K{size}")
+def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):
+    judge_normed(coded_case(1, 5, size_k, widest_on(device), scheme), device)
+    judge_normed(coded_case(1, 3, size_k, widest_on(device), scheme, gated=True), device)
+    judge_add(coded_case(1, 9, size_k, widest_on(device), scheme), device)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
+)
+def test_half_precision(device, scheme, dtype):
+    for gated in (False, True):
+        judge_normed(coded_case(1, 9, 256, dtype, scheme, gated, with_bias=True), device)
+    judge_normed(coded_case(1, 9, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
+    judge_add(coded_case(1, 9, 256, dtype, scheme, with_bias=True), device)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 96])
+def test_squares_and_peaks_in_any_number_of_blocks(device, num_blocks):
+    judge_normed(coded_case(1, 9, 192, widest_on(device), FP8), device, num_blocks)
+
+
+@pytest.mark.parametrize("num_peaks", [1, 5, NUM_GATE_PEAKS], ids=["one", "some", "those of a gated product"])
+def test_peaks_of_rows_that_come_from_elsewhere(device, num_peaks):
+    judge_add(coded_case(1, 17, 320, widest_on(device), FP8), device, num_peaks)
+
+
+def test_more_blocks_than_places_for_the_peak_of_a_gated_row(device):
+    """The larger of two that share a place stays."""
+    size_n = (NUM_GATE_PEAKS + 1) * row_blocks(128, gated=True, residual=False, coded=True).block_n
+    case = coded_case(1, size_n, 128, widest_on(device), FP8, gated=True, with_bias=True)
+    case.bias_N[[1, size_n + 1]] = 20.0  # in the first block, whose place the last one shares
+    y = run_normed(normed_linear, case, device)  # which looks for the peak of what it has left
+    assert int(y.abs().argmax()) == 1, f"{y[0, 1]} is not the peak of what is tried"
+
+
+@BOTH
+def test_zeros_are_the_bias(device, scheme):
+    case = coded_case(1, 33, 300, widest_on(device), scheme, with_bias=True)
+    case.x_MK.zero_()
+    assert same_bits(run_normed(normed_linear, case, device)[0], case.bias_N)
+    case.bias_N = None
+    assert same_bits(run_add(linear_add, case, device)[0], case.residual_MN)
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_shows(device, scheme, bad):
+    for gated in (False, True):
+        case = coded_case(1, 33, 300, widest_on(device), scheme, gated)
+        case.x_MK[0, 299] = bad
+        assert run_normed(normed_linear, case, device).isnan().all()
+    case = coded_case(1, 33, 300, widest_on(device), scheme)
+    case.x_MK[0, 0] = bad
+    assert not run_add(linear_add, case, device)[0].isfinite().any()
+
+
+@given(st.integers(1, 40_000), st.booleans(), st.booleans(), st.booleans())
+def test_blocks_are_powers_of_two_and_whole_where_sums_begin_in_half_precision(size_k, gated, residual, coded):
+    blocks = row_blocks(size_k, gated, residual, coded)
+    for size in (blocks.block_n, blocks.block_k, blocks.num_warps):
+        assert size & (size - 1) == 0
+    assert blocks.block_n >= 2, "squares and peaks have room for no more blocks"
+    assert 0 <= blocks.depth <= 5, "more products could exceed half precision"
+    assert blocks.depth == 0 or (coded and size_k % (blocks.block_k * blocks.depth) == 0)
+
+
+@pytest.mark.parametrize("size_k", [640, 1536, 2048])
+def test_sums_of_the_largest_codes_stay_finite(device, size_k):
+    """All weights and all of the row are 448, of one sign or the other."""
+    for gated in (False, True):
+        case = coded_case(1, 3, size_k, torch.float32, FP8, gated)
+        case.weight_NK.codes.fill_(448.0)
+        case.weight_NK.scales.fill_(1e-3)
+        case.x_MK.fill_(3.0 if gated else -3.0)
+        y = run_normed(normed_linear, case, device)
+        gate = torch.full((1, 3), (0.448 if gated else -0.448) * size_k)  # times 3, over an rms of 3
+        expected = torch.nn.functional.silu(gate) * gate if gated else gate
+        torch.testing.assert_close(y, expected, rtol=1e-3, atol=0)
+
+
+@given(
+    size_n=st.integers(1, 200_000),
+    size_k=st.integers(1, 500).map(lambda blocks: 64 * blocks),
+    block_k=st.sampled_from([skinny_linear.BLOCK_K, skinny_coded.BLOCK_K]),
+)
+def test_parts_are_whole_blocks_and_no_more_than_are_needed(size_n: int, size_k: int, block_k: int) -> None:
+    parts, num_blocks = num_parts(size_n, size_k, block_k), -(-size_n // BLOCK_N)
+    assert parts in (1, 2, 4, 8)
+    assert parts <= MAX_PARTS
+    assert parts == 1 or size_k % (parts * block_k) == 0
+    assert parts == 1 or num_blocks * parts // 2 < PROGRAMS, "half as many would have been enough"
+    more = 2 * parts
+    assert more > MAX_PARTS or num_blocks * parts >= PROGRAMS or size_k % (more * block_k), (
+        "more would have been better"
+    )

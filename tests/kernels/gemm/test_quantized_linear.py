@@ -1,0 +1,236 @@
+""""""
+
+import pytest
+import torch
+
+from holdfast.kernels.gemm import linear as module
+from holdfast.kernels.gemm.linear import coded_view, decoded_rows, quantized_linear, quantized_linear_reference
+from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows, quantize_rows_reference
+from holdfast.quant.quantized_weight import dequantize
+from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
+from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
+from kernels.quantized_cases import (
+    EVERY_SCHEME,
+    codable_rows,
+    coded_room,
+    exact_rows,
+    exact_weight,
+    quantized,
+    random_weight,
+    scheme_id,
+    slack,
+    weight_amid,
+    weight_on,
+)
+from kernels.tiled_cases import NAN, amid
+from kernels.triton_cases import assert_allocates_nothing
+from red_zones import RedZones
+
+SCHEMES = pytest.mark.parametrize("scheme", EVERY_SCHEME, ids=scheme_id)
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+CPU = torch.device("cpu")
+
+
+def run(function, x_TK, weight, bias_N, device=CPU, out_dtype=torch.float32) -> torch.Tensor:
+    """Amid poison: results and room for codes NaN before and between red zones."""
+    zones = RedZones(device)
+    out = zones.allocate(len(x_TK), weight.shape[0], dtype=out_dtype).fill_(NAN)
+    bias = None if bias_N is None else amid(bias_N, device)
+    operands = amid(x_TK, device), weight_amid(weight, device), bias, out
+    assert function(*operands, coded_room(zones, len(x_TK), weight)) is out
+    zones.check()
+    return out.cpu()
+
+
+def rows_as_taken(x_TK, weight) -> torch.Tensor:
+    """Rows that went through codes and back where the scheme wants codes."""
+    room = coded_room(RedZones(CPU), len(x_TK), weight)
+    return x_TK.float() if room is None else decoded_rows(quantize_rows_reference(x_TK, room))
+
+
+@SCHEMES
+@pytest.mark.parametrize("num_rows", [1, 5, 33], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("function", [quantized_linear, quantized_linear_reference], ids=["chosen", "reference"])
+def test_on_a_cpu_it_is_the_product_of_what_codes_stand_for(function, scheme, num_rows):
+    x, weight, bias = random(num_rows, 160), random_weight(67, 160, scheme), random(67, seed=3)
+    y = run(function, x, weight, bias)
+    expected = rows_as_taken(x, weight) @ dequantize(weight).T + bias
+    assert (y - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@SCHEMES
+def test_integers_are_multiplied_exactly(scheme):
+    """Numbers that are their own codes, under scales that are one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (5, 256), generator=generator).float()
+    values = torch.randint(-6, 7, (140, 256), generator=generator).float()
+    x[:, ::128] = 448.0
+    values[:, ::32] = {"int8": 127.0, "mxfp4": 6.0}.get(scheme.name, 448.0)
+    if scheme is MXFP4:
+        values[values.abs() == 5.0] = 3.0
+    weight = quantized(values, scheme)
+    assert torch.equal(dequantize(weight), values), "what is tried are no codes"
+    assert torch.equal(run(quantized_linear, x, weight, None), x @ values.T)
+
+
+@SCHEMES
+def test_half_precision_is_rounded_once_at_the_end(scheme):
+    x, weight, bias = codable_rows(3, 96), random_weight(33, 96, scheme), random(33, seed=3)
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = x.to(dtype)
+        exact = exact_rows(rounded, scheme) @ exact_weight(weight).T + bias.to(dtype).double()
+        y = run(quantized_linear, rounded, weight, bias.to(dtype), out_dtype=dtype)
+        assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs().clamp_min(0.1)).all()
+        wide = run(quantized_linear, rounded, weight, bias.to(dtype))
+        assert (wide.double() - exact).abs().max() <= 1e-5
+
+
+@SCHEMES
+@pytest.mark.usefixtures("native")
+def test_a_row_is_the_same_to_the_bit_in_any_company(scheme):
+    x, weight = random(17, 160), random_weight(35, 160, scheme)
+    whole = run(quantized_linear, x, weight, None)
+    for rows in companies(17):
+        assert same_bits(run(quantized_linear, x[rows], weight, None), whole[rows]), f"{rows=}"
+
+
+@SCHEMES
+@pytest.mark.usefixtures("native")
+def test_on_a_cpu_the_reference_is_the_same_to_the_bit(scheme):
+    """Numbers are added in one order, whether C turns codes back or torch does."""
+    x, weight, bias = random(3, 160), random_weight(150, 160, scheme), random(150, seed=3)
+    for num_rows in (1, 3):
+        expected = run(quantized_linear_reference, x[:num_rows], weight, bias)
+        assert same_bits(run(quantized_linear, x[:num_rows], weight, bias), expected), f"{num_rows=}"
+
+
+@SCHEMES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(scheme, bad):
+    x, weight = random(4, 160), random_weight(33, 160, scheme)
+    clean = run(quantized_linear, x, weight, None)
+    x[1, 100] = bad
+    y = run(quantized_linear, x, weight, None)
+    assert not y[1].isfinite().any()
+    assert same_bits(y[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+@SCHEMES
+def test_zeros_are_the_bias(scheme):
+    weight, bias = random_weight(33, 96, scheme), random(33, seed=3)
+    assert same_bits(run(quantized_linear, torch.zeros(2, 96), weight, bias), bias.repeat(2, 1))
+
+
+@SCHEMES
+def test_no_rows_give_no_rows(scheme):
+    assert run(quantized_linear, torch.empty(0, 96), random_weight(33, 96, scheme), None).shape == (0, 33)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
+@pytest.mark.parametrize("as_vectors", [True, False], ids=["vectors", "matrices"])
+def test_a_view_is_as_much_of_the_room_as_rows_take(num_rows, as_vectors):
+    room = CodedRows(torch.zeros(8 * 300, dtype=torch.float8_e4m3fn), torch.zeros(8 * 3))
+    if not as_vectors:
+        room = CodedRows(room.codes_TK.view(8, 300), room.scales_TB.view(8, 3))
+    for scheme, size_k, num_blocks in ((FP8, 300, 1), (FP8_TENSOR, 77, 1), (FP8_BLOCK, 300, 3), (FP8_BLOCK, 128, 1)):
+        view = coded_view(room, random_weight(5, size_k, scheme), num_rows)
+        assert view.codes_TK.shape == (num_rows, size_k)
+        assert view.scales_TB.shape == (num_rows, num_blocks)
+        assert view.codes_TK.is_contiguous()
+        assert view.scales_TB.is_contiguous()
+        assert view.codes_TK.untyped_storage().data_ptr() == room.codes_TK.untyped_storage().data_ptr()
+        assert view.codes_TK.storage_offset() == view.scales_TB.storage_offset() == 0
+
+
+def test_a_product_writes_into_no_more_of_the_room_than_its_rows_take():
+    for scheme, num_blocks in ((FP8, 1), (FP8_BLOCK, 2)):
+        codes = torch.full((5 * 200,), 0x55, dtype=torch.uint8)
+        scales = torch.full((5 * 2,), -7.0)
+        weight = random_weight(9, 200, scheme)
+        x, out = random(3, 200), torch.empty(3, 9)
+        quantized_linear(x, weight, None, out, CodedRows(codes.view(torch.float8_e4m3fn), scales))
+        assert (codes[3 * 200 :] == 0x55).all()
+        assert (scales[3 * num_blocks :] == -7.0).all()
+        assert (scales[: 3 * num_blocks] > 0).all()
+
+
+def test_room_is_asked_for_only_where_rows_are_coded():
+    for scheme in (INT8, MXFP4):
+        assert coded_view(None, random_weight(5, 64, scheme), 3) is None
+        assert quantized_linear(random(3, 64), random_weight(5, 64, scheme), None, torch.empty(3, 5)).isfinite().all()
+    for function in (quantized_linear, quantized_linear_reference):
+        with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
+            function(random(3, 64), random_weight(5, 64, FP8), None, torch.empty(3, 5))
+
+
+@pytest.mark.parametrize("size_k", [1, 100, 128, 129, 300])
+def test_decoded_rows_are_near_what_was_coded(size_k):
+    x = random(4, size_k) * torch.tensor([[1.0], [1e-2], [1e6], [0.0]])
+    for num_blocks in {1, -(-size_k // 128)}:
+        coded = CodedRows(torch.empty(4, size_k, dtype=torch.float8_e4m3fn), torch.empty(4, num_blocks))
+        back = decoded_rows(quantize_rows(x, coded))
+        assert back.dtype == torch.float32
+        assert back.is_contiguous()
+        peaks = x.abs().amax(-1, keepdim=True)
+        assert ((back - x).abs() <= x.abs() / 16 + peaks * 2.0**-18).all()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "dtype", "chosen"),
+    [
+        (FP8, (48, 64), torch.bfloat16, True),
+        (FP8_TENSOR, (16, 16), torch.bfloat16, True),
+        (FP8, (48, 64), torch.float32, False),
+        (FP8, (48, 64), torch.float16, False),
+        (FP8, (40, 64), torch.bfloat16, False),
+        (FP8, (48, 72), torch.bfloat16, False),
+        (FP8_BLOCK, (128, 128), torch.bfloat16, False),
+    ],
+)
+def test_what_torch_multiplies(scheme, shape, dtype, chosen):
+    out = torch.empty(3, shape[0], dtype=dtype)
+    assert module._torch_multiplies(random_weight(*shape, scheme), out) == chosen
+
+
+@pytest.mark.gpu
+@SCHEMES
+@HALF
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 130], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize(("size_n", "size_k"), [(272, 512), (101, 224)], ids=["whole", "odd"])
+def test_a_gpu_is_as_exact_as_a_cpu(device, scheme, dtype, num_rows, size_n, size_k):
+    """Whichever kernel multiplies; with float32 out too, as logits are."""
+    rows = codable_rows(num_rows, size_k, block_columns=scheme.block_columns if scheme.codes_activations else 0)
+    x, weight, bias = rows.to(dtype), random_weight(size_n, size_k, scheme), random(size_n, seed=3).to(dtype)
+    exact = exact_rows(x, scheme) @ exact_weight(weight).T
+    for out_dtype, some_bias in ((dtype, bias), (dtype, None), (torch.float32, None)):
+        y = run(quantized_linear, x, weight, some_bias, device, out_dtype)
+        in_torch = run(quantized_linear_reference, x, weight, some_bias, CPU, out_dtype)
+        wanted = exact if some_bias is None else exact + bias.double()
+        assert_as_exact_as_torch(y, in_torch, wanted, magnitude=10.0 * slack(device, scheme))
+
+
+@pytest.mark.gpu
+@SCHEMES
+@pytest.mark.parametrize("num_rows", [3, 130], ids=lambda count: f"{count} rows")
+def test_on_a_gpu_what_is_not_finite_stays_in_its_row(device, scheme, num_rows):
+    x, weight = codable_rows(num_rows, 256).bfloat16(), random_weight(64, 256, scheme)
+    clean = run(quantized_linear, x, weight, None, device, torch.bfloat16)
+    x[1, 100] = NAN
+    y = run(quantized_linear, x, weight, None, device, torch.bfloat16)
+    assert y[1].isnan().all()
+    others = [row for row in range(num_rows) if row != 1]
+    assert same_bits(y[others], clean[others])
+
+
+@pytest.mark.gpu
+@SCHEMES
+@pytest.mark.parametrize("num_rows", [1, 33], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+def test_a_gpu_allocates_nothing(device, scheme, num_rows, with_bias):
+    x, weight = random(num_rows, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, scheme), device)
+    bias = random(256).to(device, torch.bfloat16) if with_bias else None
+    half, wide = (torch.empty(num_rows, 256, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    room = coded_room(RedZones(device), num_rows, weight)
+    assert_allocates_nothing(
+        lambda: (quantized_linear(x, weight, bias, half, room), quantized_linear(x, weight, None, wide, room))
+    )

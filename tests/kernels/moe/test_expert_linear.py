@@ -1,0 +1,238 @@
+""""""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from holdfast.kernels.moe.expert_linear import (
+    FEW_COLUMNS,
+    FEW_TOKENS,
+    MANY_COLUMNS,
+    expert_linear,
+    expert_linear_reference,
+    sum_experts,
+    sum_experts_reference,
+    sum_experts_triton,
+)
+from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
+from kernels.expert_cases import CPU, SCHEMES, among, exact, expert_case, order_of, placed, room_for
+from kernels.triton_cases import DTYPES, QUIET, assert_allocates_nothing
+from red_zones import RedZones
+
+NAN = float("nan")
+EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+
+
+def run(case, device=CPU, function=expert_linear, out_dtype=None) -> torch.Tensor:
+    case, zones = placed(case, device), RedZones(device)
+    shape = case.expert_ids_TS.numel(), case.num_outputs
+    out = zones.allocate(*shape, dtype=out_dtype or case.x_XK.dtype).fill_(NAN)
+    assert function(case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case)) is out
+    zones.check()
+    return out.cpu()
+
+
+@EVERY_SCHEME
+@GATED
+@pytest.mark.parametrize("num_rows", [1, 2, 17, 100])
+def test_against_float64(num_rows, scheme, gated):
+    """On a CPU: direct pairs and blocks, rows of tokens and rows of pairs."""
+    size_k = 160 if scheme == "mxfp4" else 200
+    case = expert_case((num_rows, 3, 7, 24, size_k), gated, scheme, by_pair=num_rows == 17, choice="any")
+    y = run(case)
+    torch.testing.assert_close(y.double(), exact(case), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (17, 8, 60, 5, 9), (30, 1, 3, 7, 33)], ids=str)
+def test_any_number_of_experts(sizes):
+    for choice in ("any", "same", "some"):
+        case = expert_case(sizes, choice=choice)
+        assert_as_exact_as_torch(run(case), run(case, function=expert_linear_reference), exact(case), magnitude=10.0)
+
+
+@EVERY_SCHEME
+@GATED
+def test_a_row_is_the_same_to_the_bit_in_any_company(native, scheme, gated):
+    case = expert_case((20, 2, 5, 13, 96), gated, scheme)
+    whole = run(case).view(20, 2, -1)
+    for rows in companies(20):
+        assert same_bits(run(case.rows(rows)).view(len(rows), 2, -1), whole[rows]), f"{rows=}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@EVERY_SCHEME
+def test_half_precision(dtype, scheme):
+    case = expert_case((6, 2, 3, 8, 64), True, scheme, dtype)
+    expected = exact(case)
+    error = float((run(case).double() - expected).abs().max())
+    assert error <= 0.51 * torch.finfo(dtype).eps * float(expected.abs().max()), "more than one rounding"
+    torch.testing.assert_close(run(case, out_dtype=torch.float32).double(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_pieces_of_a_large_weight():
+    """More than a CPU widens at a time, in whole blocks of rows."""
+    for scheme in ("fp8_block", "int8", "mxfp4"):
+        case = expert_case((1, 1, 1, 768, 1600), False, scheme)
+        torch.testing.assert_close(run(case).double(), exact(case), rtol=1e-5, atol=1e-5)
+
+
+def test_more_room_for_codes_than_rows_need():
+    case = expert_case((3, 2, 3, 8, 64), False, "fp8")
+    exactly = room_for(case)
+    assert exactly is not None
+    codes, scales = torch.empty(9, 64, dtype=torch.float8_e4m3fn), torch.empty(9, 4)
+    out = torch.empty(6, 8)
+    expert_linear(
+        case.x_XK, case.weight, order_of(case), out, False, exactly._replace(codes_TK=codes, scales_TB=scales)
+    )
+    assert same_bits(out, run(case))
+
+
+def test_operands_that_do_not_go_together_are_refused():
+    case = expert_case((3, 2, 3, 8, 64))
+    order, out = order_of(case), torch.empty(6, 8)
+    with pytest.raises(AssertionError, match="x_XK"):
+        expert_linear(case.x_XK[:2], case.weight, order, out, False, None)
+    with pytest.raises(AssertionError, match="out_PN"):
+        expert_linear(case.x_XK, case.weight, order, out, True, None)
+    with pytest.raises(AssertionError, match="pairs of 3 experts"):
+        expert_linear(case.x_XK, random(2, 8, 64), order, out, False, None)
+    with pytest.raises(AssertionError, match="strides"):
+        expert_linear(case.x_XK, random(3, 64, 8).mT, order, out, False, None)
+    coded = expert_case((3, 2, 3, 8, 64), scheme="fp8")
+    with pytest.raises(AssertionError, match="room"):
+        expert_linear(coded.x_XK, coded.weight, order, out, False, None)
+
+
+def test_no_tokens():
+    case = expert_case((3, 2, 3, 8, 64))
+    none = replace(case, x_XK=case.x_XK[:0], expert_ids_TS=case.expert_ids_TS[:0])
+    assert run(none).shape == (0, 8)
+
+
+@pytest.mark.gpu
+@EVERY_SCHEME
+@GATED
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 60, 900])
+def test_bfloat16_on_a_gpu(device, num_rows, scheme, gated):
+    case = expert_case((num_rows, 4, 8, 256, 512), gated, scheme, torch.bfloat16)
+    assert_as_exact_as_torch(run(case, device), run(case), exact(case), magnitude=10.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 60])
+@EVERY_SCHEME
+def test_nothing_is_allocated(device, num_rows, scheme):
+    case = placed(expert_case((num_rows, 4, 8, 256, 512), True, scheme, torch.bfloat16), device)
+    out, order, room = (
+        torch.empty(num_rows * 4, 256, dtype=torch.bfloat16, device=device),
+        order_of(case),
+        room_for(case),
+    )
+    assert_allocates_nothing(lambda: expert_linear(case.x_XK, case.weight, order, out, True, room))
+
+
+pytestmark = QUIET
+
+SHARED = pytest.mark.parametrize("shared", ["none", "plain", "gated"])
+CPU_SUM_EXPERTS = torch.device("cpu")
+
+
+def operands(num_rows: int, top_k: int, size: int, shared: str, dtype: torch.dtype, device: torch.device):
+    """Routed rows, shares, and what the shared expert gave, amid poison."""
+    parts = [random(num_rows * top_k, size).to(dtype), random(num_rows, top_k, seed=1).softmax(-1)]
+    parts.append(random(num_rows, size, seed=2).to(dtype) if shared != "none" else None)
+    parts.append(random(num_rows, 1, seed=3) if shared == "gated" else None)
+    return [None if part is None else among(part, device) for part in parts]
+
+
+def exact_sum_experts(routed, shares, shared, logit) -> torch.Tensor:
+    total = (routed.double().view(*shares.shape, -1) * shares.double()[..., None]).sum(1)
+    if shared is not None:
+        total = total + shared.double() * (1.0 if logit is None else logit.double().sigmoid())
+    return total
+
+
+@DTYPES
+@SHARED
+@pytest.mark.parametrize("sizes", [(1, 1, 7), (2, 8, 300), (FEW_TOKENS + 1, 3, 65)], ids=str)
+def test_as_exact_as_torch(device, guarded, dtype, shared, sizes):
+    out = guarded(sizes[0], sizes[2], dtype=dtype).fill_(float("nan"))
+    assert sum_experts_triton(*operands(*sizes, shared, dtype, device), out) is out
+    host = operands(*sizes, shared, dtype, CPU_SUM_EXPERTS)
+    in_torch = sum_experts_reference(*host, torch.empty(sizes[0], sizes[2], dtype=dtype))
+    assert_as_exact_as_torch(out.cpu(), in_torch, exact_sum_experts(*host))
+
+
+@pytest.mark.parametrize("num_rows", [1, FEW_TOKENS + 1])
+@pytest.mark.parametrize("size", [FEW_COLUMNS, FEW_COLUMNS + 1, MANY_COLUMNS + 1])
+def test_widths_of_programs(device, guarded, num_rows, size):
+    out = guarded(num_rows, size).fill_(float("nan"))
+    sum_experts_triton(*operands(num_rows, 1, size, "gated", torch.float32, device), out)
+    host = operands(num_rows, 1, size, "gated", torch.float32, CPU_SUM_EXPERTS)
+    assert_as_exact_as_torch(
+        out.cpu(), sum_experts_reference(*host, torch.empty(num_rows, size)), exact_sum_experts(*host)
+    )
+
+
+def test_the_sum_may_lie_where_the_shared_expert_did(device):
+    parts = operands(3, 2, 40, "plain", torch.float32, device)
+    expected = sum_experts_triton(*parts, torch.empty(3, 40, device=device))
+    assert same_bits(sum_experts_triton(*parts, parts[2]), expected)
+
+
+def test_a_row_is_the_same_to_the_bit_in_any_company_sum_experts(device):
+    routed, shares, shared, logit = operands(FEW_TOKENS + 4, 2, 20, "gated", torch.float32, device)
+    whole = sum_experts_triton(routed, shares, shared, logit, torch.empty_like(shared))
+    for count in (1, 5):
+        rows = routed[: 2 * count], shares[:count], shared[:count], logit[:count]
+        assert same_bits(sum_experts_triton(*rows, torch.empty(count, 20, device=device)), whole[:count])
+
+
+def test_a_row_is_the_same_to_the_bit_in_any_company_on_a_cpu():
+    routed, shares, shared, logit = operands(29, 3, 7, "gated", torch.float32, CPU_SUM_EXPERTS)
+    whole = sum_experts(routed, shares, shared, logit, torch.empty(29, 7))
+    for rows in companies(29):
+        some = routed.view(29, 3, 7)[rows].view(-1, 7), shares[rows], shared[rows], logit[rows]
+        assert same_bits(sum_experts(*some, torch.empty(len(rows), 7)), whole[rows]), f"{rows=}"
+
+
+def test_experts_are_added_in_their_order():
+    """Large numbers that cancel, and a small one that is lost in one order only."""
+    routed = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]])
+    out = sum_experts_reference(routed, torch.ones(2, 3), None, None, torch.empty(2, 1))
+    assert out.tolist() == [[1.0], [0.0]]
+
+
+def test_experts_are_added_in_their_order_by_the_kernel(device):
+    routed = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]], device=device).repeat(1, 2)
+    out = sum_experts_triton(routed, torch.ones(2, 3, device=device), None, None, torch.empty(2, 2, device=device))
+    assert out.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_the_function_takes_the_reference_on_a_cpu():
+    host = operands(3, 2, 9, "gated", torch.float32, CPU_SUM_EXPERTS)
+    assert same_bits(sum_experts(*host, torch.empty(3, 9)), sum_experts_reference(*host, torch.empty(3, 9)))
+
+
+def test_wrong_sizes_are_refused():
+    routed, shares, shared, logit = operands(3, 2, 9, "gated", torch.float32, CPU_SUM_EXPERTS)
+    with pytest.raises(AssertionError, match="routed_PH"):
+        sum_experts(routed[:5], shares, shared, logit, torch.empty(3, 9))
+    with pytest.raises(AssertionError, match="no shared expert"):
+        sum_experts(routed, shares, None, logit, torch.empty(3, 9))
+
+
+@pytest.mark.parametrize("function", [sum_experts_triton, sum_experts_reference])
+def test_no_tokens_sum_experts(device, function):
+    empty = torch.empty(0, 6, device=device)
+    assert function(empty, torch.empty(0, 2, device=device), None, None, empty.clone()).shape == (0, 6)
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated_sum_experts(device):
+    parts = operands(3, 8, 2048, "gated", torch.bfloat16, device)
+    out = torch.empty(3, 2048, dtype=torch.bfloat16, device=device)
+    assert_allocates_nothing(lambda: sum_experts(*parts, out))

@@ -1,0 +1,283 @@
+"""Blocks of pairs by their numbers: room enough for any choice of experts, and as the kernels have it."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from holdfast.kernels.geometry import CUT_PAIRS, block_rows_for, num_blocks_for, order_specs
+from holdfast.kernels.moe import routing as expert_order
+from holdfast.kernels.moe.routing import (
+    PADDING,
+    ExpertOrder,
+    order_experts,
+    order_experts_reference,
+    order_experts_triton,
+    route_tokens,
+    route_tokens_reference,
+    route_tokens_triton,
+)
+from holdfast.memory.workspace_plan import arena_bytes
+from kernels.exactness import companies, random, same_bits
+from kernels.expert_cases import among
+from kernels.triton_cases import QUIET, assert_allocates_nothing
+from red_zones import RedZones
+
+pytestmark = QUIET
+
+NORMALIZE = pytest.mark.parametrize("normalize", [False, True], ids=["as they are", "normalized"])
+SIZES = [(1, 1, 1), (2, 1, 3), (17, 3, 3), (5, 4, 60), (2, 8, 128), (1, 7, 1000)]
+
+
+def run(route, logits: torch.Tensor, top_k: int, normalize: bool, device: torch.device):
+    zones = RedZones(device)
+    ids = zones.allocate(len(logits), top_k, dtype=torch.int32).fill_(2**30)
+    shares = zones.allocate(len(logits), top_k, dtype=torch.float32).fill_(float("nan"))
+    route(among(logits, device), normalize, ids, shares)
+    zones.check()
+    return ids.cpu(), shares.cpu()
+
+
+def by_hand(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, one token at a time."""
+    ids, shares = [], []
+    for row in logits.double():
+        chosen = sorted(range(len(row)), key=lambda expert: (-float(row[expert]), expert))[:top_k]
+        weights = row.softmax(0)[chosen]
+        ids.append(chosen)
+        shares.append(weights / weights.sum() if normalize else weights)
+    return torch.tensor(ids, dtype=torch.int32), torch.stack(shares)
+
+
+@NORMALIZE
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_against_float64(device, sizes, normalize, scale):
+    num_rows, top_k, num_experts = sizes
+    logits = random(num_rows, num_experts, scale=scale)
+    expected_ids, expected = by_hand(logits, top_k, normalize)
+    for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
+        ids, shares = run(route, logits, top_k, normalize, where)
+        assert torch.equal(ids, expected_ids)
+        # A GPU's exponential is as exact as its argument, which may be in the hundreds.
+        tolerance = 2e-6 if where.type == "cpu" else 2e-6 * scale
+        torch.testing.assert_close(shares.double(), expected, rtol=tolerance, atol=1e-30)
+
+
+def test_of_equals_the_lower_comes_first(device):
+    logits = torch.tensor([[0.0, 1, 1, 0, 1], [2, 2, 2, 2, 2], [-0.0, 0.0, -1, 0, -0.0]])
+    logits = torch.cat([logits, torch.full((1, 5), -torch.inf)])
+    expected = [[1, 2, 4, 0], [0, 1, 2, 3], [0, 1, 3, 4], [0, 1, 2, 3]]
+    for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
+        ids, shares = run(route, logits, 4, False, where)
+        assert ids.tolist() == expected
+        torch.testing.assert_close(shares[:3], logits[:3].softmax(-1).gather(1, ids[:3].long()))
+
+
+@NORMALIZE
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_in_its_token_and_chooses_experts_that_are_there(device, bad, normalize):
+    logits = random(4, 6)
+    clean = run(route_tokens_triton, logits, 3, normalize, device)
+    logits[1, 4] = bad
+    logits[2] = bad
+    for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
+        ids, shares = run(route, logits, 3, normalize, where)
+        assert ((ids >= 0) & (ids < 6)).all()
+        assert all(len(set(row)) == 3 for row in ids.tolist())
+        assert shares[2].isnan().all()
+        assert shares[1].isfinite().all() == (bad == -float("inf"))
+        assert torch.equal(ids[[0, 3]], clean[0][[0, 3]])
+        torch.testing.assert_close(shares[[0, 3]], clean[1][[0, 3]])
+
+
+def test_a_nan_is_chosen_last(device):
+    logits = torch.tensor([[1.0, float("nan"), -torch.inf, 3.0]])
+    for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
+        assert run(route, logits, 4, False, where)[0].tolist() == [[3, 0, 1, 2]]
+
+
+def test_a_token_is_routed_the_same_in_any_company(device):
+    logits = random(9, 12)
+    ids, shares = run(route_tokens_triton, logits, 4, True, device)
+    for rows in companies(9):
+        some_ids, some = run(route_tokens_triton, logits[rows], 4, True, device)
+        assert torch.equal(some_ids, ids[rows])
+        assert same_bits(some, shares[rows])
+
+
+def test_the_function_takes_the_reference_on_a_cpu():
+    logits = random(5, 7)
+    found, expected = (
+        run(route, logits, 2, True, torch.device("cpu")) for route in (route_tokens, route_tokens_reference)
+    )
+    assert same_bits(found[1], expected[1])
+
+
+def test_no_tokens(device):
+    ids, shares = run(route_tokens_triton, torch.empty(0, 5), 2, True, device)
+    assert ids.shape == shares.shape == (0, 2)
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused():
+    with pytest.raises(AssertionError, match="3 experts of a token, and there are 2"):
+        run(route_tokens_reference, torch.ones(1, 2), 3, True, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated(device):
+    logits = random(9, 128).to(device)
+    ids, shares = torch.empty(9, 8, dtype=torch.int32, device=device), torch.empty(9, 8, device=device)
+    assert_allocates_nothing(lambda: route_tokens(logits, True, ids, shares))
+
+
+BEYOND = 2**30
+
+
+def choose(num_rows: int, top_k: int, num_experts: int, reach: int | None = None, seed: int = 0) -> torch.Tensor:
+    """Experts, of which only the last `reach` are chosen."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [torch.randperm(reach or num_experts, generator=generator)[:top_k] for _ in range(num_rows)]
+    return (num_experts - 1 - torch.stack(chosen)).to(torch.int32)
+
+
+def empty_tensors(ids: torch.Tensor, num_experts: int, zones: RedZones) -> list[torch.Tensor]:
+    specs = order_specs(*ids.shape, num_experts)
+    return [zones.allocate(*spec.shape, dtype=torch.int32).fill_(BEYOND) for spec in specs]
+
+
+def used(order: ExpertOrder) -> tuple[list[int], list[list[int]]]:
+    """Experts of blocks, and the pairs of those that have one."""
+    experts = order.block_experts_B.tolist()
+    return experts, order.pairs_BR[: sum(expert >= 0 for expert in experts)].tolist()
+
+
+def by_hand_expert_order(
+    ids: torch.Tensor, num_experts: int, block_rows: int, num_blocks: int
+) -> tuple[list[int], list[list[int]]]:
+    """The order in plain Python."""
+    experts, blocks = [], []
+    for expert in range(num_experts):
+        pairs = [pair for pair, chosen in enumerate(ids.flatten().tolist()) if chosen == expert]
+        for start in range(0, len(pairs), block_rows):
+            block = pairs[start : start + block_rows]
+            experts.append(expert)
+            blocks.append(block + [PADDING] * (block_rows - len(block)))
+    return experts + [PADDING] * (num_blocks - len(experts)), blocks
+
+
+def check(ids: torch.Tensor, num_experts: int, device: torch.device, cut_pairs: int = CUT_PAIRS) -> None:
+    """The reference is as by hand, and the kernel is as the reference."""
+    host, zones = RedZones(torch.device("cpu")), RedZones(device)
+    expected = order_experts_reference(ids, num_experts, empty_tensors(ids, num_experts, host))
+    assert used(expected) == by_hand_expert_order(ids, num_experts, expected.block_rows, len(expected.block_experts_B))
+    tensors = empty_tensors(ids, num_experts, zones)
+    order = replace(expected, expert_ids_TS=among(ids, device), pairs_BR=tensors[0], block_experts_B=tensors[1])
+    num_cuts = -(-ids.numel() // cut_pairs)
+    counts = zones.allocate(num_cuts if num_cuts > 1 else 0, num_experts, dtype=torch.int32).fill_(BEYOND)
+    order_experts_triton(order, counts, cut_pairs)
+    host.check()
+    zones.check()
+    assert used(order) == used(expected)
+
+
+@pytest.mark.parametrize("num_rows", [5, 17, 100])
+@pytest.mark.parametrize(("top_k", "num_experts"), [(1, 1), (2, 3), (8, 12)])
+def test_every_choice_of_sizes(device, num_rows, top_k, num_experts):
+    check(choose(num_rows, top_k, num_experts), num_experts, device)
+
+
+def test_one_expert_gets_everything_and_others_nothing(device):
+    check(choose(100, 1, 12, reach=1), 12, device)
+    check(choose(50, 2, 12, reach=3), 12, device)
+    check(11 - choose(40, 2, 12, reach=2), 12, device)
+
+
+def test_sixty_experts(device):
+    check(choose(6, 4, 60), 60, device)
+
+
+@pytest.mark.parametrize("cut_pairs", [64, 128])
+def test_pairs_in_cuts(device, cut_pairs):
+    """The last one with few pairs, or with as many as the others."""
+    check(choose(100, 2, 5), 5, device, cut_pairs)
+    check(choose(64, 4, 5), 5, device, cut_pairs)
+
+
+@hypothesis_settings(max_examples=8)
+@given(st.integers(5, 60), st.integers(1, 4), st.integers(4, 9), st.integers(0, 99))
+def test_any_choice(device, num_rows, top_k, num_experts, seed):
+    check(choose(num_rows, top_k, num_experts, seed=seed), num_experts, device)
+
+
+def test_few_tokens_need_no_order():
+    ids = choose(4, 2, 3)
+    tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(4, 2, 3)]
+    order = order_experts(ids, 3, tensors)
+    assert order.block_rows == 1
+    assert (order.num_pairs, order.top_k) == (8, 2)
+    assert not any(tensor.numel() for tensor in tensors)
+
+
+def test_the_function_fills_what_it_is_given():
+    ids = choose(9, 2, 3)
+    tensors = empty_tensors(ids, 3, RedZones(torch.device("cpu")))
+    order = order_experts(ids, 3, tensors)
+    assert order.pairs_BR is tensors[0]
+    assert used(order) == by_hand_expert_order(ids, 3, 16, len(tensors[1]))
+
+
+def test_wrong_room_is_refused():
+    ids = choose(9, 2, 3)
+    tensors = empty_tensors(ids, 3, RedZones(torch.device("cpu")))
+    with pytest.raises(AssertionError, match="expert pairs"):
+        order_experts(ids, 3, [tensors[0][:-1], *tensors[1:]])
+    with pytest.raises(AssertionError, match="int32"):
+        order_experts(ids.long(), 3, tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "num_experts"), [(64, 8, 128), (8192, 8, 128), (3000, 4, 60), (300, 8, 1024)]
+)
+def test_the_sizes_of_models(device, num_rows, top_k, num_experts):
+    check(choose(num_rows, top_k, num_experts), num_experts, device)
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated_expert_order(device):
+    ids = choose(600, 8, 128).to(device)
+    tensors = empty_tensors(ids, 128, RedZones(device))
+    assert_allocates_nothing(lambda: order_experts(ids, 128, tensors))
+
+
+sizes = st.tuples(st.integers(1, 3000), st.integers(1, 8), st.integers(8, 256))
+
+
+@given(sizes)
+def test_room_is_what_the_kernels_ask_for(size: tuple[int, int, int]) -> None:
+    assert order_specs(*size) == expert_order.order_specs(*size)
+
+
+@given(st.lists(st.integers(0, 9), min_size=5, max_size=400), st.integers(1, 2))
+def test_any_choice_of_experts_fits(experts: list[int], top_k: int) -> None:
+    num_rows = max(5, len(experts) // top_k)
+    block_rows = block_rows_for(num_rows, top_k, 10)
+    taken = sum(-(-count // block_rows) for count in Counter(experts).values())
+    assert taken <= num_blocks_for(len(experts), 10, block_rows)
+
+
+@given(sizes, st.integers(1, 50))
+def test_a_smaller_step_takes_no_more_room(size: tuple[int, int, int], fewer: int) -> None:
+    num_rows, top_k, num_experts = size
+    smaller = order_specs(max(1, num_rows - fewer), top_k, num_experts)
+    assert arena_bytes(smaller) <= arena_bytes(order_specs(*size))
+
+
+def test_few_rows_have_no_order() -> None:
+    assert block_rows_for(4, 8, 128) == 1
+    assert arena_bytes(order_specs(4, 8, 128)) == 0

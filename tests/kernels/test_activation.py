@@ -1,0 +1,178 @@
+""""""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from holdfast.kernels.activation import REFERENCES, activate, activate_reference, silu_mul, silu_mul_reference
+from holdfast.models.spec import Activation
+from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
+
+pytestmark = pytest.mark.usefixtures("native")
+
+KINDS = pytest.mark.parametrize("kind", REFERENCES)
+SIZES = (1, 3, 5, 63, 64, 100, 577)
+
+
+def test_every_activation_of_a_model_is_known():
+    assert set(REFERENCES) == set(get_args(Activation))
+
+
+@KINDS
+def test_as_exact_as_torch(kind):
+    x = torch.cat([random(3, 577), random(3, 577, scale=30), torch.linspace(-20, 20, 3 * 577).view(3, 577)])
+    exact = activate_reference(x.double(), kind)
+    unit = exact.abs() * 2**-23 + 2**-24 * x.abs().clamp(max=1) + 2**-149
+    error = ((activate(x, kind).double() - exact).abs() / unit).max()
+    torch_error = ((activate_reference(x, kind).double() - exact).abs() / unit).max()
+    assert float(error) <= 4 * float(torch_error) + 2
+
+
+@KINDS
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
+def test_an_element_is_the_same_to_the_bit_in_any_company(kind, size):
+    """Torch's own silu and gelu are not: what a vector does not fill, and what a thread ends with, is rounded otherwise."""
+    x = random(129, size, scale=3)
+    alone = torch.cat([activate(x[row : row + 1], kind) for row in range(129)])
+    for threads in (1, 2):
+        with num_threads(threads):
+            for rows in companies(129):
+                assert same_bits(activate(x[rows], kind), alone[rows]), f"{threads=} {rows=}"
+
+
+@KINDS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_element(kind, bad):
+    x = random(3, 7)
+    clean = activate(x, kind)
+    x[1, 6] = bad
+    y = activate(x, kind)
+    assert not y[1, 6].isfinite()
+    y[1, 6] = clean[1, 6]
+    assert same_bits(y, clean)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_is_written_outside(native, guarded_host, kind, size):
+    x = guarded_host(size)
+    x.copy_(random(size))
+    native.holdfast_activate(x.data_ptr(), size, kind)
+    assert x.isfinite().all()
+
+
+@KINDS
+def test_rows_may_lie_apart(kind):
+    x = random(9, 10, scale=3)
+    before = x.clone()
+    y = activate(x[:, 3:8], kind)
+    assert y.is_contiguous()
+    assert same_bits(y, activate(x[:, 3:8].contiguous(), kind))
+    assert same_bits(x, before)
+
+
+@KINDS
+def test_half_types_run_in_torch(kind):
+    x = random(4, 10).half()
+    assert same_bits(activate(x, kind), activate_reference(x, kind))
+
+
+@KINDS
+def test_no_rows_give_no_rows(kind):
+    assert activate(torch.empty(0, 5), kind).shape == (0, 5)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["C", "torch"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, kind, dtype, num_rows):
+    x = random(num_rows, 37, scale=3).to(dtype)
+    expected = activate(x, kind)
+    out = guarded_host(num_rows, 37, dtype=dtype).fill_(float("nan"))
+    assert activate(x, kind, out) is out
+    assert same_bits(out, expected)
+    wide = torch.full((2, num_rows, 41), float("nan"), dtype=dtype)
+    gate, gated = wide[:, :, 2:39]
+    gate.copy_(x)
+    apart = expected if dtype == torch.float32 else activate_reference(gate, kind)  # torch cares how rows lie
+    activate(gate, kind, gated)
+    assert same_bits(gated, apart)
+    assert wide[1, :, :2].isnan().all()
+    assert wide[1, :, 39:].isnan().all()
+    assert activate(gate, kind, gate) is gate
+    assert same_bits(gate, apart)
+    assert activate(x, kind, x) is x
+    assert same_bits(x, expected)
+
+
+SIZES_SILU_MUL = (1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 100, 577, 1536)
+
+
+def exact_gate(gate_up):
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 20.0])
+@pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
+def test_as_exact_as_torch_silu_mul(size, scale):
+    for num_rows in (1, 2, 9, 17, 63):
+        gate_up = random(num_rows, 2 * size, scale=scale)
+        assert_as_exact_as_torch(silu_mul(gate_up), silu_mul_reference(gate_up), exact_gate(gate_up))
+
+
+def test_the_whole_range_of_the_gate_to_a_few_units_in_the_last_place():
+    gate = torch.cat([torch.linspace(-79.9, 200, 200_001), torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e38])])
+    y = silu_mul(torch.cat([gate, torch.ones_like(gate)]).unsqueeze(0)).squeeze(0).double()
+    exact = gate.double() * torch.sigmoid(gate.double())
+    error = (y - exact).abs() / (exact.abs() * 2**-23 + 2**-149)
+    assert float(error.max()) < 3.5, f"{float(error.max())} units in the last place at {float(gate[error.argmax()])}"
+
+
+def test_a_gate_far_below_zero_closes():
+    gate = torch.tensor([-80.1, -88.0, -100.0, -1e30])
+    y = silu_mul(torch.cat([gate, torch.full_like(gate, 1e3)]).unsqueeze(0))
+    assert float(y.abs().max()) < 1e-29
+
+
+@pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
+def test_a_row_is_the_same_to_the_bit_in_any_company(size):
+    gate_up = random(129, 2 * size, scale=5)
+    alone = torch.cat([silu_mul(gate_up[row : row + 1]) for row in range(129)])
+    for threads in (1, 2):
+        with num_threads(threads):
+            for rows in companies(129):
+                assert same_bits(silu_mul(gate_up[rows]), alone[rows]), f"{threads=} {rows=}"
+
+
+@pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, size):
+    gate_up, y = island(random(num_rows, 2 * size)), guarded_host(num_rows, size)
+    native.holdfast_silu_mul(gate_up.data_ptr(), y.data_ptr(), num_rows, size)
+    assert same_bits(y, silu_mul(gate_up))
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("half", ["gate", "up"])
+@pytest.mark.parametrize("size", [5, 8])
+def test_what_is_not_finite_stays_in_its_element_silu_mul(bad, half, size):
+    gate_up = random(5, 2 * size)
+    clean = silu_mul(gate_up)
+    gate_up[2, size - 1 if half == "gate" else 2 * size - 1] = bad
+    y = silu_mul(gate_up)
+    assert not y[2, size - 1].isfinite()
+    y[2, size - 1] = clean[2, size - 1]
+    assert same_bits(y, clean)
+
+
+def test_no_rows_give_no_rows_silu_mul():
+    assert silu_mul(torch.empty(0, 8)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_run_in_torch_silu_mul(dtype):
+    gate_up = random(3, 10).to(dtype)
+    assert same_bits(silu_mul(gate_up), silu_mul_reference(gate_up))

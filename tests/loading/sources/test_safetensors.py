@@ -1,0 +1,646 @@
+""""""
+
+import json
+import os
+import random
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from holdfast.loading.sources.files import MAX_RUNS
+from holdfast.loading.sources.safetensors import (
+    MAX_HEADER_BYTES,
+    MAX_OPEN_FILES,
+    SafetensorsFile,
+    SafetensorsSource,
+    file_inside,
+    open_weight_files,
+)
+from holdfast.loading.sources.source import RowRead
+from loading.safetensors_bytes import file_bytes, header_of, write
+from loading.whole_tensors import read_rows
+
+GOOD = {"a.weight": ("F32", [3, 5]), "b": ("BF16", [7]), "empty": ("F16", [0, 4]), "scalar": ("F64", [])}
+GOOD_BYTES = 60 + 14 + 0 + 8
+
+
+def info(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelFormatError) as caught:
+        SafetensorsFile(path)
+    message = str(caught.value)
+    assert path.name in message
+    assert message.isprintable()
+    assert len(message) < 500
+    return message
+
+
+def test_tensors_are_listed_in_the_order_of_their_data(tmp_path):
+    header = header_of(GOOD)
+    shuffled = {"__metadata__": {"format": "pt"}, **dict(reversed(header.items()))}
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes(shuffled, GOOD_BYTES))
+    file = SafetensorsFile(path)
+    assert [tensor.name for tensor in file.tensors.values() if tensor.num_bytes] == ["a.weight", "b", "scalar"]
+    assert file.tensors["a.weight"].shape == (3, 5)
+    assert file.tensors["b"].torch_dtype == "bfloat16"
+    assert file.tensors["empty"].num_bytes == 0
+    file.close()
+
+
+def test_bytes_are_read_from_any_place(tmp_path):
+    path = write(tmp_path / "m.safetensors", GOOD)
+    data = path.read_bytes()
+    file = SafetensorsFile(path)
+    for name, tensor in file.tensors.items():
+        for start in (0, tensor.num_bytes // 2):
+            buffer = bytearray(tensor.num_bytes - start)
+            file.read_into(name, start, memoryview(buffer))
+            assert bytes(buffer) == data[tensor.offset + start : tensor.offset + tensor.num_bytes]
+    file.close()
+
+
+def test_buffers_are_filled_one_after_the_other_as_far_as_the_file_goes(tmp_path):
+    path = write(tmp_path / "m.safetensors", GOOD)
+    data, file = path.read_bytes(), SafetensorsFile(path)
+    for sizes, is_filled in (((3, 0, 20, 1), True), ((len(data), 1), False)):
+        buffers = [bytearray(size) for size in sizes]
+        offset = 5 if is_filled else 0
+        assert file.scatter(offset, [memoryview(buffer) for buffer in buffers]) == is_filled
+        assert b"".join(buffers)[: len(data)] == data[offset:][: sum(sizes)]
+    path.write_bytes(data + b"!")
+    assert not file.scatter(0, [memoryview(bytearray(3))]), "the file is not the one that was checked"
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_open"),
+    [("truncate", False), ("grow", False), ("replace", False), ("truncate", True), ("grow", True)],
+)
+def test_a_file_that_changes_after_it_was_checked_is_noticed(tmp_path, change, is_open):
+    path = write(tmp_path / "m.safetensors", GOOD)
+    file = SafetensorsFile(path)
+    if is_open:
+        file.read_into("b", 0, memoryview(bytearray(2)))
+    if change == "replace":
+        write(tmp_path / "other", GOOD)
+        (tmp_path / "other").replace(path)
+    else:
+        os.truncate(path, path.stat().st_size + (-3 if change == "truncate" else 3))
+    with pytest.raises(ModelFormatError, match=r"m\.safetensors was changed before 'scalar' was read"):
+        file.read_into("scalar", 0, memoryview(bytearray(8)))
+    file.close()
+
+
+def test_a_file_that_vanishes_is_told(tmp_path):
+    path = write(tmp_path / "m.safetensors", GOOD)
+    file = SafetensorsFile(path)
+    path.unlink()
+    with pytest.raises(ModelFormatError, match=r"m\.safetensors: 'b' cannot be read; No such file"):
+        file.read_into("b", 0, memoryview(bytearray(2)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "has 0 bytes"),
+        (b"1234567", "has 7 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n", "git lfs pull"),
+        (struct.pack("<Q", 2**40) + b"{}", "says its header has 1099511627776 bytes"),
+        (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "at most 16777216"),
+        (struct.pack("<Q", 100) + b"{}", "cut off"),
+        (struct.pack("<Q", 0), "does not begin as safetensors do"),
+        (file_bytes(b"[]", 0), "does not begin as safetensors do"),
+        (file_bytes(b" {}", 0), "does not begin as safetensors do"),
+        (file_bytes(b"{", 0), "not sound JSON"),
+        (file_bytes(b'{"a": 1} x', 0), "not sound JSON"),
+        (file_bytes(b'{"\xff": 1}', 0), "not UTF-8"),
+        (file_bytes(b'{"a":' * 100_000, 0), "nested too deeply"),
+        (file_bytes(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "dtype": "F32"}}', 4), "twice"),
+        (file_bytes(json.dumps({"a": info()})[:-1] + ', "a": 1}', 4), "'a' appears twice"),
+        (file_bytes(b'{"a": NaN}', 0), "NaN"),
+        (file_bytes(b'{"a": ' + b"9" * 5000 + b"}", 0), "out of range"),
+        (file_bytes('{"\\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', 4), "no sound name"),
+        (file_bytes({"a": 1}, 0), "'a' is not described"),
+        (file_bytes({"a": {"dtype": "F32", "shape": [1]}}, 4), "'a' is not described"),
+        (file_bytes({"a": info() | {"extra": 1}}, 4), "'a' is not described"),
+        (file_bytes({"a": info("F31")}, 4), "'a' has the unknown type 'F31'"),
+        (file_bytes({"a": info() | {"dtype": 3}}, 4), "'a' has the unknown type 3"),
+        (file_bytes({"a": info() | {"shape": 1}}, 4), "'a' has the shape 1"),
+        (file_bytes({"a": info() | {"shape": [1.0]}}, 4), "'a' has the shape [1.0]"),
+        (file_bytes({"a": info() | {"shape": [True]}}, 4), "'a' has the shape [True]"),
+        (file_bytes({"a": info(shape=[-1])}, 4), "-1 is out of range"),
+        (file_bytes({"a": info(shape=[1] * 9)}, 4), "'a' has the shape"),
+        (file_bytes({"a": info() | {"data_offsets": [4]}}, 4), "'a' has data_offsets [4]"),
+        (file_bytes({"a": info(offsets=(4, 0))}, 4), "'a' has data_offsets [4, 0]"),
+        (file_bytes({"a": info(shape=(2,))}, 4), "'a' has 4 bytes; F32 of shape [2] needs 8"),
+        (file_bytes({"a": info("F4", (3,), (0, 1))}, 1), "needs 1.5"),
+        (
+            file_bytes({"a": info("U8", (4194305, 4194305, 211106198978564), (0, 4))}, 4),
+            "'a' has the shape [4194305, 4194305, 211106198978564]",
+        ),
+        (file_bytes({"a": info("U8", (2**62, 4, 0), (0, 0))}, 0), "no file is that large"),
+        (file_bytes({"a": info(offsets=(4, 8))}, 8), "'a' leaves a hole before it"),
+        (file_bytes({"a": info(), "b": info()}, 4), "overlaps the tensor before it"),
+        (file_bytes({"a": info(), "b": info(offsets=(2, 6))}, 6), "'b' overlaps"),
+        (file_bytes({"a": info(), "b": info(offsets=(8, 12))}, 12), "'b' leaves a hole"),
+        (file_bytes({"a": info(), "b": info(offsets=(4, 8))}, 7), "cut off in 'b'"),
+        (file_bytes({"a": info()}, 6), "2 bytes after its last tensor"),
+        (file_bytes({"__metadata__": {"a": 1}}, 0), "__metadata__"),
+        (file_bytes({"__metadata__": []}, 0), "__metadata__"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_broken_files_are_refused_in_one_line(tmp_path, content, words):
+    path = tmp_path / "model-1.safetensors"
+    path.write_bytes(content)
+    assert words in refusal(path)
+
+
+def test_what_is_not_a_file_is_refused_without_waiting(tmp_path):
+    assert "not a regular file" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert "not a regular file" in refusal(tmp_path / "pipe.safetensors")
+    assert "cannot be read" in refusal(tmp_path / "absent.safetensors")
+
+
+def test_a_hundred_thousand_tensors_are_read(tmp_path):
+    path = write(tmp_path / "m.safetensors", {f"layer.{index}.w": ("U8", [1]) for index in range(100_000)})
+    file = SafetensorsFile(path)
+    assert len(file.tensors) == 100_000
+    file.close()
+
+
+def reference_accepts(path: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            list(file.keys())
+    except (SafetensorError, OSError, ValueError):
+        return False
+    return True
+
+
+def accepts(path: Path) -> bool:
+    """Ours; anything but ModelFormatError fails the test."""
+    try:
+        SafetensorsFile(path).close()
+    except ModelFormatError as error:
+        message = str(error)
+    else:
+        return True
+    assert path.name in message
+    assert message.isprintable()
+    return False
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    data = write(tmp_path / "whole.safetensors", GOOD).read_bytes()
+    path = tmp_path / "cut.safetensors"
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        assert not accepts(path), f"{length} of {len(data)} bytes were accepted"
+
+
+JUNK = (
+    b"-0",
+    b"1e2",
+    b"18446744073709551616",
+    b"null",
+    b'"',
+    b"[",
+    b"}",
+    b"\\ud834",
+    b"\x00",
+    b",",
+    b"[[",
+    b"4294967297",
+)
+
+
+def mutant(data: bytes, source: random.Random) -> bytes:
+    """One to three edits, most of them inside the header."""
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    changed = bytearray(data)
+    for _ in range(source.randint(1, 3)):
+        place = (
+            source.randrange(min(header_end, len(changed))) if source.random() < 0.9 else source.randrange(len(changed))
+        )
+        match source.randrange(6):
+            case 0:
+                changed[place] ^= 1 << source.randrange(8)
+            case 1:
+                changed[place] = source.choice(b'0123456789,:{}[]" -.eE\\')
+            case 2:
+                del changed[place : place + source.randint(1, 12)]
+            case 3:
+                changed[place:place] = source.choice(JUNK)
+            case 4:
+                other = source.randrange(len(changed))
+                changed[place:place] = changed[other : other + source.randint(1, 40)]
+            case 5:
+                changed = changed[: source.randrange(9, len(changed) + 1)]
+        if len(changed) < 12:
+            break
+    if source.random() < 0.7:  # keep the length honest, so that edits reach the JSON
+        changed[:8] = struct.pack("<Q", max(0, header_end - 8 + len(changed) - len(data)))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mutants_are_refused_in_words_and_never_more_readily_accepted_than_by_the_reference(tmp_path, seed):
+    source = random.Random(seed)
+    data = write(tmp_path / "whole.safetensors", GOOD).read_bytes()
+    path = tmp_path / "mutant.safetensors"
+    num_accepted = num_accepted_there = 0
+    for _ in range(1200):
+        path.write_bytes(mutant(data, source))
+        ours, theirs = accepts(path), reference_accepts(path)
+        assert theirs or not ours, path.read_bytes()
+        num_accepted += ours
+        num_accepted_there += theirs
+    assert num_accepted_there > 0, "every mutant is broken for both: the mutation is too coarse to compare anything"
+    assert num_accepted >= num_accepted_there * 0.5
+
+
+def shards(folder, files, weight_map=None):
+    """Files with their tensors, and an index over them."""
+    for name, tensors in files.items():
+        write(folder / name, {tensor: ("F32", [2]) for tensor in tensors})
+    if weight_map is None:
+        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def names_in(folder):
+    files = open_weight_files(folder)
+    names = [name for file in files for name in file.tensors]
+    for file in files:
+        file.close()
+    return names
+
+
+def refusal_weight_files(folder, kind=ModelError):
+    with pytest.raises(kind) as caught:
+        open_weight_files(folder)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_one_file_or_an_index(tmp_path):
+    shards(tmp_path, {"b-2.safetensors": ["x", "y"], "a-1.safetensors": ["z"]})
+    assert names_in(tmp_path) == ["z", "x", "y"]
+    write(tmp_path / "model.safetensors", {"only": ("F32", [1])})
+    assert names_in(tmp_path) == ["only"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "sub/x.safetensors",
+        "..",
+        "",
+        "x.bin",
+        ".x.safetensors",
+        3,
+        None,
+        ["x"],
+    ],
+)
+def test_an_index_that_names_anything_but_a_file_beside_it_is_refused_before_a_file_is_opened(tmp_path, target):
+    shards(tmp_path, {"a.safetensors": ["x"]}, {"x": "a.safetensors", "evil": target})
+    (tmp_path / "a.safetensors").write_bytes(b"would be refused if it were opened")
+    message = refusal_weight_files(tmp_path, ModelFormatError)
+    assert "'evil'" in message
+    assert "model.safetensors.index.json" in message
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "[]", '{"weight_map"'])
+def test_an_index_without_a_map_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refusal_weight_files(tmp_path, ModelFormatError)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    outside = write(tmp_path / "secret.safetensors", {"x": ("F32", [1])})
+    (tmp_path / "model" / "model.safetensors").symlink_to(outside)
+    assert "link that leads out of model" in refusal_weight_files(tmp_path / "model", ModelFormatError)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    shards(tmp_path / "model", {}, {"x": "a.safetensors"})
+    (tmp_path / "model" / "a.safetensors").symlink_to(outside)
+    assert "a.safetensors is a link that leads out" in refusal_weight_files(tmp_path / "model", ModelFormatError)
+    (tmp_path / "model" / "a.safetensors").unlink()
+    (tmp_path / "model" / "a.safetensors").symlink_to("a.safetensors")
+    assert "a.safetensors" in refusal_weight_files(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("put", "words"),
+    [
+        (os.mkfifo, "no regular file"),
+        (Path.mkdir, "no regular file"),
+        (lambda path: path.symlink_to("blob that was never downloaded"), "a link to nowhere"),
+        (lambda path: path.symlink_to(path.name), "a link to nowhere"),
+    ],
+    ids=["pipe", "folder", "dangling link", "link to itself"],
+)
+def test_what_has_the_name_of_a_file_and_is_none_is_refused(tmp_path, name, put, words):
+    put(tmp_path / name)
+    assert f"has {name}; it is {words}" in refusal_weight_files(tmp_path, ModelFormatError)
+
+
+def test_the_download_cache_of_hugging_face_is_read_through_its_links(tmp_path):
+    snapshot = tmp_path / "models--x" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    write(tmp_path / "models--x" / "blobs" / "abc", {"x": ("F32", [1])})
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    assert names_in(snapshot) == ["x"]
+    (snapshot / "config.json").symlink_to("../../../outside")
+    with pytest.raises(ModelFormatError, match="leads out"):
+        file_inside(snapshot, "config.json")
+
+
+def test_a_folder_may_itself_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    write(tmp_path / "real" / "model.safetensors", {"x": ("F32", [1])})
+    (tmp_path / "link").symlink_to("real")
+    assert names_in(tmp_path / "link") == ["x"]
+
+
+def test_missing_shards_are_named(tmp_path):
+    shards(tmp_path, {"a.safetensors": ["x"]}, {"x": "a.safetensors", "y": "b.safetensors", "z": "c.safetensors"})
+    message = refusal_weight_files(tmp_path, ModelNotFoundError)
+    assert "b.safetensors, c.safetensors" in message
+
+
+def test_index_and_files_must_agree(tmp_path):
+    shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]}, {"x": "b.safetensors", "y": "b.safetensors"})
+    assert "places 'x' in b.safetensors; it is missing" in refusal_weight_files(tmp_path, ModelFormatError)
+    shards(tmp_path, {"a.safetensors": ["x", "extra"]}, {"x": "a.safetensors"})
+    assert "a.safetensors holds the tensor 'extra'; it is not mentioned" in refusal_weight_files(
+        tmp_path, ModelFormatError
+    )
+
+
+def test_a_tensor_in_two_files_is_a_duplicate(tmp_path):
+    shards(
+        tmp_path,
+        {"a.safetensors": ["x", "y"], "b.safetensors": ["y", "z"]},
+        {"x": "a.safetensors", "y": "a.safetensors", "z": "b.safetensors"},
+    )
+    message = refusal_weight_files(tmp_path, ModelFormatError)
+    assert "b.safetensors holds the tensor 'y'; it is placed in a.safetensors" in message
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]})
+    data = (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(data[:-1])
+    assert "b.safetensors is cut off in 'y'" in refusal_weight_files(tmp_path, ModelFormatError)
+
+
+def test_pickles_are_refused_unopened(tmp_path):
+    (tmp_path / "pytorch_model.bin").mkdir()  # opening it would fail
+    message = refusal_weight_files(tmp_path, UnsupportedModelError)
+    assert "pytorch_model.bin" in message
+    assert "safetensors" in message
+
+
+def test_other_contents_are_told(tmp_path):
+    assert "holds no weights" in refusal_weight_files(tmp_path, ModelNotFoundError)
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert "model-00001-of-00002.safetensors" in refusal_weight_files(tmp_path, ModelNotFoundError)
+
+
+def source_of(tmp_path, files, renames=()):
+    return SafetensorsSource(
+        [SafetensorsFile(write(tmp_path / name, tensors)) for name, tensors in files.items()], renames
+    )
+
+
+def test_entries_are_in_the_order_of_files_and_data(tmp_path):
+    source = source_of(
+        tmp_path, {"2.safetensors": {"z": ("F32", [2]), "a": ("F16", [3, 1])}, "1.safetensors": {"m": ("BF16", [1])}}
+    )
+    assert list(source.entries) == ["z", "a", "m"]
+    entry = source.entries["a"]
+    assert (entry.dtype, entry.shape, entry.file, entry.num_bytes) == ("float16", (3, 1), "2.safetensors", 6)
+    source.close()
+    source.close()
+
+
+def test_types_that_torch_does_not_read_keep_their_name_for_messages(tmp_path):
+    source = source_of(
+        tmp_path, {"m.safetensors": {"a": ("F8_E4M3", [4]), "b": ("F8_E5M2", [4]), "c": ("F8_E8M0", [4])}}
+    )
+    assert source.entries["a"].dtype == "float8_e4m3fn"
+    assert source.entries["b"].dtype == "F8_E5M2"
+    assert source.entries["c"].dtype == "uint8", "exponents are bytes"
+    source.close()
+
+
+def test_buffers_of_older_checkpoints_may_stay_unused(tmp_path):
+    names = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"]
+    source = source_of(tmp_path, {"m.safetensors": {name: ("F32", [4]) for name in names}})
+    assert source.ignorable == {names[0]}
+    source.close()
+
+
+def test_prefixes_are_renamed_and_a_clash_is_a_duplicate(tmp_path):
+    tensors = {"decoder.a": ("F32", [1]), "lm_head.weight": ("F32", [1])}
+    source = source_of(tmp_path, {"m.safetensors": tensors}, [("decoder.", "model.decoder.")])
+    assert list(source.entries) == ["model.decoder.a", "lm_head.weight"]
+    source.close()
+    with pytest.raises(
+        ModelFormatError, match=r"'model\.decoder\.a' is in 2\.safetensors; it is in 1\.safetensors too"
+    ):
+        source_of(
+            tmp_path,
+            {"1.safetensors": {"decoder.a": ("F32", [1])}, "2.safetensors": {"model.decoder.a": ("F32", [1])}},
+            [("decoder.", "model.decoder.")],
+        )
+
+
+TENSORS = {
+    "odd": ("U8", [3]),  # puts what follows at an odd address
+    "f64": ("F64", [5, 2]),
+    "f32": ("F32", [7, 3]),
+    "f16": ("F16", [9]),
+    "bf16": ("BF16", [4, 2, 3]),
+    "scalar": ("F32", []),
+    "f8": ("F8_E4M3", [3, 5]),
+}
+
+
+def same_bytes(rows, wanted):
+    import torch
+
+    assert rows.dtype == wanted.dtype
+    return torch.equal(rows.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8))
+
+
+def test_rows_are_those_that_the_safetensors_package_reads(tmp_path):
+    from safetensors.torch import load_file
+
+    source = source_of(tmp_path, {"m.safetensors": TENSORS})
+    for name, tensor in load_file(tmp_path / "m.safetensors").items():
+        whole = tensor.view(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.view(-1)
+        for start in range(len(whole)):
+            for end in range(start + 1, len(whole) + 1):
+                assert same_bytes(read_rows(source, name, start, end), whole[start:end])
+                for columns in [(0, 1), (1, 2), (1, 3), (0, 2)]:
+                    if tensor.ndim > 1 and columns[1] <= tensor.shape[-1]:
+                        rows = read_rows(source, name, start, end, columns)
+                        assert same_bytes(rows, whole[start:end, columns[0] : columns[1]])
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_bytes"),
+    [
+        ((0, 8), None, 96),
+        ((-1, 2), None, 36),
+        ((3, 2), None, 0),
+        ((0, 7), (0, 4), 112),
+        ((0, 7), (2, 2), 0),
+        ((0, 7), None, 83),
+    ],
+)
+def test_reads_outside_the_tensor_are_our_own_mistake(tmp_path, rows, columns, num_bytes):
+    source = source_of(tmp_path, {"m.safetensors": TENSORS})
+    with pytest.raises(AssertionError, match="f32"):
+        source.read_into("f32", *rows, memoryview(bytearray(num_bytes)), columns)
+
+
+@pytest.mark.parametrize("columns", [None, (1, 3)])
+def test_a_file_that_was_cut_is_told_with_its_name_and_the_tensor(tmp_path, columns):
+    source = source_of(tmp_path, {"m.safetensors": TENSORS})
+    os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
+    with pytest.raises(ModelFormatError, match=r"m\.safetensors was changed before 'f8' was read"):
+        read_rows(source, "f8", 0, 3, columns)
+
+
+def reads_of(source, *asked):
+    """Reads of (name, first row, last row, columns), each into memory of its own."""
+    reads = []
+    for name, row_start, row_end, columns in asked:
+        entry = source.entries[name]
+        num_columns = entry.shape[-1] if len(entry.shape) > 1 else 1
+        element_bytes = entry.num_bytes // max(1, prod(entry.shape))
+        width = num_columns if columns is None else columns[1] - columns[0]
+        out = memoryview(bytearray((row_end - row_start) * width * element_bytes))
+        reads.append(RowRead(name, row_start, row_end, out, columns))
+    return reads
+
+
+def count_calls(monkeypatch):
+    calls = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.append(len(args[1])) or preadv(*args))
+    return calls
+
+
+def test_reads_that_lie_side_by_side_are_one_call_of_the_system(tmp_path, monkeypatch):
+    more = {"next": ("F32", [2, 2]), "none": ("F32", [0, 2]), "last": ("F32", [2])}
+    source = source_of(tmp_path, {"1.safetensors": TENSORS, "2.safetensors": more})
+    asked = [
+        *((name, 0, rows, None) for name, rows in (("odd", 3), ("f64", 5))),
+        ("f32", 0, 4, None),  # all up to here lie side by side
+        ("f32", 5, 7, None),
+        ("f16", 0, 9, None),
+        ("bf16", 0, 8, (1, 3)),
+        ("scalar", 0, 1, None),
+        ("f8", 1, 3, None),
+        ("next", 0, 2, None),
+        ("none", 0, 0, None),
+        ("last", 0, 2, None),
+    ]
+    reads = reads_of(source, *asked)
+    calls = count_calls(monkeypatch)
+    source.read_together(reads)
+    assert [count for count in calls if count < 10] == [3, 2, 1, 1, 3]
+    alone = reads_of(source, *asked)
+    for read in alone:
+        source.read_into(*read)
+    assert [bytes(read.out) for read in reads] == [bytes(read.out) for read in alone]
+    source.read_together([])
+    source.close()
+
+
+def test_more_side_by_side_than_a_system_takes_are_several_calls(tmp_path, monkeypatch):
+    count = 2 * MAX_RUNS + 5
+    source = source_of(tmp_path, {"m.safetensors": {f"t{index:05}": ("U8", [3]) for index in range(count)}})
+    reads = reads_of(source, *((name, 0, 3, None) for name in source.entries))
+    calls = count_calls(monkeypatch)
+    source.read_together(reads)
+    assert calls == [MAX_RUNS, MAX_RUNS, 5]
+    data = (tmp_path / "m.safetensors").read_bytes()
+    assert b"".join(bytes(read.out) for read in reads) == data[-3 * count :]
+
+
+def test_what_goes_wrong_together_is_told_with_the_tensor(tmp_path, monkeypatch):
+    source = source_of(tmp_path, {"m.safetensors": TENSORS})
+    (good, bad) = reads_of(source, ("f64", 0, 5, None), ("f32", 0, 7, None))
+    with pytest.raises(AssertionError, match="f32"):
+        source.read_together([good, bad._replace(row_end=8)])
+    with pytest.raises(AssertionError, match="f32"):
+        source.read_together([good, bad._replace(row_start=-1, row_end=6)])
+
+    def fail(descriptor, buffers, offset):
+        raise OSError(5, "the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fail)
+        with pytest.raises(ModelFormatError, match=r"m\.safetensors: 'f64' cannot be read; the disk is gone"):
+            source.read_together([good, bad])
+    os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
+    with pytest.raises(ModelFormatError, match=r"m\.safetensors was changed before 'f64' was read"):
+        source.read_together([good, bad])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
+def test_few_files_are_open_at_a_time(tmp_path):
+    files = {f"{index:03}.safetensors": {f"t{index}": ("F32", [2])} for index in range(50)}
+    source = source_of(tmp_path, files)
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(50):
+        read_rows(source, f"t{index}", 0, 2)
+        assert len(os.listdir("/proc/self/fd")) <= before + MAX_OPEN_FILES
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
+def test_threads_in_many_files_get_their_own_bytes(tmp_path):
+    """Files are closed for others while some are being read: a number that is used again must not be mistaken."""
+    files = {f"{index:03}.safetensors": {f"t{index}": ("F32", [40, 50 + index])} for index in range(20)}
+    source = source_of(tmp_path, files)
+    before = len(os.listdir("/proc/self/fd"))
+    wanted = {name: read_rows(source, name, 0, 40) for name in source.entries}
+
+    def read(number):
+        name = f"t{number * 7 % 20}"
+        start = number % 30
+        columns = (number % 10, 40 + number % 10) if number % 3 else None
+        rows = wanted[name][start : start + 10]
+        rows = rows if columns is None else rows[:, columns[0] : columns[1]]
+        return same_bytes(read_rows(source, name, start, start + 10, columns), rows)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(2000)))
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,415 @@
+"""The door to planning: a plan, or a refusal whose advice works; and no torch behind it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.cache.spec import kv_padding_term
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.memory.planner import PHASES
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.planning.fit import Wish, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
+from holdfast.planning.plan import RunnerPlan, plan_runner, plan_unfitting
+from holdfast.planning.target import memory_target
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, wish
+
+
+def test_a_plan_of_a_model_that_runs() -> None:
+    plan = fit_runner(wish("Qwen3-32B", H200, memory_utilization=0.98))
+    assert plan.kv_bytes_per_token == 262144
+    assert plan.kv_tokens == 16 * plan.memory.num_pages
+    assert plan.max_concurrency == plan.kv_tokens / 40960
+    assert plan.cache is not None
+    assert plan.cache.bytes_per_page == plan.memory.page_bytes == 16 * 262144
+    assert len(plan.attention_specs) == len(plan.cache.layers) == 64
+    assert plan.attention_specs[5].cache is plan.cache.layers[5]
+    assert plan.declaration is not None
+    assert plan.not_in_this_version == ()
+    assert plan.target is H200
+    assert plan.memory.peak_bytes <= 0.98 * H200.total_bytes
+
+
+def test_a_plan_of_a_model_that_does_not_run() -> None:
+    plan = fit_runner(wish("DeepSeek-V4-Flash", memory_target("400GiB"), kv_cache_dtype="fp8", max_model_len=100_000))
+    assert plan.cache is None
+    assert plan.declaration is None
+    assert plan.attention_specs == ()
+    assert plan.kv_bytes_per_token == Fraction(15401, 4)
+    assert plan.memory.page_bytes == 61604
+    assert plan.kv_bytes_per_sequence == blueprint("DeepSeek-V4-Flash").kv_bytes_per_sequence("fp8")
+    assert len(plan.not_in_this_version) == 1
+    assert plan.resolved.limits.page_tokens == 16
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_every_model_in_every_format(name: str, kv_format: str) -> None:
+    wanted = wish(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
+    if blueprint(name).anatomy.unsupported_format(KV_FORMATS[kv_format]) is not None:
+        with pytest.raises(ConfigError, match=r"this model keeps .*; try bfloat16 or fp8"):
+            fit_runner(wanted)
+        return
+    model, plan = blueprint(name), fit_runner(wanted)
+    num_wide = len(plan.resolved.protected.layers)
+    narrow, wide = (model.kv_bytes_per_token(each) / model.num_layers for each in (kv_format, "fp8"))
+    assert plan.kv_bytes_per_token == (model.num_layers - num_wide) * narrow + num_wide * wide
+    if plan.cache is not None:
+        assert num_wide == DEFAULT_PROTECTED_LAYERS.get(kv_format, 0)
+        assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
+        assert plan.cache.bytes_per_page == plan.memory.page_bytes
+        assert plan.cache.page_tokens == (64 if KV_FORMATS[kv_format].is_coded else 16)
+    bare = fit_runner(wanted._replace(config=replace(wanted.config, kv_protected_layers=0)))
+    assert bare.kv_bytes_per_token == model.kv_bytes_per_token(kv_format)
+
+
+QWEN3_32B = {
+    "bfloat16": (262_144, 262_144),
+    "fp8": (64 * 8 * 260, 133_120),
+    "turboquant_k8v4": (64 * 8 * 196, 100_352),
+    "turboquant_4bit_nc": (64 * 8 * 132, 67_584),
+    "turboquant_k3v4_nc": (64 * 8 * 116, 59_392),
+    "turboquant_3bit_nc": (64 * 8 * 100, 51_200),
+}
+"""Bytes of a token without protected layers, twice."""
+MOST = {"turboquant_k8v4": 196, "turboquant_4bit_nc": 134, "turboquant_k3v4_nc": 118, "turboquant_3bit_nc": 102}
+"""What vLLM takes for a token and head of 128."""
+
+
+@pytest.mark.parametrize(("kv_format", "sizes"), QWEN3_32B.items())
+def test_bytes_of_a_token_by_hand(kv_format: str, sizes: tuple[int, int]) -> None:
+    def token_bytes(**options: object) -> Fraction:
+        plan = fit_runner(wish("Qwen3-32B", H200, kv_cache_dtype=kv_format, **options))
+        assert plan.cache is not None
+        assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
+        return plan.kv_bytes_per_token
+
+    assert token_bytes(kv_protected_layers=0) == sizes[0] == sizes[1]
+    assert sizes[0] <= 64 * 8 * MOST.get(kv_format, 512)
+    per_layer = sizes[0] // 64
+    if KV_FORMATS[kv_format].is_coded:
+        in_bfloat16 = token_bytes(kv_protected_layers=4, kv_protected_dtype="auto")
+        assert in_bfloat16 == 60 * per_layer + 4 * 8 * 512
+    if kv_format.startswith("turboquant"):
+        assert token_bytes(kv_protected_layers=4) == 60 * per_layer + 4 * 8 * 260
+        assert token_bytes(kv_protected_layers="3,9,10") == 61 * per_layer + 3 * 8 * 260
+        assert token_bytes(kv_protected_layers=64) == 64 * 8 * 260
+
+
+def test_a_whole_model_in_k8v4_holds_what_an_h200_should() -> None:
+    plan = fit_runner(wish("Qwen3-32B", H200, kv_cache_dtype="turboquant_k8v4", memory_utilization=0.98))
+    assert plan.kv_tokens >= 720_000
+    assert plan.kv_tokens == 64 * plan.memory.num_pages
+    assert plan.not_in_this_version == ()
+
+
+def test_other_layers_in_the_wider_format_take_as_much() -> None:
+    plan = fit_runner(wish("Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc"))
+    assert plan.cache is not None
+    assert plan.resolved.protected.is_open
+    moved = plan.with_protected((3, 7, 8, 20), "made up")
+    assert moved.cache is not None
+    names = [layer.format.name for layer in moved.cache.layers]
+    assert [layer for layer, name in enumerate(names) if name == "fp8"] == [3, 7, 8, 20]
+    assert names.count("turboquant_3bit_nc") == 24
+    assert [spec.cache for spec in moved.attention_specs] == list(moved.cache.layers)
+    assert [(spec.window, spec.num_heads) for spec in moved.attention_specs] == [
+        (spec.window, spec.num_heads) for spec in plan.attention_specs
+    ]
+    assert moved.cache.bytes_per_page == plan.cache.bytes_per_page == moved.memory.page_bytes
+    assert kv_padding_term(moved.cache) == kv_padding_term(plan.cache)
+    assert moved.memory is plan.memory
+    assert not moved.resolved.protected.is_open
+    with pytest.raises(AssertionError, match="were not planned for"):
+        plan.with_protected((3, 7), "fewer")
+
+
+MIXED = st.builds(
+    lambda name, kv_format, layers, page: wish(
+        name, H200, kv_cache_dtype=kv_format, kv_protected_layers=layers, kv_protected_dtype="auto", page_tokens=page
+    ),
+    st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen2.5-0.5B-Instruct"]),
+    st.sampled_from([name for name, value in KV_FORMATS.items() if value.is_coded]),
+    st.none()
+    | st.integers(0, 24)
+    | st.lists(st.integers(0, 23), min_size=2, max_size=9, unique=True).map(lambda found: ",".join(map(str, found))),
+    st.sampled_from([None, 1, 16, 64]),
+)
+
+
+@given(MIXED, st.integers(1, 3))
+@settings(max_examples=60)
+def test_pages_of_any_mix_take_what_was_planned(wanted: Wish, num_pages: int) -> None:
+    """What the arena of the pages takes is pages times the page, and padding no more than its term."""
+    layout, resolved = settle(wanted)
+    plan = fit_runner(wanted)
+    assert plan.cache is not None
+    padding = sum(term.num_bytes for term in plan.memory.terms if term.owner == "kv pages/padding")
+    assert padding == kv_padding_term(plan.cache).num_bytes
+    assert plan.cache.bytes_per_page == layout.page_bytes(resolved) == plan.memory.page_bytes
+    specs = [
+        TensorSpec(plane.name, (num_pages * plan.cache.page_tokens, *plane.token_shape), plane.dtype)
+        for layer in plan.cache.layers
+        for plane in layer.planes
+    ]
+    unused = arena_bytes(specs) - num_pages * plan.memory.page_bytes
+    assert 0 <= unused <= padding
+
+
+MODELS = st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen3-8B", "OPT-125m", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
+WISHES = st.builds(
+    lambda name, gib, util, seqs, tokens, length, page, eager: Wish(
+        EngineConfig(
+            memory_utilization=util,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            max_model_len=None if length is None else min(length, blueprint(name).max_position),
+            page_tokens=page,
+            enforce_eager=eager,
+        ),
+        blueprint(name),
+        memory_target(f"{gib}GiB"),
+    ),
+    MODELS,
+    st.integers(1, 200),
+    st.floats(0.05, 1.0),
+    st.integers(1, 600),
+    st.integers(1, 20_000),
+    st.none() | st.integers(1, 200_000),
+    st.sampled_from([1, 16, 256]),
+    st.booleans(),
+)
+
+
+@given(WISHES)
+@settings(max_examples=150)
+def test_the_plan_is_the_largest_that_fits(wanted: Wish) -> None:
+    fit = try_fit(wanted)
+    resolved = settle(wanted)[1]
+    if fit is None:
+        smallest = unfitting_runner(wanted)
+        assert smallest.memory.peak_bytes > resolved.budget_bytes
+        with pytest.raises(MemoryPlanError):
+            find_fit(wanted)
+        return
+    memory, limits = fit.memory, fit.resolved.limits
+    assert memory.peak_bytes <= resolved.budget_bytes
+    assert memory.total_bytes == memory.kv_bytes + sum(
+        term.num_bytes for term in memory.terms if "serve" in term.phases
+    )
+    per_sequence = -(-limits.max_model_len // limits.page_tokens)
+    assert per_sequence <= memory.num_pages <= limits.max_num_seqs * per_sequence
+    if memory.num_pages < limits.max_num_seqs * per_sequence:
+        assert replace(memory, num_pages=memory.num_pages + 1).peak_bytes > resolved.budget_bytes
+    if limits.max_model_len < resolved.limits.max_model_len:
+        assert resolved.may_shorten
+        longer = replace(wanted.config, max_model_len=limits.max_model_len + 1)
+        assert try_fit(wanted._replace(config=longer)) is None
+    assert fit_runner(wanted).kv_tokens == fit.kv_tokens
+
+
+@given(WISHES, st.integers(1, 64))
+@settings(max_examples=50)
+def test_more_memory_never_gives_fewer_tokens(wanted: Wish, more: int) -> None:
+    fit = try_fit(wanted)
+    larger = try_fit(wanted._replace(target=memory_target(wanted.target.total_bytes + more * GIB)))
+    if fit is not None:
+        assert larger is not None
+        assert larger.kv_tokens >= fit.kv_tokens
+
+
+def test_an_open_context_shrinks_with_a_reason() -> None:
+    plan = fit_runner(wish("Llama-3.1-8B", RTX4090))
+    assert plan.resolved.limits.max_model_len == plan.kv_tokens < 131072
+    choice = next(choice for choice in plan.resolved.choices if choice.name == "max_model_len")
+    assert choice.reason == "the longest context that fits the memory"
+
+
+def test_a_context_that_was_asked_does_not_shrink() -> None:
+    with pytest.raises(MemoryPlanError, match="short"):
+        fit_runner(wish("Llama-3.1-8B", RTX4090, max_model_len=131072))
+
+
+def test_an_open_context_of_which_not_even_one_token_fits_is_refused_by_the_least_it_needs() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        fit_runner(wish("Llama-3.1-70B", A100))
+    table = caught.value.table
+    assert table is not None
+    pages = next(row for row in table.rows if row.owner == "kv pages")
+    assert pages.num_bytes == 16 * 327680, "one page"
+
+
+def test_pages_on_a_host_are_bounded_unless_one_sequence_needs_more() -> None:
+    plan = fit_runner(wish("Qwen3-0.6B", HOST, max_model_len=2048))
+    assert GIB - plan.memory.page_bytes < plan.memory.kv_bytes <= GIB
+    assert "on a CPU, unless an option asks for more" in plan.memory.pages_reason
+    long = fit_runner(wish("Qwen3-0.6B", HOST, max_model_len=40960))
+    assert long.memory.kv_bytes == 40960 * 229376 > GIB
+
+
+def test_memory_for_pages_alone() -> None:
+    plan = fit_runner(wish("Qwen3-8B", H200, kv_cache_memory="7GiB", max_model_len=4096))
+    assert plan.memory.kv_bytes == 7 * GIB // plan.memory.page_bytes * plan.memory.page_bytes
+    assert plan.memory.pages_reason == "kv_cache_memory"
+    with pytest.raises(
+        MemoryPlanError, match=r"kv_cache_memory of 1.00 MiB was asked; one sequence of 4096 tokens takes"
+    ):
+        fit_runner(wish("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096))
+    shrunk = fit_runner(wish("Qwen3-8B", H200, kv_cache_memory="1GiB"))
+    assert shrunk.resolved.limits.max_model_len == GIB // 147456 // 16 * 16
+
+
+def test_no_more_pages_than_could_be_used() -> None:
+    plan = fit_runner(wish("Qwen3-0.6B", H200, max_num_seqs=2, max_model_len=1000))
+    assert plan.kv_tokens == 2 * 1008
+    assert plan.max_concurrency == 2.016
+
+
+def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
+    wanted = wish("Qwen3-32B", RTX4090, max_model_len=4096)
+    plan = unfitting_runner(wanted)
+    assert plan.kv_tokens == 4096
+    with pytest.raises(MemoryPlanError) as caught:
+        fit_runner(wanted)
+    assert caught.value.table == plan.memory.table("serve")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ()),
+        ({"quantization": "none", "kv_cache_dtype": "float16"}, ()),
+        *(({"kv_cache_dtype": name}, ()) for name in KV_FORMATS),
+        *(({"quantization": name}, ()) for name in WEIGHT_SCHEMES),
+        ({"tensor_parallel_size": 2}, ("tensor parallelism is not in this version",)),
+        ({"name": "Qwen3-30B-A3B"}, ()),
+    ],
+)
+def test_what_this_version_does_not_do(options, words) -> None:
+    wanted = wish(**options)
+    assert missing_here(wanted) == words
+    assert fit_runner(wanted).not_in_this_version == words
+
+
+@pytest.mark.parametrize("target", [H200, HOST])
+def test_quantized_weights_leave_more_room(target) -> None:
+    plans = [fit_runner(wish("Qwen3-0.6B", target, quantization=name)) for name in (None, "fp8")]
+    tokens = [plan.kv_tokens for plan in plans]
+    assert tokens[0] < tokens[1] if target is H200 else tokens[0] == tokens[1], (
+        "pages on a CPU have a bound of their own"
+    )
+
+
+def test_staging_costs_no_pages() -> None:
+    plan = fit_runner(wish("Qwen3-8B", H200))
+    assert plan.memory.phase_bytes["load"] < plan.memory.phase_bytes["serve"]
+    assert {phase for term in plan.memory.terms for phase in term.phases} == set(PHASES)
+
+
+def test_absurd_limits_are_refused_and_not_tried() -> None:
+    with pytest.raises(MemoryPlanError):
+        fit_runner(
+            wish("Qwen3-8B", H200, max_num_seqs=2**31 - 1, max_num_batched_tokens=2**31 - 1, max_model_len=2**31 - 1)
+        )
+
+
+def test_a_budget_smaller_than_the_weights() -> None:
+    with pytest.raises(MemoryPlanError, match=r"needs \d+\.\d\d GiB in its serve phase \(weights 15\.26 GiB"):
+        fit_runner(wish("Qwen3-8B", memory_target("8GiB")))
+    with pytest.raises(MemoryPlanError):
+        fit_runner(wish("Qwen3-8B", memory_target(1)))
+
+
+def test_ranks_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3 was asked"):
+        fit_runner(wish("Qwen3-8B", tensor_parallel_size=3))
+    for ranks in (0, -2):
+        with pytest.raises(ConfigError, match="a whole number from 1"):
+            fit_runner(wish("Qwen3-8B", tensor_parallel_size=ranks))
+
+
+def test_two_ranks_hold_half_each() -> None:
+    one, two = (fit_runner(wish("Qwen3-32B", H200, tensor_parallel_size=ranks)) for ranks in (1, 2))
+    assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
+    assert two.attention_specs[0].num_heads == 32
+    weights = [sum(term.num_bytes for term in plan.memory.terms if term.group == "weights") for plan in (one, two)]
+    assert 0.499 < weights[1] / weights[0] < 0.502
+
+
+def test_a_plan() -> None:
+    plan = plan_runner(EngineConfig(), blueprint("Qwen3-8B"), H200)
+    assert isinstance(plan, RunnerPlan)
+    assert plan.kv_tokens > 700_000
+    coded = plan_runner(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200)
+    assert coded.kv_tokens > 1.9 * plan.kv_tokens
+    assert coded.not_in_this_version == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "options", "do"),
+    [
+        ("Qwen3-32B", A100, {"max_model_len": 40960}, r"raise memory_utilization to 0\.\d\d, which fits"),
+        ("Llama-3.1-8B", RTX4090, {"max_model_len": 131072}, r"lower max_model_len to \d+, which fits"),
+        ("Qwen3-32B", RTX4090, {}, r"keep weights in mxfp4, which fits"),
+        ("Llama-3.1-70B", RTX4090, {}, r"take b200, which fits"),
+        (
+            "Qwen3-0.6B",
+            HOST,
+            {"memory_limit": "2GiB", "max_model_len": 2048},
+            r"raise memory_limit to \d+MiB, which fits",
+        ),
+        (
+            "DeepSeek-R1",
+            H200,
+            {},
+            r"take a smaller model; to share it among 8 GPUs would fit, but tensor parallelism is not",
+        ),
+    ],
+)
+def test_a_refusal_ends_with_the_smallest_change(name, target, options, do) -> None:
+    with pytest.raises(MemoryPlanError, match=do) as caught:
+        plan_runner(EngineConfig(**options), blueprint(name), target)
+    error = caught.value
+    assert error.args == (error.asked, error.has, error.do)
+    assert error.table is not None, "the table comes along"
+    assert error.table.short_bytes > 0
+    plan = plan_unfitting(EngineConfig(**options), blueprint(name), target)
+    assert plan.memory.peak_bytes - plan.memory.budget_bytes == error.table.short_bytes
+
+
+def test_pages_alone_that_are_too_few() -> None:
+    with pytest.raises(MemoryPlanError, match="leave out kv_cache_memory, which fits"):
+        plan_runner(EngineConfig(kv_cache_memory="1MiB", max_model_len=4096), blueprint("Qwen3-8B"), H200)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = """
+import json, sys
+from holdfast.config import EngineConfig
+from holdfast.errors import MemoryPlanError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.memory.devices import find_gpu
+from holdfast.planning.alternatives import alternatives
+from holdfast.planning.plan import plan_runner
+from holdfast.planning.target import cpu_target, gpu_target
+for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
+    for target in (gpu_target(find_gpu("h200")), cpu_target()):
+        try:
+            plan_runner(EngineConfig(), open_blueprint(name), target)
+        except MemoryPlanError:
+            pass
+        alternatives(EngineConfig(), open_blueprint(name), target)
+print(json.dumps([name for name in ("torch", "triton", "numpy", "transformers") if name in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []

@@ -1,0 +1,540 @@
+"""Every open setting is settled, with a reason."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.config import EngineConfig, Limits, parse_layers
+from holdfast.errors import ConfigError
+from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.planning.resolve import (
+    CPU_KV_BYTES,
+    ProtectedLayers,
+    Resolved,
+    _from_the_ends,
+    by_key_bias,
+    by_position,
+    choose_protected,
+    choose_recipe,
+    listed,
+    resolve,
+    unsupported_scheme,
+)
+from holdfast.planning.target import Target, memory_target
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.quant.weight_schemes import (
+    EMBEDDING_CHOICES,
+    FP8,
+    FP8_BLOCK,
+    HEAD_SCHEME,
+    WEIGHT_SCHEMES,
+    QuantizedEmbeddings,
+    WeightRecipe,
+)
+from planning.plan_cases import A100, H200, HOST, RTX4090, blueprint
+
+SMOL = blueprint("SmolLM2-135M")
+NARROW = "turboquant_4bit_nc"
+
+
+def chosen(model: Blueprint = SMOL, kv_format: str = NARROW, dtype: str = "bfloat16", **options) -> ProtectedLayers:
+    return choose_protected(EngineConfig(**options), model, KV_FORMATS[kv_format], dtype)
+
+
+def with_layers(num_layers: int) -> Blueprint:
+    assert SMOL.spec is not None
+    return spec_blueprint(replace(SMOL.spec, num_layers=num_layers), "made up")
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_the_default_of_every_format(name: str) -> None:
+    protected = chosen(kv_format=name)
+    assert len(protected.layers) == DEFAULT_PROTECTED_LAYERS.get(name, 0)
+    assert bool(protected.reason) == KV_FORMATS[name].is_coded
+    if protected.layers:
+        assert protected == ((0, 1, 28, 29), KV_FORMATS["fp8"], False, protected.reason)
+
+
+@pytest.mark.parametrize(("num_layers", "layers"), [(1, ()), (2, (0,)), (3, (0,)), (7, (0, 1, 6)), (8, (0, 1, 6, 7))])
+def test_never_more_than_half_of_a_small_model(num_layers: int, layers: tuple[int, ...]) -> None:
+    protected = chosen(with_layers(num_layers))
+    assert protected.layers == layers
+    assert ("half" in protected.reason) == (num_layers < 8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers", "reason"),
+    [
+        (0, (), ""),
+        (1, (0,), "asked; kept in fp8: the first (0,)"),
+        ("3", (0, 1, 29), "asked; kept in fp8: the first and the last (0,1,29)"),
+        (30, tuple(range(30)), None),
+        ("29,3", (3, 29), ""),
+        ("7,", (7,), ""),
+    ],
+)
+def test_what_is_asked_is_taken(asked: object, layers: tuple[int, ...], reason: str | None) -> None:
+    protected = chosen(kv_protected_layers=asked)
+    assert protected.layers == layers
+    assert not protected.is_open
+    assert reason is None or protected.reason == reason
+
+
+def test_weights_have_the_last_word_where_there_are_key_biases() -> None:
+    biased = blueprint("Qwen2.5-7B-Instruct")
+    protected = chosen(biased)
+    assert protected.is_open
+    assert protected.reason == f"the default of {NARROW}; kept in fp8: those with the largest key biases"
+    assert protected.layers == (0, 1, 26, 27), "by position until then"
+    assert not chosen(biased, kv_protected_layers="5,6").is_open, "a list is a list"
+    assert not chosen(biased, kv_protected_layers=28).is_open, "all of them are all of them"
+    assert not chosen(biased, kv_format="turboquant_k8v4").is_open, "none are none"
+    assert chosen(biased, kv_format="turboquant_k8v4", kv_protected_layers=1).is_open
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "options", "wider"),
+    [
+        (NARROW, {}, "fp8"),
+        (NARROW, {"kv_protected_dtype": "auto"}, "bfloat16"),
+        ("turboquant_3bit_nc", {"kv_protected_dtype": "turboquant_k8v4"}, "turboquant_k8v4"),
+        ("turboquant_k8v4", {"kv_protected_layers": 2}, "fp8"),
+        ("fp8", {"kv_protected_layers": 2, "kv_protected_dtype": "auto"}, "bfloat16"),
+        ("bfloat16", {"kv_protected_layers": 2, "kv_protected_dtype": "float32"}, "float32"),
+    ],
+)
+def test_the_wider_format(kv_format: str, options: dict, wider: str) -> None:
+    protected = chosen(kv_format=kv_format, **options)
+    assert protected.format.name == wider
+    formats = protected.formats(KV_FORMATS[kv_format], 30)
+    assert [form.name for form in formats].count(wider) == len(protected.layers) > 0
+    assert all(form.name == kv_format for layer, form in enumerate(formats) if layer not in protected.layers)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "options", "words"),
+    [
+        (
+            "fp8",
+            {"kv_protected_layers": 4},
+            "a head takes 132 bytes in it and 132 in fp8; set kv_protected_dtype to float32",
+        ),
+        (
+            "bfloat16",
+            {"kv_protected_layers": "3,"},
+            "132 bytes in it and 256 in bfloat16; set kv_cache_dtype to a narrower format",
+        ),
+        ("float32", {"kv_protected_layers": 4, "kv_protected_dtype": "float32"}, "leave out kv_protected_layers"),
+        (NARROW, {"kv_protected_dtype": "turboquant_3bit_nc"}, "protected layers in turboquant_3bit_nc were asked"),
+        (
+            NARROW,
+            {"kv_protected_layers": 31},
+            "kv_protected_layers=31 was asked; the model has 30 layers; ask for at most 30",
+        ),
+        (NARROW, {"kv_protected_layers": "1,30"}, "kv_protected_layers=1,30 was asked; the layers are 0 to 29"),
+    ],
+)
+def test_what_cannot_be_is_told_in_words(kv_format: str, options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")) as caught:
+        chosen(kv_format=kv_format, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_without_heads_protect_nothing() -> None:
+    latent = blueprint("DeepSeek-R1")
+    assert chosen(latent, "fp8") == ((), KV_FORMATS["fp8"], False, "")
+    assert chosen(latent, "fp8", kv_protected_layers=0).layers == ()
+    for asked in (1, "0,"):
+        with pytest.raises(ConfigError, match="keeps no keys and values by head"):
+            chosen(latent, "fp8", kv_protected_layers=asked)
+
+
+@given(st.integers(1, 80).flatmap(lambda number: st.tuples(st.integers(0, number), st.just(number))))
+def test_positions_are_the_two_ends(sizes: tuple[int, int]) -> None:
+    count, num_layers = sizes
+    layers = by_position(count, num_layers)
+    assert len(set(layers)) == count
+    assert list(layers) == sorted(layers)
+    assert set(layers) == set(_from_the_ends(num_layers)[:count])
+    assert sorted(_from_the_ends(num_layers)) == list(range(num_layers))
+
+
+@given(
+    st.lists(st.floats(0, 1e30) | st.sampled_from([0.0, 1.0, math.inf, math.nan]), min_size=1, max_size=40),
+    st.integers(1, 40),
+)
+def test_the_largest_biases_are_protected(norms: list[float], wanted: int) -> None:
+    count = min(wanted, len(norms))
+    layers, reason = by_key_bias(count, norms)
+    assert len(set(layers)) == count
+    assert list(layers) == sorted(layers)
+    sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
+    left = [sizes[layer] for layer in range(len(sizes)) if layer not in layers]
+    assert min(sizes[layer] for layer in layers) >= max(left, default=-1.0)
+    assert reason
+    assert "\n" not in reason
+
+
+def test_biases_that_are_alike_are_taken_by_position() -> None:
+    assert by_key_bias(4, [0.0] * 12) == (
+        (0, 1, 10, 11),
+        "all key biases are alike, and these are the first and the last",
+    )
+    assert by_key_bias(3, [1.0, 1.0, 5.0, 1.0, 1.0])[0] == (0, 2, 4), "the ends first among equals"
+
+
+def test_the_reason_has_the_numbers() -> None:
+    """The norms of a model that is known to break with 4-bit keys: the ends, and one in the middle."""
+    norms = [605.0, 22.0, 20.0, 300.0, 25.0, 18.0, 30.0, 921.0]
+    layers, reason = by_key_bias(3, norms)
+    assert layers == (0, 3, 7)
+    assert reason == "their key biases are the largest, 300 to 921 where the median is 25"
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=6, unique=True))
+def test_a_list_is_written_as_it_is_read(layers: list[int]) -> None:
+    assert parse_layers(listed(sorted(layers)), "x") == tuple(sorted(layers))
+
+
+CODED = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.codes_activations]
+
+
+def choose(model: str | Blueprint = "Qwen3-8B", target: Target = H200, **options):
+    known = blueprint(model) if isinstance(model, str) else model
+    return choose_recipe(EngineConfig.from_options(**options), known, target)
+
+
+def test_nothing_asked_is_nothing_told() -> None:
+    assert choose() == (WeightRecipe(), ())
+    assert choose(quantization="none") == (WeightRecipe(), ())
+
+
+@pytest.mark.parametrize("name", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("target", [H200, RTX4090, HOST, memory_target("24GiB")], ids=lambda target: target.name)
+def test_every_scheme_runs_here(name: str, target: Target) -> None:
+    """A GPU of which only the size is known is taken to be a new one."""
+    recipe, notes = choose(target=target, quantization=name)
+    assert recipe == WeightRecipe(WEIGHT_SCHEMES[name])
+    assert notes == (("quantization", name, "asked: 145 of 291 weights are quantized as they load"),)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_gpu_without_products_in_fp8_says_so_and_what_it_has(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(target=A100, quantization=name)
+    assert caught.value.asked == f"quantization={name} was asked"
+    assert "compute capability 8.0" in caught.value.has
+    assert caught.value.do == "try int8 or mxfp4"
+    assert [scheme for scheme in WEIGHT_SCHEMES if unsupported_scheme(scheme, A100) is None] == ["int8", "mxfp4"]
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+@pytest.mark.parametrize("embeddings", EMBEDDING_CHOICES)
+def test_heads_and_embeddings_are_quantized_there_as_anywhere(name: str, embeddings: QuantizedEmbeddings) -> None:
+    recipe, notes = choose(target=A100, quantization=name, quantized_embeddings=embeddings)
+    assert recipe == WeightRecipe(WEIGHT_SCHEMES[name], embeddings)
+    assert (recipe, notes) == choose(target=H200, quantization=name, quantized_embeddings=embeddings)
+    head = recipe.scheme_for("head", ())
+    assert head is None or not head.codes_activations, "else that GPU could not multiply by it"
+
+
+def test_patterns_that_do_nothing_are_told_and_those_that_match_nothing_raise() -> None:
+    _, notes = choose(quantization="fp8", quantization_ignore="*norm*,lm_head")
+    assert notes[1] == ("quantization_ignore", "*norm*", "asked, but what it matches is never quantized")
+    _, notes = choose(quantization="fp8", quantization_ignore="*")
+    assert notes == (("quantization", "fp8", "asked, but no weight is quantized: quantization_ignore covers them all"),)
+    with pytest.raises(ConfigError, match=r"'\*doun_proj\*' was asked; .*did you mean \*down_proj\*\?"):
+        choose(quantization="fp8", quantization_ignore="*doun_proj*")
+
+
+def test_a_checkpoint_that_is_quantized_stays_so() -> None:
+    recipe, notes = choose("DeepSeek-R1")
+    assert recipe.scheme == FP8_BLOCK
+    assert notes == (("quantization", "fp8_block", "the checkpoint's own"),)
+    assert choose("DeepSeek-R1", quantization="fp8_block")[0] == recipe, "that is what it is"
+    with pytest.raises(
+        ConfigError, match="quantization=mxfp4 was asked; DeepSeek-R1 has its weights in fp8_block already"
+    ):
+        choose("DeepSeek-R1", quantization="mxfp4")
+
+
+STORED = {"layers.0.o.weight": FP8, "lm_head.weight": HEAD_SCHEME}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"quantization_ignore": "*o_proj*"},
+            r"'\*o_proj\*' was asked; layers.0.o.weight is stored as fp8 already; leave",
+        ),
+        ({"quantization_ignore": "*o_porj*"}, r"did you mean \*o_proj\*\?"),
+        ({"quantized_embeddings": "none"}, "lm_head.weight is stored as int8 already; leave quantized_embeddings out"),
+        ({"quantized_embeddings": "all"}, "embed.weight is stored unquantized .* leave quantized_embeddings out"),
+        ({"quantization": "int8"}, "leave quantization out to load it as it is, or take the model as it was before"),
+    ],
+)
+def test_what_cannot_be_had_of_saved_weights_is_refused_with_what_can(options, words: str) -> None:
+    """Nothing of them is open. Each advice, typed, is heard."""
+    saved = replace(blueprint("Qwen3-8B"), stored=STORED)
+    with pytest.raises(ConfigError, match=words):
+        choose(saved, **{"quantization": "fp8"} | options)
+    if "quantized_embeddings" in options:
+        with pytest.raises(ConfigError, match=words):
+            choose(saved, **options)
+    as_it_is = choose(saved)[0]
+    assert choose(saved, quantization="fp8")[0] == as_it_is
+    assert choose(saved, quantization="fp8", quantization_ignore="*down_proj*")[0] == as_it_is, "that is plain anyway"
+
+
+def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
+    plain = blueprint("Qwen3-8B")
+    left = frozenset(weight.name for weight in plain.parameters() if "layers.1." not in weight.name)
+    stored = replace(plain, stored={"layers.0.o.weight": FP8}, open_weights=left)
+    recipe, notes = choose(stored, quantization="fp8", quantization_ignore="model.layers.2.*")
+    (note,) = notes
+    assert note[2] == "asked, and the checkpoint's own; 136 of its plain weights are quantized on load"
+    assert recipe.scheme_for("linear", ["layers.3.o.weight"]) == FP8
+    assert recipe.scheme_for("linear", ["layers.1.o.weight"]) is None, "its makers left it out"
+    assert recipe.scheme_for("linear", ["layers.2.o.weight"]) is None, "asked"
+    assert choose(stored)[0] == stored.stored_recipe
+
+
+def test_what_is_open_is_not_guessed() -> None:
+    plain = blueprint("Qwen3-8B")
+    stored = replace(plain, stored={"layers.0.o.weight": FP8}, unread_pattern="re:(?!a)b")
+    assert choose(stored)[0] == stored.stored_recipe
+    with pytest.raises(
+        ConfigError, match=r"quantization=fp8 was asked; Qwen3-8B leaves out 're:\(\?!a\)b'.*not followed"
+    ):
+        choose(stored, quantization="fp8")
+
+
+def test_embeddings_without_a_scheme_are_told() -> None:
+    recipe, notes = choose(quantized_embeddings="all")
+    assert recipe.scheme is None
+    assert notes == (("quantized_embeddings", "all", "asked, but nothing is quantized without quantization"),)
+
+
+def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None:
+    stored = replace(blueprint("Qwen3-8B"), stored={"layers.0.o.weight": FP8})
+    assert choose(stored)[0].scheme == FP8
+    with pytest.raises(ConfigError, match=r"stored in fp8; .*8\.0.*; take the unquantized checkpoint"):
+        choose(stored, A100)
+    with pytest.raises(ConfigError, match="take the unquantized checkpoint, with int8 or mxfp4"):
+        choose(stored, A100, quantization="int8")  # to leave that out would not help
+
+
+GIB = 1024**3
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    family="llama",
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=512,
+    checkpoint_dtype="bfloat16",
+    norm_eps=1e-5,
+    rope=RopeSpec(10_000.0),
+)
+HOST_RESOLVE = Target("cpu", "cpu", 10 * GIB, 10 * GIB, 0, "")
+SHARED = Target("cuda", "cuda:0", 80 * GIB, 60 * GIB, GIB // 2, "20.00 GiB of 80.00 GiB are held by others")
+FREE = Target("cuda", "cuda:1", 80 * GIB, 80 * GIB, GIB // 2, "")
+
+
+def settle(spec: ModelSpec = SPEC, target: Target = HOST_RESOLVE, **options: object) -> Resolved:
+    resolved = resolve(EngineConfig.from_options(**options), spec, target)
+    blueprint = spec_blueprint(spec, "the same")
+    assert resolve(EngineConfig.from_options(**options), blueprint, target) == resolved
+    return resolved
+
+
+def reasons(resolved: Resolved) -> dict[str, tuple[str, str]]:
+    return {choice.name: (choice.value, choice.reason) for choice in resolved.choices}
+
+
+def test_everything_left_open_on_a_cpu() -> None:
+    resolved = settle()
+    assert resolved.device == "cpu"
+    assert resolved.dtype == "float32"
+    assert resolved.kv_format.name == "float32"
+    assert resolved.limits == Limits(64, 2048, 512, 16)
+    assert resolved.may_shorten
+    assert resolved.budget_bytes == 9 * GIB
+    assert resolved.max_kv_bytes == CPU_KV_BYTES
+    assert reasons(resolved) == {
+        "dtype": ("float32", "the fastest exact type on a CPU"),
+        "kv_cache_dtype": ("float32", "the same as dtype"),
+        "max_model_len": ("512", "what the model was made for"),
+        "memory": ("9.00 GiB", "90% of 10.00 GiB available"),
+    }
+
+
+def test_everything_left_open_on_a_gpu() -> None:
+    resolved = settle(target=SHARED)
+    assert resolved.device == "cuda:0"
+    assert resolved.dtype == resolved.kv_format.name == "bfloat16"
+    assert resolved.limits == Limits(256, 8192, 512, 16)
+    assert resolved.budget_bytes == 60 * GIB, "others hold 20 GiB, so 90 % of the device is not there"
+    assert resolved.max_kv_bytes is None
+    assert reasons(resolved)["dtype"] == ("bfloat16", "the checkpoint's own")
+    held = "what others leave: they hold 20.00 GiB of the device's 80.00 GiB"
+    assert reasons(resolved)["memory"] == ("60.00 GiB", held)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "dtype"), [("float16", "float16"), ("float32", "bfloat16"), ("float64", "bfloat16")]
+)
+def test_the_dtype_on_a_gpu_follows_the_checkpoint(checkpoint_dtype: str, dtype: str) -> None:
+    assert settle(replace(SPEC, checkpoint_dtype=checkpoint_dtype), FREE).dtype == dtype
+
+
+def test_what_is_asked_is_taken_and_needs_no_reason() -> None:
+    resolved = settle(
+        dtype="bfloat16",
+        kv_cache_dtype="float16",
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=7,
+        page_tokens=4,
+        memory_limit="2GiB",
+        kv_cache_memory="1MiB",
+    )
+    assert resolved.dtype == "bfloat16"
+    assert resolved.kv_format.name == "float16"
+    assert resolved.limits == Limits(3, 7, 100, 4)
+    assert not resolved.may_shorten
+    assert (resolved.budget_bytes, resolved.max_kv_bytes) == (2 * GIB, 1024**2)
+    assert reasons(resolved) == {"memory": ("2.00 GiB", "memory_limit")}
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_every_format_is_taken(name: str) -> None:
+    resolved = settle(kv_cache_dtype=name)
+    assert resolved.kv_format is KV_FORMATS[name]
+    assert "kv_cache_dtype" not in reasons(resolved)
+
+
+def test_pages_of_coded_formats_are_a_tile_unless_somebody_says_otherwise() -> None:
+    resolved = settle(kv_cache_dtype="fp8")
+    assert resolved.limits.page_tokens == 64
+    assert reasons(resolved)["page_tokens"] == ("64", "attention over quantized pages works in tiles of 64 tokens")
+    asked = settle(kv_cache_dtype="fp8", block_size=16)
+    assert asked.limits.page_tokens == 16
+    assert "page_tokens" not in reasons(asked)
+    latent = resolve(EngineConfig(kv_cache_dtype="fp8"), read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), FREE)
+    assert latent.limits.page_tokens == 16, "nothing is coded by head there"
+
+
+def test_protected_layers_are_a_choice_with_a_reason() -> None:
+    deep = replace(SPEC, num_layers=30)
+    assert reasons(settle(deep, kv_cache_dtype="turboquant_4bit_nc"))["kv_protected_layers"] == (
+        "4",
+        "the default of turboquant_4bit_nc; kept in fp8: the first and the last (0,1,28,29)",
+    )
+    assert settle(deep, kv_cache_dtype="turboquant_4bit_nc").protected.layers == (0, 1, 28, 29)
+    assert "kv_protected_layers" not in reasons(settle(deep)), "plain pages protect nothing"
+
+
+def test_other_layers_replace_the_choice() -> None:
+    resolved = settle(replace(SPEC, num_layers=30, qkv_bias=True), kv_cache_dtype="turboquant_4bit_nc")
+    protected = resolved.protected._replace(layers=(3, 4, 5, 6), reason="made up")
+    other = resolved.with_protected(protected)
+    assert other.protected is protected
+    assert reasons(other)["kv_protected_layers"] == ("3,4,5,6", "made up")
+    assert len(other.choices) == len(resolved.choices)
+
+
+@pytest.mark.parametrize("name", [name for name, value in KV_FORMATS.items() if value.is_coded])
+def test_heads_that_cannot_be_coded_are_told_what_works(name: str) -> None:
+    odd = replace(SPEC, head_dim=72)
+    with pytest.raises(ConfigError) as caught:
+        settle(odd, kv_cache_dtype=name)
+    assert str(caught.value) == (
+        f"kv_cache_dtype={name} was asked; head_dim is 72, and heads of a multiple of 16 elements can be quantized; "
+        "try bfloat16"
+    )
+    assert settle(odd, kv_cache_dtype="bfloat16").kv_format.name == "bfloat16"
+
+
+def test_shares_of_a_gpu() -> None:
+    resolved = settle(target=SHARED, memory_utilization=0.5)
+    assert resolved.budget_bytes == 40 * GIB
+    assert resolved.budget_reason == "50% of the device's 80.00 GiB"
+    assert settle(target=SHARED, memory_limit="7GiB", memory_utilization=0.5).budget_bytes == 7 * GIB, (
+        "a size outranks a share"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "limit", "budget", "reason"),
+    [
+        (SHARED, "70GiB", 60 * GIB, "what others leave: they hold 20.00 GiB"),
+        (FREE, "200GiB", 80 * GIB, "all of the device's 80.00 GiB, less than memory_limit"),
+        (FREE, "70GiB", 70 * GIB, "memory_limit"),
+    ],
+)
+def test_a_limit_does_not_make_memory(target: Target, limit: str, budget: int, reason: str) -> None:
+    resolved = settle(target=target, memory_limit=limit)
+    assert resolved.budget_bytes == budget
+    assert resolved.budget_reason.startswith(reason)
+
+
+def test_a_limit_does_not_make_memory_of_a_host_either() -> None:
+    resolved = settle(memory_limit="1000TiB")
+    assert resolved.budget_bytes == 9 * GIB, "its last page would be the end of the process"
+    assert resolved.budget_reason == "90% of 10.00 GiB available, less than memory_limit"
+    assert settle(memory_limit=10 * GIB).budget_bytes == 10 * GIB
+    assert settle(memory_limit=10 * GIB + 1, memory_utilization=0.5).budget_bytes == 5 * GIB
+
+
+def test_a_share_is_told_as_it_was_asked() -> None:
+    assert settle(memory_utilization=0.975).budget_reason == "97.5% of 10.00 GiB available"
+    assert settle(target=FREE, memory_utilization=0.29).budget_reason == "29% of the device's 80.00 GiB"
+
+
+def test_a_share_of_the_host_is_for_all_of_it() -> None:
+    resolved = settle(memory_utilization=0.5)
+    assert resolved.budget_bytes == 5 * GIB
+    assert resolved.budget_reason == "50% of 10.00 GiB available"
+    assert resolved.max_kv_bytes is None, "who names a share gets all of it"
+
+
+def test_a_bound_on_pages_that_was_asked_replaces_our_own() -> None:
+    assert settle(kv_cache_memory="3GiB").max_kv_bytes == 3 * GIB
+
+
+def test_a_context_beyond_the_model_s() -> None:
+    resolved = settle(max_model_len=4096)
+    assert resolved.limits.max_model_len == 4096
+    assert reasons(resolved)["max_model_len"] == ("4096", "asked, beyond the model's 512")
+
+
+def test_learned_positions_cannot_be_exceeded() -> None:
+    learned = read_blueprint(CATALOGUE["OPT-125m"], "opt")
+    for model, longest in ((replace(SPEC, rope=None), 512), (learned, 2048)):
+        with pytest.raises(ConfigError, match=f"the model has learned {longest} positions; ask for at most {longest}"):
+            resolve(EngineConfig(max_model_len=longest + 1), model, HOST_RESOLVE)
+        assert resolve(EngineConfig(max_model_len=longest), model, HOST_RESOLVE).limits.max_model_len == longest
+
+
+def test_a_model_that_does_not_run_is_settled_too() -> None:
+    resolved = resolve(EngineConfig(), read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), FREE)
+    assert resolved.dtype == "bfloat16"
+    assert resolved.limits.max_model_len == 2**20
+
+
+def test_a_shorter_context_replaces_the_choice() -> None:
+    shorter = settle().with_max_model_len(100, "no room")
+    assert shorter.limits.max_model_len == 100
+    assert reasons(shorter)["max_model_len"] == ("100", "no room")
+    assert len(shorter.choices) == len(settle().choices)

@@ -1,0 +1,150 @@
+"""The device that is there: chosen, and what others leave of it."""
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError
+from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB
+from holdfast.planning.target import (
+    BARE_CONTEXT_BYTES,
+    choose_device,
+    cpu_target,
+    device_target,
+    gpu_target,
+    memory_target,
+)
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize("key", GPUS)
+def test_a_gpu_by_name_is_free(key: str) -> None:
+    gpu = GPUS[key]
+    target = gpu_target(gpu)
+    assert (target.kind, target.name) == ("cuda", gpu.name)
+    assert target.total_bytes == target.available_bytes == gpu.total_bytes
+    assert target.held_by_others_bytes == 0
+    assert target.context_bytes == gpu.context_bytes
+    assert target.reason == gpu.source
+    assert target.capability == gpu.capability
+
+
+def test_a_gpu_by_size() -> None:
+    target = memory_target("24GiB")
+    assert (target.kind, target.total_bytes, target.context_bytes) == ("cuda", 24 * GIB, CONTEXT_BYTES)
+    assert target == memory_target(24 * GIB)
+    assert "24.00 GiB" in target.name
+    assert target.capability is cpu_target().capability is None
+
+
+@pytest.mark.parametrize("size", ["0", "-1GiB", "110%", "twenty", "", 0, -5, "1" * 30 + "GiB", True, None])
+def test_sizes_that_are_none(size) -> None:
+    with pytest.raises(ConfigError, match="memory="):
+        memory_target(size)
+
+
+def test_a_host_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.planning.target.available_host_bytes", lambda: 10 * GIB)
+    target = cpu_target()
+    assert (target.kind, target.name, target.context_bytes) == ("cpu", "cpu", 0)
+    assert target.total_bytes == target.available_bytes == 10 * GIB
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(free, total, ...): a device that says so."""
+
+    def pretend(
+        free: int,
+        total: int,
+        *,
+        reserved: int = 0,
+        allocated: int = 0,
+        has_worked: bool = False,
+        name: str = "NVIDIA H200",
+    ):
+        stats = {
+            "reserved_bytes.all.current": reserved,
+            "allocated_bytes.all.current": allocated,
+            "allocation.all.allocated": int(has_worked),
+        }
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats if reserved or has_worked else {})
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        return device_target("cuda:1")
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_devices", "chosen"),
+    [
+        ("auto", 0, ("cpu", "no GPU is there")),
+        ("auto", 2, ("cuda:0", "a GPU is there")),
+        ("cpu", 2, ("cpu", "asked")),
+        ("cuda", 1, ("cuda:0", "asked")),
+        ("cuda:1", 2, ("cuda:1", "asked")),
+    ],
+)
+def test_devices_that_are_there(asked, num_devices, chosen, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    assert choose_device(EngineConfig(device=asked)) == chosen
+
+
+@pytest.mark.parametrize(("asked", "num_devices"), [("cuda", 0), ("cuda:2", 2), ("cuda:7", 0)])
+def test_devices_that_are_not_there(asked, num_devices, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    with pytest.raises(ConfigError, match=f"device='{asked}' was asked; torch sees {num_devices} CUDA devices here"):
+        choose_device(EngineConfig(device=asked))
+
+
+def test_an_empty_device_is_all_ours(gpu) -> None:
+    total = GPUS["h200"].total_bytes
+    target = gpu(total - BARE_CONTEXT_BYTES, total)
+    assert (target.kind, target.name) == ("cuda", "cuda:1")
+    assert target.available_bytes == target.total_bytes == total, "the context that asking made is ours"
+    assert target.context_bytes == GPUS["h200"].context_bytes
+    assert "held by others" not in target.reason
+
+
+def test_what_others_hold_is_told(gpu) -> None:
+    target = gpu(100 * GIB - BARE_CONTEXT_BYTES, 140 * GIB)
+    assert target.available_bytes == 100 * GIB
+    assert target.reason == "40.00 GiB of 140.00 GiB are held by others"
+
+
+def test_a_first_engine_s_tensors_are_others_and_its_spare_memory_is_not(gpu) -> None:
+    context = GPUS["h200"].context_bytes
+    used = 60 * GIB + context
+    target = gpu(140 * GIB - used, 140 * GIB, reserved=60 * GIB, allocated=45 * GIB, has_worked=True)
+    assert target.held_by_others_bytes == 45 * GIB
+
+
+def test_noise_is_not_somebody(gpu) -> None:
+    target = gpu(140 * GIB - BARE_CONTEXT_BYTES - 10 * MIB, 140 * GIB)
+    assert "held by others" not in target.reason
+
+
+def test_never_more_than_there_is(gpu) -> None:
+    assert gpu(80 * GIB, 80 * GIB, name="Some GPU").available_bytes == 80 * GIB
+
+
+def test_the_cpu_needs_no_driver(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    assert device_target("cpu").kind == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_real_device_and_a_tensor_on_it() -> None:
+    before = device_target("cuda:0")
+    held = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
+    after = device_target("cuda:0")
+    assert before.total_bytes == after.total_bytes
+    assert abs(before.available_bytes - after.available_bytes - held.nbytes) < 256 * MIB
+    del held
+    assert abs(device_target("cuda:0").available_bytes - before.available_bytes) < 256 * MIB, "cached memory is ours"

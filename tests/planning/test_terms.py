@@ -1,0 +1,390 @@
+"""Terms by owner and phase: each from shapes, none forgotten, none counted twice."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
+from holdfast.config import EngineConfig, Limits
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM
+from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
+from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.planning.fit import Wish, settle
+from holdfast.planning.target import Target
+from holdfast.planning.terms import (
+    BLOCK_ELEMENTS,
+    COLLECTIVE_BYTES,
+    EDITED_ELEMENTS,
+    LIBRARY_BYTES,
+    LISTED_PAGES,
+    MAX_GRAPH_ROWS,
+    PROMPT_ROWS,
+    ROUNDING_BYTES,
+    STAGING_BYTES,
+    Needs,
+    batch_terms,
+    device_specs,
+    edited_rows_per_block,
+    graph_bytes,
+    graph_sizes,
+    graph_term,
+    host_specs,
+    input_specs,
+    list_needs,
+    mixed_sizes,
+    page_table_specs,
+    rows_per_block,
+    sampling_terms,
+)
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from planning.plan_cases import H200, HOST, blueprint, wish
+
+INPUTS = ["inputs/token_ids", "inputs/positions", "inputs/slots", "inputs/logit_rows"]
+
+
+def test_figures_of_a_gpu():
+    terms = {term.owner: term.num_bytes for term in batch_terms(Limits(256, 8192, 2**20, 16), "cuda")}
+    assert terms == {
+        **dict.fromkeys(INPUTS, 64 * 1024),
+        "inputs/page_table": 64 * 1024**2,
+        "inputs/page_updates": 64 * 1024,
+    }
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 512])
+def test_a_cpu_has_no_page_table(max_num_seqs):
+    terms = batch_terms(Limits(max_num_seqs, 2048, 2**20, 16), "cpu")
+    assert [(term.owner, term.num_bytes) for term in terms] == [(owner, 8 * 2048) for owner in INPUTS]
+
+
+@given(st.integers(1, 600), st.integers(1, 20000), st.integers(1, 2**21), st.sampled_from([1, 2, 16, 64, 256]))
+def test_every_place_of_every_step_has_room(max_num_seqs, max_num_rows, max_model_len, page_tokens):
+    limits = Limits(max_num_seqs, max_num_rows, max_model_len, page_tokens)
+    for spec in input_specs(limits):
+        assert 0 <= spec.shape[0] - max_num_rows < ALIGNMENT_BYTES // 8
+        assert spec.num_bytes == spec.aligned_bytes
+    table, updates = page_table_specs(limits)
+    num_seqs, num_pages = table.shape
+    assert num_seqs == max_num_seqs
+    assert (num_pages - 1) * page_tokens < max_model_len <= num_pages * page_tokens
+    assert updates.shape[0] == max_num_seqs * LISTED_PAGES
+    specs = (*input_specs(limits), table, updates)
+    assert [term.num_bytes for term in batch_terms(limits, "cuda")] == [spec.num_bytes for spec in specs]
+    assert all(term.reason for term in batch_terms(limits, "cuda"))
+
+
+def test_the_ladder() -> None:
+    assert graph_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert graph_sizes(256)[-13:] == (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+    assert graph_sizes(512)[-3:] == (448, 480, 512)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (5, (1, 2, 4, 5)), (33, (1, 2, 4, 8, 16, 24, 32, 33))]
+)
+def test_the_last_is_the_largest_step(most: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(most) == sizes
+
+
+@given(st.integers(1, 2**31 - 1))
+def test_every_ladder(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == min(most, MAX_GRAPH_ROWS)
+    assert list(sizes) == sorted(set(sizes))
+    assert len(sizes) < 60, "absurd limits do not make absurd ladders"
+    assert all(upper <= 2 * lower for lower, upper in pairwise(sizes)), "no step is mostly padding"
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(63, ()), (64, (64,)), (300, (64, 128, 256)), (8192, (64, 128, 256, 512))])
+def test_buckets_of_mixed_steps(most: int, sizes: tuple[int, ...]) -> None:
+    assert mixed_sizes(most) == sizes
+
+
+def test_bytes_grow_with_layers_and_graphs() -> None:
+    assert graph_bytes(64, 20) > graph_bytes(32, 20) > graph_bytes(32, 10) > 0
+    term = graph_term(64, 256, 8192)
+    num_graphs = len(graph_sizes(256)) + 4
+    assert (term.owner, term.num_bytes, term.phases) == ("cuda graphs", graph_bytes(64, num_graphs), PAGE_PHASES)
+    assert graph_term(64, 256, 16).num_bytes == graph_bytes(64, len(graph_sizes(16))), (
+        "no step has more rows than tokens"
+    )
+
+
+def num_bytes(max_num_seqs: int, vocab_size: int, device_kind: str = "cpu") -> dict[str, int]:
+    return {term.owner: term.num_bytes for term in sampling_terms(max_num_seqs, vocab_size, device_kind)}
+
+
+@pytest.mark.parametrize("vocab_size", [2, 100, 8193, 49152, 151936, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1])
+def test_a_block_holds_at_least_a_row_and_at_most_its_elements(vocab_size):
+    rows = rows_per_block(vocab_size, 10**9)
+    assert rows >= 1
+    assert rows == 1 or rows * vocab_size <= BLOCK_ELEMENTS
+    assert (rows + 1) * vocab_size > BLOCK_ELEMENTS
+    assert rows_per_block(vocab_size, 1) == 1
+    edited_rows = edited_rows_per_block(vocab_size, 10**9)
+    assert edited_rows == 1 or edited_rows * vocab_size <= EDITED_ELEMENTS
+    assert edited_rows_per_block(vocab_size, 1) == 1
+
+
+@pytest.mark.parametrize(("max_num_seqs", "most_mib"), [(1, 14), (256, 60), (1024, 62)])
+def test_what_a_gpu_holds(max_num_seqs, most_mib):
+    """Edited rows are most of it; what grows with the sequences is little."""
+    assert sum(num_bytes(max_num_seqs, 151936, "cuda").values()) < most_mib * 2**20
+
+
+@pytest.mark.parametrize("vocab_size", [1, 100, 151936])
+@pytest.mark.parametrize("max_num_seqs", [1, 64, 256])
+def test_buffers_of_a_gpu(max_num_seqs, vocab_size):
+    shapes = {spec.name: spec.shape for spec in device_specs(max_num_seqs, vocab_size)}
+    rows = max(max_num_seqs, PROMPT_ROWS)
+    assert shapes["argmax"] == shapes["chosen"] == (rows,)
+    assert shapes["rows"][0] == 2 * rows  # a choice and log-probabilities
+    assert shapes["block"][0] <= shapes["chunk_weights"][0] <= rows
+    assert shapes["block_argmax"][0] >= max(PROMPT_ROWS, shapes["block"][0])
+    assert shapes["edits"][0] % EDITS_PER_PROGRAM == 0
+    assert shapes["edits"][0] >= min(4 * shapes["block"][0] * vocab_size, 2**20)
+    assert all(shapes[spec.name] == spec.shape for spec in host_specs(max_num_seqs, vocab_size))
+
+
+def test_each_buffer_of_a_gpu_is_a_term_while_serving():
+    terms = sampling_terms(256, 151936, "cuda")
+    assert [term.owner for term in terms] == [f"sampling/{spec.name}" for spec in device_specs(256, 151936)]
+    assert {term.phases for term in terms} == {("capture", "serve")}
+
+
+def test_temporaries_do_not_grow_with_sequences_once_a_block_is_full():
+    few, many = num_bytes(27, 151936), num_bytes(1024, 151936)
+    assert many["sampling/block"] == few["sampling/block"] < 104 * 2**20
+    assert many["sampling/edits"] == few["sampling/edits"] < 4 * 2**20
+    assert many["sampling/results"] < 4 * 2**20
+
+
+def test_a_single_sequence_does_not_pay_for_a_whole_block():
+    assert num_bytes(1, 151936)["sampling/block"] < num_bytes(27, 151936)["sampling/block"] / 26
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("vocab_size", [2, 49152, 151936])
+def test_more_sequences_never_need_less(vocab_size, device_kind):
+    plans = [num_bytes(max_num_seqs, vocab_size, device_kind) for max_num_seqs in (1, 2, 27, 28, 256)]
+    for fewer, more in itertools.pairwise(plans):
+        assert all(fewer[owner] <= more[owner] for owner in fewer)
+
+
+def test_reasons_are_words_for_the_table():
+    assert all(term.reason and term.owner for kind in ("cpu", "cuda") for term in sampling_terms(8, 1000, kind))
+
+
+def test_no_torch_is_imported():
+    code = "import sys, holdfast.planning.terms; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NARROW = "turboquant_4bit_nc"
+
+
+def needs(*args, **options) -> Needs:
+    return list_needs(*settle(wish(*args, **options)))
+
+
+def by_owner(found: Needs) -> dict[str, Term]:
+    owners = [term.owner for term in found.terms]
+    assert len(owners) == len(set(owners)), f"somebody is counted twice: {owners}"
+    return {term.owner: term for term in found.terms}
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_weights_add_up_to_their_arena(name: str) -> None:
+    is_stored = blueprint(name).stored_recipe is not None
+    for quantization in (None, *(() if is_stored else WEIGHT_SCHEMES)):
+        wanted = wish(name, quantization=quantization)
+        layout, resolved = settle(wanted)
+        weights = [term for term in list_needs(layout, resolved).terms if term.group == "weights"]
+        assert sum(term.num_bytes for term in weights) == wanted.blueprint.weight_bytes(resolved.dtype, resolved.recipe)
+        scheme = resolved.recipe.scheme
+        assert scheme is None or any(scheme.name in term.reason for term in weights)
+
+
+def test_weights_say_every_way_in_which_they_are_stored() -> None:
+    reasons = {owner: term.reason for owner, term in by_owner(needs("Qwen3-30B-A3B", quantization="fp8")).items()}
+    assert reasons["weights/layers"] == "336 tensors in fp8 and bfloat16"
+    assert reasons["weights/experts"] == "96 tensors in fp8"
+    assert reasons["weights/lm_head"] == "1 tensor in int8"
+    assert reasons["weights/embed"] == reasons["weights/final_norm"] == "1 tensor in bfloat16"
+    stored = by_owner(needs("DeepSeek-R1"))["weights/layers"]
+    assert stored.reason == "787 tensors in fp8_block, bfloat16 and float32"
+
+
+def test_owners_on_a_gpu() -> None:
+    found = by_owner(needs("Qwen3-8B", H200))
+    groups = {term.group for term in found.values()}
+    assert groups == {
+        *("weights", "workspace", "inputs", "sampling", "rope", "attention"),
+        *("cuda context", "libraries", "allocator", "cuda graphs", "staging"),
+    }
+    assert {"weights/embed", "weights/layers", "weights/lm_head", "weights/final_norm"} <= found.keys()
+    assert found["cuda context"].num_bytes == H200.context_bytes
+    assert found["libraries"].num_bytes == LIBRARY_BYTES
+    assert found["cuda graphs"] == graph_term(36, 256, 8192)
+    assert (found["staging"].num_bytes, found["staging"].phases) == (STAGING_BYTES, ("load",))
+    assert all(found[owner].phases == PHASES for owner in ("weights/layers", "cuda context"))
+    assert all(found[owner].phases == PAGE_PHASES for owner in ("libraries", "allocator", "cuda graphs"))
+    assert found["allocator"].num_bytes == ROUNDING_BYTES
+    assert found["rope/table"].num_bytes == 2 * 2 * 40960 * 128
+
+
+def test_owners_on_a_cpu() -> None:
+    found = by_owner(needs("Qwen3-0.6B", HOST))
+    assert {term.group for term in found.values()} == {"weights", "workspace", "inputs", "sampling", "rope"}
+    assert {"weights/embed", "weights/layers", "weights/final_norm"} <= found.keys()
+    assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
+    assert found["rope/table"].num_bytes == 4 * 2 * 40960 * 128
+
+
+def test_neighbours_are_asked_for_their_own_terms() -> None:
+    wanted = wish("Qwen3-8B", H200, max_num_seqs=17, max_num_batched_tokens=99)
+    found = list_needs(*settle(wanted))
+    limits = settle(wanted)[1].limits
+    assert set(batch_terms(limits, "cuda")) <= set(found.terms)
+    assert set(sampling_terms(17, 151936, "cuda")) <= set(found.terms)
+    assert set(found.workspace.terms()) <= set(found.terms)
+    assert set(sampling_terms(64, 151936, "cpu")) <= set(needs("Qwen3-8B", HOST).terms)
+
+
+def test_eager_needs_no_graphs() -> None:
+    assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
+
+
+def test_ranks_need_collectives() -> None:
+    assert "collectives" not in by_owner(needs())
+    assert by_owner(needs(tensor_parallel_size=2))["collectives"].num_bytes == COLLECTIVE_BYTES
+
+
+def test_staging_that_is_known_replaces_the_most() -> None:
+    staging = Term("staging", 7, "made-up rows", ("load",))
+    for target in (H200, HOST):
+        assert by_owner(needs(target=target, staging=staging))["staging"] is staging
+
+
+def test_learned_positions_have_no_rotary_table() -> None:
+    assert "rope/table" not in by_owner(needs("OPT-125m", H200))
+
+
+@pytest.mark.parametrize(("num_seqs", "rows"), [(1, PROMPT_ROWS), (64, 64), (300, 300)])
+def test_logits_of_prompts_want_some_rows_even_for_one_sequence(num_seqs: int, rows: int) -> None:
+    head = next(request for request in needs(max_num_seqs=num_seqs).requests if request.owner == "head")
+    assert {spec.name: spec.shape for spec in head.specs}["logits"] == (rows, 151936)
+
+
+def test_planes_that_need_padding_say_so() -> None:
+    assert "kv pages/padding" not in by_owner(needs("Qwen3-8B", H200))
+    narrow = {"kv_cache_dtype": "turboquant_3bit_nc", "page_tokens": 1}
+    # Of a page, codes have 8 * 32 bytes, sign bits 8 * 16 and scales 16: none, 128 and 240 may be lost behind each.
+    padding = by_owner(needs("Qwen3-8B", H200, **narrow, kv_protected_layers=0))["kv pages/padding"]
+    assert padding.num_bytes == 36 * 2 * (0 + 128 + 240)
+    # In fp8, codes have 8 * 128.
+    mixed = by_owner(needs("Qwen3-8B", H200, **narrow, kv_protected_layers=4))["kv pages/padding"]
+    assert mixed.num_bytes == 32 * 2 * (128 + 240) + 4 * 2 * 240
+    assert mixed.reason.count("layers, each with") == 2
+    assert "kv pages/padding" not in by_owner(needs("Qwen3-8B", H200, kv_cache_dtype="turboquant_3bit_nc"))
+
+
+def test_what_a_sequence_keeps_whatever_its_length() -> None:
+    wanted = wish("DeepSeek-V4-Flash", H200, max_num_seqs=10)
+    state = by_owner(list_needs(*settle(wanted)))["kv state"]
+    assert state.num_bytes == 10 * wanted.blueprint.kv_bytes_per_sequence("bfloat16")
+    assert state.phases == ("capture", "serve")
+    assert "kv state" not in by_owner(needs("DeepSeek-R1", H200))
+
+
+def test_scratch_of_a_backend_is_part_of_attention() -> None:
+    wanted = wish("Qwen3-8B", H200)
+    layout, resolved = settle(wanted)
+    found = list_needs(layout, resolved)
+    assert isinstance(found.declaration, TritonPagedDeclaration)
+    heads, cache = layout.heads(), layout.cache(resolved)
+    assert heads is not None
+    assert cache is not None
+    specs = [layout.attention_spec(resolved, layer, heads) for layer in cache.layers]
+    scratch = found.declaration.scratch(specs, StepBounds(256, 8192, 16))
+    attention = next(request for request in found.requests if request.owner == "attention")
+    assert attention.specs[-len(scratch) :] == scratch
+    assert set(found.declaration.terms(specs, StepBounds(256, 8192, 16))) <= set(found.terms)
+
+
+@pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_coded])
+def test_whoever_reads_coded_pages_takes_every_layer(target: Target, kv_format: str) -> None:
+    for options in ({}, {"kv_protected_layers": 3, "kv_protected_dtype": "auto"}):
+        layout, resolved = settle(wish("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
+        found, cache, heads = list_needs(layout, resolved), layout.cache(resolved), layout.heads()
+        assert found.declaration is not None
+        assert cache is not None
+        assert heads is not None
+        specs = [layout.attention_spec(resolved, layer, heads) for layer in cache.layers]
+        assert [reason for spec in specs if (reason := found.declaration.unsupported(spec)) is not None] == []
+        limits = resolved.limits
+        bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+        assert set(found.declaration.terms(specs, bounds)) <= set(found.terms), "one layer of each kind stands for all"
+
+
+class Asked:
+    """A declaration that takes everything, and remembers which layers it was asked about."""
+
+    name, can_be_captured, can_be_invariant = "asked", False, False
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[str, int | None]] = []
+
+    def unsupported(self, spec: AttentionSpec) -> None:
+        self.layers.append((spec.cache.format.name, spec.window))
+
+    def scratch(self, specs, bounds):
+        return ()
+
+    terms = scratch
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "layers"),
+    [
+        ({}, {"kv_protected_layers": 0}, [(NARROW, None), (NARROW, 8)]),
+        ({}, {"kv_protected_layers": 2}, [("fp8", None), (NARROW, None), (NARROW, 8), ("fp8", 8)]),
+        ({}, {"kv_protected_layers": "2,3"}, [(NARROW, None), ("fp8", 8)]),
+        ({"qkv_bias": True}, {"kv_protected_layers": "2,3"}, [(NARROW, None), ("fp8", 8)]),
+        ({"qkv_bias": True}, {"kv_protected_layers": 1}, [("fp8", None), (NARROW, None), ("fp8", 8), (NARROW, 8)]),
+    ],
+    ids=["one format", "both ends", "a list", "a list in spite of biases", "any layer may be protected"],
+)
+def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, layers) -> None:
+    """Two layers without a window, two with one."""
+    spec = blueprint("Qwen3-8B").spec
+    assert spec is not None
+    spec = replace(spec, num_layers=4, sliding_windows=(None, None, 8, 8), **changes)
+    asked = Asked()
+    monkeypatch.setattr("holdfast.attention.declarations.DECLARATIONS", (asked,))
+    config = EngineConfig(kv_cache_dtype=NARROW, **options)
+    list_needs(*settle(Wish(config, spec_blueprint(spec, "x"), H200)))
+    assert asked.layers == layers
+
+
+def test_windows_are_kept_apart() -> None:
+    found = needs("Mistral-7B-v0.3", HOST, dtype="bfloat16")
+    assert found.declaration is not None
+    assert "1 templates" in by_owner(found)["attention/masks"].reason
+
+
+@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-R1", "DeepSeek-V4-Pro"])
+def test_scratch_does_not_grow_with_the_context(name: str) -> None:
+    short, long = (needs(name, H200, max_model_len=length).workspace.total_bytes for length in (2**15, 2**20))
+    assert short == long

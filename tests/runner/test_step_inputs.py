@@ -1,0 +1,578 @@
+""""""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.config import Limits
+from holdfast.engine.scheduler import Scheduler
+from holdfast.memory.arena import MirroredTensor
+from holdfast.memory.ledger import Ledger
+from holdfast.planning.terms import LISTED_PAGES, batch_terms
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner.step_inputs import MAX_GAP_BYTES, MAX_SINGLE_COPIES, BatchBuffers, PageTable
+
+CPU = torch.device("cpu")
+NEVER_SENT = -99
+
+
+def table_of(max_num_seqs=4, max_num_pages=64, device=CPU):
+    return PageTable(Limits(max_num_seqs, 64, max_num_pages * 4, 4), device, Ledger())
+
+
+def sequence(sequence_id, pages=()):
+    return Sequence(sequence_id, [1], 1, SamplingParams(), seed=0, max_tokens=8, pages=list(pages))
+
+
+def preempt(victim):
+    victim.pages = []
+    victim.num_preemptions += 1
+
+
+def run(table, sequences):
+    """rows(), and everything that must hold after it, seen from outside too."""
+    rows = table.rows(sequences)
+    table.check(sequences)
+    assert len(set(rows)) == len(rows) == len(sequences)
+    held = table.table_NP.tolist()
+    for row, own in zip(rows, sequences, strict=True):
+        assert held[row][: len(own.pages)] == own.pages
+    return rows
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_steps_against_plain_lists(data):
+    max_num_seqs, max_num_pages = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([1, 5, 40]))
+    table = table_of(max_num_seqs, max_num_pages)
+    people = [sequence(index) for index in range(max_num_seqs + 4)]
+    page = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        chosen = data.draw(st.lists(st.sampled_from(people), unique=True, max_size=max_num_seqs))
+        for own in chosen:
+            if data.draw(st.integers(0, 5)) == 0:
+                preempt(own)
+            least = 0 if own.pages else 1
+            num_new = data.draw(st.sampled_from([0, 1, 2, LISTED_PAGES, LISTED_PAGES + 1, max_num_pages]))
+            num_new = min(max(least, num_new), max_num_pages - len(own.pages))
+            own.pages += range(page, page + num_new)
+            page += num_new
+        run(table, chosen)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sequences_of_a_scheduler_that_preempts_and_shares(seed):
+    dice = random.Random(seed)
+    limits = Limits(5, 24, 64, 4)
+    scheduler = Scheduler(limits, 22, True, 1000)
+    table = PageTable(limits, CPU, Ledger())
+    prompts = [[dice.randrange(9) for _ in range(length)] for length in (1, 9, 17, 40)]
+    for index in range(30):
+        ids = list(dice.choice(prompts))
+        scheduler.add(Sequence(index, ids, len(ids), SamplingParams(), seed=0, max_tokens=dice.choice([1, 20, 24])))
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        run(table, [item.sequence for item in step.scheduled])
+        scheduler.complete(step, [dice.randrange(9) if item.samples else None for item in step.scheduled])
+        for item in step.scheduled:
+            if item.sequence.num_output_tokens == item.sequence.max_tokens or dice.random() < 0.01:
+                scheduler.finish(item.sequence)
+    assert scheduler.num_preemptions > 0
+    assert scheduler.num_prefix_hit_tokens > 0
+
+
+SIZES = (1, 2, LISTED_PAGES - 1, LISTED_PAGES, LISTED_PAGES + 1, 60)
+
+
+@pytest.mark.parametrize("num_grown", [1, MAX_SINGLE_COPIES, MAX_SINGLE_COPIES + 1, 9])
+@pytest.mark.parametrize("size", SIZES)
+def test_only_what_is_new_is_sent(num_grown, size):
+    table = table_of(9, 100)
+    everybody = [sequence(index, range(100 * index, 100 * index + 20 + index)) for index in range(9)]
+    rows = run(table, everybody)
+    table.table_NP.fill_(NEVER_SENT)
+    known = [len(own.pages) for own in everybody]
+    for own in everybody[:num_grown]:
+        own.pages += range(5000, 5000 + size)
+    assert table.rows(everybody) == rows
+    for row, own, num_known in zip(rows, everybody, known, strict=True):
+        rest = 100 - len(own.pages)
+        expected = [NEVER_SENT] * num_known + own.pages[num_known:] + [NEVER_SENT] * rest
+        assert table.table_NP[row].tolist() == expected
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SIZES * 4, (1,) * 30 + (64,), (LISTED_PAGES,) * 40], ids=str)
+def test_long_and_short_ones_together_fill_every_row(sizes):
+    table = table_of(len(sizes), 64)
+    ids = iter(range(10**6))
+    everybody = [sequence(index, [next(ids) for _ in range(size)]) for index, size in enumerate(sizes)]
+    run(table, everybody)
+    random.Random(0).shuffle(everybody)
+    run(table, everybody)
+
+
+def test_the_longest_unused_row_is_given_away():
+    table = table_of(3)
+    a, b, c, d = (sequence(index, [10 * index, 10 * index + 1]) for index in range(4))
+    row_a, row_b, row_c = run(table, [a, b, c])
+    run(table, [a])
+    run(table, [b])
+    table.table_NP[[row_a, row_b]] = NEVER_SENT
+    assert table.rows([d]) == [row_c]
+    assert table.rows([b, a]) == [row_b, row_a]
+    assert table.table_NP[row_a, 0] == table.table_NP[row_b, 0] == NEVER_SENT
+    assert run(table, [c]) == [row_c]  # d is the longest unused now, and c is sent again
+
+
+def test_nobody_in_a_step_loses_its_row_to_another():
+    table = table_of(3)
+    old = [sequence(index, [index]) for index in range(3)]
+    run(table, old)
+    new = [sequence(index, [index]) for index in range(3, 5)]
+    run(table, [*new, old[0]])  # the longest unused of all comes last
+    run(table, [old[1], old[0], old[2]])
+
+
+def test_preempted_and_back_with_as_many_pages():
+    table = table_of()
+    own = sequence(0, [1, 2, 3])
+    (row,) = run(table, [own])
+    preempt(own)
+    own.pages = [4, 5, 6]
+    assert run(table, [own]) == [row]
+    preempt(own)
+    own.pages = [7]
+    assert run(table, [own]) == [row]
+
+
+def test_a_step_of_nobody():
+    assert table_of().rows([]) == []
+
+
+@pytest.mark.parametrize("num_grown", [1, MAX_SINGLE_COPIES + 1])
+def test_what_was_interrupted_is_sent_again(monkeypatch, num_grown):
+    table = table_of(8)
+    everybody = [sequence(index, [index]) for index in range(num_grown)]
+    run(table, everybody)
+    for own in everybody:
+        own.pages.append(100 + own.sequence_id)
+
+    def interrupt(self, ranges):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MirroredTensor, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table.rows(everybody)
+    run(table, everybody)
+
+
+def test_more_sequences_than_rows_is_a_mistake():
+    with pytest.raises(AssertionError, match="3 sequences, 2 rows"):
+        table_of(2).rows([sequence(index, [index]) for index in range(3)])
+
+
+def test_more_pages_than_the_longest_context_has_is_a_mistake():
+    with pytest.raises(AssertionError, match="from 0 pages to 9"):
+        table_of(2, 8).rows([sequence(0, range(9))])
+
+
+def test_pages_that_become_fewer_are_a_mistake():
+    table = table_of()
+    own = sequence(0, [1, 2, 3])
+    run(table, [own])
+    own.pages.pop()
+    with pytest.raises(AssertionError, match="from 3 pages to 2"):
+        table.rows([own])
+
+
+@pytest.mark.parametrize("side", ["mirror", "table"])
+def test_check_finds_a_wrong_page(side):
+    table = table_of()
+    own = sequence(0, [1, 2, 3])
+    (row,) = run(table, [own])
+    (table.table_NP if side == "table" else table._table.host)[row, 1] = 7
+    with pytest.raises(AssertionError, match=side):
+        table.check([own])
+
+
+def test_what_is_held_is_what_was_planned():
+    limits, ledger = Limits(3, 64, 1000, 16), Ledger()
+    table = PageTable(limits, CPU, ledger)
+    planned = {term.owner: term.num_bytes for term in batch_terms(limits, "cuda") if "page" in term.owner}
+    assert {entry.owner: entry.num_bytes for entry in ledger} == planned
+    assert table.table_NP.dtype == torch.int32
+    assert table.table_NP.shape == (3, 63)
+    assert table.table_NP.nbytes + table._updates.tensor.nbytes == sum(planned.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_allocation_and_no_synchronization_on_a_gpu(device):
+    table = table_of(64, 300, device)
+    dice = random.Random(0)
+    people = [sequence(index, [dice.randrange(10**6)]) for index in range(100)]
+    address = table.table_NP.data_ptr()
+    run(table, people[:64])
+    torch.cuda.synchronize()
+    num_allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            chosen = dice.sample(people, dice.choice([1, 2, 8, 64]))
+            for own in chosen:
+                if len(own.pages) > 200 or dice.random() < 0.05:
+                    preempt(own)
+                num_new = dice.choice([0, 0, 1, 1, 20, 60]) or (not own.pages)
+                own.pages += [dice.randrange(10**6) for _ in range(num_new)]
+            table.rows(chosen)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == num_allocations
+    table.check(chosen)
+    assert table.table_NP.data_ptr() == address
+    run(table, people[:64])
+
+
+@pytest.mark.gpu
+def test_a_host_far_ahead_of_the_device_spoils_nothing(device):
+    table = table_of(16, 64, device)
+    people = [sequence(index, [1000 * index]) for index in range(40)]
+    run(table, people[:16])
+    seen, expected = [], []
+    dice = random.Random(0)
+    for step in range(12):
+        torch.cuda._sleep(10_000_000)
+        chosen = dice.sample(people, 16)
+        for own in chosen:
+            own.pages += [1000 * own.sequence_id + step + 1] * dice.choice([0, 1, 3])
+        rows = table.rows(chosen)
+        seen.append(table.table_NP.clone())
+        expected.append([(row, list(own.pages)) for row, own in zip(rows, chosen, strict=True)])
+    for copy, step in zip(seen, expected, strict=True):
+        held = copy.tolist()
+        assert all(held[row][: len(pages)] == pages for row, pages in step)
+
+
+BOTH = pytest.mark.parametrize("mirrored", [False, True], ids=["shared", "mirrored"])
+
+
+def limits(max_num_batched_tokens=64, page_tokens=4):
+    return Limits(8, max_num_batched_tokens, 128, page_tokens)
+
+
+def buffers_of(mirrored=False, max_num_batched_tokens=64, page_tokens=4, device=CPU):
+    return BatchBuffers(limits(max_num_batched_tokens, page_tokens), device, Ledger(), mirrored=mirrored)
+
+
+def scheduled(start, num_new_tokens, pages, num_tokens=None, first_token=100, sequence_id=None):
+    token_ids = list(range(first_token, first_token + (num_tokens or start + num_new_tokens)))
+    sequence_id = hash((start, tuple(pages))) if sequence_id is None else sequence_id
+    sequence = Sequence(sequence_id, token_ids, len(token_ids), SamplingParams(), seed=0, max_tokens=8, pages=pages)
+    return ScheduledSequence(sequence, start, num_new_tokens)
+
+
+def tensors(batch):
+    return batch.token_ids_T, batch.positions_T, batch.slots_T
+
+
+def plain(step, page_tokens=4):
+    """(ids, positions, slots) of the rows of a step, one by one."""
+    rows = [(item.sequence, i) for item in step.scheduled for i in range(item.start, item.start + item.num_new_tokens)]
+    ids = [sequence.token_ids[i] for sequence, i in rows]
+    slots = [sequence.pages[i // page_tokens] * page_tokens + i % page_tokens for sequence, i in rows]
+    return ids, [i for _, i in rows], slots
+
+
+@BOTH
+def test_rows_lie_one_sequence_behind_the_other(mirrored):
+    buffers = buffers_of(mirrored)
+    step = Step((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7], first_token=300), scheduled(3, 2, [0, 4])))
+    batch = buffers.fill(step, [5, 6, 8])
+    assert batch.token_ids_T.tolist() == [100, 101, 102, 103, 104, 105, 309, 103, 104]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 9, 3, 4]
+    assert batch.slots_T.tolist() == [36, 37, 38, 39, 8, 9, 29, 3, 16]
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == [5, 6, 8]
+    assert [(rows.row_start, rows.num_rows, rows.start, rows.pages) for rows in batch.logits.sequences] == [
+        (0, 1, 5, [9, 2]),
+        (1, 1, 9, [5, 1, 7]),
+        (2, 1, 4, [0, 4]),
+    ]
+    assert [(rows.row_start, rows.num_rows, rows.start, rows.end) for rows in batch.sequences] == [
+        (0, 6, 0, 6),
+        (6, 1, 9, 10),
+        (7, 2, 3, 5),
+    ]
+    assert batch.sequences[1].pages is step.scheduled[1].sequence.pages
+    assert batch.num_rows == 9
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 16, 256])
+@pytest.mark.parametrize("seed", range(10))
+def test_slots_of_any_part_of_any_sequence(page_tokens, seed):
+    dice = random.Random(seed)
+    buffers = buffers_of(seed % 2, 200, page_tokens)
+    items, expected = [], []
+    for _ in range(3):
+        start, count = dice.choice([0, 3, 4, 50]), dice.choice([1, 2, 4, 5, 50])
+        num_pages = min(-(-(start + count) // page_tokens) + 2, -(-128 // page_tokens))
+        pages = dice.sample(range(1000), num_pages)
+        items.append(scheduled(start, count, pages))
+        expected += [pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(start, start + count)]
+    batch = buffers.fill(Step(tuple(items)), [0])
+    assert batch.slots_T.tolist() == expected
+
+
+@BOTH
+def test_every_row_wanted_needs_no_list(mirrored):
+    buffers = buffers_of(mirrored)
+    assert buffers.fill(Step((scheduled(0, 3, [0]),)), [0, 1, 2]).logits is None
+    assert buffers.fill(Step((scheduled(7, 1, [0, 1]), scheduled(0, 1, [2]))), [0, 1]).logits is None
+    batch = buffers.fill(Step((scheduled(0, 3, [0]),)), [0, 1, 2], num_padded_rows=8, num_padded_logit_rows=4)
+    assert batch.logits is None
+    assert batch.num_rows == 8
+
+
+@BOTH
+def test_no_row_wanted(mirrored):
+    buffers, step = buffers_of(mirrored), Step((scheduled(0, 3, [0], num_tokens=9),))
+    batch = buffers.fill(step, [])
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == []
+    padded = buffers.fill(step, [], 4, 2)
+    assert padded.logits is not None
+    assert padded.logits.rows_R.tolist() == [0, 0]
+    assert padded.logits.sequences == ()
+
+
+@BOTH
+def test_nothing_but_padding(mirrored):
+    batch = buffers_of(mirrored).fill(Step(()), [], num_padded_rows=5)
+    assert [tensor.tolist() for tensor in tensors(batch)] == [[0] * 5, [0] * 5, [-1] * 5]
+    assert batch.sequences == ()
+
+
+@BOTH
+def test_padding_hides_what_a_larger_step_left(mirrored):
+    buffers = buffers_of(mirrored)
+    buffers.fill(Step((scheduled(0, 64, list(range(16))),)), list(range(1, 64)))
+    step = Step((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7])))
+    batch = buffers.fill(step, [5, 6], num_padded_rows=16, num_padded_logit_rows=4)
+    ids, positions, slots = plain(step)
+    assert batch.token_ids_T.tolist() == ids + [0] * 9
+    assert batch.positions_T.tolist() == positions + [0] * 9
+    assert batch.slots_T.tolist() == slots + [-1] * 9
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == [5, 6, 0, 0]
+    assert [rows.row_start for rows in batch.logits.sequences] == [0, 1]
+    assert [rows.num_rows for rows in batch.sequences] == [6, 1]
+
+
+@pytest.mark.parametrize(("num_padded_rows", "num_padded_logit_rows"), [(6, 2), (65, 2), (8, 1), (8, 65)])
+def test_padding_to_less_than_there_is_or_more_than_has_room_is_a_mistake(num_padded_rows, num_padded_logit_rows):
+    step = Step((scheduled(0, 7, [9, 2]),))
+    with pytest.raises(AssertionError, match="num_rows"):
+        buffers_of().fill(step, [5, 6], num_padded_rows, num_padded_logit_rows)
+
+
+@BOTH
+@given(data=st.data())
+def test_any_steps_one_after_the_other(mirrored, data):
+    max_rows, page_tokens = data.draw(st.sampled_from([(40, 4), (64, 1), (33, 16)]))
+    buffers = buffers_of(mirrored, max_rows, page_tokens)
+    addresses = set()
+    everybody = [(index, list(range(100 * index, 100 * index + 128 // page_tokens))) for index in range(11)]
+    for _ in range(data.draw(st.integers(1, 6))):
+        items, num_rows = [], 0
+        for index, pages in data.draw(st.lists(st.sampled_from(everybody), unique_by=lambda own: own[0], max_size=8)):
+            count = data.draw(st.sampled_from([1, 1, 1, 2, 7, 30]))
+            if num_rows + count > max_rows:
+                break
+            start = data.draw(st.integers(0, 128 - count))
+            items.append(scheduled(start, count, pages, 128, sequence_id=index, first_token=1000 * index))
+            num_rows += count
+        step = Step(tuple(items))
+        wanted = [row for row in range(num_rows) if data.draw(st.booleans())]
+        padded = data.draw(st.none() | st.integers(num_rows, max_rows))
+        padded_wanted = data.draw(st.none() | st.integers(len(wanted), max_rows))
+        batch = buffers.fill(step, wanted, padded, padded_wanted)
+        num_padding = (num_rows if padded is None else padded) - num_rows
+        expected = plain(step, page_tokens)
+        for tensor, own, padding in zip(tensors(batch), expected, (0, 0, -1), strict=True):
+            assert tensor.tolist() == own + [padding] * num_padding
+        owners = [rows for rows in batch.sequences for _ in range(rows.num_rows)]
+        assert (batch.logits is None) == (len(wanted) == num_rows)
+        if batch.logits is not None:
+            assert batch.logits.rows_R.tolist() == wanted + [0] * ((padded_wanted or len(wanted)) - len(wanted))
+            singles = batch.logits.sequences
+            assert [(own.row_start, own.num_rows) for own in singles] == [(index, 1) for index in range(len(wanted))]
+            assert [own.start for own in singles] == [expected[1][row] for row in wanted]
+            assert [own.pages for own in singles] == [owners[row].pages for row in wanted]
+            assert [own.table_row for own in singles] == [owners[row].table_row for row in wanted]
+        for own in batch.sequences:
+            if mirrored:
+                assert batch.page_table_NP[own.table_row, : len(own.pages)].tolist() == own.pages
+            else:
+                assert (batch.page_table_NP, own.table_row) == (None, -1)
+        addresses.add(tuple(tensor.data_ptr() for tensor in tensors(batch)) if batch.num_rows else ())
+    assert len(addresses - {()}) <= 1
+
+
+@BOTH
+def test_addresses_never_change_and_nothing_of_the_last_step_remains(mirrored):
+    buffers = buffers_of(mirrored)
+    addresses = set()
+    dice = random.Random(0)
+    for _ in range(50):
+        count = dice.choice([1, 2, 17, 64])
+        step = Step((scheduled(0, count, list(range(16)), num_tokens=70),))
+        batch = buffers.fill(step, [0] if count > 1 else [], dice.choice([None, 64]), dice.choice([None, 5]))
+        assert batch.logits is not None
+        pointers = [tensor.data_ptr() for tensor in (*tensors(batch), batch.logits.rows_R) if tensor.numel()]
+        addresses.add(tuple(pointers) if len(pointers) == 4 else (*pointers, buffers._buffers[3].data_ptr()))
+        assert batch.positions_T.tolist() == [*range(count)] + [0] * (batch.num_rows - count)
+    assert len(addresses) == 1
+
+
+@BOTH
+def test_a_step_as_large_as_allowed(mirrored):
+    buffers = buffers_of(mirrored)
+    batch = buffers.fill(Step((scheduled(0, 64, list(range(16))),)), list(range(63)))
+    assert batch.num_rows == 64
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == list(range(63))
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 64, 100, 2048])
+def test_what_is_held_is_what_was_planned_batch_buffers(max_num_batched_tokens):
+    for mirrored in (False, True):
+        ledger = Ledger()
+        bounds = limits(max_num_batched_tokens)
+        buffers = BatchBuffers(bounds, CPU, ledger, mirrored=mirrored)
+        planned = {term.owner: term.num_bytes for term in batch_terms(bounds, "cuda" if mirrored else "cpu")}
+        assert {entry.owner: entry.num_bytes for entry in ledger} == planned
+        held = buffers._inputs.tensor.untyped_storage().nbytes()
+        assert held == sum(num_bytes for owner, num_bytes in planned.items() if "page" not in owner)
+        assert 4 * 8 * max_num_batched_tokens <= held < 4 * (8 * max_num_batched_tokens + 256)
+        address = buffers._inputs.host.__array_interface__["data"][0]
+        assert (address == buffers._inputs.tensor.data_ptr()) is not mirrored
+        assert all((buffer.data_ptr() - buffers._inputs.tensor.data_ptr()) % 256 == 0 for buffer in buffers._buffers)
+
+
+def test_a_batch_is_what_the_device_has_and_not_what_the_host_writes_next():
+    buffers = buffers_of(mirrored=True)
+    step = Step((scheduled(0, 6, [9, 2]),))
+    batch = buffers.fill(step, [5])
+    buffers._inputs.host[:] = 77
+    assert [tensor.tolist() for tensor in tensors(batch)] == list(plain(step))
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == [5]
+
+
+def sent_ranges(buffers, step, *arguments):
+    """Places of the packed memory that a step brought to the device, as [start, end) of each run."""
+    buffers._inputs.tensor.fill_(NEVER_SENT)
+    buffers.fill(step, *arguments)
+    was_sent = [False, *(buffers._inputs.tensor.view(-1) != NEVER_SENT).tolist(), False]
+    edges = [place for place in range(1, len(was_sent)) if was_sent[place] != was_sent[place - 1]]
+    return [(start - 1, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_one_copy_of_no_more_than_what_is_used_and_between():
+    step = Step((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
+    assert sent_ranges(buffers_of(True, 8192), step, [0, 1, 2]) == [(0, 2 * 8192 + 3)]
+    assert sent_ranges(buffers_of(True, 8192), step, [1, 2], 16, 4) == [(0, 3 * 8192 + 4)]
+
+
+def test_a_copy_for_each_where_the_gaps_are_wide():
+    n = MAX_GAP_BYTES // 2 // 8 + 32
+    step = Step((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
+    rows = [(start, start + 16) for start in (0, n, 2 * n)]
+    assert sent_ranges(buffers_of(True, n), step, [0, 1, 2], 16) == rows
+    assert sent_ranges(buffers_of(True, n), step, [1, 2], 16, 4) == [*rows, (3 * n, 3 * n + 4)]
+
+
+def growing(dice, num_sequences):
+    """Sequences that decode from somewhere on, with the pages they have so far."""
+    for index in range(num_sequences):
+        num_tokens = dice.randrange(1, 60)
+        yield scheduled(
+            num_tokens - 1, 1, [dice.randrange(10**6) for _ in range(-(-num_tokens // 4))], sequence_id=index
+        )
+
+
+def one_token_more(item):
+    sequence = item.sequence
+    sequence.token_ids.append(len(sequence.token_ids))
+    if len(sequence.pages) * 4 < len(sequence.token_ids):
+        sequence.pages.append(7 * len(sequence.token_ids))
+    return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_allocation_and_no_synchronization_on_a_gpu_batch_buffers(device):
+    buffers, dice = buffers_of(device=device), random.Random(0)
+    items = list(growing(dice, 20))
+    addresses = set()
+    buffers.fill(Step((scheduled(0, 6, [9, 2]),)), [5], 8, 4)
+    torch.cuda.synchronize()
+    num_allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(60):
+            chosen = dice.sample(range(20), dice.randrange(1, 9))
+            for index in chosen:
+                items[index] = one_token_more(items[index])
+            chunk = scheduled(0, 20, list(range(5)), num_tokens=21)
+            step = Step(tuple(items[index] for index in chosen[:7]) + (chunk,) * dice.randrange(2))
+            num_rows = step.num_tokens
+            wanted = list(range(min(num_rows, 7)))
+            batch = buffers.fill(step, wanted, dice.choice([None, 32]), dice.choice([None, 8]))
+            assert batch.page_table_NP is not None
+            addresses.add(tuple(tensor.data_ptr() for tensor in (*tensors(batch), batch.page_table_NP)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == num_allocations
+    assert len(addresses) == 1
+    assert [tensor.tolist()[:num_rows] for tensor in tensors(batch)] == list(plain(step))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_reads_every_later_step(device):
+    buffers, dice = buffers_of(device=device), random.Random(0)
+    items = list(growing(dice, 8))
+    first = buffers.fill(Step(tuple(items)), list(range(8)), num_padded_rows=8)
+    out = torch.zeros(3, 8, dtype=torch.int64, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for row, tensor in enumerate(tensors(first)):
+            out[row].copy_(tensor)
+    for num_rows in (8, 3, 1, 7):
+        items = [one_token_more(item) for item in items]
+        step = Step(tuple(items[:num_rows]))
+        buffers.fill(step, list(range(num_rows)), num_padded_rows=8)
+        graph.replay()
+        padding = 8 - num_rows
+        expected = [own + [value] * padding for own, value in zip(plain(step), (0, 0, -1), strict=True)]
+        assert out.tolist() == expected
+
+
+@pytest.mark.gpu
+def test_a_host_far_ahead_of_the_device_spoils_nothing_batch_buffers(device):
+    buffers, dice = buffers_of(device=device), random.Random(0)
+    items = list(growing(dice, 8))
+    seen, expected = [], []
+    for _ in range(10):
+        torch.cuda._sleep(10_000_000)
+        items = [one_token_more(item) for item in items]
+        step = Step(tuple(items))
+        batch = buffers.fill(step, list(range(8)))
+        seen.append([tensor.clone() for tensor in tensors(batch)])
+        expected.append(list(plain(step)))
+    assert [[tensor.tolist() for tensor in step] for step in seen] == expected
