@@ -69,8 +69,7 @@ test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PAR
 	@$(PYTHON) benchmarks/gpu_tests.py --jobs $(JOBS) $(if $(PART),--part $(PART))
 
 docs: $(DEV) ## Write the generated parts of the documents again
-	@$(BIN)/python scripts/architecture_rows.py
-	@$(BIN)/python scripts/readme_tables.py
+	@$(BIN)/python scripts/doc_tables.py
 
 clean: ## Remove the virtual environment, build output and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .triton-cache

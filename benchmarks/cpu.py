@@ -1,7 +1,7 @@
 """Measures the default model against transformers on this CPU and keeps the record: python benchmarks/cpu.py [NAME]
 
-The record is benchmarks/records/<cpu>-<date>-<name>.json, one run of `holdfast bench latency`; `make docs` shows it in the
-README. About five minutes on two idle cores; leave the machine alone meanwhile.
+The record is benchmarks/records/<cpu>-<date>-<name>.json, one run of `holdfast bench latency`; `make docs` shows it in
+docs/performance.md. About five minutes on two idle cores; leave the machine alone meanwhile.
 """
 
 import datetime
@@ -25,7 +25,7 @@ def record_path(name: str) -> Path:
 
 
 def main() -> None:
-    """Run the benchmark that the README quotes."""
+    """Run the benchmark that the documents quote."""
     name = sys.argv[1] if len(sys.argv) > 1 else "latency"
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", name):
         sys.exit(f"error: the name {name!r} was asked; small letters, digits and hyphens work; choose another")

@@ -1,6 +1,6 @@
 """What the GPU benchmarks share: their options, fresh processes, the table that a run ends with, and the record it leaves; no torch.
 
-A record is what `scripts/readme_tables.py` reads, with a `section` that says which table of the README it belongs to.
+A record is what `scripts/doc_tables.py` reads, with a `section` that says which table of the documents it belongs to.
 """
 
 import argparse

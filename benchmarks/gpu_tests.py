@@ -335,7 +335,7 @@ def main() -> int:
     facts = {"jobs": lane.num_jobs, "part": f"{number}/{num_parts}", "seconds": round(seconds, 1), "missing": missing}
     record = make_record(
         "gpu-tests",
-        [{"measure": "tests that need CUDA", "unit": "tests", "values": counts}],
+        [{"measure": "tests that need CUDA", "unit": "tests", "values": counts, "seconds": facts["seconds"]}],
         "every test marked gpu",
         f"part {number} of {num_parts}",
         arguments,

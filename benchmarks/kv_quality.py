@@ -1,8 +1,8 @@
 """Measures every KV format on the default model beside the same format as vLLM runs it, and keeps the record: python benchmarks/kv_quality.py
 
 The text is what Python's own help knows of the language, which every installation has; --text takes another. The record is
-benchmarks/records/<cpu>-<date>-kv-quality.json, and `make docs` shows it in the README. 16K tokens take half an hour on two
-idle cores.
+benchmarks/records/<cpu>-<date>-kv-quality.json, and `make docs` shows it in docs/quantization.md. 16K tokens take half an hour
+on two idle cores.
 """
 
 import argparse

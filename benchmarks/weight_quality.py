@@ -1,8 +1,8 @@
 """Measures every weight scheme on the default model against its weights in float32, and keeps the record: python benchmarks/weight_quality.py
 
 The text is what Python's own help knows of the language, which every installation has; --text takes another. The record is
-benchmarks/records/<cpu>-<date>-weight-quality.json, and `make docs` shows it in the README. 2K tokens take some minutes on
-two idle cores.
+benchmarks/records/<cpu>-<date>-weight-quality.json, and `make docs` shows it in docs/quantization.md. 2K tokens take some
+minutes on two idle cores.
 """
 
 import argparse

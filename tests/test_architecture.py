@@ -3,9 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
+import architecture_rows
 import pytest
 
-import architecture_rows
 import architecture_rules as rules
 from architecture_rules import Source
 

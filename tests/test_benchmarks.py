@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-import readme_tables
+import doc_tables
 from attention.steps import Geometry, build
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
@@ -67,7 +67,7 @@ def test_a_record_can_be_read_and_says_what_it_is_of(tmp_path: Path, monkeypatch
     results = [{"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 62.5}}]
     made = gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path, commit=asked), {"more": 1})
     path = gpu_records.write_record(made, "decode", arguments(tmp_path))
-    record = readme_tables.read_record(path)
+    record = doc_tables.read_record(path)
     assert record["commit"] == commit
     assert record["versions"]["torch"] == torch.__version__
     assert {"python", "holdfast", "triton"} <= record["versions"].keys()
@@ -207,7 +207,7 @@ def test_a_case_can_be_shown_and_recorded(tiny_finding: dict, tmp_path: Path, ca
     assert "no room" in capsys.readouterr().out
     record = gpu_records.make_record("gpu-memory", [tiny_finding], "M", "s", arguments(tmp_path), {})
     gpu_records.write_record(record, "memory", arguments(tmp_path))
-    assert "| Qwen3-0.6B, 0K x 4" in readme_tables.section_tables(tmp_path, "gpu-memory")
+    assert "| Qwen3-0.6B, 0K x 4" in doc_tables.section_tables(tmp_path, "gpu-memory")
 
 
 # --- engines
@@ -309,7 +309,7 @@ def test_rates_of_all_engines_stand_side_by_side(tmp_path: Path, capsys) -> None
     gpu_records.write_record(
         gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path), {}), "d", arguments(tmp_path)
     )
-    assert "| decode, batch 1 | 80 | 80 | 80 | 4 |" in readme_tables.section_tables(tmp_path, "gpu-decode")
+    assert "| decode, batch 1 | 80 | 80 | 80 | 4 |" in doc_tables.section_tables(tmp_path, "gpu-decode")
 
 
 def test_a_tiny_engine_decodes_and_is_timed() -> None:
@@ -419,7 +419,7 @@ def test_stretches_and_comparisons_are_shown_and_recorded(tiny_steps: dict, tmp_
     assert "NaN in a page that is read" in capsys.readouterr().out
     record = gpu_records.make_record("gpu-steady", results, "M", "s", arguments(tmp_path), {})
     gpu_records.write_record(record, "steady", arguments(tmp_path))
-    text = readme_tables.section_tables(tmp_path, "gpu-steady")
+    text = doc_tables.section_tables(tmp_path, "gpu-steady")
     assert "| as it is: decode, graphs | 12 |  | 0 |" in text
     assert "| as it is: decode, graphs, a wait raises |  |  | waited |" in text
 
@@ -605,7 +605,7 @@ def test_every_kind_of_load_is_recorded(tmp_path: Path, monkeypatch, capsys) -> 
     assert last["verdicts"]["the same weights from the cache"]
     assert 0.5 < last["read_share"] < 0.9, "the embedding is a large part of so small a model"
     (record,) = (tmp_path / "records").glob("*-load.json")
-    assert [row["measure"] for row in readme_tables.read_record(record)["results"]][-1] == last["measure"]
+    assert [row["measure"] for row in doc_tables.read_record(record)["results"]][-1] == last["measure"]
     assert list(tmp_path.glob("*/*.safetensors")) == [], "what was written is gone"
     assert "from the cache: cache bytes <= 0.6 x" in capsys.readouterr().out
 
@@ -712,7 +712,7 @@ def test_schemes_stand_side_by_side_with_their_roofs(tmp_path: Path, capsys) -> 
     assert "NO   Qwen3-32B, batch 1: fp8 >= 105 tokens/s" in capsys.readouterr().out
     gpu_quantized.write(found, shape, arguments(tmp_path))
     (path,) = tmp_path.glob("*-quantized.json")
-    assert readme_tables.read_record(path)["engines"]["Qwen3-8B, fp8"] == {"error": "no room"}
+    assert doc_tables.read_record(path)["engines"]["Qwen3-8B, fp8"] == {"error": "no room"}
 
 
 @pytest.mark.parametrize(("model", "quantization"), [("Qwen3-32B", "fp8"), (MOE, "fp8"), (MOE, "none")])
@@ -747,23 +747,23 @@ def test_sections_are_written_where_the_document_has_their_marks(tmp_path: Path)
     result = {"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 62.5}}
     (tmp_path / "a.json").write_text(json.dumps({**plain, "results": [result]}))
     (tmp_path / "b.json").write_text(json.dumps({**plain, "model": "B", "section": "gpu-decode", "results": [result]}))
-    begin, end = readme_tables.section_marks("gpu-decode")
-    document = f"{readme_tables.BEGIN}\n{readme_tables.END}\n{begin}\nstale\n{end}\n"
-    written = readme_tables.written(document, tmp_path)
+    begin, end = doc_tables.section_marks("gpu-decode")
+    document = f"{doc_tables.BEGIN}\n{doc_tables.END}\n{begin}\nstale\n{end}\n"
+    written = doc_tables.written(document, tmp_path)
     general, _, section = written.partition(begin)
     assert "A, s, on m" in general
     assert "B, s, on m" not in general
     assert "B, s, on m" in section
     assert "| decode, batch 1 | 62.5 |" in section
     assert "stale" not in written
-    assert readme_tables.written(written, tmp_path) == written
-    without = f"{readme_tables.BEGIN}\n{readme_tables.END}\n"
-    assert "B, s, on m" not in readme_tables.written(without, tmp_path)
+    assert doc_tables.written(written, tmp_path) == written
+    without = f"{doc_tables.BEGIN}\n{doc_tables.END}\n"
+    assert "B, s, on m" not in doc_tables.written(without, tmp_path)
 
 
-@pytest.mark.parametrize("section", sorted(readme_tables.SECTIONS))
+@pytest.mark.parametrize("section", sorted(doc_tables.SECTIONS))
 def test_a_section_without_records_says_so(tmp_path: Path, section: str) -> None:
-    assert readme_tables.section_tables(tmp_path, section) == "No record is committed yet."
+    assert doc_tables.section_tables(tmp_path, section) == "No record is committed yet."
 
 
 def test_sampling_of_traffic_follows_from_numbers_alone() -> None:
@@ -796,7 +796,7 @@ def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
     gpu_before_after.show(rows)
     assert "Qwen3-30B-A3B, fp8, batch 3" in capsys.readouterr().out
     record = gpu_records.make_record("gpu-before-after", rows, "M", "s", arguments(tmp_path), {})
-    kept = readme_tables.read_record(gpu_records.write_record(record, "before-after", arguments(tmp_path)))
+    kept = doc_tables.read_record(gpu_records.write_record(record, "before-after", arguments(tmp_path)))
     assert [row["values"].keys() for row in kept["results"]] == [{"old", "new"}] * 2
 
 

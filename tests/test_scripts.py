@@ -14,9 +14,9 @@ import pytest
 import check_no_cuda
 import check_python
 import compare_commits
+import doc_tables
 import pip_install
 import probe_numbers
-import readme_tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -129,10 +129,10 @@ RECORD = {
 
 
 def test_records_become_tables_newest_first(tmp_path: Path) -> None:
-    assert readme_tables.tables(tmp_path) == "No record is committed yet."
+    assert doc_tables.tables(tmp_path) == "No record is committed yet."
     (tmp_path / "a.json").write_text(json.dumps(RECORD))
     (tmp_path / "b.json").write_text(json.dumps({**RECORD, "date": "2026-02-01"}))
-    text = readme_tables.tables(tmp_path)
+    text = doc_tables.tables(tmp_path)
     assert text.index("2026-02-01") < text.index("2026-01-31")
     assert "| prefill 512 | tokens/s | 300 | 200 | 1.50x |" in text
     assert "| decode, batch 1 | tokens/s | 40.1 |  |  |" in text
@@ -146,12 +146,58 @@ def test_records_become_tables_newest_first(tmp_path: Path) -> None:
 def test_a_broken_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.json").write_text(text)
     with pytest.raises(SystemExit, match=r"broken\.json"):
-        readme_tables.tables(tmp_path)
+        doc_tables.tables(tmp_path)
 
 
-def test_the_readme_shows_the_records_that_are_committed() -> None:
-    document = readme_tables.DOCUMENT.read_text(encoding="utf-8")
-    assert document == readme_tables.written(document, readme_tables.RECORDS), "run: make docs"
+@pytest.mark.parametrize("path", doc_tables.DOCUMENTS, ids=lambda path: path.name)
+def test_documents_show_the_records_that_are_committed(path: Path) -> None:
+    document = path.read_text(encoding="utf-8")
+    assert document == doc_tables.written(document, doc_tables.RECORDS), "run: make docs"
+
+
+@pytest.mark.parametrize("section", doc_tables.MAKERS)
+def test_every_section_stands_in_one_document(section: str) -> None:
+    begin, _ = doc_tables.section_marks(section)
+    assert sum(begin in path.read_text(encoding="utf-8") for path in doc_tables.DOCUMENTS) == 1
+
+
+def test_every_committed_record_has_a_section_of_the_documents() -> None:
+    found = {json.loads(path.read_text()).get("section", "records") for path in doc_tables.RECORDS.glob("*.json")}
+    assert found <= doc_tables.MAKERS.keys()
+
+
+def test_older_records_are_told_in_words_of_today(tmp_path: Path) -> None:
+    old = {**RECORD, "settings": "made-up weights", "note": "It took the kernels for few rows."}
+    (tmp_path / "a.json").write_text(json.dumps({**old, "section": "gpu-decode"}))
+    text = doc_tables.section_tables(tmp_path, "gpu-decode")
+    assert "A-Model, dummy weights, on 2 ARM cores" in text
+    assert text.endswith("It took the GEMV path.")
+
+
+def test_highlights_are_of_the_newest_record_that_has_both_sides(tmp_path: Path) -> None:
+    assert doc_tables.highlight_table(tmp_path) == doc_tables.NO_RECORD
+    race = {"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 40.06, "transformers": 20.0}}
+    (tmp_path / "a.json").write_text(json.dumps({**RECORD, "results": [race], "model": "A-Model.gguf"}))
+    (tmp_path / "b.json").write_text(json.dumps({**RECORD, "date": "2026-02-01"}))
+    planned = [
+        {"measure": name, "unit": "GiB", "values": {"planned": 1.0}, "total_percent": percent}
+        for name, percent in (("one engine", 0.25), ("another", -0.5))
+    ]
+    (tmp_path / "c.json").write_text(json.dumps({**RECORD, "section": "gpu-memory", "results": planned}))
+    _, _, *rows = doc_tables.highlight_table(tmp_path).splitlines()
+    assert rows == [
+        "| A-Model, decode, one stream | 2 ARM cores | 40.1 tokens/s | 2.00x transformers, in the same run |",
+        "| memory, measured against planned | 2 ARM cores | within 0.50 % | the worst of 2 engines |",
+    ]
+
+
+def test_tables_are_written_between_their_marks() -> None:
+    once = doc_tables.replaced("a\n<b>\nold\n<e>\nz\n", "new", "<b>", "<e>")
+    assert once == "a\n<b>\nnew\n<e>\nz\n"
+    assert doc_tables.replaced(once, "new", "<b>", "<e>") == once
+    for broken in ("no marks", "<b>\n", "<e>\n<b>\n", "<b>\n<b>\n<e>\n"):
+        with pytest.raises(SystemExit, match="put them back"):
+            doc_tables.replaced(broken, "new", "<b>", "<e>")
 
 
 MIB = 2**20
@@ -187,7 +233,7 @@ QUALITY = {
 def shown_section(folder: Path, section: str, *results: dict[str, object]) -> list[list[str]]:
     """The cells of a section's table, line by line; its title first."""
     (folder / "a.json").write_text(json.dumps({**RECORD, "section": section, "results": results}))
-    lines = readme_tables.section_tables(folder, section).splitlines()
+    lines = doc_tables.section_tables(folder, section).splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|") and "---" not in line]
     return [[cell.strip() for cell in row] for row in rows]
 
@@ -232,12 +278,12 @@ def test_a_scheme_is_shown_with_its_size(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("section", readme_tables.SECTIONS)
+@pytest.mark.parametrize("section", doc_tables.SECTIONS)
 def test_a_section_without_a_record_says_so(tmp_path: Path, section: str) -> None:
-    assert readme_tables.section_tables(tmp_path, section) == "No record is committed yet."
-    begin, end = readme_tables.section_marks(section)
-    document = f"{readme_tables.BEGIN}\n{readme_tables.END}\n{begin}\nold\n{end}\n"
-    assert "old" not in readme_tables.written(document, tmp_path)
+    assert doc_tables.section_tables(tmp_path, section) == doc_tables.NO_RECORD
+    begin, end = doc_tables.section_marks(section)
+    document = f"{begin}\nold\n{end}\n"
+    assert "old" not in doc_tables.written(document, tmp_path)
 
 
 def test_pip_keeps_its_words_and_its_exit_status_and_loses_the_noise(

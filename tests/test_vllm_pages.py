@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import readme_tables
+import doc_tables
 from cli.cli_models import make_model
 from holdfast.loading.model_files import open_model
 
@@ -116,7 +116,7 @@ def record(six_layers: Path, tmp_path_factory) -> dict:
     patch.undo()
     assert (out / "page.html").exists()
     (path,) = out.glob("*-kv-quality.json")
-    assert readme_tables.read_record(path)["section"] == "kv-quality"
+    assert doc_tables.read_record(path)["section"] == "kv-quality"
     return json.loads(path.read_text())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import readme_tables
+import doc_tables
 from cli.cli_models import make_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -31,7 +31,7 @@ def test_a_small_run_leaves_a_record_and_a_page(tmp_path: Path, monkeypatch: pyt
     assert record["command"] == f"{told} --model model --text text.txt"
     names = [result["measure"] for result in record["results"]]
     assert names == ["float32", "fp8", "fp8_tensor", "fp8_block", "int8", "mxfp4"]
-    shown = readme_tables.section_tables(out, "weight-quality")
+    shown = doc_tables.section_tables(out, "weight-quality")
     assert "| mxfp4 |" in shown
     assert "against 16 bit" in shown
     assert (tmp_path / "page.html").is_file()

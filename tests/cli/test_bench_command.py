@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import readme_tables
+import doc_tables
 from cli.cli_models import Here
 from engine.fakes import assert_at_rest, make_engine, solo
 from holdfast.cli import bench, bench_record, bench_transformers
@@ -149,7 +149,7 @@ RESULTS = [Result(CASE, {"holdfast": [30.0, 20.0, 40.0], "transformers": [10.0, 
 def test_a_record_becomes_a_table(tmp_path: Path) -> None:
     made = record(RESULTS, "A-Model", "float32, 2 threads", ["holdfast", "bench", "latency"], {"num_threads": 2})
     (tmp_path / "record.json").write_text(dumps(made))
-    assert "| decode, batch 1 | tokens/s | 30 | 15 | 2.00x |" in readme_tables.tables(tmp_path)
+    assert "| decode, batch 1 | tokens/s | 30 | 15 | 2.00x |" in doc_tables.tables(tmp_path)
     read = json.loads((tmp_path / "record.json").read_text())
     assert read["results"][0]["best"] == {"holdfast": 40.0, "transformers": 20.0}
     assert read["results"][0]["runs"]["holdfast"] == [30.0, 20.0, 40.0]

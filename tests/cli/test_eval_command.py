@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import readme_tables
+import doc_tables
 from cli.cli_models import Ended, Here, make_model, run_apart
 from cli.eval_qualities import BROKEN, FEW, FP8, view
 from cli.page_reader import Element, read_page
@@ -391,8 +391,8 @@ def test_every_figure_is_kept() -> None:
 def test_a_record_can_be_read_by_the_readme(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps(written(FP8)))
-    assert readme_tables.read_record(path)["section"] == KV_PAGES.section
-    assert readme_tables.records(tmp_path, None) == [], "it would be taken for a race of engines"
+    assert doc_tables.read_record(path)["section"] == KV_PAGES.section
+    assert doc_tables.records(tmp_path, None) == [], "it would be taken for a race of engines"
 
 
 def test_what_is_no_number_is_null() -> None:

@@ -1,6 +1,6 @@
 """The record of a benchmark: figures, and all that is needed to run it again; no torch.
 
-`scripts/readme_tables.py` makes the README's tables out of date, machine, model, settings and results.
+`scripts/doc_tables.py` makes tables of the documents out of date, machine, model, settings and results.
 """
 
 import datetime

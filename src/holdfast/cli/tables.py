@@ -338,7 +338,7 @@ class Subject(NamedTuple):
     against: str
     """What a distribution is compared with; {} is the reference."""
     section: str
-    """Where the README shows such records."""
+    """Where the documents show such records."""
     size_key: str
     """What the bytes are called in a record."""
 

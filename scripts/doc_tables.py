@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md again, from the committed records under benchmarks/records/.
+"""Writes the tables of figures in the documents again, from the committed records under benchmarks/records/.
 
 A record is one run on one machine, as JSON:
 
@@ -7,22 +7,26 @@ A record is one run on one machine, as JSON:
 
 The first engine of `values` is compared with the others; more is better. Other keys are kept in the record and not shown.
 
-A record with a `section` goes between the marks of that section instead, where the README has them, with columns of its own.
+A table goes between the marks of its section, in whichever document has them. A record without a `section` is of a race
+between engines (`records`); another has columns of its own. `highlights` are single figures out of all of them.
 """
 
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from architecture_rows import replaced
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "README.md"
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/quantization.md"))
 RECORDS = ROOT / "benchmarks" / "records"
-BEGIN = "<!-- records: begin (make docs writes this table) -->"
-END = "<!-- records: end -->"
+NO_RECORD = "No record is committed yet."
+WORDS = {
+    "made-up weights": "dummy weights",
+    "the kernels for few rows": "the GEMV path",
+    "compressed pages": "quantized pages",
+}
+"""What older records call things, and what these are called now."""
 Result = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Result], object]]
 """The title of each column, and what stands in it."""
@@ -36,9 +40,9 @@ def read_record(path: Path) -> dict[str, Any]:
         numbers = [float(value) for result in record["results"] for value in result["values"].values()]
         labels = [result[key] for result in record["results"] for key in ("measure", "unit")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        sys.exit(f"error: a record was asked; {path.name} is none ({error!r}); see the top of scripts/readme_tables.py")
+        sys.exit(f"error: a record was asked; {path.name} is none ({error!r}); see the top of scripts/doc_tables.py")
     if not numbers or not all(isinstance(text, str) and text for text in (*titles, *labels)):
-        sys.exit(f"error: a record was asked; {path.name} has empty places; see the top of scripts/readme_tables.py")
+        sys.exit(f"error: a record was asked; {path.name} has empty places; see the top of scripts/doc_tables.py")
     return record
 
 
@@ -47,7 +51,7 @@ def record_table(record: dict[str, Any]) -> str:
     engines = list(dict.fromkeys(engine for result in record["results"] for engine in result["values"]))
     ours, *others = engines
     lines = [
-        f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:",
+        _title(record),
         "",
         f"| | unit | {' | '.join(engines)} |{''.join(f' against {engine} |' for engine in others)}",
         "|---" * (2 + len(engines) + len(others)) + "|",
@@ -58,6 +62,17 @@ def record_table(record: dict[str, Any]) -> str:
         ratios = [f"{values[ours] / values[engine]:.2f}x" if values.get(engine) else "" for engine in others]
         lines.append(f"| {' | '.join([result['measure'], result['unit'], *cells, *ratios])} |")
     return "\n".join(lines)
+
+
+def _title(record: Mapping[str, Any]) -> str:
+    return _said(f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:")
+
+
+def _said(text: str) -> str:
+    """In today's words."""
+    for old, new in WORDS.items():
+        text = text.replace(old, new)
+    return text
 
 
 def _number(value: float) -> str:
@@ -72,7 +87,7 @@ def section_table(record: dict[str, Any], columns: Columns) -> str:
         if any(value_of(result) is not None for result in record["results"])
     }
     lines = [
-        f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:",
+        _title(record),
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
@@ -81,7 +96,7 @@ def section_table(record: dict[str, Any], columns: Columns) -> str:
         values = (value_of(result) for value_of in columns.values())
         lines.append(f"| {' | '.join(_cell(value) for value in values)} |")
     if "note" in record:
-        lines += ["", record["note"]]
+        lines += ["", _said(record["note"])]
     return "\n".join(lines)
 
 
@@ -234,6 +249,19 @@ SECTIONS: Mapping[str, Columns] = {
         **_by_weights("percent_of_roof_as_routed", "% as routed"),
         "fp8 against bfloat16": _value("against_unquantized", "fp8"),
     },
+    "gpu-before-after": {
+        "tokens/s": _value("measure"),
+        "before": _value("values", "old"),
+        "after": _value("values", "new"),
+        "after / before": _value("ratio"),
+    },
+    "gpu-tests": {
+        "": _value("measure"),
+        "passed": _value("values", "passed"),
+        "failed": _value("values", "failed"),
+        "skipped": _value("values", "skipped"),
+        "seconds": _value("seconds"),
+    },
     "weight-quality": {
         "": _value("measure"),
         "MiB": _mib("weight_bytes"),
@@ -246,6 +274,98 @@ SECTIONS: Mapping[str, Columns] = {
 }
 
 
+class Highlight(NamedTuple):
+    """One figure of the newest record that has it."""
+
+    words: str
+    """`{model}` is the record's."""
+    section: str | None
+    measure: str
+    """Of the result; "" where it is about all of them."""
+    ours: Callable[[Result], str]
+    beside: Callable[[Result], str]
+
+
+def _rate(engine: str) -> Callable[[Result], str]:
+    return lambda result: f"{_number(result['values'][engine])} {result['unit']}"
+
+
+def _against_transformers(result: Result) -> str:
+    return f"{result['values']['holdfast'] / result['values']['transformers']:.2f}x transformers, in the same run"
+
+
+def _worst_plan(record: Result) -> str:
+    return f"within {max(abs(result['total_percent']) for result in record['results']):.2f} %"
+
+
+HIGHLIGHTS = (
+    Highlight(
+        "{model}, decode, one stream",
+        None,
+        "decode, batch 1",
+        _rate("holdfast"),
+        _against_transformers,
+    ),
+    Highlight(
+        "{model}, prefill of 512 tokens",
+        None,
+        "prefill, 512 tokens",
+        _rate("holdfast"),
+        _against_transformers,
+    ),
+    Highlight(
+        "Qwen3-32B, bfloat16, one stream",
+        "gpu-quantized",
+        "Qwen3-32B, batch 1",
+        _rate("bfloat16"),
+        lambda result: f"{result['percent_of_roof']['bfloat16']:.0f} % of the memory roof",
+    ),
+    Highlight(
+        "Qwen3-32B, bfloat16, batch 64",
+        "gpu-quantized",
+        "Qwen3-32B, batch 64",
+        _rate("bfloat16"),
+        lambda result: f"{result['percent_of_roof']['bfloat16']:.0f} % of the memory roof",
+    ),
+    Highlight(
+        "Qwen3-32B, fp8 weights, one stream",
+        "gpu-quantized",
+        "Qwen3-32B, batch 1",
+        _rate("fp8"),
+        lambda result: f"{result['against_unquantized']['fp8']:.2f}x bfloat16",
+    ),
+    Highlight(
+        "decode attention over `turboquant_k8v4` pages, 32 x 8K",
+        "gpu-coded-attention",
+        "decode, 32 x 8192, turboquant_k8v4",
+        _rate("holdfast"),
+        lambda result: f"{result['speed_against_sdpa']:.2f}x the speed of torch SDPA in bfloat16",
+    ),
+    Highlight(
+        "{model}, KV tokens that fit in `turboquant_k8v4` pages",
+        "gpu-coded-engine",
+        "tokens that fit",
+        lambda result: f"{result['values']['turboquant_k8v4']:,.0f}",
+        lambda result: f"{result['against_bfloat16']['turboquant_k8v4']:.2f}x bfloat16 pages",
+    ),
+    Highlight(
+        "memory, measured against planned",
+        "gpu-memory",
+        "",
+        _worst_plan,
+        lambda record: f"the worst of {len(record['results'])} engines",
+    ),
+    Highlight(
+        "Qwen1.5-MoE-A2.7B, load in fp8: peak over final size",
+        "gpu-load",
+        "Qwen1.5-MoE-A2.7B, fp8",
+        lambda result: f"{_mib('over_final', 'used')(result):.0f} MiB",
+        lambda result: f"at {_number(result['values']['holdfast'])} GB/s of checkpoint",
+    ),
+)
+"""What the README shows."""
+
+
 def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
     """Of one section, or of none: newest first."""
     found = [read_record(path) for path in sorted(folder.glob("*.json"))]
@@ -256,35 +376,74 @@ def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
 
 def tables(folder: Path) -> str:
     """All records without a section; a sentence when there is none."""
-    return "\n\n".join(map(record_table, records(folder, None))) or "No record is committed yet."
+    return "\n\n".join(map(record_table, records(folder, None))) or NO_RECORD
 
 
 def section_tables(folder: Path, section: str) -> str:
     """All records of a section; a sentence when there is none."""
     found = records(folder, section)
-    return "\n\n".join(section_table(record, SECTIONS[section]) for record in found) or "No record is committed yet."
+    return "\n\n".join(section_table(record, SECTIONS[section]) for record in found) or NO_RECORD
+
+
+def highlight_table(folder: Path) -> str:
+    """The highlights whose figures are there; a sentence when none is."""
+    rows = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
+    return "\n".join(["| | on | Holdfast | |", "|---|---|---|---|", *rows]) if rows else NO_RECORD
+
+
+def _highlight_row(folder: Path, highlight: Highlight) -> str | None:
+    for record in records(folder, highlight.section):
+        for result in record["results"] if highlight.measure else [record]:
+            if highlight.measure and result["measure"] != highlight.measure:
+                continue
+            try:
+                figures = highlight.ours(result), highlight.beside(result)
+            except (KeyError, TypeError):
+                continue  # a run that was cut short, or without the other side; an older one may have both
+            words = highlight.words.format(model=record["model"].removesuffix(".gguf"))
+            return f"| {' | '.join((words, record['machine'], *figures))} |"
+    return None
 
 
 def section_marks(section: str) -> tuple[str, str]:
-    """Between which lines of the README its tables go."""
+    """Between which lines of a document its tables go."""
     return f"<!-- {section}: begin (make docs writes this table) -->", f"<!-- {section}: end -->"
 
 
+BEGIN, END = section_marks("records")
+MAKERS: Mapping[str, Callable[[Path], str]] = {
+    "records": tables,
+    "highlights": highlight_table,
+    **{section: lambda folder, section=section: section_tables(folder, section) for section in SECTIONS},
+}
+"""What stands between the marks of each section."""
+
+
 def written(document: str, folder: Path) -> str:
-    """The README with all its tables."""
-    document = replaced(document, tables(folder), BEGIN, END)
-    for section in SECTIONS:
+    """A document with all the tables that it has marks for."""
+    for section, make in MAKERS.items():
         begin, end = section_marks(section)
-        if begin in document:
-            document = replaced(document, section_tables(folder, section), begin, end)
+        if begin in document or end in document:
+            document = replaced(document, make(folder), begin, end)
     return document
 
 
+def replaced(document: str, content: str, begin: str, end: str) -> str:
+    """The document with everything between the two marks replaced."""
+    if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
+        sys.exit(f"error: one {begin} before one {end} was asked; the document has other marks; put them back")
+    before, _, rest = document.partition(begin)
+    after = rest.partition(end)[2]
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
 def main() -> None:
-    """Rewrite the README in place."""
-    document = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(written(document, RECORDS), encoding="utf-8")
-    print(f"{DOCUMENT.relative_to(ROOT)}: {len(list(RECORDS.glob('*.json')))} records")
+    """Rewrite the documents in place."""
+    for path in DOCUMENTS:
+        document = path.read_text(encoding="utf-8")
+        path.write_text(written(document, RECORDS), encoding="utf-8")
+        shown = sum(section_marks(section)[0] in document for section in MAKERS)
+        print(f"{path.relative_to(ROOT)}: tables of {shown} sections, from {len(list(RECORDS.glob('*.json')))} records")
 
 
 if __name__ == "__main__":
