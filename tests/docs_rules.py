@@ -24,7 +24,41 @@ def commands(text: str) -> list[str]:
 
 def named_files(text: str) -> set[str]:
     """Paths of Python files in backticks; patterns and placeholders are left out."""
-    return {path for path in re.findall(r"`([\w./-]+\.py)`", text) if "<" not in path}
+    return set(re.findall(r"`([\w./-]+\.py)`", text))
+
+
+def drawn_files(text: str) -> set[str]:
+    """Paths of Python files in pictures: fenced blocks without a language."""
+    return {path for block in fences(text, "") for path in re.findall(r"(?<![\w/.-])(?:\w+/)+\w+\.py\b", block)}
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading of the second level, up to the next one."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return found[1] if found else ""
+
+
+def pointers(line: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Files in backticks on a line, each with the names in backticks that follow it."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for word in re.findall(r"`([^`]+)`", line):
+        if word.endswith(".py"):
+            found.append((word, ()))
+        elif found:
+            found[-1] = (found[-1][0], (*found[-1][1], word))
+    return found
+
+
+def defined_names(source: Source) -> set[str]:
+    """Functions and classes of a file, and methods as Class.method."""
+    names = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
 
 
 def links(text: str) -> set[str]:

@@ -5,6 +5,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -30,8 +31,12 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = rules.documents(ROOT)
 README = DOCUMENTS["README.md"]
 COMMANDS = rules.commands(README)
+ARCHITECTURE = DOCUMENTS["docs/architecture.md"]
+POINTERS = [line for line in rules.section(ARCHITECTURE, "Where is ...?").splitlines() if "`" in line]
+SOURCES = {f"{source.module.replace('.', '/')}.py": source for source in read_sources(ROOT / "src" / "holdfast")}
 
 
+@cache
 def help_text(*arguments: str) -> str:
     code = "import sys; from holdfast.cli.app import main; sys.argv = ['holdfast', *sys.argv[1:]]; main()"
     environment = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PATH": ""}
@@ -61,8 +66,16 @@ def test_make_targets_in_documents_exist(name: str) -> None:
     assert used <= targets, f"no such targets: {used - targets}"
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if "holdfast" in line])
-def test_commands_in_the_readme_exist(command: str) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        line
+        for text in (README, DOCUMENTS["docs/quantization.md"])
+        for line in rules.commands(text)
+        if "holdfast" in line
+    ],
+)
+def test_commands_in_documents_exist(command: str) -> None:
     words = command.partition("holdfast")[2].split()
     path = []
     while words and words[0] in listed_commands(*path):
@@ -71,6 +84,12 @@ def test_commands_in_the_readme_exist(command: str) -> None:
     shown = help_text(*path)
     for option in (word for word in words if word.startswith("-")):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), f"holdfast {' '.join(path)} has no {option}"
+
+
+def test_the_pages_for_newcomers_are_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(ARCHITECTURE.splitlines()) <= 160
+    assert len(ARCHITECTURE.split()) <= 2300
 
 
 def test_every_command_is_in_the_readme() -> None:
@@ -110,14 +129,45 @@ def test_files_and_links_in_documents_exist(name: str) -> None:
     text = DOCUMENTS[name]
     homes = (ROOT, ROOT / "src" / "holdfast", ROOT / "tests")
     if name != "CHANGELOG.md":
-        gone = [path for path in sorted(rules.named_files(text)) if not any((home / path).exists() for home in homes)]
+        named = sorted(rules.named_files(text) | rules.drawn_files(text))
+        gone = [path for path in named if not any((home / path).exists() for home in homes)]
         assert not gone, f"{name} names files that do not exist: {gone}"
     dead = [target for target in sorted(rules.links(text)) if not (ROOT / name).parent.joinpath(target).exists()]
     assert not dead, f"{name} links to what does not exist: {dead}"
 
 
+@pytest.mark.parametrize("line", POINTERS, ids=lambda line: line.split("|")[1].strip())
+def test_what_the_architecture_points_to_is_there(line: str) -> None:
+    pointers = rules.pointers(line)
+    assert pointers, "a question without a file"
+    for file, names in pointers:
+        source = SOURCES.get(file)
+        assert source is not None, f"{file} does not exist"
+        assert names, f"{file} is named without a function"
+        gone = set(names) - rules.defined_names(source)
+        assert not gone, f"{file} does not define {sorted(gone)}"
+
+
+def test_the_architecture_answers_a_newcomer() -> None:
+    assert len(POINTERS) >= 15
+
+
+def test_pointers_are_read_from_a_line() -> None:
+    line = "| a question | `cache/pages.py` `PagePool.keep`, `PageKey`; else `engine/engine.py` `Engine` (not `x`) |"
+    assert rules.pointers(line) == [
+        ("cache/pages.py", ("PagePool.keep", "PageKey")),
+        ("engine/engine.py", ("Engine", "x")),
+    ]
+    text = "## Where\n\n| one |\n\n## Next\n| two |\n"
+    assert rules.section(text, "Where").strip() == "| one |"
+    assert rules.section(text, "Next").strip() == "| two |"
+    assert rules.section(text, "Gone") == ""
+    source = Source("x", "class A:\n    def b(self): ...\n    C = 1\n\ndef d(): ...\n\ne = d")
+    assert rules.defined_names(source) == {"A", "A.b", "d"}
+
+
 def test_every_environment_variable_is_documented_and_no_other() -> None:
-    read = {name for source in read_sources(ROOT / "src/holdfast") for name in rules.environment_variables(source)}
+    read = {name for source in SOURCES.values() for name in rules.environment_variables(source)}
     assert sorted(rules.table_keys(DOCUMENTS["docs/env_vars.md"])) == sorted(read)
 
 
@@ -168,13 +218,17 @@ def test_figures_about_memory_are_those_of_the_planner(
 
 
 @pytest.mark.parametrize("name", [name for name in KV_FORMATS if name not in ("float32", "float16")])
-def test_figures_about_coded_pages_are_those_of_the_planner(name: str) -> None:
+def test_figures_about_quantized_pages_are_those_of_the_planner(name: str) -> None:
     found, wider = KV_FORMATS[name], KV_FORMATS["fp8"]
     sizes = [found.bytes_per_token(1, head_dim) for head_dim in (64, 128)]
     mixed = mixed_cache((found,) * 60 + (wider,) * 4, 8, 128, page_tokens=64).bytes_per_token
     is_mixed = found.is_coded and found is not wider
     row = f"| {sizes[0]} | {sizes[1]} | {64 * 8 * sizes[1]} | {mixed if is_mixed else ''} |".replace("|  |", "| |")
     assert f"| {name} | {found.key_bits or 16} and {found.value_bits or 16} {row}" in DOCUMENTS["docs/memory.md"]
+    if found.is_coded:
+        ratio = KV_FORMATS["bfloat16"].bytes_per_token(1, 128) / sizes[1]
+        row = f"| `{name}` | {found.key_bits}, {found.value_bits} | {sizes[1]} | {ratio:.2f}x |"
+        assert row in DOCUMENTS["docs/quantization.md"]
 
 
 @pytest.mark.parametrize("name", ["bfloat16", *WEIGHT_SCHEMES])
@@ -189,7 +243,8 @@ def test_figures_about_weights_are_those_of_the_planner(name: str) -> None:
     )
     assert row.endswith(f"| {one} | {' | '.join(sizes)} |")
     if scheme is not None:
-        assert f"| `{name}` |" in README
+        assert f"| `{name}` |" in DOCUMENTS["docs/quantization.md"]
+        assert f"`{name}`" in README
 
 
 @pytest.mark.parametrize(
@@ -200,8 +255,8 @@ def test_figures_about_loads_are_those_of_their_plan(kind: str, num_chunks: int,
     spec = read_blueprint(CATALOGUE["Qwen3-0.6B"], "Qwen3-0.6B").spec
     assert spec is not None, "it runs"
     wanted = parameters(spec)
-    made_up = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16")
-    plan = dataclasses.replace(made_up, writer_specs=())
+    dummy = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16")
+    plan = dataclasses.replace(dummy, writer_specs=())
     chunks = num_chunks * plan.chunk_bytes(kind)
     assert words.startswith(f"{format_bytes(chunks)}: ")
     assert words in DOCUMENTS["docs/memory.md"]
