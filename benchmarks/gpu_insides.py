@@ -14,8 +14,7 @@ import torch
 from gpu_engines import OpenEngine, moved, pointers
 
 from holdfast.attention.backend import Batch
-from holdfast.request.sequence import Step
-from holdfast.runner.sampling.batch import StepResult
+from holdfast.request.sequence import Step, StepResult
 
 POISON_BYTE = 0xFF
 """Every float of such bytes is NaN."""

@@ -239,7 +239,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
         execute = engine.runner.execute
 
         def broken(step):
-            from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult
+            from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
 
             results = execute(step).results
             bad = [item.sequence.num_prompt_tokens == 3 for item in step.scheduled]

@@ -19,8 +19,7 @@ from holdfast.config import Limits
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.outputs import CompletionDelta, RequestOutput
-from holdfast.request.sequence import ScheduledSequence, Step
-from holdfast.runner.sampling.batch import SequenceResult, StepResult, TokenLogprobs
+from holdfast.request.sequence import ScheduledSequence, SequenceResult, Step, StepResult, TokenLogprobs
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.detokenizer import byte_alphabet
 from holdfast.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from engine.fakes import (
 from holdfast.engine import outputs as completion
 from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult
+from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
 

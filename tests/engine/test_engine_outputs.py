@@ -6,8 +6,7 @@ from engine.fakes import EOS, logprobs_at, shared_tokenizer
 from holdfast.engine.outputs import Completion, DeltaBuffer, Ending, OutputAssembler, PromptLogprobs, position_logprobs
 from holdfast.request.outputs import CompletionDelta, Logprob, RequestMetrics
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import SequenceResult, TokenLogprobs
+from holdfast.request.sequence import Sequence, SequenceResult, TokenLogprobs
 
 
 def completion(max_tokens: int = 100, **params) -> Completion:

@@ -10,7 +10,8 @@ from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows_
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe.expert_linear import expert_linear_reference
 from holdfast.kernels.moe.routing import ExpertOrder, order_experts_reference
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize, quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from kernels.exactness import assert_as_exact_as_torch, random
 from kernels.quantized_cases import slack

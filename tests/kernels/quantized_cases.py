@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from holdfast.kernels.gemm.quantize_activations import CodedRows
-from holdfast.quant.quantized_weight import E4M3_MAX, LEAST_E4M3_SCALE, QuantizedWeight, dequantize, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize, quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme
 from kernels.exactness import MOAT, random
 from red_zones import RedZones

@@ -6,7 +6,8 @@ from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.quantize_activations import CodedRows
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.mlp import Linear
-from holdfast.quant.quantized_weight import QuantizedWeight, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import exact_rows, exact_weight

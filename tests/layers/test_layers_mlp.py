@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from holdfast.kernels.gemm.quantize_activations import CodedRows
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, MLPBuffers, PlainMLP, RMSNorm
-from holdfast.quant.quantized_weight import QuantizedWeight, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
 from kernels.quantized_cases import exact_rows, exact_weight

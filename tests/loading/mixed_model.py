@@ -3,7 +3,8 @@
 import torch
 
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.quantized_weight import QuantizedWeight, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import quantize
 
 EXPERTS, INNER, HIDDEN = 3, 128, 96
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli.cli_models import make_model
-from holdfast.quant.quantized_weight import quantize
+from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 
 MOE = {

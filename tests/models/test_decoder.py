@@ -20,7 +20,8 @@ from holdfast.memory.ledger import Ledger
 from holdfast.models.decoder_layer import LayerBuilder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.quantized_weight import QuantizedWeight, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import INT8
 from holdfast.request.sampling_params import SamplingParams
 from kernels.exactness import require_native, same_bits

@@ -16,7 +16,8 @@ from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize, quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 from kernels.exactness import require_native, same_bits
 from kernels.quantized_cases import exact_rows

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.quant.quantized_weight import (
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import (
     E2M1_VALUES,
     LEAST_E4M3_SCALE,
     LEAST_INT8_SCALE,
-    QuantizedWeight,
     dequantize,
     e8m0_values,
     largest_finite,

@@ -29,9 +29,9 @@ from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence, SequenceState, Step
+from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceState, Step, StepResult, TokenLogprobs
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampling.batch import NO_TOKEN, SequenceSample, StepResult, TokenLogprobs
+from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.step_inputs import BatchBuffers
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.planning.target import Target
-from holdfast.quant.quantized_weight import quantize
+from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightScheme
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step

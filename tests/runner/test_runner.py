@@ -9,8 +9,7 @@ from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.sampling.batch import NO_TOKEN
+from holdfast.request.sequence import NO_TOKEN, ScheduledSequence, Sequence, Step
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model

@@ -27,8 +27,7 @@ from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence, Step
-from holdfast.runner.sampling.batch import NO_TOKEN, SequenceResult, StepResult
+from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, Step, StepResult
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
 

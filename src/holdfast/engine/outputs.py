@@ -11,8 +11,7 @@ from holdfast.request.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import SequenceResult, TokenLogprobs
+from holdfast.request.sequence import Sequence, SequenceResult, TokenLogprobs
 from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer

@@ -1,8 +1,6 @@
-"""The target that is there: which device to take, and how much of its memory others leave."""
+"""Target: one device's memory, whether it is there or only named; which device to take; no torch until one is asked."""
 
 from typing import Literal, NamedTuple
-
-import torch
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
@@ -59,6 +57,8 @@ NOISE_BYTES = 64 * MIB
 
 def choose_device(config: EngineConfig) -> tuple[str, str]:
     """The device as torch names it, and why; one that is not there raises."""
+    import torch
+
     if config.device == "auto":
         return ("cuda:0", "a GPU is there") if torch.cuda.is_available() else ("cpu", "no GPU is there")
     if config.device == "cpu":
@@ -77,6 +77,8 @@ def device_target(device: str) -> Target:
 
     Tensors of another engine in this process are somebody else's; what torch's allocator keeps without using it is not.
     """
+    import torch
+
     if device == "cpu":
         return cpu_target()
     where = torch.device(device)

@@ -14,9 +14,9 @@ from holdfast.config import Limits
 from holdfast.models.decoder import Decoder
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceResult, Step, StepResult, TokenLogprobs
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.sampling.batch import SequenceResult, SequenceSample, StepResult, TokenLogprobs
+from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.step_inputs import BatchBuffers
 

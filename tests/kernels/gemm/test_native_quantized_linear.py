@@ -7,7 +7,8 @@ import torch
 
 from holdfast.kernels.gemm import linear as module
 from holdfast.kernels.gemm.linear import coded_linear, coded_linear_reference, plain_linear
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4, WeightScheme
 from kernels.exactness import companies, island, num_threads, random, same_bits
 from kernels.quantized_cases import EVERY_SCHEME, quantized, random_weight, scheme_id, weight_amid

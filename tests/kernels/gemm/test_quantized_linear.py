@@ -6,7 +6,7 @@ import torch
 from holdfast.kernels.gemm import linear as module
 from holdfast.kernels.gemm.linear import coded_view, decoded_rows, quantized_linear, quantized_linear_reference
 from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows, quantize_rows_reference
-from holdfast.quant.quantized_weight import dequantize
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.quantized_cases import (

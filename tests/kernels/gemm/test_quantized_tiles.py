@@ -11,7 +11,8 @@ from holdfast.kernels.gemm.linear import quantized_linear_reference
 from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows_reference
 from holdfast.kernels.gemm.quantized_tiles import Coding, e2m1_parts, e8m0_numbers, operands_of, tile_linear
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
-from holdfast.quant.quantized_weight import E2M1_VALUES, QuantizedWeight, e8m0_values
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import E2M1_VALUES, e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.assembler import run_assembler
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits

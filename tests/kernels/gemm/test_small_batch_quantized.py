@@ -19,7 +19,8 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
 from holdfast.kernels.gemm.gemv import MAX_ROWS, NUM_GATE_PEAKS, num_parts
 from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
 from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, can_code, coded_sums_reference
-from holdfast.quant.quantized_weight import LEAST_E4M3_SCALE, QuantizedWeight
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import (

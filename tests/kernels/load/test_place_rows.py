@@ -14,7 +14,8 @@ from holdfast.kernels.load.place_rows import (
     place_plain,
     place_quantized,
 )
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize, quantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize, quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
 from kernels.exactness import random, same_bits
 from kernels.place_cases import FLOAT_TYPES, LAYOUTS, SCHEMES, hostile_rows, laid_out, new_findings, place

@@ -30,7 +30,8 @@ from holdfast.loading.sources import dummy
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe
 from loading.header_source import HeaderSource, entry, experts, stacked
 

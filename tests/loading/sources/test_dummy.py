@@ -14,7 +14,7 @@ from holdfast.loading.sources.source import WritingSource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
-from holdfast.quant.quantized_weight import e8m0_values
+from holdfast.quant.weight_quantize import e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from loading.whole_tensors import read_rows
 

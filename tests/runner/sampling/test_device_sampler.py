@@ -12,8 +12,7 @@ from holdfast.kernels.sampling import sample as sample_tokens
 from holdfast.memory.ledger import Ledger
 from holdfast.planning import terms as sampling_terms
 from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import NO_TOKEN
+from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence
+from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling import host_sampler as choices
-from holdfast.runner.sampling.batch import NO_TOKEN, RowParameters
+from holdfast.runner.sampling.batch import RowParameters
 from holdfast.runner.sampling.host_sampler import HostSampler, choose_narrow, choose_unfiltered, choose_wide, cut
 from holdfast.runner.sampling.logprobs import WEIGHT_BITS, distances_, nucleus_weight
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.runner.sampling.batch import TokenLogprobs
+from holdfast.request.sequence import TokenLogprobs
 from holdfast.runner.sampling.logprobs import (
     WEIGHT_BITS,
     distances_,

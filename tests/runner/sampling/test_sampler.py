@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence
+from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling import batch as sampling_batch
-from holdfast.runner.sampling.batch import NO_TOKEN, uniform
+from holdfast.runner.sampling.batch import uniform
 from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.sampler import Sampler, SequenceSample
 from runner.sampling_rows import DEVICE, EOS, SETTINGS, make_logits, make_sampler, make_sequence

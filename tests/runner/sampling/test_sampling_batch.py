@@ -9,19 +9,8 @@ import pytest
 from holdfast.kernels.geometry import LogitRow
 from holdfast.planning.terms import MAX_NARROW_TOP_K
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import (
-    NO_TOKEN,
-    RowParameters,
-    SamplingBatch,
-    SequenceResult,
-    StepResult,
-    TokenLogprobs,
-    is_edited,
-    is_plain,
-    logit_row,
-    uniform,
-)
+from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, StepResult, TokenLogprobs
+from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, is_edited, is_plain, logit_row, uniform
 
 
 def test_no_token_is_neither_a_token_nor_an_unfinished_chunk() -> None:

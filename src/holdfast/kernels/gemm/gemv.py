@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast.kernels.fp8 import coded_numbers, loaded_numbers
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
-from holdfast.quant.quantized_weight import LEAST_E4M3_SCALE
+from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
 

@@ -14,7 +14,8 @@ from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, CodedRows,
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize
 
 WIDENED_ELEMENTS = 2**20
 """Elements of a half-precision weight that a CPU widens at a time."""

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, float32_of, size_bits
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, next_power_of_two, tl
-from holdfast.quant.quantized_weight import E4M3_MAX, E4M3_NAN
-from holdfast.quant.quantized_weight import LEAST_E4M3_SCALE as LEAST_SCALE
+from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN
+from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE as LEAST_SCALE
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false

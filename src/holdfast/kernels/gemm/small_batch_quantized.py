@@ -33,7 +33,8 @@ from holdfast.kernels.triton_compat import (
     next_power_of_two,
     tl,
 )
-from holdfast.quant.quantized_weight import E4M3_MAX, LEAST_E4M3_SCALE, QuantizedWeight
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.

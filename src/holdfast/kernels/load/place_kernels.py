@@ -30,7 +30,7 @@ from holdfast.kernels.fp8 import (
     size_bits,
 )
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, tl, triton
-from holdfast.quant.quantized_weight import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
+from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types

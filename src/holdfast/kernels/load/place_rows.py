@@ -13,7 +13,7 @@ import torch
 
 from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton, place_quantized_triton
 from holdfast.kernels.triton_compat import can_run
-from holdfast.quant.quantized_weight import E8M0_NAN, e8m0_values, encode, find_scales, largest_finite
+from holdfast.quant.weight_quantize import E8M0_NAN, e8m0_values, encode, find_scales, largest_finite
 from holdfast.quant.weight_schemes import WeightScheme
 
 UNSEEN = 2**31 - 1

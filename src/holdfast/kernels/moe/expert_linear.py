@@ -18,7 +18,8 @@ from holdfast.kernels.moe.expert_gemv import expert_pairs
 from holdfast.kernels.moe.grouped_gemm import expert_rows
 from holdfast.kernels.moe.routing import ExpertOrder
 from holdfast.kernels.triton_compat import can_launch_early, can_run, constexpr, jit, launched_early, tl
-from holdfast.quant.quantized_weight import QuantizedWeight, dequantize
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_quantize import dequantize
 
 
 def expert_linear(

@@ -1,4 +1,4 @@
-"""ChunkRing: reader threads that fill a fixed number of buffers, chunk after chunk, for one taker; no torch.
+"""ChunkRing: reader threads that fill a fixed number of buffers, chunk after chunk, for one taker.
 
 torch's own pinned memory is rounded up to a power of two and kept for the life of the process.
 

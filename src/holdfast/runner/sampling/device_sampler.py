@@ -19,8 +19,8 @@ from holdfast.kernels.sampling.sample import sample_tokens
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import NO_TOKEN, SequenceSample, TokenLogprobs, is_edited, logit_row
+from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
+from holdfast.runner.sampling.batch import SequenceSample, is_edited, logit_row
 from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, EditStaging, SeenTokens
 from holdfast.runner.sampling.logprobs import read_logprobs
 

@@ -16,15 +16,8 @@ import numpy as np
 import torch
 
 from holdfast.planning.terms import MAX_NARROW_TOP_K, NUM_BUCKETS, rows_per_block
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import (
-    NO_TOKEN,
-    RowParameters,
-    SamplingBatch,
-    SequenceSample,
-    TokenLogprobs,
-    is_edited,
-)
+from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
+from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, SequenceSample, is_edited
 from holdfast.runner.sampling.logit_edits import EditContext, SeenTokens, edit_rows
 from holdfast.runner.sampling.logprobs import (
     FIXED_COLUMNS,

@@ -10,7 +10,7 @@ import math
 import torch
 
 from holdfast.kernels.sampling.logprobs import FIXED_COLUMNS
-from holdfast.runner.sampling.batch import TokenLogprobs
+from holdfast.request.sequence import TokenLogprobs
 
 # R rows of a block, V vocabulary, K candidates
 

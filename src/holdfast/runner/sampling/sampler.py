@@ -17,8 +17,8 @@ import torch
 
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.batch import SequenceSample, TokenLogprobs
+from holdfast.request.sequence import Sequence, TokenLogprobs
+from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 
