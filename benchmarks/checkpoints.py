@@ -1,4 +1,4 @@
-"""Checkpoints with a catalogue model's shapes and made-up numbers: written fast, in shuffled order, or as headers alone; no torch.
+"""Checkpoints with a catalogue model's shapes and dummy numbers: written fast, in shuffled order, or as headers alone; no torch.
 
 A file without numbers is as long as one with them and takes no room on the disk (it is sparse), which is enough for a plan.
 """

@@ -1,4 +1,4 @@
-"""Folders with the settings of a catalogue model and a byte tokenizer, for engines with made-up weights; no torch."""
+"""Folders with the settings of a catalogue model and a byte tokenizer, for engines with dummy weights; no torch."""
 
 import json
 from pathlib import Path

@@ -21,8 +21,8 @@ from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPag
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.quantized_attention import coded_attention_reference
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
@@ -30,7 +30,7 @@ from holdfast.quant.formats import KV_FORMATS
 MAX_LAYERS = 24
 MAX_ERROR = 0.02
 LONG_CONTEXT = 2**20
-FORMATS = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded)
+FORMATS = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized)
 
 
 class Shape(NamedTuple):
@@ -125,8 +125,8 @@ def check(shape: Shape, format_name: str, device: torch.device) -> float:
     exact_TX = torch.zeros_like(rig.out_TX, dtype=torch.float32)
     assert rig.batch.page_table_NP is not None, "the batch has no page table"
     planes = backend._pages[0].planes
-    assert isinstance(planes, CodedPlanes), f"{format_name} is not coded"
-    coded_attention_reference(
+    assert isinstance(planes, QuantizedPlanes), f"{format_name} is not quantized"
+    quantized_attention_reference(
         rig.q_THD,
         planes,
         rig.batch.page_table_NP,
@@ -306,7 +306,7 @@ def main() -> None:
         ],
     )
     print(f"\n{facts['verdicts']}; scratch {facts['scratch_bytes']}")
-    write_record(record, "coded-attention", arguments)
+    write_record(record, "quantized-attention", arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A whole engine over compressed pages against bfloat16 ones: python benchmarks/gpu_coded_engine.py [--model NAME]
 
-One process a format, at utilization 0.98 with made-up weights: tokens a second of one stream; decode steps of as many
+One process a format, at utilization 0.98 with dummy weights: tokens a second of one stream; decode steps of as many
 sequences of 8K and 32K as were asked and fit at once (steps run as the engine runs them, over pages that hold whatever they
 hold: what is stored does not change the time); and, compressed, prompts that really fill 99 % of the pool, served to the end.
 """
@@ -237,7 +237,7 @@ def main() -> None:
         "choices": {name: entry.get("choices") for name, entry in found.items()},
         "errors": {name: entry["error"] for name, entry in found.items() if "error" in entry},
     }
-    record = make_record("gpu-coded-engine", results, arguments.model, "bfloat16, made-up weights", arguments, facts)
+    record = make_record("gpu-coded-engine", results, arguments.model, "bfloat16, dummy weights", arguments, facts)
     names = list(found)
     print_table(
         "Tokens/s by format of KV pages",
@@ -247,7 +247,7 @@ def main() -> None:
             for row in results
         ],
     )
-    write_record(record, "coded-engine", arguments)
+    write_record(record, "quantized-engine", arguments)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def main() -> None:
         "errors": errors,
     }
     dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"
-    record = make_record("gpu-decode", results, arguments.model, f"{dtype}, made-up weights", arguments, facts)
+    record = make_record("gpu-decode", results, arguments.model, f"{dtype}, dummy weights", arguments, facts)
     show(results)
     write_record(record, "decode", arguments)
 

@@ -1,4 +1,4 @@
-"""Engines with made-up weights for the GPU benchmarks, and a look at what they hold."""
+"""Engines with dummy weights for the GPU benchmarks, and a look at what they hold."""
 
 import re
 from collections import deque

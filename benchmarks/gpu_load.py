@@ -2,7 +2,7 @@
 
 A bfloat16 checkpoint with a model's shapes, every expert's tensors their own, is written to --folder in shuffled order over
 several files and read once, so that it lies in the page cache. Each scheme then loads it in a process of its own, as the
-engine does. A model that does not fit on the disk, or whose writing would take too long, is loaded with made-up weights
+engine does. A model that does not fit on the disk, or whose writing would take too long, is loaded with dummy weights
 instead, and its row says so; its plan is held against that of the same checkpoint as headers alone. The smallest model is
 also started from its quantized cache. The cheapest comes first, and the record is written again after every case.
 
@@ -29,7 +29,7 @@ from gpu_records import Budget, leave, make_record, options, print_table, run_ch
 MIB = 2**20
 MODELS = ("Qwen3-8B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B")
 DUMMY_MODEL = "Qwen3-32B"
-"""Loaded with made-up weights in any case."""
+"""Loaded with dummy weights in any case."""
 SCHEMES = ("fp8", "bfloat16")
 MAX_OVER_BYTES = 64 * MIB
 """Of device memory beyond the final weights."""
@@ -238,7 +238,7 @@ class Run:
     def _load_made_up(self, model: str, schemes: Sequence[str], headers: Path) -> None:
         for scheme in schemes:
             case = {"model": model, "scheme": scheme, "path": str(headers), "load_format": "dummy"}
-            self._load({**case, "headers": str(headers)}, ", made-up weights")
+            self._load({**case, "headers": str(headers)}, ", dummy weights")
 
     def _load(self, case: dict[str, Any], more: str = "") -> None:
         words = f"{case['model']}, {case['scheme']}{more}"
@@ -322,7 +322,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS), help="models of the catalogue")
     parser.add_argument("--schemes", default=",".join(SCHEMES), help="bfloat16 leaves weights as they are")
     parser.add_argument(
-        "--dummy", default=DUMMY_MODEL, help="a model to load with made-up weights; none with an empty one"
+        "--dummy", default=DUMMY_MODEL, help="a model to load with dummy weights; none with an empty one"
     )
     parser.add_argument("--cache-model", default=MODELS[0], help="the model that also starts from the quantized cache")
     parser.add_argument("--folder", type=Path, default=None, help="where checkpoints are written; else a temporary one")

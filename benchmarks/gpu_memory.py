@@ -311,7 +311,7 @@ def main() -> None:
     chosen = [int(number) for number in arguments.cases.split(",") if number] or list(range(len(cases)))
     results = measure_all(cases, chosen, arguments)
     facts = {"cuda_mib": constants(results), "max_total_percent": MAX_TOTAL_PERCENT, "num_cases": len(results)}
-    words = "bfloat16, made-up weights, utilization 0.98"
+    words = "bfloat16, dummy weights, utilization 0.98"
     record = make_record("gpu-memory", results, "Qwen3, Qwen2.5 and Llama-3.1 shapes", words, arguments, facts)
     show(results)
     write_record(record, "memory", arguments)

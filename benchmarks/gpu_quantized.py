@@ -1,6 +1,6 @@
 """Tokens a second with quantized weights beside bfloat16 ones: python benchmarks/gpu_quantized.py [--models A,B] [--quantizations fp8,none]
 
-One process for each model and scheme, with made-up weights. A decode rate is the difference of two lengths, the prompts being
+One process for each model and scheme, with dummy weights. A decode rate is the difference of two lengths, the prompts being
 in the prefix cache (benchmarks/gpu_decode.py). The roof is the time to read what a step must, at the rate that the device
 reads: every weight but the embedding, as the scheme stores it, and the keys and values of the batch. Of experts it is those
 that the batch would touch if every token chose its experts at random, which is E * (1 - (1 - top_k / E) ** batch) of E in
@@ -266,7 +266,7 @@ def write(
     }
     if rows:
         names = ", ".join(dict.fromkeys(row["model"] for row in rows))
-        record = make_record("gpu-quantized", rows, names, "made-up weights", arguments, facts)
+        record = make_record("gpu-quantized", rows, names, "dummy weights", arguments, facts)
         write_record(record, "quantized", arguments)
     return rows
 

@@ -345,7 +345,7 @@ def main() -> None:
     holds = not errors and all(row["holds"] or not row.get("must_hold", True) for row in results)
     facts = {"holds": holds, "errors": errors, "shape": shape._asdict()}
     dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"
-    record = make_record("gpu-steady", results, arguments.model, f"{dtype}, made-up weights", arguments, facts)
+    record = make_record("gpu-steady", results, arguments.model, f"{dtype}, dummy weights", arguments, facts)
     show(results)
     print(f"\nall holds: {holds}")
     write_record(record, "steady", arguments)

@@ -62,7 +62,7 @@ def options() -> argparse.ArgumentParser:
 
 def entries(config: EngineConfig, model: OpenModel, with_layers: bool) -> list[Entry]:
     """The reference, our formats, and theirs; with other layers protected, where that is asked."""
-    ours = [name for name in narrower_formats(config, model).names if KV_FORMATS[name].is_coded]
+    ours = [name for name in narrower_formats(config, model).names if KV_FORMATS[name].is_quantized]
     found = [reference_entry(config), *(format_entry(config, model, name) for name in ours)]
     if with_layers:
         for name in ours:

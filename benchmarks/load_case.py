@@ -167,7 +167,7 @@ def _device_bytes(device: str) -> dict[str, int]:
 
 
 def compare_plans(ours: LoadPlan, real: LoadPlan, device: str) -> dict[str, bool]:
-    """Whether made-up weights are loaded as a checkpoint's would be."""
+    """Whether dummy weights are loaded as a checkpoint's would be."""
     kind = torch.device(device).type
     return {
         "weights": ours.weights == real.weights,

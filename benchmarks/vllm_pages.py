@@ -160,9 +160,9 @@ class VllmPages:
         if layer in self._exact:
             return
         slots_T = batch.slots_T[batch.slots_T >= 0]
-        for name, coded in (("k", self._format.keys), ("v", self._format.values)):
+        for name, quantized in (("k", self._format.keys), ("v", self._format.values)):
             plane_SKD = self._storage.plane(layer, name)
-            plane_SKD[slots_T] = coded(plane_SKD[slots_T])
+            plane_SKD[slots_T] = quantized(plane_SKD[slots_T])
 
     def attend(
         self,

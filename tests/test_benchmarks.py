@@ -589,11 +589,11 @@ def test_every_kind_of_load_is_recorded(tmp_path: Path, monkeypatch, capsys) -> 
     run = gpu_load.Run(given, gpu_records.Budget(1000.0), run_case)
     run.all(tmp_path)
     assert [row["measure"] for row in run.results] == [
-        "Qwen3-32B, fp8, made-up weights",
+        "Qwen3-32B, fp8, dummy weights",
         "Qwen3-8B, fp8",
         "Qwen3-8B, bfloat16",
-        f"{MOE}, fp8, made-up weights",
-        f"{MOE}, bfloat16, made-up weights",
+        f"{MOE}, fp8, dummy weights",
+        f"{MOE}, bfloat16, dummy weights",
     ]
     assert "were allowed" in run.checkpoints[MOE]["not_written"]
     assert run.checkpoints["Qwen3-8B"]["num_files"] == 4
@@ -660,8 +660,8 @@ def test_verdicts_on_loads_are_those_of_the_issue() -> None:
     assert [holds for words, holds in gpu_load.verdicts(row).items() if "GB/s" not in words] == [False] * 5
     row = gpu_load.finding(case, "M", {"loads": [device_load(seconds=1.3)]})
     assert not gpu_load.verdicts(row)[">= 25 GB/s"]
-    made_up = gpu_load.finding({**case, "load_format": "dummy"}, "M", {"loads": [device_load(seconds=1.3)]})
-    assert ">= 25 GB/s" not in gpu_load.verdicts(made_up)
+    dummy = gpu_load.finding({**case, "load_format": "dummy"}, "M", {"loads": [device_load(seconds=1.3)]})
+    assert ">= 25 GB/s" not in gpu_load.verdicts(dummy)
 
 
 # --- quantized weights

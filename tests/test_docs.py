@@ -222,10 +222,10 @@ def test_figures_about_quantized_pages_are_those_of_the_planner(name: str) -> No
     found, wider = KV_FORMATS[name], KV_FORMATS["fp8"]
     sizes = [found.bytes_per_token(1, head_dim) for head_dim in (64, 128)]
     mixed = mixed_cache((found,) * 60 + (wider,) * 4, 8, 128, page_tokens=64).bytes_per_token
-    is_mixed = found.is_coded and found is not wider
+    is_mixed = found.is_quantized and found is not wider
     row = f"| {sizes[0]} | {sizes[1]} | {64 * 8 * sizes[1]} | {mixed if is_mixed else ''} |".replace("|  |", "| |")
     assert f"| {name} | {found.key_bits or 16} and {found.value_bits or 16} {row}" in DOCUMENTS["docs/memory.md"]
-    if found.is_coded:
+    if found.is_quantized:
         ratio = KV_FORMATS["bfloat16"].bytes_per_token(1, 128) / sizes[1]
         row = f"| `{name}` | {found.key_bits}, {found.value_bits} | {sizes[1]} | {ratio:.2f}x |"
         assert row in DOCUMENTS["docs/quantization.md"]

@@ -65,7 +65,7 @@ class EngineConfig:
     weight_cache: str = "auto"
     """Quantized weights of earlier starts: auto uses them where it can, on insists, off neither reads nor writes them."""
     load_format: str = "auto"
-    """auto, safetensors, gguf, or dummy (made-up weights from config.json alone)."""
+    """auto, safetensors, gguf, or dummy (dummy weights from config.json alone)."""
     max_model_len: int | None = None
     """Longest prompt and output together; None takes the model's own."""
     max_num_seqs: int | None = None
@@ -75,7 +75,7 @@ class EngineConfig:
     max_queue: int = 4096
     """Most sequences that may wait; one more is refused."""
     page_tokens: int | None = None
-    """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for coded formats and 16 for the others."""
+    """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for quantized formats and 16 for the others."""
     memory_utilization: float | None = None
     """Share of the device's memory that the engine may take."""
     memory_limit: str | int | None = None

@@ -12,10 +12,10 @@ from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads_reference
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv_reference
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS, KVFormat
-from holdfast.quant.kv_quantize import decode_keys, decode_values, encode_keys, encode_values, rotate_heads
+from holdfast.quant.kv_quantize import dequantize_keys, dequantize_values, quantize_keys, quantize_values, rotate_heads
 from kernels.exactness import random
 
 CPU = torch.device("cpu")
@@ -105,8 +105,8 @@ class Text:
         """Attention of every token in float64, over keys and values as the pages hold them: [L, H * D]."""
         geometry, num_tokens = self.geometry, len(self.qkv)
         kv_format = geometry.formats[layer]
-        computed = geometry.dtype if kv_format.is_coded else torch.float64
-        stored = geometry.dtype if kv_format.is_coded else getattr(torch, kv_format.key_dtype)
+        computed = geometry.dtype if kv_format.is_quantized else torch.float64
+        stored = geometry.dtype if kv_format.is_quantized else getattr(torch, kv_format.key_dtype)
         planes = [torch.empty(num_tokens, geometry.num_kv_heads, geometry.head_dim, dtype=stored) for _ in range(2)]
         if head_norm is not None:
             weights = head_norm.q_weight_D.cpu().to(computed), head_norm.k_weight_D.cpu().to(computed)
@@ -114,14 +114,14 @@ class Text:
         if rotary is not None:
             rotary = Rotary(rotary.cos_LD.cpu().to(computed), rotary.sin_LD.cpu().to(computed))
         positions = torch.arange(num_tokens)
-        q = write_heads_reference(self.qkv.to(computed), positions, positions, *planes, head_norm, rotary)
+        q = write_kv_reference(self.qkv.to(computed), positions, positions, *planes, head_norm, rotary)
         k, v = planes
-        if kv_format.is_coded:
-            q, k, v = coded(q, k, v, kv_format, k_mean)
+        if kv_format.is_quantized:
+            q, k, v = quantized(q, k, v, kv_format, k_mean)
         return exact_attention(q, k, v, window)
 
 
-def coded(
+def quantized(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_format: KVFormat, k_mean: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries as they are attended with, and keys and values as their codes have them; values in their own space."""
@@ -131,8 +131,8 @@ def coded(
     if key_bits < 8:
         q, k = rotate_heads(q).to(q.dtype), rotate_heads(k)
     k = k if k_mean is None else k.float() - k_mean
-    k = decode_keys(encode_keys(k, key_bits), key_bits, head_dim)
-    v = decode_values(encode_values(rotate_heads(v) if value_bits < 8 else v, value_bits), value_bits, head_dim)
+    k = dequantize_keys(quantize_keys(k, key_bits), key_bits, head_dim)
+    v = dequantize_values(quantize_values(rotate_heads(v) if value_bits < 8 else v, value_bits), value_bits, head_dim)
     return q, k, rotate_heads(v) if value_bits < 8 else v
 
 
@@ -209,9 +209,11 @@ def build(backend_type, geometry: Geometry, storage: PageStorage, num_sms: int =
 
 def on_triton(geometry: Geometry, device: torch.device) -> Geometry:
     """Where Triton runs: float32 in its interpreter, half precision on a GPU and beside codes."""
-    dtype = torch.float16 if device.type == "cuda" or any(form.is_coded for form in geometry.formats) else torch.float32
+    dtype = (
+        torch.float16 if device.type == "cuda" or any(form.is_quantized for form in geometry.formats) else torch.float32
+    )
     plain = str(dtype).removeprefix("torch.")
-    names = [form.name if form.is_coded else plain for form in geometry.formats]
+    names = [form.name if form.is_quantized else plain for form in geometry.formats]
     return replace(geometry, device=device, dtype=dtype, kv_dtype=" ".join(names))
 
 

@@ -90,7 +90,7 @@ def test_keys_and_values_are_written_before_they_are_attended_to(backend_type, g
     backend = build(backend_type, geometry, geometry.storage(num_pages))
     (out,) = run_steps(backend, geometry, made, [[(made[0], 0, 1)]])
     close(geometry, out, made[0].exact(None))
-    if not geometry.formats[0].is_coded:
+    if not geometry.formats[0].is_quantized:
         value = made[0].qkv[:, -32:].view(1, 2, 1, 16).expand(1, 2, 3, 16).reshape(1, -1)
         close(geometry, out, value)
 

@@ -134,7 +134,7 @@ def layer(
     return replace(AttentionSpec(cache, num_heads, head_dim**-0.5, None, 40960, dtype, "cuda"), **changes)
 
 
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 HALF_CODED = replace(
     layer(), cache=LayerCache(0, "attention", KVFormat("mine", "uint8", "bfloat16", key_bits=4), 8, 128)
 )

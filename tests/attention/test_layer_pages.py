@@ -8,19 +8,19 @@ import torch
 from attention.steps import Geometry, make_batch, texts
 from holdfast.attention.backend import Batch
 from holdfast.attention.declarations import code_table_bytes
-from holdfast.attention.layer_pages import CodedPages, CodeReader, LayerPages, PagedRows, PlainPages
+from holdfast.attention.layer_pages import Dequantizer, LayerPages, PagedRows, PlainPages, QuantizedPages
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import small_programs, tile_rows
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.kv_quantize import (
-    CodedHeads,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
+    QuantizedHeads,
+    dequantize_keys,
+    dequantize_values,
+    quantize_keys,
+    quantize_values,
     rotate_heads,
     rotation_table,
 )
@@ -103,12 +103,12 @@ BITS = pytest.mark.parametrize("bits", [8, 4, 3])
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 192, 256])
 
 
-def check(heads: CodedHeads, bits: int, head_dim: int, reader: CodeReader, which: str) -> None:
+def check(heads: QuantizedHeads, bits: int, head_dim: int, reader: Dequantizer, which: str) -> None:
     if which == "keys":
-        expected = decode_keys(heads, bits, head_dim)[..., reader.key_order_D]
+        expected = dequantize_keys(heads, bits, head_dim)[..., reader.key_order_D]
         assert same_bits(reader.keys(heads), expected)
     else:
-        expected = decode_values(heads, bits, head_dim)
+        expected = dequantize_values(heads, bits, head_dim)
         assert same_bits(reader.values(heads)[..., reader.value_places_D], expected)
 
 
@@ -116,24 +116,24 @@ def check(heads: CodedHeads, bits: int, head_dim: int, reader: CodeReader, which
 @HEAD_DIMS
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 0)], ids=str)
 def test_heads_that_were_coded(bits, head_dim, shape):
-    reader = CodeReader(bits, bits, head_dim, CPU)
+    reader = Dequantizer(bits, bits, head_dim, CPU)
     y = random(*shape, head_dim, seed=head_dim, scale=3.0)
-    check(encode_keys(y, bits), bits, head_dim, reader, "keys")
-    check(encode_values(y, bits), bits, head_dim, reader, "values")
+    check(quantize_keys(y, bits), bits, head_dim, reader, "keys")
+    check(quantize_values(y, bits), bits, head_dim, reader, "values")
 
 
 @BITS
 @pytest.mark.parametrize("which", ["keys", "values"])
 def test_any_bytes(bits, which):
-    """Also those that nothing coded: every code meets every neighbour."""
+    """Also those that nothing quantized: every code meets every neighbour."""
     generator = torch.Generator().manual_seed(1)
     num_bytes = {8: 64, 4: 32, 3: 16}[bits]
     codes = torch.randint(0, 256, (7, 700, num_bytes), generator=generator, dtype=torch.uint8)
     if bits == 8:
         codes[codes & 127 == 127] = 0  # NaN, which no product keeps to the bit
     signs = torch.randint(0, 256, (7, 700, 8), generator=generator, dtype=torch.uint8) if bits == 3 else None
-    heads = CodedHeads(codes, signs, torch.rand(7, 700, generator=generator).half())
-    check(heads, bits, 64, CodeReader(bits, bits, 64, CPU), which)
+    heads = QuantizedHeads(codes, signs, torch.rand(7, 700, generator=generator).half())
+    check(heads, bits, 64, Dequantizer(bits, bits, 64, CPU), which)
 
 
 @BITS
@@ -141,28 +141,28 @@ def test_any_bytes(bits, which):
 def test_heads_that_lie_apart(bits, which):
     """As a window leaves them: some tokens in the middle of some pages."""
     y = random(2, 40, 64)
-    whole = encode_keys(y, bits) if which == "keys" else encode_values(y, bits)
-    part = CodedHeads(*(None if x is None else x[:, 3:17] for x in whole))
-    check(part, bits, 64, CodeReader(bits, bits, 64, CPU), which)
+    whole = quantize_keys(y, bits) if which == "keys" else quantize_values(y, bits)
+    part = QuantizedHeads(*(None if x is None else x[:, 3:17] for x in whole))
+    check(part, bits, 64, Dequantizer(bits, bits, 64, CPU), which)
 
 
 @BITS
 def test_orders_are_permutations(bits):
-    reader = CodeReader(bits, bits, 80, CPU)
+    reader = Dequantizer(bits, bits, 80, CPU)
     assert sorted(reader.key_order_D.tolist()) == sorted(reader.value_places_D.tolist()) == list(range(80))
 
 
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(8, 8), (8, 4), (4, 4), (3, 4), (3, 3)])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_what_it_holds_is_what_was_declared(key_bits, value_bits, head_dim):
-    reader = CodeReader(key_bits, value_bits, head_dim, CPU)
+    reader = Dequantizer(key_bits, value_bits, head_dim, CPU)
     assert reader.num_bytes == code_table_bytes(key_bits, value_bits, head_dim)
 
 
 def test_a_scale_that_is_no_number_shows():
-    heads = encode_keys(random(3, 64), 4)
+    heads = quantize_keys(random(3, 64), 4)
     heads.scale_X[1] = float("nan")
-    numbers = CodeReader(4, 4, 64, CPU).keys(heads)
+    numbers = Dequantizer(4, 4, 64, CPU).keys(heads)
     assert numbers[1].isnan().all()
     assert numbers[[0, 2]].isfinite().all()
 
@@ -212,11 +212,13 @@ def test_tiles_are_those_of_the_kernel():
 
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 48
-FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 
 
-def pages_of_coded_pages(name: str, num_pages: int, page_tokens: int, k_mean: torch.Tensor | None = None) -> CodedPages:
+def pages_of_coded_pages(
+    name: str, num_pages: int, page_tokens: int, k_mean: torch.Tensor | None = None
+) -> QuantizedPages:
     """Pages whose every scale is NaN."""
     kv_format = KV_FORMATS[name]
     assert kv_format.key_bits is not None
@@ -227,25 +229,25 @@ def pages_of_coded_pages(name: str, num_pages: int, page_tokens: int, k_mean: to
     storage.plane(0, "k_scale").fill_(float("nan"))
     storage.plane(0, "v_scale").fill_(float("nan"))
     rotation = rotation_table(HEAD_DIM, torch.float32, CPU)
-    planes = CodedPlanes.of(lambda plane: storage.plane(0, plane), *bits, HEAD_DIM, page_tokens, rotation, k_mean)
-    return CodedPages(planes, CodeReader(*bits, HEAD_DIM, CPU))
+    planes = QuantizedPlanes.of(lambda plane: storage.plane(0, plane), *bits, HEAD_DIM, page_tokens, rotation, k_mean)
+    return QuantizedPages(planes, Dequantizer(*bits, HEAD_DIM, CPU))
 
 
-def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> tuple[CodedPages, torch.Tensor]:
+def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> tuple[QuantizedPages, torch.Tensor]:
     """A sequence on these pages, and padding behind it; its heads, [L, H + 2 K, D]."""
-    coded = pages_of_coded_pages(name, max(pages) + 2, page_tokens)
+    quantized = pages_of_coded_pages(name, max(pages) + 2, page_tokens)
     qkv_TX = random(num_tokens + 2, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     slots = [pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(num_tokens)]
     positions_T = torch.arange(num_tokens + 2)
     batch = Batch(positions_T, positions_T, torch.tensor([*slots, -1, -1]), (), None)
     queries_THD = torch.full((num_tokens + 2, NUM_HEADS, HEAD_DIM), float("nan"))
-    coded.write(qkv_TX, batch, None, None, queries_THD)
+    quantized.write(qkv_TX, batch, None, None, queries_THD)
     assert not queries_THD[num_tokens:].any(), "the queries of padding are zeros"
     heads_LXD = qkv_TX[:num_tokens].view(num_tokens, -1, HEAD_DIM)
-    rotates = coded.planes.rotates_keys
+    rotates = quantized.planes.rotates_keys
     expected_THD = rotate_heads(heads_LXD[:, :NUM_HEADS]) if rotates else heads_LXD[:, :NUM_HEADS]
     torch.testing.assert_close(queries_THD[:num_tokens], expected_THD)
-    return coded, heads_LXD
+    return quantized, heads_LXD
 
 
 @EVERY_FORMAT
@@ -256,45 +258,45 @@ def test_any_range_is_read_as_it_was_coded(name, page_tokens, consecutive):
     num_pages = -(-num_tokens // page_tokens)
     pages = list(range(3, 3 + num_pages))
     pages = pages if consecutive else pages[::-1]
-    coded, heads_LXD = written(name, pages, num_tokens, page_tokens)
+    quantized, heads_LXD = written(name, pages, num_tokens, page_tokens)
     k_LKD, v_LKD = heads_LXD[:, NUM_HEADS:].split(NUM_KV_HEADS, dim=1)
-    planes, reader = coded.planes, coded._readable
+    planes, reader = quantized.planes, quantized._readable
     k_LKD = rotate_heads(k_LKD) if planes.rotates_keys else k_LKD
     v_LKD = rotate_heads(v_LKD) if planes.rotates_values else v_LKD
-    k_LKD = decode_keys(encode_keys(k_LKD, planes.key_bits), planes.key_bits, HEAD_DIM)
-    v_LKD = decode_values(encode_values(v_LKD, planes.value_bits), planes.value_bits, HEAD_DIM)
+    k_LKD = dequantize_keys(quantize_keys(k_LKD, planes.key_bits), planes.key_bits, HEAD_DIM)
+    v_LKD = dequantize_values(quantize_values(v_LKD, planes.value_bits), planes.value_bits, HEAD_DIM)
     for first, end in ((0, num_tokens), (0, 1), (5, 6), (7, 33), (num_tokens - 1, num_tokens)):
         rows = PagedRows.locate(pages, first, end, page_tokens, CPU)
         assert consecutive or page_tokens >= num_tokens or end - first == 1 or rows.pages_P is not None
-        k_KlD, v_KlD = coded.read(rows, torch.float32)
+        k_KlD, v_KlD = quantized.read(rows, torch.float32)
         assert same_bits(k_KlD, k_LKD[first:end].transpose(0, 1)[..., reader.key_order_D])
         assert same_bits(v_KlD[..., reader.value_places_D], v_LKD[first:end].transpose(0, 1))
 
 
 @EVERY_FORMAT
 def test_products_do_not_depend_on_the_order_of_coordinates(name):
-    coded, _ = written(name, [1, 0], 9, 8)
+    quantized, _ = written(name, [1, 0], 9, 8)
     q_THD = random(5, NUM_HEADS, HEAD_DIM, seed=4)
-    k_KLD, v_KLD = coded.read(PagedRows.locate([1, 0], 0, 9, 8, CPU), torch.float32)
-    keys = coded.planes.keys_at(torch.tensor([1] * 8 + [0]), torch.tensor([*range(8), 0]))
-    k_LKD = decode_keys(keys, coded.planes.key_bits, HEAD_DIM)
-    scores = torch.einsum("thd,ld->thl", coded.queries(q_THD), k_KLD[1])
+    k_KLD, v_KLD = quantized.read(PagedRows.locate([1, 0], 0, 9, 8, CPU), torch.float32)
+    keys = quantized.planes.keys_at(torch.tensor([1] * 8 + [0]), torch.tensor([*range(8), 0]))
+    k_LKD = dequantize_keys(keys, quantized.planes.key_bits, HEAD_DIM)
+    scores = torch.einsum("thd,ld->thl", quantized.queries(q_THD), k_KLD[1])
     torch.testing.assert_close(scores, torch.einsum("thd,ld->thl", q_THD, k_LKD[:, 1]))
-    values = coded.planes.values_at(torch.tensor([1] * 8 + [0]), torch.tensor([*range(8), 0]))
-    v_LKD = decode_values(values, coded.planes.value_bits, HEAD_DIM)
-    v_LKD = rotate_heads(v_LKD) if coded.planes.rotates_values else v_LKD
+    values = quantized.planes.values_at(torch.tensor([1] * 8 + [0]), torch.tensor([*range(8), 0]))
+    v_LKD = dequantize_values(values, quantized.planes.value_bits, HEAD_DIM)
+    v_LKD = rotate_heads(v_LKD) if quantized.planes.rotates_values else v_LKD
     out_TX = v_KLD[1].repeat(1, NUM_HEADS)
-    coded.finish(out_TX)
+    quantized.finish(out_TX)
     torch.testing.assert_close(out_TX, v_LKD[:, 1].repeat(1, NUM_HEADS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_read_and_finished_in_their_type(dtype):
-    coded, _ = written("turboquant_4bit_nc", [0], 3, 4)
-    k_KLD, v_KLD = coded.read(PagedRows.locate([0], 0, 3, 4, CPU), dtype)
+    quantized, _ = written("turboquant_4bit_nc", [0], 3, 4)
+    k_KLD, v_KLD = quantized.read(PagedRows.locate([0], 0, 3, 4, CPU), dtype)
     assert k_KLD.dtype == v_KLD.dtype == dtype
     out = v_KLD[0].clone()
-    coded.finish(out)
+    quantized.finish(out)
     assert out.dtype == dtype
     assert out.isfinite().all()
 
@@ -306,17 +308,17 @@ def test_a_mean_is_taken_from_keys_before_they_are_coded():
     shifted_TX = qkv_TX.clone()
     shifted_TX.view(1, -1, HEAD_DIM)[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS] += rotate_heads(mean)
     batch = Batch(*(torch.zeros(1, dtype=torch.int64),) * 3, (), None)
-    for coded, rows_TX in zip(pages, (qkv_TX, shifted_TX), strict=True):
-        coded.write(rows_TX, batch, None, None, torch.empty(1, NUM_HEADS, HEAD_DIM))
+    for quantized, rows_TX in zip(pages, (qkv_TX, shifted_TX), strict=True):
+        quantized.write(rows_TX, batch, None, None, torch.empty(1, NUM_HEADS, HEAD_DIM))
     rows = PagedRows.locate([0], 0, 1, 4, CPU)
-    left, right = (coded.read(rows, torch.float32)[0] for coded in pages)
+    left, right = (quantized.read(rows, torch.float32)[0] for quantized in pages)
     torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-3)
 
 
 def test_pages_for_kernels_are_not_read():
-    coded = pages_of_coded_pages("turboquant_4bit_nc", 1, 4)
+    quantized = pages_of_coded_pages("turboquant_4bit_nc", 1, 4)
     with pytest.raises(AssertionError, match="made for kernels"):
-        CodedPages(coded.planes).read(PagedRows.locate([0], 0, 1, 4, CPU), torch.float32)
+        QuantizedPages(quantized.planes).read(PagedRows.locate([0], 0, 1, 4, CPU), torch.float32)
 
 
 MIX = Geometry(windows=5 * (None,), kv_dtype="float32 fp8 turboquant_k8v4 turboquant_3bit_nc float32", page_tokens=16)
@@ -324,7 +326,7 @@ MIX = Geometry(windows=5 * (None,), kv_dtype="float32 fp8 turboquant_k8v4 turboq
 
 def test_every_layer_has_pages_of_its_kind():
     pages = LayerPages(MIX.specs, MIX.storage(2))._pages
-    assert [type(one) for one in pages] == [PlainPages, CodedPages, CodedPages, CodedPages, PlainPages]
+    assert [type(one) for one in pages] == [PlainPages, QuantizedPages, QuantizedPages, QuantizedPages, PlainPages]
 
 
 def test_rows_go_to_the_planes_of_their_layer():
@@ -346,7 +348,7 @@ def test_rows_go_to_the_planes_of_their_layer():
 
 def test_layers_share_one_rotation():
     layers = LayerPages(MIX.specs, MIX.storage(2))
-    first, second, third = (pages.planes for pages in layers._pages if isinstance(pages, CodedPages))
+    first, second, third = (pages.planes for pages in layers._pages if isinstance(pages, QuantizedPages))
     assert first.rotation_DD.numel() == 0, "8 bits are not rotated"
     assert second.rotation_DD.data_ptr() == third.rotation_DD.data_ptr()
     assert layers.held_bytes() == {"attention/rotation": 17 * 16 * 4}
@@ -366,7 +368,7 @@ def test_plain_layers_hold_nothing(kv_dtype):
 def test_means_belong_to_their_layer():
     mean = torch.ones(2, 16)
     layers = LayerPages(MIX.specs, MIX.storage(2), [None, None, mean, None, None])
-    means = [pages.planes.k_mean_KD for pages in layers._pages if isinstance(pages, CodedPages)]
+    means = [pages.planes.k_mean_KD for pages in layers._pages if isinstance(pages, QuantizedPages)]
     assert [one is mean for one in means] == [False, True, False]
     with pytest.raises(ValueError, match="shorter"):
         LayerPages(MIX.specs, MIX.storage(2), [mean])

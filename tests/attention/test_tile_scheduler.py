@@ -1,4 +1,4 @@
-"""A step's work as tiles, made in host memory here, whatever runs it: over plain pages, and over coded ones."""
+"""A step's work as tiles, made in host memory here, whatever runs it: over plain pages, and over quantized ones."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import SPLIT_ROWS, StepBounds, split_rows
 from holdfast.attention.tile_scheduler import StepRows
 
-PLAIN, CODED = ListCase(), ListCase(coded=True)
-BOTH = pytest.mark.parametrize("case", [PLAIN, CODED], ids=["plain", "coded"])
+PLAIN, CODED = ListCase(), ListCase(quantized=True)
+BOTH = pytest.mark.parametrize("case", [PLAIN, CODED], ids=["plain", "quantized"])
 
 
 @st.composite
@@ -193,12 +193,12 @@ def test_the_longest_large_tiles_come_first(case):
 
 
 @pytest.mark.parametrize(
-    ("window", "plain", "coded"),
+    ("window", "plain", "quantized"),
     [(1, (39999, 40001), (39936, 40001)), (5, (39995, 40001), (39936, 40001)), (64, (39936, 40001), (39936, 40001))],
 )
-def test_ranges_behind_a_window_begin_with_a_block_of_codes(window, plain, coded):
+def test_ranges_behind_a_window_begin_with_a_block_of_codes(window, plain, quantized):
     """The second row sees the last token, the first one `window` of them, and the kernel hides the others."""
-    for case, expected in ((PLAIN, plain), (CODED, coded)):
+    for case, expected in ((PLAIN, plain), (CODED, quantized)):
         case = replace(case, num_heads=8, num_kv_heads=8, window=window, num_sms=1)
         assert case.ranges([(39999, 2)]) == {0: [expected], 1: [expected]}
 

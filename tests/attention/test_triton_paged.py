@@ -15,7 +15,7 @@ from kernels.triton_cases import assert_allocates_nothing
 
 BIG = Geometry(num_heads=64, num_kv_heads=8, head_dim=16, page_tokens=16, max_model_len=2**20)
 BOUNDS = StepBounds(max_num_seqs=64, max_num_rows=2048, page_tokens=16)
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 
 
 def planner(geometry: Geometry, **options) -> TritonPagedAttention:
@@ -38,9 +38,9 @@ def test_layers_of_different_formats_have_lists_of_their_own():
     geometry = replace(BIG, windows=(5, 5, 5, None), kv_dtype="float32 turboquant_k8v4 float32 turboquant_k8v4")
     works = planner(geometry).plan(made_up_batch([(40000, 1)])).work
     assert [(kind.key_bits, window) for kind, window in works] == [(None, 5), (8, 5), (8, None)]
-    plain, coded, _ = works.values()
+    plain, quantized, _ = works.values()
     assert plain.tiles_X8[1, 4] == 39996
-    assert coded.tiles_X8[1, 4] == 39936
+    assert quantized.tiles_X8[1, 4] == 39936
 
 
 def test_plans_lie_where_the_first_one_lay():

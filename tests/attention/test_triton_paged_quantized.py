@@ -20,12 +20,12 @@ from attention.steps import (
 from attention.work_lists import made_up_batch
 from holdfast.attention.declarations import TileKind, least_tile_rows
 from holdfast.attention.triton_paged import TritonPagedAttention
-from holdfast.kernels.attention.quantized_attention import coded_geometry
+from holdfast.kernels.attention.quantized_attention import quantized_geometry
 from holdfast.quant.formats import KV_FORMATS
 from kernels.exactness import same_bits
 from kernels.triton_cases import assert_allocates_nothing
 
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", CODED)
 LONG = Geometry(num_heads=4, num_kv_heads=1, head_dim=64, page_tokens=16, max_model_len=2048)
 pytestmark = QUIET
@@ -83,7 +83,7 @@ def test_lists_have_room_for_what_the_kernel_wants(kv_dtype, group, num_kv_heads
     kv_format = KV_FORMATS[kv_dtype]
     assert kv_format.key_bits is not None
     assert kv_format.value_bits is not None
-    geometry = coded_geometry(group * num_kv_heads, num_kv_heads, kv_format.key_bits, kv_format.value_bits)
+    geometry = quantized_geometry(group * num_kv_heads, num_kv_heads, kv_format.key_bits, kv_format.value_bits)
     kind = TileKind(group * num_kv_heads, num_kv_heads, kv_format.key_bits, kv_format.value_bits)
     assert geometry.large_rows >= least_tile_rows(kind)
     assert geometry.large_rows >= geometry.small_rows >= 1

@@ -10,7 +10,7 @@ from attention.steps import CPU
 from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.attention.declarations import StepBounds, TileKind, max_tiles, split_rows
 from holdfast.attention.layer_pages import PlainPages
-from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileLists
+from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.kernels.attention.tiled_attention import TILE_FIELDS, TileWork
 from holdfast.kernels.geometry import TileGeometry
 
@@ -31,7 +31,7 @@ class ListCase:
     bounds: StepBounds = BOUNDS
     num_sms: int = 132
     batch_invariant: bool = False
-    coded: bool = False
+    quantized: bool = False
     given: TileGeometry | None = None
     """Instead of an ordinary one."""
 
@@ -39,7 +39,7 @@ class ListCase:
     def geometry(self) -> TileGeometry:
         if self.given is not None:
             return self.given
-        if not self.coded:
+        if not self.quantized:
             plane = torch.empty(0, self.num_kv_heads, 8)
             return PlainPages(plane, plane, 16).tile_geometry(self.num_heads)
         group = self.num_heads // self.num_kv_heads
@@ -50,7 +50,7 @@ class ListCase:
 
     @property
     def room(self) -> ListRoom:
-        kind = TileKind(self.num_heads, self.num_kv_heads, 4 if self.coded else None, 4 if self.coded else None)
+        kind = TileKind(self.num_heads, self.num_kv_heads, 4 if self.quantized else None, 4 if self.quantized else None)
         return ListRoom(
             max_tiles(kind, self.max_model_len, self.bounds),
             self.bounds.max_num_rows,
@@ -58,9 +58,9 @@ class ListCase:
             split_rows(self.max_model_len, self.bounds),
         )
 
-    def lists(self) -> TileLists:
+    def lists(self) -> TileScheduler:
         machine = Machine(self.num_sms, self.batch_invariant, CPU)
-        return TileLists(self.geometry, self.num_kv_heads, self.window, self.room, machine)
+        return TileScheduler(self.geometry, self.num_kv_heads, self.window, self.room, machine)
 
     def work(self, batch: Batch, captured: bool = False) -> TileWork:
         return self.lists().fill(StepRows.of(batch.sequences, batch.num_rows), captured)

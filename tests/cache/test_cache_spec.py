@@ -53,8 +53,8 @@ def test_specs_are_values() -> None:
     assert uniform_cache(2, KV_FORMATS["float32"], 1, 8, 16) == uniform_cache(2, KV_FORMATS["float32"], 1, 8, 16)
 
 
-PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_coded]
-CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]
+PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_quantized]
+CODED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 layers = st.lists(
     st.tuples(st.sampled_from(PLAIN), st.integers(1, 5), st.integers(1, 70))
     | st.tuples(st.sampled_from(CODED), st.integers(1, 5), st.integers(1, 8).map(lambda blocks: 16 * blocks)),

@@ -15,7 +15,7 @@ from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives
-from holdfast.planning.fit import Wish, find_fit, fit_runner, settle
+from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle
 from holdfast.planning.target import cpu_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 
@@ -29,7 +29,7 @@ TOO_LARGE = plan_request("Qwen3-32B", "l4")
 
 
 @pytest.mark.parametrize("asked", [FITTING, plan_request("DeepSeek-V4-Flash", "b200", tensor_parallel_size=8)])
-def test_a_plan_that_fits_is_the_planners(asked: Wish) -> None:
+def test_a_plan_that_fits_is_the_planners(asked: PlanRequest) -> None:
     view, plan = view_of(asked, None), fit_runner(asked)
     assert view.fits
     assert view.short_bytes == 0
@@ -42,7 +42,7 @@ def test_a_plan_that_fits_is_the_planners(asked: Wish) -> None:
 
 
 @pytest.mark.parametrize("asked", [TOO_LONG, TOO_LARGE], ids=["context", "model"])
-def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(asked: Wish) -> None:
+def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(asked: PlanRequest) -> None:
     view = view_of(asked, None)
     with pytest.raises(MemoryPlanError) as caught:
         find_fit(asked)
@@ -134,7 +134,7 @@ def test_words_about_tokens() -> None:
     assert view_of(TOO_LARGE, None).kv_words == "a token of KV takes 256.00 KiB"
 
 
-def words_of(asked: Wish) -> str:
+def words_of(asked: PlanRequest) -> str:
     return asked_words(asked, settle(asked)[1])
 
 
@@ -250,7 +250,7 @@ ASKED = plan_request("Qwen3-8B", "rtx4090", max_num_seqs=64)
 CELLS = sweep(ASKED)
 
 
-def in_format(name: str) -> Wish:
+def in_format(name: str) -> PlanRequest:
     return ASKED._replace(config=replace(ASKED.config, kv_cache_dtype=name))
 
 
@@ -266,7 +266,7 @@ def test_every_cell_is_the_plan_of_its_formats() -> None:
 def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
     names = list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
     assert names[0] == "bfloat16"
-    assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_coded)}
+    assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_quantized)}
     sizes = [layout.bytes_per_token(resolved) for layout, resolved in (settle(in_format(name)) for name in names)]
     assert all(larger > smaller for larger, smaller in pairwise(sizes))
     assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
@@ -289,7 +289,9 @@ def test_what_contradicts_another_option_is_left_out() -> None:
         plan_request(kv_cache_dtype="turboquant_k3v4_nc", kv_protected_layers=36, kv_protected_dtype="turboquant_k8v4")
     )
     names = {cell.kv_cache_dtype for cell in narrow}
-    assert names == {"turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"}, "coded ones of equal size too"
+    assert names == {"turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"}, (
+        "quantized ones of equal size too"
+    )
 
 
 def test_a_model_that_is_not_run_and_formats_that_it_does_not_take() -> None:

@@ -273,7 +273,7 @@ def test_a_gpu_measures_the_same_things(folder: Path, theirs) -> None:
     assert own.perplexity == pytest.approx(math.exp(sum(losses) / NUM_WINDOWS), rel=0.02)
 
 
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 
 
 @pytest.fixture(scope="module")

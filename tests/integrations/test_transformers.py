@@ -24,19 +24,19 @@ from holdfast.integrations.transformers import (
     BLOCK_TOKENS,
     ROOM_STEP,
     CacheMemory,
-    CodedLayer,
-    CodedTokens,
+    QuantizedLayer,
+    QuantizedTokens,
     TurboQuantCache,
 )
 from holdfast.loading.model_files import open_model
 from holdfast.quant.formats import KV_FORMATS
-from holdfast.quant.kv_quantize import decode_keys, decode_values, encode_keys, encode_values, rotate_heads
+from holdfast.quant.kv_quantize import dequantize_keys, dequantize_values, quantize_keys, quantize_values, rotate_heads
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_gguf
 from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer
 from loading.tiny_models import save_tiny
 
-FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded]
+FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 every_format = pytest.mark.parametrize("name", FORMATS)
 every_side = pytest.mark.parametrize("side", ["k", "v"])
 
@@ -51,16 +51,16 @@ def bits_of(name: str, side: str) -> int:
     return bits
 
 
-def empty(name: str, side: str, like_NKTD: torch.Tensor) -> CodedTokens:
+def empty(name: str, side: str, like_NKTD: torch.Tensor) -> QuantizedTokens:
     num_heads, head_dim = like_NKTD.shape[1], like_NKTD.shape[-1]
     planes = [plane for plane in KV_FORMATS[name].planes(num_heads, head_dim) if plane.name.startswith(side)]
     bits = bits_of(name, side)
-    return CodedTokens(planes, bits, like_NKTD, rotate_heads(torch.eye(head_dim)) if bits < 8 else None)
+    return QuantizedTokens(planes, bits, like_NKTD, rotate_heads(torch.eye(head_dim)) if bits < 8 else None)
 
 
-def read(coded: CodedTokens, like_NKTD: torch.Tensor) -> torch.Tensor:
-    out = torch.full((*like_NKTD.shape[:2], coded.length, like_NKTD.shape[-1]), torch.nan, dtype=like_NKTD.dtype)
-    coded.read(out)
+def read(quantized: QuantizedTokens, like_NKTD: torch.Tensor) -> torch.Tensor:
+    out = torch.full((*like_NKTD.shape[:2], quantized.length, like_NKTD.shape[-1]), torch.nan, dtype=like_NKTD.dtype)
+    quantized.read(out)
     return out
 
 
@@ -69,9 +69,9 @@ def round_trip(x_NKTD: torch.Tensor, name: str, side: str) -> torch.Tensor:
     bits, head_dim = bits_of(name, side), x_NKTD.shape[-1]
     y_NKTD = rotate_heads(x_NKTD) if bits < 8 else x_NKTD
     if side == "k":
-        found = decode_keys(encode_keys(y_NKTD, bits), bits, head_dim)
+        found = dequantize_keys(quantize_keys(y_NKTD, bits), bits, head_dim)
     else:
-        found = decode_values(encode_values(y_NKTD, bits), bits, head_dim)
+        found = dequantize_values(quantize_values(y_NKTD, bits), bits, head_dim)
     return rotate_heads(found) if bits < 8 else found
 
 
@@ -80,10 +80,10 @@ def round_trip(x_NKTD: torch.Tensor, name: str, side: str) -> torch.Tensor:
 @every_format
 def test_it_is_the_arithmetic_of_the_format(name: str, side: str, head_dim: int) -> None:
     x_NKTD = numbers(2, 3, 21, head_dim)
-    coded = empty(name, side, x_NKTD)
-    coded.append(x_NKTD)
-    torch.testing.assert_close(read(coded, x_NKTD), round_trip(x_NKTD, name, side), rtol=0, atol=2e-5)
-    error = (read(coded, x_NKTD) - x_NKTD).square().mean() / x_NKTD.square().mean()
+    quantized = empty(name, side, x_NKTD)
+    quantized.append(x_NKTD)
+    torch.testing.assert_close(read(quantized, x_NKTD), round_trip(x_NKTD, name, side), rtol=0, atol=2e-5)
+    error = (read(quantized, x_NKTD) - x_NKTD).square().mean() / x_NKTD.square().mean()
     assert error < {8: 0.001, 4: 0.012, 3: 0.04}[bits_of(name, side)]
 
 
@@ -108,52 +108,54 @@ def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: p
 @every_format
 def test_bytes_are_those_of_the_format(name: str, side: str) -> None:
     x_NKTD = numbers(2, 3, ROOM_STEP + 1, 32)
-    coded = empty(name, side, x_NKTD)
+    quantized = empty(name, side, x_NKTD)
     planes = {p.name: p.bytes_per_token for p in KV_FORMATS[name].planes(3, 32) if p.name.startswith(side)}
-    assert coded.used_bytes == dict.fromkeys(planes, 0)
-    assert coded.held_bytes == 0
+    assert quantized.used_bytes == dict.fromkeys(planes, 0)
+    assert quantized.held_bytes == 0
     for length, room in [(1, ROOM_STEP), (ROOM_STEP, ROOM_STEP), (ROOM_STEP + 1, 2 * ROOM_STEP)]:
-        coded.append(x_NKTD[:, :, coded.length : length])
-        assert coded.used_bytes == {plane: 2 * length * size for plane, size in planes.items()}
-        assert coded.held_bytes == 2 * room * sum(planes.values())
+        quantized.append(x_NKTD[:, :, quantized.length : length])
+        assert quantized.used_bytes == {plane: 2 * length * size for plane, size in planes.items()}
+        assert quantized.held_bytes == 2 * room * sum(planes.values())
 
 
 @every_side
 def test_nothing_is_lost_when_room_is_made(side: str) -> None:
     x_NKTD = numbers(1, 2, 2 * ROOM_STEP + 3, 16)
-    coded = empty("turboquant_3bit_nc", side, x_NKTD)
-    coded.append(x_NKTD[:, :, :5])
-    first = read(coded, x_NKTD)
-    coded.append(x_NKTD[:, :, 5:])
-    assert torch.equal(read(coded, x_NKTD)[:, :, :5], first)
-    torch.testing.assert_close(read(coded, x_NKTD), round_trip(x_NKTD, "turboquant_3bit_nc", side), rtol=0, atol=2e-5)
+    quantized = empty("turboquant_3bit_nc", side, x_NKTD)
+    quantized.append(x_NKTD[:, :, :5])
+    first = read(quantized, x_NKTD)
+    quantized.append(x_NKTD[:, :, 5:])
+    assert torch.equal(read(quantized, x_NKTD)[:, :, :5], first)
+    torch.testing.assert_close(
+        read(quantized, x_NKTD), round_trip(x_NKTD, "turboquant_3bit_nc", side), rtol=0, atol=2e-5
+    )
 
 
 @every_side
 def test_what_was_cut_off_is_written_over(side: str) -> None:
     x_NKTD = numbers(2, 2, 30, 16)
-    coded = empty("turboquant_k8v4", side, x_NKTD)
-    coded.append(x_NKTD)
-    coded.truncate(11)
-    assert read(coded, x_NKTD).shape[2] == 11
-    coded.append(x_NKTD[:, :, 20:])
+    quantized = empty("turboquant_k8v4", side, x_NKTD)
+    quantized.append(x_NKTD)
+    quantized.truncate(11)
+    assert read(quantized, x_NKTD).shape[2] == 11
+    quantized.append(x_NKTD[:, :, 20:])
     kept = torch.cat((x_NKTD[:, :, :11], x_NKTD[:, :, 20:]), dim=2)
-    torch.testing.assert_close(read(coded, x_NKTD), round_trip(kept, "turboquant_k8v4", side), rtol=0, atol=2e-5)
-    coded.truncate(0)
-    assert read(coded, x_NKTD).shape[2] == 0
+    torch.testing.assert_close(read(quantized, x_NKTD), round_trip(kept, "turboquant_k8v4", side), rtol=0, atol=2e-5)
+    quantized.truncate(0)
+    assert read(quantized, x_NKTD).shape[2] == 0
     with pytest.raises(AssertionError, match="1 of 0 tokens"):
-        coded.truncate(1)
+        quantized.truncate(1)
 
 
 @every_side
 def test_sequences_change_places(side: str) -> None:
     x_NKTD = numbers(3, 2, 9, 16)
-    coded = empty("turboquant_3bit_nc", side, x_NKTD)
-    coded.append(x_NKTD)
-    before = read(coded, x_NKTD)
+    quantized = empty("turboquant_3bit_nc", side, x_NKTD)
+    quantized.append(x_NKTD)
+    before = read(quantized, x_NKTD)
     order = torch.tensor([2, 0, 0, 1])
-    coded.select(lambda plane: plane.index_select(0, order))
-    assert torch.equal(read(coded, x_NKTD[order]), before[order])
+    quantized.select(lambda plane: plane.index_select(0, order))
+    assert torch.equal(read(quantized, x_NKTD[order]), before[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -161,10 +163,10 @@ def test_sequences_change_places(side: str) -> None:
 @every_format
 def test_it_comes_out_in_the_type_of_the_reader(name: str, side: str, dtype: torch.dtype) -> None:
     x_NKTD = numbers(1, 2, 5, 48).to(dtype)
-    coded = empty(name, side, x_NKTD)
-    coded.append(x_NKTD)
+    quantized = empty(name, side, x_NKTD)
+    quantized.append(x_NKTD)
     wanted = round_trip(x_NKTD.float(), name, side).to(dtype)
-    torch.testing.assert_close(read(coded, x_NKTD), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(read(quantized, x_NKTD), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @every_side
@@ -172,9 +174,9 @@ def test_a_token_without_numbers_spoils_no_other(side: str) -> None:
     x_NKTD = numbers(2, 2, 6, 16)
     sound = round_trip(x_NKTD, "turboquant_4bit_nc", side)
     x_NKTD[1, 0, 3, 7] = torch.nan
-    coded = empty("turboquant_4bit_nc", side, x_NKTD)
-    coded.append(x_NKTD)
-    found = read(coded, x_NKTD)
+    quantized = empty("turboquant_4bit_nc", side, x_NKTD)
+    quantized.append(x_NKTD)
+    found = read(quantized, x_NKTD)
     assert found[1, 0, 3].isnan().all()
     found[1, 0, 3] = sound[1, 0, 3]
     torch.testing.assert_close(found, sound, rtol=0, atol=2e-5)
@@ -182,16 +184,16 @@ def test_a_token_without_numbers_spoils_no_other(side: str) -> None:
 
 def test_gradients_end_here() -> None:
     x_NKTD = numbers(1, 1, 4, 16).requires_grad_()
-    coded = empty("turboquant_k8v4", "v", x_NKTD)
-    coded.append(x_NKTD)
-    assert not read(coded, x_NKTD).requires_grad
+    quantized = empty("turboquant_k8v4", "v", x_NKTD)
+    quantized.append(x_NKTD)
+    assert not read(quantized, x_NKTD).requires_grad
 
 
 def test_a_rotation_belongs_to_few_bits() -> None:
     x_NKTD = numbers(1, 1, 1, 16)
     planes = KV_FORMATS["fp8"].planes(1, 16)[:2]
     with pytest.raises(AssertionError, match="8 bits"):
-        CodedTokens(planes, 8, x_NKTD, torch.eye(16))
+        QuantizedTokens(planes, 8, x_NKTD, torch.eye(16))
 
 
 NOTHING_CODED = 10_000
@@ -306,8 +308,8 @@ def test_beam_search(tiny: Any) -> None:
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
     exact = answer(tiny, DynamicCache(config=tiny.config), prompts(2), **options)
     assert answer(tiny, TurboQuantCache(tiny.config, tail=NOTHING_CODED), prompts(2), **options) == exact
-    coded = answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=0), prompts(2), **options)
-    assert [len(tokens) for tokens in coded] == [12] * 4
+    quantized = answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=0), prompts(2), **options)
+    assert [len(tokens) for tokens in quantized] == [12] * 4
 
 
 def test_assisted_decoding_rolls_back(tiny: Any) -> None:
@@ -349,7 +351,7 @@ def test_without_a_config_layers_come_as_they_are_used(tiny: Any) -> None:
 
 def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
     cache = TurboQuantCache(windowed.config, "fp8", tail=NOTHING_CODED)
-    assert [type(layer).__name__ for layer in cache.layers] == ["CodedLayer", *["DynamicSlidingWindowLayer"] * 2]
+    assert [type(layer).__name__ for layer in cache.layers] == ["QuantizedLayer", *["DynamicSlidingWindowLayer"] * 2]
     ids_NT = prompts(2)
     assert answer(windowed, cache, ids_NT) == answer(windowed, DynamicCache(config=windowed.config), ids_NT)
     window_bytes = 2 * 2 * 2 * (8 - 1) * 16 * 4
@@ -359,9 +361,9 @@ def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
 def test_layers_without_keys_are_left_to_transformers() -> None:
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
     kinds = [type(layer) for layer in TurboQuantCache(config).layers]
-    assert [kind is CodedLayer for kind in kinds] == [kind == "full_attention" for kind in config.layer_types]
-    assert CodedLayer in kinds
-    assert CodedLayer is not kinds[0]
+    assert [kind is QuantizedLayer for kind in kinds] == [kind == "full_attention" for kind in config.layer_types]
+    assert QuantizedLayer in kinds
+    assert QuantizedLayer is not kinds[0]
 
 
 def test_a_model_in_half_precision(tiny: Any) -> None:
@@ -391,11 +393,11 @@ def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype
 def test_the_tail_is_exact_and_the_rest_is_coded(name: str, tail: int) -> None:
     cache, keys, values = filled(format=name, tail=tail, protected_layers=())
     found_keys, found_values = contents(cache, keys)
-    coded = max(0, (50 - tail) // BLOCK_TOKENS * BLOCK_TOKENS) if tail else 50
+    quantized = max(0, (50 - tail) // BLOCK_TOKENS * BLOCK_TOKENS) if tail else 50
     for found, given in ((found_keys, keys), (found_values, values)):
-        assert torch.equal(found[:, :, coded:], given[:, :, coded:])
-        if coded:
-            error = (found - given)[:, :, :coded].square().mean() / given.square().mean()
+        assert torch.equal(found[:, :, quantized:], given[:, :, quantized:])
+        if quantized:
+            error = (found - given)[:, :, :quantized].square().mean() / given.square().mean()
             assert 1e-5 < error < 0.05
 
 
@@ -403,9 +405,9 @@ def test_a_tail_grows_by_a_block_and_gives_it_away() -> None:
     cache = TurboQuantCache(tail=10)
     for length in range(1, 60):
         cache.update(*heads(1, 1, seed=length), 0)
-        coded = cache.memory_bytes().planes["k_scale"] // (2 * 2)
-        assert coded % BLOCK_TOKENS == 0
-        assert min(length, 10) <= length - coded < 10 + BLOCK_TOKENS
+        quantized = cache.memory_bytes().planes["k_scale"] // (2 * 2)
+        assert quantized % BLOCK_TOKENS == 0
+        assert min(length, 10) <= length - quantized < 10 + BLOCK_TOKENS
         assert cache.get_seq_length() == length
 
 
@@ -548,15 +550,15 @@ def test_memory_is_the_arithmetic_of_the_format(name: str, tail: int) -> None:
     for layer in range(6):
         for num_tokens in (300, 1, 1, 50):
             cache.update(*(x.to(torch.bfloat16) for x in heads(3, num_tokens, dim=80)), layer)
-    coded = (352 - tail) // BLOCK_TOKENS * BLOCK_TOKENS if tail else 352
+    quantized = (352 - tail) // BLOCK_TOKENS * BLOCK_TOKENS if tail else 352
     wanted: dict[str, int] = {}
     for layer in range(6):
         kv_format = KV_FORMATS["fp8" if layer in cache.protected_layers else name]
         for plane in kv_format.planes(2, 80):
-            wanted[plane.name] = wanted.get(plane.name, 0) + 3 * coded * plane.bytes_per_token
+            wanted[plane.name] = wanted.get(plane.name, 0) + 3 * quantized * plane.bytes_per_token
     memory = cache.memory_bytes()
     assert memory.planes == wanted
-    assert memory.tail == 6 * 3 * (352 - coded) * 2 * 2 * 80 * 2
+    assert memory.tail == 6 * 3 * (352 - quantized) * 2 * 2 * 80 * 2
     assert memory.plain == 0
     assert 0 < memory.spare < 6 * 3 * 64 * 2 * 2 * 82
     assert memory.total == sum(wanted.values()) + memory.tail + memory.spare
@@ -660,7 +662,7 @@ def test_it_is_a_layer_of_transformers() -> None:
     cache, _, _ = filled()
     assert isinstance(cache.layers[0], DynamicLayer)
     assert isinstance(cache, transformers.Cache)
-    assert Path(str(sys.modules[CodedLayer.__module__].__file__)).name == "transformers.py"
+    assert Path(str(sys.modules[QuantizedLayer.__module__].__file__)).name == "transformers.py"
 
 
 HARBOUR = (

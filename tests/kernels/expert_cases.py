@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.gemm.linear import coded_view, decoded_rows
-from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows_reference
+from holdfast.kernels.gemm.linear import decoded_rows, quantized_view
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe.expert_linear import expert_linear_reference
 from holdfast.kernels.moe.routing import ExpertOrder, order_experts_reference
@@ -109,31 +109,31 @@ def order_of(case: ExpertCase) -> ExpertOrder:
     return order
 
 
-def room_for(case: ExpertCase) -> CodedRows | None:
+def room_for(case: ExpertCase) -> QuantizedRows | None:
     """Room for the rows as codes, where the scheme wants them so."""
-    if isinstance(case.weight, torch.Tensor) or not case.weight.scheme.codes_activations:
+    if isinstance(case.weight, torch.Tensor) or not case.weight.scheme.quantizes_activations:
         return None
     device, (num_rows, size_k) = case.x_XK.device, case.x_XK.shape
     codes = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn, device=device)
-    coded = CodedRows(codes, torch.empty(num_rows, -(-size_k // 128), device=device))
-    return coded_view(coded, case.weight, num_rows)
+    rows_fp8 = QuantizedRows(codes, torch.empty(num_rows, -(-size_k // 128), device=device))
+    return quantized_view(rows_fp8, case.weight, num_rows)
 
 
-def coded_rows(case: ExpertCase) -> CodedRows | None:
+def quantized_case_rows(case: ExpertCase) -> QuantizedRows | None:
     """The rows as codes, where the scheme wants them so."""
     room = room_for(case)
     return None if room is None else quantize_rows_reference(case.x_XK, room)
 
 
 def run_kernel(launch, case: ExpertCase, device: torch.device) -> torch.Tensor:
-    """`expert_pairs` or `expert_rows` over rows that are coded already, if they are to be."""
+    """`expert_pairs` or `expert_rows` over rows that are rows_fp8 already, if they are to be."""
     case = placed(case, device)
     zones = RedZones(device)
     out = zones.allocate(case.expert_ids_TS.numel(), case.num_outputs, dtype=case.x_XK.dtype).fill_(NAN)
-    coded = coded_rows(case)
-    if coded is not None:
-        coded = CodedRows(among(coded.codes_TK, device), among(coded.scales_TB, device))
-    assert launch(case.x_XK, case.weight, order_of(case), out, case.gated, coded) is out
+    rows_fp8 = quantized_case_rows(case)
+    if rows_fp8 is not None:
+        rows_fp8 = QuantizedRows(among(rows_fp8.codes_TK, device), among(rows_fp8.scales_TB, device))
+    assert launch(case.x_XK, case.weight, order_of(case), out, case.gated, rows_fp8) is out
     zones.check()
     return out.cpu()
 
@@ -146,8 +146,8 @@ def in_torch(case: ExpertCase) -> torch.Tensor:
 
 def exact(case: ExpertCase) -> torch.Tensor:
     """In float64, from the numbers that codes stand for."""
-    coded = coded_rows(case)
-    x = (case.x_XK if coded is None else decoded_rows(coded)).double()
+    rows_fp8 = quantized_case_rows(case)
+    x = (case.x_XK if rows_fp8 is None else decoded_rows(rows_fp8)).double()
     weight = case.weight if isinstance(case.weight, torch.Tensor) else dequantize(case.weight).view(case.weight.shape)
     ids = case.expert_ids_TS.flatten()
     y = x.new_empty(len(ids), weight.shape[1])

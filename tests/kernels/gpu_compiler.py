@@ -21,12 +21,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels import norm as layer_norm  # noqa: E402
-from holdfast.kernels.attention import quantized_attention as coded_attention  # noqa: E402
+from holdfast.kernels.attention import quantized_attention as quantized_attention  # noqa: E402
 from holdfast.kernels.attention import tiled_attention  # noqa: E402
-from holdfast.kernels.attention import write_quantized_kv as write_codes  # noqa: E402
-from holdfast.kernels.attention.quantized_planes import CodedPlanes  # noqa: E402
+from holdfast.kernels.attention import write_quantized_kv as write_quantized_kv  # noqa: E402
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
-from holdfast.kernels.gemm import deferred_rms_norm as begin_rows  # noqa: E402
+from holdfast.kernels.gemm import deferred_rms_norm as defer_rms_norm  # noqa: E402
 from holdfast.kernels.gemm import small_batch as skinny_linear  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
@@ -100,7 +100,7 @@ def _type_of(value: object) -> str:
 
 def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, size_k: int = 1024) -> None:
     """A step's three kinds of products, as `num_rows` rows take them."""
-    scratch = begin_rows.SkinnyScratch(torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32))
+    scratch = defer_rms_norm.SmallBatchScratch(torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32))
     x, weight, bias, y, out, norm = (
         torch.empty(shape, dtype=dtype)
         for shape in (
@@ -112,7 +112,7 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
             (size_k,),
         )
     )
-    rows = begin_rows.begin_rows(x, norm, 1e-5, x, scratch)
+    rows = defer_rms_norm.defer_rms_norm(x, norm, 1e-5, x, scratch)
     skinny_linear.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
     skinny_linear.linear_add(x, weight, None if gated else bias, y, norm, 1e-5, out, scratch)
 
@@ -135,14 +135,14 @@ def layer_norm_of(dtype: torch.dtype) -> None:
 
 def planes_of(
     dtype: torch.dtype, key_bits: int, value_bits: int, head_dim: int, num_kv_heads: int = 2, page_tokens: int = 16
-) -> CodedPlanes:
+) -> QuantizedPlanes:
     """Compressed planes of two pages."""
     storage = {
         plane.name: torch.empty(2 * page_tokens, *plane.token_shape, dtype=getattr(torch, plane.dtype))
         for plane in KVFormat("any", "uint8", "uint8", key_bits, value_bits).planes(num_kv_heads, head_dim)
     }
     rotation, mean = torch.empty(head_dim, head_dim, dtype=dtype), torch.empty(num_kv_heads, head_dim)
-    return CodedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation, mean)
+    return QuantizedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation, mean)
 
 
 def codes_of(
@@ -154,7 +154,7 @@ def codes_of(
     for key_bits, value_bits in formats:
         planes = planes_of(dtype, key_bits, value_bits, head_dim)
         qkv = torch.empty(3, 18 * head_dim, dtype=dtype)
-        write_codes.write_codes(qkv, numbers, numbers, planes, norm, Rotary(table, table))
+        write_quantized_kv.write_quantized_kv(qkv, numbers, numbers, planes, norm, Rotary(table, table))
 
 
 def coded_of(
@@ -173,7 +173,9 @@ def coded_of(
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
     work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
-    coded_attention.coded_attention(q, planes, numbers, work, 0.1, window, partial, partial, q.view(16, -1), 132)
+    quantized_attention.quantized_attention(
+        q, planes, numbers, work, 0.1, window, partial, partial, q.view(16, -1), 132
+    )
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -195,30 +197,37 @@ CASES: dict[str, Callable[[], None]] = {
     "codes D128, one format": lambda: codes_of(BF16, 128, formats=((4, 4),)),
     "codes D256": lambda: codes_of(BF16, 256),
     "codes in float32": lambda: codes_of(torch.float32, 128, formats=((4, 4),)),
-    "coded 8/8 D128": lambda: coded_of(BF16, (8, 8), 16, 128),
-    "coded 8/4 D128, large tiles": lambda: coded_of(BF16, (8, 4), 7, 128, small=False),
-    "coded 4/4 D128": lambda: coded_of(BF16, (4, 4), 8, 128),
-    "coded 3/4 D128, small tiles": lambda: coded_of(BF16, (3, 4), 1, 128, large=False),
-    "coded 3/3 D128, window": lambda: coded_of(BF16, (3, 3), 8, 128, window=4096),
-    "coded 4/4 D64": lambda: coded_of(FP16, (4, 4), 7, 64, page_tokens=16),
-    "coded 3/3 D64, small tiles": lambda: coded_of(FP16, (3, 3), 16, 64, large=False),
-    "coded 4/4 D80, large tiles": lambda: coded_of(BF16, (4, 4), 1, 80, small=False),
-    "coded 3/3 D80": lambda: coded_of(BF16, (3, 3), 8, 80, page_tokens=16),
-    "coded 4/4 D256": lambda: coded_of(BF16, (4, 4), 8, 256),
-    "coded 3/3 D256, large tiles": lambda: coded_of(BF16, (3, 3), 8, 256, small=False),
+    "quantized 8/8 D128": lambda: coded_of(BF16, (8, 8), 16, 128),
+    "quantized 8/4 D128, large tiles": lambda: coded_of(BF16, (8, 4), 7, 128, small=False),
+    "quantized 4/4 D128": lambda: coded_of(BF16, (4, 4), 8, 128),
+    "quantized 3/4 D128, small tiles": lambda: coded_of(BF16, (3, 4), 1, 128, large=False),
+    "quantized 3/3 D128, window": lambda: coded_of(BF16, (3, 3), 8, 128, window=4096),
+    "quantized 4/4 D64": lambda: coded_of(FP16, (4, 4), 7, 64, page_tokens=16),
+    "quantized 3/3 D64, small tiles": lambda: coded_of(FP16, (3, 3), 16, 64, large=False),
+    "quantized 4/4 D80, large tiles": lambda: coded_of(BF16, (4, 4), 1, 80, small=False),
+    "quantized 3/3 D80": lambda: coded_of(BF16, (3, 3), 8, 80, page_tokens=16),
+    "quantized 4/4 D256": lambda: coded_of(BF16, (4, 4), 8, 256),
+    "quantized 3/3 D256, large tiles": lambda: coded_of(BF16, (3, 3), 8, 256, small=False),
     "layer norm": lambda: layer_norm_of(BF16),
 }
 
 
 def main() -> None:
     """The cases that were named, early launches included."""
-    modules: list[ModuleType] = [begin_rows, coded_attention, layer_norm, skinny_linear, tiled_attention, write_codes]
+    modules: list[ModuleType] = [
+        defer_rms_norm,
+        quantized_attention,
+        layer_norm,
+        skinny_linear,
+        tiled_attention,
+        write_quantized_kv,
+    ]
     kernels = []
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernels.append(CompiledOnly(getattr(module, name)))
             setattr(module, name, kernels[-1])
-        for question in ("can_run", "can_launch_early"):
+        for question in ("can_run", "supports_pdl"):
             if hasattr(module, question):
                 setattr(module, question, lambda tensor: True)
     results: dict[str, object] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
 from kernels.exactness import random
 
 MAX_POSITION = 50
@@ -59,7 +59,7 @@ class Case:
             slots[row] = (-1, -2, -(2**62))[number % 3]
         return replace(self, qkv=qkv, positions=positions, slots=slots)
 
-    def run(self, function=write_heads, rows=None, dtype=torch.float32):
+    def run(self, function=write_kv, rows=None, dtype=torch.float32):
         """(queries, key plane, value plane) after the rows were written into fresh planes."""
         rows = list(range(len(self.slots))) if rows is None else rows
         case = self.rounded(dtype)

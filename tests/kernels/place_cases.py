@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton, place_quantized_triton
+from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton, place_quantized_triton
 from holdfast.kernels.load.place_rows import (
     UNSEEN,
     Findings,
-    find_peak_reference,
+    find_amax_reference,
     place_plain_reference,
     place_quantized_reference,
 )
@@ -84,7 +84,7 @@ def place_codes(
     zones, findings, kept = RedZones(where), new_findings(where), kept or (0, rows.shape[1])
     if scheme.is_whole_tensor and peak is None:
         peak = torch.zeros(1, device=where)
-        find_peak_reference(rows, peak) if device is None else find_peak_triton(rows, peak)
+        find_amax_reference(rows, peak) if device is None else find_amax_triton(rows, peak)
     planes = [
         zones.allocate(*plane.shape, dtype=getattr(torch, plane.dtype))
         for plane in scheme.planes((rows.shape[0], kept[1] - kept[0]))

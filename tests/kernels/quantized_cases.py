@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize, quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme
@@ -52,7 +52,7 @@ def codable_rows(num_rows: int, size_k: int, seed: int = 0, block_columns: int =
 
 def exact_rows(x_MK: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """Rows as a product takes them, in float64: as they are, or as the nearest codes times their scale."""
-    if not scheme.codes_activations:
+    if not scheme.quantizes_activations:
         return x_MK.double()
     width = scheme.block_columns or x_MK.shape[1]
     blocks = []
@@ -95,19 +95,19 @@ def _bytes_amid(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return body
 
 
-def coded_room(zones: RedZones, num_rows: int, weight: QuantizedWeight) -> CodedRows | None:
+def coded_room(zones: RedZones, num_rows: int, weight: QuantizedWeight) -> QuantizedRows | None:
     """Room for exactly these rows as codes, of NaN; None where the scheme takes them as they are."""
     scheme, size_k = weight.scheme, weight.shape[-1]
-    if not scheme.codes_activations:
+    if not scheme.quantizes_activations:
         return None
     num_blocks = -(-size_k // scheme.block_columns) if scheme.block_columns else 1
     codes = zones.allocate(num_rows, size_k, dtype=torch.uint8).fill_(0x7F).view(torch.float8_e4m3fn)
-    return CodedRows(codes, zones.allocate(num_rows, num_blocks).fill_(float("nan")))
+    return QuantizedRows(codes, zones.allocate(num_rows, num_blocks).fill_(float("nan")))
 
 
 def slack(device: torch.device, scheme: WeightScheme) -> float:
     """How much less exact than float32 sums may be."""
-    return 1.0 if device.type == "cpu" or not scheme.codes_activations else E4M3_SLACK
+    return 1.0 if device.type == "cpu" or not scheme.quantizes_activations else E4M3_SLACK
 
 
 def widest_on(device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Steps over coded pages: sequences scattered amid poison, tiles cut by hand, and the same in float64 without a page."""
+"""Steps over quantized pages: sequences scattered amid poison, tiles cut by hand, and the same in float64 without a page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,20 +8,20 @@ import torch
 
 from holdfast.kernels.attention.quantized_attention import (
     BLOCK_TOKENS,
-    coded_attention,
-    coded_attention_reference,
-    coded_geometry,
+    quantized_attention,
+    quantized_attention_reference,
+    quantized_geometry,
 )
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.kv_quantize import (
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
+    dequantize_keys,
+    dequantize_values,
     hadamard_block,
     hadamard_signs,
+    quantize_keys,
+    quantize_values,
     rotate_heads,
     rotation_table,
 )
@@ -50,7 +50,7 @@ def make_planes(
     device: torch.device | str = "cpu",
     zones: RedZones | None = None,
     k_mean_KD: torch.Tensor | None = None,
-) -> CodedPlanes:
+) -> QuantizedPlanes:
     """Every byte is poison; `zones`, where given, know the red zones around each plane and can check them.
 
     `k_mean_KD` is the mean of keys as they come: it is rotated here.
@@ -64,10 +64,10 @@ def make_planes(
     rotation_DD = hadamard_signs(head_dim).to(device, dtype)
     if k_mean_KD is not None:
         k_mean_KD = (rotate_heads(k_mean_KD) if key_bits < 8 else k_mean_KD.float()).to(device)
-    return CodedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation_DD, k_mean_KD)
+    return QuantizedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation_DD, k_mean_KD)
 
 
-def tensors_of(planes: CodedPlanes) -> dict[str, torch.Tensor]:
+def tensors_of(planes: QuantizedPlanes) -> dict[str, torch.Tensor]:
     """The planes that are there, by name, as the storage names them."""
     tensors = {
         "k_codes": planes.k_codes_PKtB,
@@ -80,7 +80,9 @@ def tensors_of(planes: CodedPlanes) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def fill_slots(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor, k_XKD: torch.Tensor, v_XKD: torch.Tensor):
+def fill_slots(
+    planes: QuantizedPlanes, slots_X: Sequence[int] | torch.Tensor, k_XKD: torch.Tensor, v_XKD: torch.Tensor
+):
     """Code keys and values, which are given as a layer has them, into slots: rotated and centered as the planes want it."""
     pages_X, tokens_X = _places(planes, slots_X)
     k_XKD, v_XKD = (
@@ -89,14 +91,14 @@ def fill_slots(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor, k_XKD
     )
     if planes.k_mean_KD is not None:
         k_XKD = k_XKD - planes.k_mean_KD
-    planes.store(pages_X, tokens_X, encode_keys(k_XKD, planes.key_bits), encode_values(v_XKD, planes.value_bits))
+    planes.store(pages_X, tokens_X, quantize_keys(k_XKD, planes.key_bits), quantize_values(v_XKD, planes.value_bits))
 
 
-def heads_at(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def heads_at(planes: QuantizedPlanes, slots_X: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of slots, [X, K, D] in float32, as a layer had them: rotated back, and the mean added."""
     pages_X, tokens_X = _places(planes, slots_X)
-    k_XKD = decode_keys(planes.keys_at(pages_X, tokens_X), planes.key_bits, planes.head_dim)
-    v_XKD = decode_values(planes.values_at(pages_X, tokens_X), planes.value_bits, planes.head_dim)
+    k_XKD = dequantize_keys(planes.keys_at(pages_X, tokens_X), planes.key_bits, planes.head_dim)
+    v_XKD = dequantize_values(planes.values_at(pages_X, tokens_X), planes.value_bits, planes.head_dim)
     if planes.k_mean_KD is not None:
         k_XKD = k_XKD + planes.k_mean_KD
     return (
@@ -105,7 +107,7 @@ def heads_at(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor) -> tupl
     )
 
 
-def assert_untouched(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor) -> None:
+def assert_untouched(planes: QuantizedPlanes, slots_X: Sequence[int] | torch.Tensor) -> None:
     """Every byte that belongs to none of the slots is still poison."""
     pages_X, tokens_X = _places(planes, slots_X)
     for name, plane in tensors_of(planes).items():
@@ -115,7 +117,7 @@ def assert_untouched(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor)
         assert bool((by_token == POISON_BYTE).all()), f"{name} was written in a slot that belongs to no row"
 
 
-def _places(planes: CodedPlanes, slots_X: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(planes: QuantizedPlanes, slots_X: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     slots = torch.as_tensor(slots_X, device=planes.k_scale_PKt.device, dtype=torch.int64)
     return slots // planes.page_tokens, slots % planes.page_tokens
 
@@ -132,7 +134,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
 
 @dataclass
 class CodedStep:
-    """Sequences of a step, as the layer has them; nothing is coded yet."""
+    """Sequences of a step, as the layer has them; nothing is quantized yet."""
 
     bits: tuple[int, int]
     """Of keys and values."""
@@ -164,30 +166,30 @@ class CodedStep:
             order.remove(0)
         return [[order.pop() for _ in range(count)] for count in counts]
 
-    def planes(self, device: torch.device, zones: RedZones) -> CodedPlanes:
-        """Coded in host memory, so that they are the same bytes everywhere; every other byte is poison."""
+    def planes(self, device: torch.device, zones: RedZones) -> QuantizedPlanes:
+        """Quantized in host memory, so that they are the same bytes everywhere; every other byte is poison."""
         num_kv_heads, head_dim = self.tokens[0][0].shape[1:]
         pages = self.pages()
         shape = (*self.bits, num_kv_heads, head_dim, self.page_tokens, sum(map(len, pages)) + 3, self.q.dtype)
-        coded = make_planes(*shape)
+        quantized = make_planes(*shape)
         for own, (k, v) in zip(pages, self.tokens, strict=True):
             position = torch.arange(len(k))
             slots = torch.tensor(own)[position // self.page_tokens] * self.page_tokens + position % self.page_tokens
-            fill_slots(coded, slots, k, v)
+            fill_slots(quantized, slots, k, v)
         planes = make_planes(*shape, device, zones)
         for name, tensor in tensors_of(planes).items():
-            tensor.view(torch.uint8).copy_(tensors_of(coded)[name].view(torch.uint8))
+            tensor.view(torch.uint8).copy_(tensors_of(quantized)[name].view(torch.uint8))
         return replace(planes, rotation_DD=amid(rotation_table(head_dim, self.q.dtype, "cpu"), device))
 
     def exact(self) -> torch.Tensor:
-        """In float64 from the coded heads themselves: no page is looked at. Queries are as tensor cores take them."""
+        """In float64 from the quantized heads themselves: no page is looked at. Queries are as tensor cores take them."""
         num_rows, _, head_dim = self.q.shape
         q = (self.q.float() * (self.scale * LOG2_E)).clamp(-65504, 65504).half().double()
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for (start, count), row, (k, v) in zip(self.rows, self.row_starts, self.tokens, strict=True):
             k, v = (x if bits == 8 else rotate_heads(x) for x, bits in zip((k, v), self.bits, strict=True))
-            k = decode_keys(encode_keys(k, self.bits[0]), self.bits[0], head_dim).double()
-            v = decode_values(encode_values(v, self.bits[1]), self.bits[1], head_dim).double()
+            k = dequantize_keys(quantize_keys(k, self.bits[0]), self.bits[0], head_dim).double()
+            v = dequantize_values(quantize_values(v, self.bits[1]), self.bits[1], head_dim).double()
             if self.bits[1] < 8:
                 v = v @ hadamard_signs(head_dim).double() * hadamard_block(head_dim) ** -0.5
             k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
@@ -235,7 +237,7 @@ def peaked_step(bits: int, num_tokens: int, gap: float, peak: int, head_dim: int
     k, _ = step.tokens[0]
     k.zero_()
     direction = torch.ones(head_dim)
-    k[peak] = rotate_heads(direction) if bits < 8 else direction  # alike in all coordinates, where it is coded
+    k[peak] = rotate_heads(direction) if bits < 8 else direction  # alike in all coordinates, where it is quantized
     step.q[:] = 1.0
     step.scale = gap / head_dim / LOG2_E
     return step
@@ -254,7 +256,7 @@ class Cut:
 def cut_tiles(step: CodedStep, cuts: list[Cut], num_padding: int = 0) -> Tiles:
     """Tiles of every sequence, each cut in its own way; table rows are in reverse."""
     num_heads, num_kv_heads = step.q.shape[1], step.tokens[0][0].shape[1]
-    geometry = coded_geometry(num_heads, num_kv_heads, *step.bits)
+    geometry = quantized_geometry(num_heads, num_kv_heads, *step.bits)
     made = Tiles()
     for index, ((start, count), row_start, cut) in enumerate(zip(step.rows, step.row_starts, cuts, strict=True)):
         most = geometry.large_rows if cut.large else geometry.small_rows
@@ -286,7 +288,7 @@ def run_tiles(
     step: CodedStep,
     tiles: Tiles,
     device: torch.device,
-    function=coded_attention,
+    function=quantized_attention,
     num_sms: int = 1,
 ) -> torch.Tensor:
     """All that is read lies amid NaN and stays as it is; all that is written is NaN before and lies between red zones."""
@@ -335,7 +337,7 @@ def judge(
     cuts = cuts if isinstance(cuts, list) else [cuts] * len(step.rows)
     tiles, num_rows = cut_tiles(step, cuts, num_padding), len(step.q)
     out = run_tiles(step, tiles, device, num_sms=num_sms)
-    reference = run_tiles(step, tiles, torch.device("cpu"), coded_attention_reference)
+    reference = run_tiles(step, tiles, torch.device("cpu"), quantized_attention_reference)
     assert_near(out[:num_rows], reference[:num_rows].double(), step)
     for written in (out, reference):
         assert_near(written[:num_rows], step.exact(), step)

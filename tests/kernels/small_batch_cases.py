@@ -1,6 +1,6 @@
 """Products of few rows, tried amid poison: operands between NaN, results and scratch NaN before and between red zones.
 
-Weights are numbers, or codes with a scale a row: then peaks come with the rows, and are left behind with the results.
+Weights are numbers, or codes with a scale a row: then amax come with the rows, and are left behind with the results.
 """
 
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ import torch
 
 from holdfast.kernels.gemm import small_batch as skinny_linear
 from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, PeakScratch, RowPeaks, SkinnyScratch
-from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_ROWS, NUM_GATE_PEAKS, num_parts
+from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
+from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_ROWS, NUM_GATE_AMAX, num_parts
 from holdfast.kernels.gemm.small_batch import (
     MIN_SQUARE_COLUMNS,
     linear_add,
@@ -118,20 +118,20 @@ class Guarded:
         self._device = device
         num_rows, size_n, size_k = len(case.x_MK), case.num_outputs, case.x_MK.shape[1]
         num_blocks = -(-size_n // (MIN_SQUARE_COLUMNS if num_rows == 1 else BLOCK_N))
-        is_coded = isinstance(case.weight_NK, QuantizedWeight)
-        block_k = skinny_coded.BLOCK_K if is_coded else skinny_linear.BLOCK_K
+        is_quantized = isinstance(case.weight_NK, QuantizedWeight)
+        block_k = skinny_coded.BLOCK_K if is_quantized else skinny_linear.BLOCK_K
         parts = 1 if case.gated or num_rows == 1 else num_parts(size_n, size_k, block_k)
         size_j = max(num_rows * num_squares, num_rows * num_blocks)
-        self.scratch = SkinnyScratch(
+        self.scratch = SmallBatchScratch(
             self.filled((size_j,), torch.float32),
             self.filled((parts * num_rows * size_n if parts > 1 else 0,), torch.float32),
             self._zones.allocate(-(-size_n // BLOCK_N) if parts > 1 else 0, dtype=torch.int32),
-            self._peaks(num_rows, size_j) if is_coded else None,
+            self._peaks(num_rows, size_j) if is_quantized else None,
         )
 
-    def _peaks(self, num_rows: int, size_j: int) -> PeakScratch:
-        gated = self._zones.allocate(num_rows * NUM_GATE_PEAKS, dtype=torch.int32)
-        return PeakScratch(self.filled((size_j,), torch.float32), self.filled((num_rows,), torch.float32), gated)
+    def _peaks(self, num_rows: int, size_j: int) -> AmaxScratch:
+        gated = self._zones.allocate(num_rows * NUM_GATE_AMAX, dtype=torch.int32)
+        return AmaxScratch(self.filled((size_j,), torch.float32), self.filled((num_rows,), torch.float32), gated)
 
     def filled(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """NaN between red zones."""
@@ -154,15 +154,15 @@ def run_normed(
     guarded = Guarded(case, device, num_squares)
     num_rows = len(case.x_MK)
     guarded.scratch.squares[: num_rows * num_squares] = squares_of(case.x_MK, num_squares).flatten()
-    if guarded.scratch.peaks is not None:
-        guarded.scratch.peaks.normed[: num_rows * num_squares] = peaks_of(case.x_MK, num_squares).flatten()
+    if guarded.scratch.amax is not None:
+        guarded.scratch.amax.normed[: num_rows * num_squares] = peaks_of(case.x_MK, num_squares).flatten()
     rows = NormedRows(amid(case.x_MK, device), num_squares, EPS)
     y = guarded.filled((num_rows, case.num_outputs), out_dtype or case.x_MK.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
     assert function(rows, case_weight_amid(case, device), bias, case.gated, y, guarded.scratch) is y
     guarded.check()
-    if guarded.scratch.peaks is not None:
-        _check_gate_peaks(case, y, guarded.scratch.peaks)
+    if guarded.scratch.amax is not None:
+        _check_gate_peaks(case, y, guarded.scratch.amax)
     return y.cpu()
 
 
@@ -171,34 +171,34 @@ def case_weight_amid(case: SkinnyCase, device: torch.device) -> torch.Tensor | Q
     return weight_amid(weight, device) if isinstance(weight, QuantizedWeight) else amid(weight, device)
 
 
-def _check_gate_peaks(case: SkinnyCase, y_MN: torch.Tensor, peaks: PeakScratch) -> None:
+def _check_gate_peaks(case: SkinnyCase, y_MN: torch.Tensor, amax: AmaxScratch) -> None:
     """What a gated product leaves for the next one to code it by; nothing where that takes rows as they are."""
-    assert isinstance(case.weight_NK, QuantizedWeight), "only coded products leave peaks"
-    assert peaks.inputs.isnan().all(), "the peaks of others were written"
-    if not case.gated or not case.weight_NK.scheme.codes_activations:
-        assert not peaks.gated.any(), "peaks were raised and nobody asked"
+    assert isinstance(case.weight_NK, QuantizedWeight), "only quantized products leave amax"
+    assert amax.inputs.isnan().all(), "the amax of others were written"
+    if not case.gated or not case.weight_NK.scheme.quantizes_activations:
+        assert not amax.gated.any(), "amax were raised and nobody asked"
         return
-    left = peaks.gated.view(torch.float32).view(len(y_MN), NUM_GATE_PEAKS).amax(-1)
+    left = amax.gated.view(torch.float32).view(len(y_MN), NUM_GATE_AMAX).amax(-1)
     expected = y_MN.float().abs().amax(-1)
     finite = expected.isfinite()
     assert same_bits(left[finite], expected[finite]), f"{left=} {expected=}"
 
 
 def run_add(
-    function, case: SkinnyCase, device: torch.device, num_peaks: int = 1
+    function, case: SkinnyCase, device: torch.device, num_amax: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, NormedRows]:
     """`linear_add` or its reference: x, x scaled for the next norm, the squares of each row, and what it returned.
 
-    So many peaks come with a row that is to be coded: those of a gated product as bits, as it leaves them.
+    So many amax come with a row that is to be quantized: those of a gated product as bits, as it leaves them.
     """
     guarded = Guarded(case, device)
     x = guarded.copied(case.residual_MN)
     scaled = guarded.filled(tuple(x.shape), x.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
     more = {}
-    if isinstance(case.weight_NK, QuantizedWeight) and case.weight_NK.scheme.codes_activations:
-        values = amid(peaks_of(case.x_MK, num_peaks).flatten(), device)
-        more["peaks"] = RowPeaks(values.view(torch.int32) if num_peaks == NUM_GATE_PEAKS else values, num_peaks)
+    if isinstance(case.weight_NK, QuantizedWeight) and case.weight_NK.scheme.quantizes_activations:
+        values = amid(peaks_of(case.x_MK, num_amax).flatten(), device)
+        more["amax"] = RowAmax(values.view(torch.int32) if num_amax == NUM_GATE_AMAX else values, num_amax)
     operands = amid(case.x_MK, device), case_weight_amid(case, device), bias
     rows = function(*operands, x, amid(case.norm_N, device), EPS, scaled, guarded.scratch, **more)
     guarded.check()
@@ -206,14 +206,14 @@ def run_add(
     assert rows.eps == EPS
     used = guarded.scratch.squares[: len(x) * rows.num_squares].cpu()
     assert guarded.scratch.squares[len(x) * rows.num_squares :].isnan().all(), "more squares were written than told"
-    if guarded.scratch.peaks is not None:
-        peaks = guarded.scratch.peaks.normed.cpu()
-        assert peaks[len(x) * rows.num_squares :].isnan().all(), "more peaks were written than told"
-        peaks_M = peaks[: len(x) * rows.num_squares].view(len(x), rows.num_squares).amax(-1)
+    if guarded.scratch.amax is not None:
+        amax = guarded.scratch.amax.normed.cpu()
+        assert amax[len(x) * rows.num_squares :].isnan().all(), "more amax were written than told"
+        peaks_M = amax[: len(x) * rows.num_squares].view(len(x), rows.num_squares).amax(-1)
         expected_M = scaled.cpu().float().abs().amax(-1)
         finite = expected_M.isfinite()
         assert same_bits(peaks_M[finite], expected_M[finite]), f"{peaks_M=} {expected_M=}"
-        assert not guarded.scratch.peaks.gated.any(), "peaks of a gated product were raised by another"
+        assert not guarded.scratch.amax.gated.any(), "amax of a gated product were raised by another"
     return x.cpu(), scaled.cpu(), used.view(len(x), rows.num_squares), rows
 
 
@@ -224,11 +224,11 @@ def squares_of(x_MK: torch.Tensor, num_squares: int) -> torch.Tensor:
     return padded.view(len(x_MK), num_squares, size).sum(-1)
 
 
-def peaks_of(x_MK: torch.Tensor, num_peaks: int) -> torch.Tensor:
+def peaks_of(x_MK: torch.Tensor, num_amax: int) -> torch.Tensor:
     """The largest magnitudes of each row in so many blocks, the last of them perhaps of nothing: [M, J]."""
-    size = -(-x_MK.shape[1] // num_peaks)
-    padded = torch.nn.functional.pad(x_MK.float().abs(), (0, size * num_peaks - x_MK.shape[1]))
-    return padded.view(len(x_MK), num_peaks, size).amax(-1)
+    size = -(-x_MK.shape[1] // num_amax)
+    padded = torch.nn.functional.pad(x_MK.float().abs(), (0, size * num_amax - x_MK.shape[1]))
+    return padded.view(len(x_MK), num_amax, size).amax(-1)
 
 
 def exact_sums(case: SkinnyCase) -> torch.Tensor:
@@ -263,10 +263,10 @@ def judge_normed(case: SkinnyCase, device: torch.device, num_squares: int = 1, o
     assert_as_exact_as_torch(y, in_torch, exact_normed(case), magnitude=10.0 * _slack(case, device))
 
 
-def judge_add(case: SkinnyCase, device: torch.device, num_peaks: int = 1) -> None:
+def judge_add(case: SkinnyCase, device: torch.device, num_amax: int = 1) -> None:
     """The sum is as exact as torch's; and what the next norm gets follows from what was stored, to the bit."""
-    x, scaled, squares, _ = run_add(linear_add, case, device, num_peaks)
-    in_torch, *_ = run_add(linear_add_reference, case, CPU, num_peaks)
+    x, scaled, squares, _ = run_add(linear_add, case, device, num_amax)
+    in_torch, *_ = run_add(linear_add_reference, case, CPU, num_amax)
     assert_as_exact_as_torch(x, in_torch, exact_add(case), magnitude=10.0 * _slack(case, device))
     assert same_bits(scaled, (x.float() * case.norm_N.float()).to(x.dtype))
     exact_squares = x.double().square().sum(-1)
@@ -278,5 +278,5 @@ def _slack(case: SkinnyCase, device: torch.device) -> float:
     if not isinstance(case.weight_NK, QuantizedWeight):
         return 1.0
     num_rows, size_k = case.x_MK.shape
-    begins_in_half = num_rows == 1 and case.weight_NK.scheme.codes_activations and size_k % 128 == 0
+    begins_in_half = num_rows == 1 and case.weight_NK.scheme.quantizes_activations and size_k % 128 == 0
     return max(slack(device, case.weight_NK.scheme), HALF_SLACK if begins_in_half else 1.0)

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "gpu_compiler.py"
 SHARED_BYTES = 227 * 1024
 """What a program may hold on an H100 or H200."""
-FEW_CASES = ("one gated row", "rows", "attention D128", "codes D128, one format", "coded 4/4 D128")
+FEW_CASES = ("one gated row", "rows", "attention D128", "codes D128, one format", "quantized 4/4 D128")
 OTHER_CASES = (
     "one row",
     "one row of odd sizes",
@@ -27,16 +27,16 @@ OTHER_CASES = (
     "codes D128",
     "codes D256",
     "codes in float32",
-    "coded 8/8 D128",
-    "coded 8/4 D128, large tiles",
-    "coded 3/4 D128, small tiles",
-    "coded 3/3 D128, window",
-    "coded 4/4 D64",
-    "coded 3/3 D64, small tiles",
-    "coded 4/4 D80, large tiles",
-    "coded 3/3 D80",
-    "coded 4/4 D256",
-    "coded 3/3 D256, large tiles",
+    "quantized 8/8 D128",
+    "quantized 8/4 D128, large tiles",
+    "quantized 3/4 D128, small tiles",
+    "quantized 3/3 D128, window",
+    "quantized 4/4 D64",
+    "quantized 3/3 D64, small tiles",
+    "quantized 4/4 D80, large tiles",
+    "quantized 3/3 D80",
+    "quantized 4/4 D256",
+    "quantized 3/3 D256, large tiles",
     "layer norm",
 )
 

@@ -8,7 +8,6 @@ from holdfast.kernels.fp8 import (
     as_bits,
     as_kernels_read,
     bfloat16_bits,
-    coded_numbers,
     e2m1_of,
     e4m3_code,
     e4m3_of,
@@ -19,12 +18,13 @@ from holdfast.kernels.fp8 import (
     kernel_codes,
     loaded_numbers,
     narrowed_bits,
+    quantized_numbers,
     quarters,
     store_keys,
     store_values,
 )
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
-from holdfast.quant.kv_quantize import KEY_CODEBOOKS, VALUE_CODEBOOKS, encode_keys, encode_values
+from holdfast.quant.kv_quantize import KEY_CODEBOOKS, VALUE_CODEBOOKS, quantize_keys, quantize_values
 from kernels.exactness import random, same_bits
 from kernels.quantized_kv_cases import HEAD_DIMS, make_planes
 from kernels.triton_cases import QUIET
@@ -40,7 +40,7 @@ def _e4m3_kernel(p_x, p_code, BLOCK: constexpr):
 
 @jit
 def _store_kernel(p_x, p_codes, p_signs, p_scale, IS_KEY: constexpr, HEAD_DIM: constexpr, BITS: constexpr, BLOCK: constexpr, GAIN: constexpr, MAGNITUDES: constexpr):  # fmt: skip
-    """Three heads, coded in the order 2, 0, 1; a fourth is not there."""
+    """Three heads, quantized in the order 2, 0, 1; a fourth is not there."""
     o_head = tl.arange(0, 4)
     o_d = tl.arange(0, BLOCK)[None, :]
     m_head = o_head < 3
@@ -90,7 +90,7 @@ def test_words_are_those_of_the_format(device, head_dim, bits, what):
     x = random(3, head_dim, seed=head_dim)
     x[1] *= 100
     encode, codebooks, first = (
-        (encode_keys, KEY_CODEBOOKS, "k") if what == "keys" else (encode_values, VALUE_CODEBOOKS, "v")
+        (quantize_keys, KEY_CODEBOOKS, "k") if what == "keys" else (quantize_values, VALUE_CODEBOOKS, "v")
     )
     expected = encode(x, bits)
     planes = make_planes(bits, bits, 1, head_dim, 3, 1, torch.float32, device)
@@ -109,10 +109,10 @@ def test_words_are_those_of_the_format(device, head_dim, bits, what):
         GAIN=codebook.gain * head_dim**0.5 if codebook else 0.0,
         MAGNITUDES=codebook.magnitudes if codebook else (),
     )
-    for plane, coded in zip((codes, signs, scale), expected, strict=True):
-        assert (plane is None) == (coded is None)
-        if plane is not None and coded is not None:
-            assert torch.equal(plane[0, 0].cpu().roll(1, 0), coded)
+    for plane, quantized in zip((codes, signs, scale), expected, strict=True):
+        assert (plane is None) == (quantized is None)
+        if plane is not None and quantized is not None:
+            assert torch.equal(plane[0, 0].cpu().roll(1, 0), quantized)
 
 
 E4M3 = torch.float8_e4m3fn
@@ -139,7 +139,7 @@ def numbers_kernel(p_codes, p_out, BLOCK: constexpr):
 def coded_kernel(p_x, p_out, size, BLOCK: constexpr, PLAIN: constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o, mask=o < size, other=0.0)
-    tl.store(p_out + o, coded_numbers(b_x, PLAIN).to(tl.float32), mask=o < size)
+    tl.store(p_out + o, quantized_numbers(b_x, PLAIN).to(tl.float32), mask=o < size)
 
 
 @jit
@@ -155,7 +155,7 @@ def bits_of(values: torch.Tensor, device) -> torch.Tensor:
     return out.cpu()
 
 
-def coded(values: torch.Tensor, device) -> torch.Tensor:
+def quantized(values: torch.Tensor, device) -> torch.Tensor:
     x = values.to(device)
     out = torch.zeros(len(x), device=device)
     coded_kernel[(-(-len(x) // 4096),)](x, out, len(x), BLOCK=4096, PLAIN=is_interpreted())
@@ -246,7 +246,7 @@ def test_every_code_is_the_number_that_torch_takes_it_for(device):
 def test_numbers_that_are_coded_on_their_way_into_a_product(device, values):
     """By hand in the interpreter, by instruction on a GPU: the same numbers."""
     is_nan = values.isnan()
-    numbers = coded(values, device)
+    numbers = quantized(values, device)
     assert same_bits(numbers[~is_nan], torch_bits(values[~is_nan]).view(E4M3).float())
     assert numbers[is_nan].isnan().all()
 

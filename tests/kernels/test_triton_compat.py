@@ -9,7 +9,7 @@ import torch
 from holdfast.kernels import triton_compat
 from holdfast.kernels.activation import silu_mul_reference, silu_mul_triton
 from holdfast.kernels.norm import rms_norm_reference, rms_norm_triton
-from holdfast.kernels.triton_compat import can_launch_early, can_run, launched_early, next_power_of_two
+from holdfast.kernels.triton_compat import can_run, next_power_of_two, pdl_launch, supports_pdl
 
 HALF_STEP = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Relative tolerances: a few roundings of each type."""
@@ -71,7 +71,7 @@ def test_cpu_tensors_never_reach_a_kernel():
 
 
 def test_cpu_tensors_are_never_launched_early():
-    assert not can_launch_early(torch.zeros(1))
+    assert not supports_pdl(torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ def test_only_gpus_from_hopper_on_launch_early(monkeypatch, capability, expected
     """Older ones do not know the instruction with which a kernel waits."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    assert can_launch_early(on_gpu) is expected  # type: ignore[arg-type]
+    assert supports_pdl(on_gpu) is expected  # type: ignore[arg-type]
 
 
 def test_the_option_is_passed_only_where_it_is_asked():
     """Neither the interpreter nor an older GPU knows it."""
-    assert launched_early(True) == {"launch_pdl": True}
-    assert launched_early(False) == {}
+    assert pdl_launch(True) == {"launch_pdl": True}
+    assert pdl_launch(False) == {}
 
 
 @pytest.mark.gpu
 def test_the_answer_is_that_of_the_tensor_s_own_gpu(device):
     assert can_run(torch.zeros(1, device=device))
-    assert can_launch_early(torch.zeros(1, device=device)) is (torch.cuda.get_device_capability(device)[0] >= 9)
+    assert supports_pdl(torch.zeros(1, device=device)) is (torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 @pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])

@@ -3,7 +3,7 @@ import torch
 
 from holdfast.attention.backend import Batch, LogitRows
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.mlp import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -108,18 +108,18 @@ def test_its_weights_are_within_reach(parts):
 def test_quantized_products_code_their_rows_in_the_room_that_is_given(parts):
     """The projection of all rows, then that of the wanted ones, in the same room."""
     layer, backend, _, _, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
-    coded = [
+    quantized = [
         QuantizedWeight(FP8, (len(weight), weight.shape[1]), *quantize(weight, FP8))
         for weight in (qkv_weight, o_weight)
     ]
-    layer.qkv, layer.o = Linear(coded[0], qkv_bias), Linear(coded[1], o_bias)
-    room = CodedRows(torch.zeros(NUM_ROWS * 8).to(torch.float8_e4m3fn), torch.zeros(NUM_ROWS))
+    layer.qkv, layer.o = Linear(quantized[0], qkv_bias), Linear(quantized[1], o_bias)
+    room = QuantizedRows(torch.zeros(NUM_ROWS * 8).to(torch.float8_e4m3fn), torch.zeros(NUM_ROWS))
     x, out = random(NUM_ROWS, HIDDEN, seed=3), torch.full((NUM_ROWS, HIDDEN), NAN)
-    y = layer(x, make_batch([1, 4]), torch.tensor([1, 4]), buffers()._replace(coded=room), out, wanted_only=True)
+    y = layer(x, make_batch([1, 4]), torch.tensor([1, 4]), buffers()._replace(quantized=room), out, wanted_only=True)
     qkv = backend.calls[0][1]
-    expected = exact_rows(x, FP8) @ exact_weight(coded[0]).T + qkv_bias
+    expected = exact_rows(x, FP8) @ exact_weight(quantized[0]).T + qkv_bias
     torch.testing.assert_close(qkv.double(), expected, rtol=1e-5, atol=1e-5)
     attended = 2 * qkv[[1, 4], :8]
-    expected = exact_rows(attended, FP8) @ exact_weight(coded[1]).T + o_bias
+    expected = exact_rows(attended, FP8) @ exact_weight(quantized[1]).T + o_bias
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(room.scales_TB[:2], attended.abs().amax(-1) / 448), "two rows were coded last"
+    assert torch.equal(room.scales_TB[:2], attended.abs().amax(-1) / 448), "two rows were quantized last"

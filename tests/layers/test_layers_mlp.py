@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, MLPBuffers, PlainMLP, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import quantize
@@ -39,16 +39,16 @@ def test_part_of_a_buffer_is_enough():
 
 
 def test_codes_in_the_place_of_a_weight():
-    """Rows are coded in the room that is given, and nothing else is."""
+    """Rows are quantized in the room that is given, and nothing else is."""
     values, x = random(6, 40), random(3, 40, seed=1)
     for scheme in (FP8, INT8):
         weight = QuantizedWeight(scheme, (6, 40), *quantize(values, scheme))
-        room = CodedRows(torch.zeros(4, 50).to(torch.float8_e4m3fn), torch.zeros(4, 1))
+        room = QuantizedRows(torch.zeros(4, 50).to(torch.float8_e4m3fn), torch.zeros(4, 1))
         layer = Linear(weight, torch.ones(6))
         y = layer(x, torch.full((3, 6), float("nan")), room)
         expected = exact_rows(x, scheme) @ exact_weight(weight).T + 1
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-        assert bool(room.scales_TB[:3].all()) == scheme.codes_activations
+        assert bool(room.scales_TB[:3].all()) == scheme.quantizes_activations
     with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
         Linear(QuantizedWeight(FP8, (6, 40), *quantize(values, FP8)))(x, torch.empty(3, 6))
 
@@ -244,12 +244,12 @@ def test_one_set_of_buffers_serves_layers_one_after_the_other():
 @pytest.mark.parametrize("activation", ["silu", "relu"])
 def test_both_products_get_the_room_for_codes(kind, activation):
     mlp, x, seen = make_mlp(kind, 5, activation), random(2, HIDDEN), []
-    room = CodedRows(torch.empty(2, 64).to(torch.float8_e4m3fn), torch.empty(2, 1))
+    room = QuantizedRows(torch.empty(2, 64).to(torch.float8_e4m3fn), torch.empty(2, 1))
 
     class Watched(Linear):
-        def __call__(self, x_TK, out_TN, coded=None):
-            seen.append(coded)
-            return super().__call__(x_TK, out_TN, coded)
+        def __call__(self, x_TK, out_TN, quantized=None):
+            seen.append(quantized)
+            return super().__call__(x_TK, out_TN, quantized)
 
     first, second = ("gate_up", "down") if kind == "gated" else ("_up", "_down")
     for name in (first, second):

@@ -21,12 +21,12 @@ from holdfast.loading.blueprints import open_blueprint
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import find_default_model, open_gguf, open_model
 from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.sources.source import read_rows
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import read_spec
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, WeightRecipe
 from kernels.exactness import same_bits
-from loading.whole_tensors import read_rows
 from models.test_decoder import judge, make_drive, make_requests
 from models.tiny_experts import assembled, config_of, make_tiny, tensors_of
 from runner.drive import LoadedModel

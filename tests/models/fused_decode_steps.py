@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.gemm.deferred_rms_norm import begin_rows_reference, finish_rows_reference, row_peaks_reference
+from holdfast.kernels.gemm.deferred_rms_norm import (
+    defer_rms_norm_reference,
+    finish_rms_norm_reference,
+    row_amax_reference,
+)
 from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
-from holdfast.models import fused_decode as few_route
+from holdfast.models import fused_decode as fused_decode
 from holdfast.models.blueprints import grouped as blueprint_grouped
 from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.decoder import Decoder
-from holdfast.models.fused_decode import FewRoute
+from holdfast.models.fused_decode import FusedDecode
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
@@ -31,9 +35,9 @@ NUM_PAGES = 40
 NUM_STEPS = 5
 """Behind the prompt, so that every sequence enters a page of its own at least once."""
 REFERENCES: Mapping[str, Callable[..., Any]] = {
-    "begin_rows": begin_rows_reference,
-    "finish_rows": finish_rows_reference,
-    "row_peaks": row_peaks_reference,
+    "defer_rms_norm": defer_rms_norm_reference,
+    "finish_rms_norm": finish_rms_norm_reference,
+    "row_amax": row_amax_reference,
     "normed_linear": normed_linear_reference,
     "linear_add": linear_add_reference,
 }
@@ -42,7 +46,7 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, reference in REFERENCES.items():
-        monkeypatch.setattr(few_route, name, reference)
+        monkeypatch.setattr(fused_decode, name, reference)
 
 
 def make_rig(
@@ -56,17 +60,17 @@ def make_rig(
 ) -> Rig:
     """A runner whose decoder takes the route or does not, whatever device and type it is for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "Decoder", partial(Decoder, takes_few=few, dtype=dtype, recipe=recipe))
+        patch.setattr(drive, "Decoder", partial(Decoder, takes_fused_decode=few, dtype=dtype, recipe=recipe))
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
-        patch.setattr(blueprint_grouped, "takes_few", lambda *_: few)
+        patch.setattr(blueprint_grouped, "takes_fused_decode", lambda *_: few)
         rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, min_rows=min_rows)
     poison = rig.poison
 
     def spare_counters() -> None:
         """Counters are at zero between launches; all else that products share is theirs only while they run."""
         poison()
-        if rig.decoder._few is not None:
+        if rig.decoder._fused is not None:
             route_of(rig)._scratch.arrived.zero_()
         if device.type == "cuda":
             torch.cuda.synchronize()  # the runner works on a stream of its own
@@ -84,8 +88,8 @@ def placed(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> Load
     return LoadedModel(model.spec, weights)
 
 
-def route_of(rig: Rig) -> FewRoute:
-    route = rig.decoder._few
+def route_of(rig: Rig) -> FusedDecode:
+    route = rig.decoder._fused
     assert route is not None, "the route was declined"
     return route
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from holdfast.kernels.gemm import gemv as skinny_parts
 from holdfast.kernels.gemm import small_batch as skinny_linear
 from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, PeakScratch, RowPeaks, SkinnyScratch
-from holdfast.kernels.gemm.gemv import NUM_GATE_PEAKS
+from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
+from holdfast.kernels.gemm.gemv import NUM_GATE_AMAX
 from holdfast.kernels.geometry import order_specs
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
@@ -21,15 +21,15 @@ from holdfast.models.activations import (
     CODES,
     FEW,
     FEW_BLOCK,
-    FEW_GATE_PEAKS,
     FEW_LEAST_COLUMNS,
     FEW_PART_COLUMNS,
     FEW_ROWS,
+    FUSED_GATE_AMAX,
     LAYERS,
     STREAM,
     Request,
-    few_request,
-    takes_few,
+    fused_decode_request,
+    takes_fused_decode,
 )
 from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -148,7 +148,7 @@ MOE = replace(QWEN, hidden_size=2048, num_heads=16, experts=EXPERTS)
     ],
 )
 def test_codes_have_room_for_the_inputs_of_any_product(spec, recipe, num_codes, num_scales):
-    request = activations.codes_request(spec, 7, 3, recipe)
+    request = activations.quantized_rows_request(spec, 7, 3, recipe)
     assert (request.lane, request.owner) == (CODES, "quantized_rows")
     assert shapes(request) == {"codes": ((num_codes,), "float8_e4m3fn"), "scales": ((num_scales,), "float32")}
 
@@ -157,13 +157,13 @@ def test_codes_of_logits_alone():
     """A head takes its inputs as they are; what projects them before it does not."""
     for embeddings in EMBEDDING_CHOICES:
         recipe = WeightRecipe(FP8, embeddings)
-        assert shapes(activations.codes_request(QWEN, 0, 64, recipe))["codes"][0] == (0,)
-        assert shapes(activations.codes_request(OPT_350M, 0, 64, recipe))["codes"][0] == (64 * 1024,)
+        assert shapes(activations.quantized_rows_request(QWEN, 0, 64, recipe))["codes"][0] == (0,)
+        assert shapes(activations.quantized_rows_request(OPT_350M, 0, 64, recipe))["codes"][0] == (64 * 1024,)
 
 
 @pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8), WeightRecipe(MXFP4), WeightRecipe(MXFP4, "all")])
 def test_who_leaves_inputs_as_they_are_needs_no_codes(recipe):
-    assert activations.codes_request(MOE, 7, 3, recipe).specs == ()
+    assert activations.quantized_rows_request(MOE, 7, 3, recipe).specs == ()
 
 
 def test_logits_are_float32():
@@ -190,11 +190,11 @@ def test_the_numbers_of_the_kernels_are_known_without_them():
     assert FEW_BLOCK == skinny_parts.BLOCK_N
     assert FEW_LEAST_COLUMNS == skinny_linear.MIN_SQUARE_COLUMNS
     assert FEW_PART_COLUMNS == 2 * skinny_parts.PROGRAMS * skinny_parts.BLOCK_N
-    assert FEW_GATE_PEAKS == NUM_GATE_PEAKS
+    assert FUSED_GATE_AMAX == NUM_GATE_AMAX
 
 
 def test_scratch_of_qwen3_32b():
-    request = few_request(QWEN)
+    request = fused_decode_request(QWEN)
     assert (request.lane, request.owner) == (FEW, "fused_decode")
     assert shapes(request) == {
         "squares": ((max(FEW_ROWS * 80, 2560),), "float32"),
@@ -205,10 +205,10 @@ def test_scratch_of_qwen3_32b():
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
 def test_scratch_of_qwen3_32b_in_eight_bits_has_peaks_too(scheme):
-    plain, coded = few_request(QWEN), few_request(QWEN, WeightRecipe(scheme))
-    assert (coded.lane, coded.owner) == (FEW, "fused_decode")
-    assert coded.specs[:3] == plain.specs
-    assert shapes(Request(FEW, "fused_decode", coded.specs[3:])) == {
+    plain, quantized = fused_decode_request(QWEN), fused_decode_request(QWEN, WeightRecipe(scheme))
+    assert (quantized.lane, quantized.owner) == (FEW, "fused_decode")
+    assert quantized.specs[:3] == plain.specs
+    assert shapes(Request(FEW, "fused_decode", quantized.specs[3:])) == {
         "amax": (plain.specs[0].shape, "float32"),
         "input_amax": ((16,), "float32"),
         "gate_amax": ((16 * 64,), "int32"),
@@ -237,7 +237,7 @@ def test_who_takes_the_kernels_for_few_rows(change):
     """The widths of experts are not theirs: experts have kernels of their own. What is ignored shows when weights are there."""
     recipe = change.get("recipe", AS_STORED)
     spec = replace(QWEN, **{name: value for name, value in change.items() if name != "recipe"})
-    assert takes_few(spec, "bfloat16", "cuda", recipe)
+    assert takes_fused_decode(spec, "bfloat16", "cuda", recipe)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_who_takes_the_kernels_for_few_rows(change):
 def test_who_does_not_take_the_kernels_for_few_rows(change):
     where = {"dtype": "bfloat16", "device_kind": "cuda", "recipe": AS_STORED} | change
     others = [where.pop(name) for name in ("dtype", "device_kind", "recipe")]
-    assert takes_few(QWEN, "bfloat16", "cuda", AS_STORED)
-    assert not takes_few(replace(QWEN, **where), *others)
+    assert takes_fused_decode(QWEN, "bfloat16", "cuda", AS_STORED)
+    assert not takes_fused_decode(replace(QWEN, **where), *others)
 
 
 class Launches:
@@ -296,7 +296,7 @@ def specs(draw) -> ModelSpec:
         num_heads=num_kv_heads * draw(st.integers(1, 16)),
         head_dim=draw(st.sampled_from([32, 64, 80, 96, 112, 128, 256])),
     )
-    assume(takes_few(spec, "bfloat16", "cuda"))
+    assume(takes_fused_decode(spec, "bfloat16", "cuda"))
     return spec
 
 
@@ -319,17 +319,17 @@ def made_up_weight(size_n: int, size_k: int, scheme: WeightScheme | None) -> tor
     scheme=st.sampled_from([None, FP8, FP8_TENSOR, INT8]),
 )
 def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, scheme):
-    squares, parts, arrived, *peaks = (one.shape[0] for one in few_request(spec, WeightRecipe(scheme)).specs)
+    squares, parts, arrived, *peaks = (one.shape[0] for one in fused_decode_request(spec, WeightRecipe(scheme)).specs)
     assert squares >= num_rows, "the first norm leaves one sum a row"
-    scratch = SkinnyScratch(*(empty(0) for _ in range(3)))
+    scratch = SmallBatchScratch(*(empty(0) for _ in range(3)))
     given_peaks = None
     if scheme is not None:
-        normed_peaks, input_peaks, gate_peaks = peaks
+        normed_peaks, input_amax, gate_amax = peaks
         assert normed_peaks >= squares, "a block leaves a peak beside its squares"
-        assert input_peaks >= num_rows
-        assert gate_peaks >= num_rows * NUM_GATE_PEAKS
-        scratch = replace(scratch, peaks=PeakScratch(*(empty(0) for _ in range(3))))
-        given_peaks = RowPeaks(empty(0), 1)
+        assert input_amax >= num_rows
+        assert gate_amax >= num_rows * NUM_GATE_AMAX
+        scratch = replace(scratch, peaks=AmaxScratch(*(empty(0) for _ in range(3))))
+        given_peaks = RowAmax(empty(0), 1)
 
     def needs(launch, size_n: int, size_k: int) -> None:
         launches = Launches()
@@ -337,8 +337,8 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, sche
             for module, name in (
                 (skinny_linear, "_row_kernel"),
                 (skinny_linear, "_rows_kernel"),
-                (skinny_coded, "coded_row_kernel"),
-                (skinny_coded, "coded_rows_kernel"),
+                (skinny_coded, "quantized_gemv_kernel"),
+                (skinny_coded, "small_batch_quantized_kernel"),
             ):
                 patch.setattr(module, name, launches)
             left = launch(empty(num_rows, size_k), size_n)

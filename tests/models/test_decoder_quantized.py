@@ -62,7 +62,7 @@ def quantized(values: torch.Tensor, scheme: WeightScheme, parameter: Parameter) 
 
 
 @cache
-def coded(name: str, recipe: WeightRecipe) -> tuple[LoadedModel, LoadedModel]:
+def quantized_model(name: str, recipe: WeightRecipe) -> tuple[LoadedModel, LoadedModel]:
     """A model with codes where the recipe says so, and the same with the numbers that they stand for."""
     model, codes, numbers = tiny(name), {}, {}
     for parameter in parameters(model.spec):
@@ -119,14 +119,14 @@ def rows_as_codes(ours: LoadedModel, numbers: LoadedModel) -> Iterator[None]:
 def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, scheme, monkeypatch):
     """Of weights and of inputs, where these become codes too: rounding of sums is all that is left."""
     recipe = WeightRecipe(scheme, "all")
-    ours, numbers = coded(name, recipe)
+    ours, numbers = quantized_model(name, recipe)
     (found,) = run(make_rig(ours, recipe, monkeypatch), 30)
     with rows_as_codes(ours, numbers):
         (wanted,) = run(Rig(numbers, "torch_paged", LIMITS, 100), 30)
     errors = torch.stack([(found[position] - wanted[position]).abs().max() for position in range(29)])
     assert float(errors.median()) < 1e-5
     # An input that lies between two codes may take either, and moves its row, and a little those behind it.
-    assert float(errors.max()) < (1e-2 if scheme.codes_activations else 1e-5)
+    assert float(errors.max()) < (1e-2 if scheme.quantizes_activations else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "opt_350m_like"])
@@ -135,7 +135,7 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, scheme, monk
 def test_room_for_codes_is_what_was_planned(name, scheme, embeddings, monkeypatch):
     """The largest step takes all that was reserved."""
     recipe = WeightRecipe(scheme, embeddings)
-    rig = make_rig(coded(name, recipe)[0], recipe, monkeypatch)
+    rig = make_rig(quantized_model(name, recipe)[0], recipe, monkeypatch)
     watched: Any = WatchedWorkspace(rig.workspace)
     rig.decoder._workspace = watched
     rig.execute(make_step(90))
@@ -144,14 +144,14 @@ def test_room_for_codes_is_what_was_planned(name, scheme, embeddings, monkeypatc
         plan = workspace_plan(tiny(name).spec, LIMITS, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved
-    assert (("quantized_rows", "quantized_rows") in reserved) == scheme.codes_activations
+    assert (("quantized_rows", "quantized_rows") in reserved) == scheme.quantizes_activations
 
 
 @SCHEMES
 def test_rows_do_not_change_each_other(scheme, monkeypatch):
     require_native()
     recipe = WeightRecipe(scheme, "head")
-    ours, _ = coded("qwen2_moe", recipe)
+    ours, _ = quantized_model("qwen2_moe", recipe)
     (alone,) = run(make_rig(ours, recipe, monkeypatch, "native_paged"), 20)
     beside = run(make_rig(ours, recipe, monkeypatch, "native_paged"), 20, 33, 7)
     assert all(same_bits(alone[position], beside[0][position]) for position in alone)

@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from holdfast.kernels.gemm.deferred_rms_norm import RowPeaks, row_peaks_reference
-from holdfast.kernels.gemm.gemv import NUM_GATE_PEAKS
+from holdfast.kernels.gemm.deferred_rms_norm import RowAmax, row_amax_reference
+from holdfast.kernels.gemm.gemv import NUM_GATE_AMAX
 from holdfast.kernels.gemm.small_batch import normed_linear_reference
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
-from holdfast.models import fused_decode as few_route
-from holdfast.models.activations import FEW_GATE_PEAKS, FEW_ROWS, few_request
+from holdfast.models import fused_decode as fused_decode
+from holdfast.models.activations import FEW_ROWS, FUSED_GATE_AMAX, fused_decode_request
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.fused_decode import declined, make_scratch
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -30,7 +30,7 @@ from kernels.exactness import same_bits
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
 from models.fused_decode_steps import CPU, decode, make_rig, placed, route_of, use_references
-from models.test_decoder_quantized import coded, quantized, tiny
+from models.test_decoder_quantized import quantized, quantized_model, tiny
 from models.tiny_experts import assembled, config_of, tensors_of
 from runner.drive import LoadedModel
 
@@ -61,18 +61,18 @@ def errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def test_logits_are_those_of_the_ordinary_way(name, scheme, monkeypatch):
     use_references(monkeypatch)
     recipe = WeightRecipe(scheme, "all")
-    ours, numbers = coded(name, recipe)
+    ours, numbers = quantized_model(name, recipe)
     off, noise = [], []
     for num_rows in (1, 2, 5):
         wanted = decode(make_rig(ours, recipe, few=False), num_rows)
         off.append(errors(decode(make_rig(ours, recipe), num_rows), wanted))
         noise.append(errors(decode(make_rig(numbers, few=False), num_rows), wanted))
-    if scheme is None or not scheme.codes_activations:
+    if scheme is None or not scheme.quantizes_activations:
         assert torch.cat(off).max() < ROUNDING
         return
     # What a number between two codes changes stays in the cache: one shows in all later steps of its row.
     assert torch.cat(off).median() < ROUNDING, "codes are others"
-    assert torch.cat(noise).min() > 1000 * ROUNDING, "inputs are not coded at all"
+    assert torch.cat(noise).min() > 1000 * ROUNDING, "inputs are not quantized at all"
     assert torch.cat(off).max() < 0.25 * torch.cat(noise).median(), "more than a number between two codes"
 
 
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_ordinary_way(name, scheme, monkeypatch):
 def test_the_head_may_stay_plain_and_the_embedding_too(embeddings, scheme, monkeypatch):
     use_references(monkeypatch)
     recipe = WeightRecipe(scheme, embeddings)
-    ours, _ = coded("qwen3", recipe)
+    ours, _ = quantized_model("qwen3", recipe)
     assert isinstance(ours.weights["lm_head.weight"], torch.Tensor) == (embeddings == "none")
     off = errors(decode(make_rig(ours, recipe), 3), decode(make_rig(ours, recipe, few=False), 3))
     assert off.median() < ROUNDING
@@ -91,8 +91,8 @@ def test_the_head_may_stay_plain_and_the_embedding_too(embeddings, scheme, monke
 def test_only_steps_of_few_rows_of_which_all_are_wanted_go_this_way(monkeypatch):
     use_references(monkeypatch)
     rows = []
-    begin = few_route.begin_rows
-    monkeypatch.setattr(few_route, "begin_rows", lambda x, *others: rows.append(len(x)) or begin(x, *others))
+    begin = fused_decode.defer_rms_norm
+    monkeypatch.setattr(fused_decode, "defer_rms_norm", lambda x, *others: rows.append(len(x)) or begin(x, *others))
     decode(make_rig(tiny("qwen3")), 3, num_steps=4)
     assert rows == 4 * [3], "prompts go the ordinary way, and decode steps begin once"
     rows.clear()
@@ -109,7 +109,7 @@ def test_only_steps_of_few_rows_of_which_all_are_wanted_go_this_way(monkeypatch)
 def test_rows_of_padding_change_nothing(name, monkeypatch):
     use_references(monkeypatch)
     recipe = WeightRecipe(FP8)
-    ours, _ = coded(name, recipe)
+    ours, _ = quantized_model(name, recipe)
     for num_rows in (1, 3):
         padded = decode(make_rig(ours, recipe, min_rows=5), num_rows)
         assert errors(padded, decode(make_rig(ours, recipe), num_rows)).max() < ROUNDING
@@ -120,7 +120,7 @@ def with_a_loud_layer(model: LoadedModel) -> LoadedModel:
     weights = dict(model.weights)
     for name, factor in (("gate_up", 1e3), ("down", 1e-6)):
         weight = weights[f"layers.0.{name}.weight"]
-        assert isinstance(weight, QuantizedWeight), "it is to be coded"
+        assert isinstance(weight, QuantizedWeight), "it is to be quantized"
         weights[f"layers.0.{name}.weight"] = replace(weight, scales=weight.scales * factor)
     return LoadedModel(model.spec, weights)
 
@@ -129,29 +129,29 @@ def test_peaks_of_a_gate_are_cleared_before_the_next_layer_s(monkeypatch):
     """Else a loud layer would leave the quiet ones behind it no codes but zero."""
     use_references(monkeypatch)
     recipe = WeightRecipe(FP8)
-    loud = with_a_loud_layer(coded("qwen3", recipe)[0])
-    found, peaks = decode(make_rig(loud, recipe), 5), []
+    loud = with_a_loud_layer(quantized_model("qwen3", recipe)[0])
+    found, amax = decode(make_rig(loud, recipe), 5), []
 
     def fresh(rows, weight, bias, gated, y, scratch) -> torch.Tensor:
         if gated:
-            scratch.peaks.gated.zero_()
+            scratch.amax.gated.zero_()
         out = normed_linear_reference(rows, weight, bias, gated, y, scratch)
         if gated:
-            peaks.append(float(out.abs().max()))
+            amax.append(float(out.abs().max()))
         return out
 
-    monkeypatch.setattr(few_route, "normed_linear", fresh)
+    monkeypatch.setattr(fused_decode, "normed_linear", fresh)
     assert same_bits(found, decode(make_rig(loud, recipe), 5)), "as if every layer had scratch of its own"
-    assert min(peaks[0::3]) > 1e4 * max(peaks[1::3] + peaks[2::3]), "the first of three layers is loud"
+    assert min(amax[0::3]) > 1e4 * max(amax[1::3] + amax[2::3]), "the first of three layers is loud"
     use_references(monkeypatch)
     assert errors(found, decode(make_rig(loud, recipe, few=False), 5)).median() < ROUNDING
 
     layers = cycle(range(3))
 
-    def once_a_step(a, values, cleared) -> RowPeaks:
-        return row_peaks_reference(a, values, cleared[: 0 if next(layers) else len(cleared)])
+    def once_a_step(a, values, cleared) -> RowAmax:
+        return row_amax_reference(a, values, cleared[: 0 if next(layers) else len(cleared)])
 
-    monkeypatch.setattr(few_route, "row_peaks", once_a_step)
+    monkeypatch.setattr(fused_decode, "row_amax", once_a_step)
     assert errors(decode(make_rig(loud, recipe), 5), found).median() > 0.05, "it would show if they were not"
 
 
@@ -162,14 +162,14 @@ def test_what_is_cleared_and_what_is_read_are_the_places_of_these_rows(monkeypat
 
     def watched(a, values, cleared):
         seen.append((len(a), cleared.data_ptr(), cleared.numel()))
-        return row_peaks_reference(a, values, cleared)
+        return row_amax_reference(a, values, cleared)
 
-    monkeypatch.setattr(few_route, "row_peaks", watched)
-    rig = make_rig(coded("llama_tied", recipe)[0], recipe)
-    places = route_of(rig)._scratch.peaks.gated
+    monkeypatch.setattr(fused_decode, "row_amax", watched)
+    rig = make_rig(quantized_model("llama_tied", recipe)[0], recipe)
+    places = route_of(rig)._scratch.amax.gated
     decode(rig, 2, num_steps=1)
-    assert seen == 2 * [(2, places.data_ptr(), 2 * NUM_GATE_PEAKS)]
-    assert places.numel() == FEW_ROWS * FEW_GATE_PEAKS
+    assert seen == 2 * [(2, places.data_ptr(), 2 * NUM_GATE_AMAX)]
+    assert places.numel() == FEW_ROWS * FUSED_GATE_AMAX
 
 
 def test_int8_asks_for_no_peaks(monkeypatch):
@@ -178,9 +178,9 @@ def test_int8_asks_for_no_peaks(monkeypatch):
     def refuse(*_):
         raise AssertionError("a kernel was launched in vain")
 
-    monkeypatch.setattr(few_route, "row_peaks", refuse)
+    monkeypatch.setattr(fused_decode, "row_amax", refuse)
     recipe = WeightRecipe(INT8)
-    decode(make_rig(coded("qwen3", recipe)[0], recipe), 2, num_steps=1)
+    decode(make_rig(quantized_model("qwen3", recipe)[0], recipe), 2, num_steps=1)
     decode(make_rig(tiny("qwen3")), 2, num_steps=1)
 
 
@@ -194,7 +194,7 @@ def reason(model: LoadedModel, recipe: WeightRecipe) -> str | None:
 def test_weights_that_can_go_this_way(name, scheme):
     for embeddings in ("none", "head", "all"):
         recipe = WeightRecipe(scheme, embeddings)
-        assert reason(coded(name, recipe)[0], recipe) is None
+        assert reason(quantized_model(name, recipe)[0], recipe) is None
 
 
 @pytest.mark.parametrize("scheme", [MXFP4, FP8_BLOCK], ids=lambda one: one.name)
@@ -204,33 +204,35 @@ def test_weights_that_can_go_this_way(name, scheme):
 def test_blocks_of_columns_are_declined(name, num_weights, scheme):
     recipe = WeightRecipe(scheme)
     expected = f"0 of {num_weights} weights are plain, and the others are not all of eight bits with scales by row"
-    assert reason(coded(name, recipe)[0], recipe) == expected
+    assert reason(quantized_model(name, recipe)[0], recipe) == expected
 
 
 def test_layers_of_both_kinds_are_declined():
     for ignore, num_plain in (("layers.1.down", 1), ("layers.0.*", 4), ("layers.*.qkv", 3)):
         recipe = WeightRecipe(FP8, ignore=(ignore,))
-        assert (reason(coded("qwen3", recipe)[0], recipe) or "").startswith(f"{num_plain} of 12 weights are plain")
+        assert (reason(quantized_model("qwen3", recipe)[0], recipe) or "").startswith(
+            f"{num_plain} of 12 weights are plain"
+        )
 
 
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=lambda one: one.name)
 def test_a_coded_head_behind_plain_layers_is_declined(scheme):
     recipe = WeightRecipe(scheme, ignore=("layers.*",))
-    assert reason(coded("qwen3", recipe)[0], recipe) == "the head is in int8 and layers are not"
+    assert reason(quantized_model("qwen3", recipe)[0], recipe) == "the head is in int8 and layers are not"
 
 
 def test_a_head_in_blocks_is_declined():
     recipe = WeightRecipe(FP8)
-    model, _ = coded("qwen3", recipe)
+    model, _ = quantized_model("qwen3", recipe)
     (head,) = (one for one in parameters(model.spec) if one.name == "lm_head.weight")
     weights = {**model.weights, head.name: quantized(tiny("qwen3").weights[head.name], FP8_BLOCK, head)}
     assert reason(LoadedModel(model.spec, weights), recipe) == "the head is in fp8_block and layers are not"
 
 
 def test_layers_in_codes_of_two_kinds_are_declined():
-    """A checkpoint may be so. A gate in int8 would leave no peaks for the product in e4m3 behind it."""
+    """A checkpoint may be so. A gate in int8 would leave no amax for the product in e4m3 behind it."""
     recipe = WeightRecipe(FP8)
-    model, _ = coded("qwen3", recipe)
+    model, _ = quantized_model("qwen3", recipe)
     (gate,) = (one for one in parameters(model.spec) if one.name == "layers.1.gate_up.weight")
     weights = {**model.weights, gate.name: quantized(tiny("qwen3").weights[gate.name], INT8, gate)}
     expected = "weights have codes of different kinds, float8_e4m3fn and int8"
@@ -240,10 +242,10 @@ def test_layers_in_codes_of_two_kinds_are_declined():
 def test_a_decoder_that_is_declined_says_so_and_takes_the_ordinary_way(caplog):
     """It is told to take the kernels, as one is whose recipe does not say everything about its weights."""
     recipe = WeightRecipe(MXFP4)
-    ours, _ = coded("qwen3", recipe)
+    ours, _ = quantized_model("qwen3", recipe)
     with caplog.at_level(logging.INFO, logger="holdfast.models.decoder"):
         rig = make_rig(ours, recipe)
-    assert rig.decoder._few is None
+    assert rig.decoder._fused is None
     (message,) = [record.getMessage() for record in caplog.records if "few rows" in record.getMessage()]
     assert message.endswith(
         "because 0 of 12 weights are plain, and the others are not all of eight bits with scales by row"
@@ -261,10 +263,10 @@ def tensors(specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(FP8), WeightRecipe(INT8)], ids=["plain", "fp8", "int8"])
 def test_scratch_begins_with_zeros_where_products_count_and_raise(recipe):
-    specs = few_request(tiny("qwen3").spec, recipe).specs
+    specs = fused_decode_request(tiny("qwen3").spec, recipe).specs
     made = tensors(specs)
     scratch = make_scratch(made)
-    parts = (scratch.squares, scratch.parts, scratch.arrived, *(scratch.peaks or ()))
+    parts = (scratch.squares, scratch.parts, scratch.arrived, *(scratch.amax or ()))
     assert len(parts) == len(made) == (3 if recipe is AS_STORED else 6)
     for part, tensor, spec in zip(parts, made, specs, strict=True):
         assert part is tensor
@@ -314,6 +316,6 @@ def test_with_the_kernels_themselves(device, scheme, num_rows, num_steps):
         return float((decode(rig, num_rows, num_steps).cpu() - exact).square().mean().sqrt())
 
     # A number between two codes may become either.
-    between = 5e-3 if scheme is not None and scheme.codes_activations else ROUNDING
+    between = 5e-3 if scheme is not None and scheme.quantizes_activations else ROUNDING
     assert off(few=True) < 3 * off(few=False) + between
     assert exact.std() > 0.5, "errors are to be small beside it"

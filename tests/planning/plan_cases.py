@@ -8,7 +8,7 @@ from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.alternatives import Alternative
-from holdfast.planning.fit import Wish
+from holdfast.planning.fit import PlanRequest
 from holdfast.planning.target import Target, gpu_target
 
 GIB = 1024**3
@@ -24,13 +24,13 @@ def blueprint(name: str) -> Blueprint:
     return read_blueprint(CATALOGUE[name], name)
 
 
-def wish(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> Wish:
+def wish(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> PlanRequest:
     """A wish; options that no config has go beside it."""
     beside = {key: options.pop(key) for key in ("tensor_parallel_size", "staging") if key in options}
-    return Wish(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
+    return PlanRequest(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
 
 
-def changed(wish: Wish, alternative: Alternative) -> Wish:
+def changed(wish: PlanRequest, alternative: Alternative) -> PlanRequest:
     """The wish of somebody who takes the advice."""
     option, value = alternative.option, alternative.value
     if option == "gpu":

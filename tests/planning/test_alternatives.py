@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.planning.alternatives import alternatives, list_alternatives, smallest_change
-from holdfast.planning.fit import Wish, find_fit, try_fit
+from holdfast.planning.fit import PlanRequest, find_fit, try_fit
 from holdfast.planning.target import memory_target
 from holdfast.quant.formats import KV_FORMATS
 from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, changed, wish
 
-CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]
+CODED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 WISHES = st.builds(
     lambda name, gib, length, seqs, tokens, util, limit: wish(
         name,
@@ -37,7 +37,7 @@ WISHES = st.builds(
 
 @given(WISHES)
 @settings(max_examples=40)
-def test_every_advice_works(wanted: Wish) -> None:
+def test_every_advice_works(wanted: PlanRequest) -> None:
     listed = list_alternatives(wanted)
     fits = try_fit(wanted) is not None
     for item in listed:
@@ -67,7 +67,7 @@ def test_every_advice_works(wanted: Wish) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_smallest_change(wanted: Wish, option: str) -> None:
+def test_the_smallest_change(wanted: PlanRequest, option: str) -> None:
     smallest = next(item for item in list_alternatives(wanted) if item.is_smallest)
     assert smallest.option == option
     assert find_fit(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens > 0
@@ -81,7 +81,7 @@ ORDER = (
 
 @given(WISHES)
 @settings(max_examples=30)
-def test_the_order_of_what_a_person_would_rather_accept(wanted: Wish) -> None:
+def test_the_order_of_what_a_person_would_rather_accept(wanted: PlanRequest) -> None:
     listed = list_alternatives(wanted)
     places = [ORDER.index(item.option) for item in listed if item.option in ORDER]
     assert places == sorted(places)

@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.planning.fit import Wish, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
 from holdfast.planning.plan import RunnerPlan, plan_runner, plan_unfitting
 from holdfast.planning.target import memory_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
@@ -67,7 +67,7 @@ def test_every_model_in_every_format(name: str, kv_format: str) -> None:
         assert num_wide == DEFAULT_PROTECTED_LAYERS.get(kv_format, 0)
         assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
         assert plan.cache.bytes_per_page == plan.memory.page_bytes
-        assert plan.cache.page_tokens == (64 if KV_FORMATS[kv_format].is_coded else 16)
+        assert plan.cache.page_tokens == (64 if KV_FORMATS[kv_format].is_quantized else 16)
     bare = fit_runner(wanted._replace(config=replace(wanted.config, kv_protected_layers=0)))
     assert bare.kv_bytes_per_token == model.kv_bytes_per_token(kv_format)
 
@@ -96,7 +96,7 @@ def test_bytes_of_a_token_by_hand(kv_format: str, sizes: tuple[int, int]) -> Non
     assert token_bytes(kv_protected_layers=0) == sizes[0] == sizes[1]
     assert sizes[0] <= 64 * 8 * MOST.get(kv_format, 512)
     per_layer = sizes[0] // 64
-    if KV_FORMATS[kv_format].is_coded:
+    if KV_FORMATS[kv_format].is_quantized:
         in_bfloat16 = token_bytes(kv_protected_layers=4, kv_protected_dtype="auto")
         assert in_bfloat16 == 60 * per_layer + 4 * 8 * 512
     if kv_format.startswith("turboquant"):
@@ -138,7 +138,7 @@ MIXED = st.builds(
         name, H200, kv_cache_dtype=kv_format, kv_protected_layers=layers, kv_protected_dtype="auto", page_tokens=page
     ),
     st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen2.5-0.5B-Instruct"]),
-    st.sampled_from([name for name, value in KV_FORMATS.items() if value.is_coded]),
+    st.sampled_from([name for name, value in KV_FORMATS.items() if value.is_quantized]),
     st.none()
     | st.integers(0, 24)
     | st.lists(st.integers(0, 23), min_size=2, max_size=9, unique=True).map(lambda found: ",".join(map(str, found))),
@@ -148,7 +148,7 @@ MIXED = st.builds(
 
 @given(MIXED, st.integers(1, 3))
 @settings(max_examples=60)
-def test_pages_of_any_mix_take_what_was_planned(wanted: Wish, num_pages: int) -> None:
+def test_pages_of_any_mix_take_what_was_planned(wanted: PlanRequest, num_pages: int) -> None:
     """What the arena of the pages takes is pages times the page, and padding no more than its term."""
     layout, resolved = settle(wanted)
     plan = fit_runner(wanted)
@@ -167,7 +167,7 @@ def test_pages_of_any_mix_take_what_was_planned(wanted: Wish, num_pages: int) ->
 
 MODELS = st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen3-8B", "OPT-125m", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
 WISHES = st.builds(
-    lambda name, gib, util, seqs, tokens, length, page, eager: Wish(
+    lambda name, gib, util, seqs, tokens, length, page, eager: PlanRequest(
         EngineConfig(
             memory_utilization=util,
             max_num_seqs=seqs,
@@ -192,7 +192,7 @@ WISHES = st.builds(
 
 @given(WISHES)
 @settings(max_examples=150)
-def test_the_plan_is_the_largest_that_fits(wanted: Wish) -> None:
+def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
     fit = try_fit(wanted)
     resolved = settle(wanted)[1]
     if fit is None:
@@ -219,7 +219,7 @@ def test_the_plan_is_the_largest_that_fits(wanted: Wish) -> None:
 
 @given(WISHES, st.integers(1, 64))
 @settings(max_examples=50)
-def test_more_memory_never_gives_fewer_tokens(wanted: Wish, more: int) -> None:
+def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) -> None:
     fit = try_fit(wanted)
     larger = try_fit(wanted._replace(target=memory_target(wanted.target.total_bytes + more * GIB)))
     if fit is not None:
@@ -349,9 +349,9 @@ def test_a_plan() -> None:
     plan = plan_runner(EngineConfig(), blueprint("Qwen3-8B"), H200)
     assert isinstance(plan, RunnerPlan)
     assert plan.kv_tokens > 700_000
-    coded = plan_runner(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200)
-    assert coded.kv_tokens > 1.9 * plan.kv_tokens
-    assert coded.not_in_this_version == ()
+    quantized = plan_runner(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200)
+    assert quantized.kv_tokens > 1.9 * plan.kv_tokens
+    assert quantized.not_in_this_version == ()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.models.parameters import Parameter
-from holdfast.planning.fit import Wish, settle
+from holdfast.planning.fit import PlanRequest, settle
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from holdfast.runner.build import plan_model
 from loading.stored_models import MOE, make_stored
@@ -104,7 +104,7 @@ def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp
     sizes = []
     for options in ({}, *({"quantization": scheme, "weight_cache": "off"} | more for more in OPTIONS)):
         config = EngineConfig.from_options(model=folder, device="cpu", **options)
-        _, resolved = settle(Wish(config, open_blueprint(folder), HOST))
+        _, resolved = settle(PlanRequest(config, open_blueprint(folder), HOST))
         planned = open_blueprint(folder).weight_bytes(resolved.dtype, resolved.recipe)
         load, plan = plan_model(config, open_model(folder, "auto"), HOST)
         assert resolved.recipe == plan.resolved.recipe
@@ -112,8 +112,8 @@ def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp
         load.run("cpu", ledger, lambda done, total: None)
         assert planned == ledger.group_bytes()["weights"], options
         sizes.append(planned)
-    as_stored, coded, bare, embedded = sizes
-    assert embedded == coded < bare <= as_stored, "head and embedding have the same size"
+    as_stored, quantized, bare, embedded = sizes
+    assert embedded == quantized < bare <= as_stored, "head and embedding have the same size"
     is_alike = case.endswith("attention left out")
     assert (bare == as_stored) == is_alike, "nothing but head and embedding is open there"
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_stores_nothing_quantized_is_a_plain_one(said, load_fo
     folder = str(make_stored(tmp_path / "model", "fp8", ("model.",), said))
     for scheme in ("fp8", "int8"):
         config = EngineConfig.from_options(model=folder, device="cpu", quantization=scheme, weight_cache="off")
-        _, resolved = settle(Wish(config, open_blueprint(folder), HOST))
+        _, resolved = settle(PlanRequest(config, open_blueprint(folder), HOST))
         load, plan = plan_model(config, open_model(folder, load_format), HOST)
         assert resolved.recipe == plan.resolved.recipe
         assert open_blueprint(folder).weight_bytes(resolved.dtype, resolved.recipe) == load.plan.final_bytes

@@ -55,7 +55,7 @@ def with_layers(num_layers: int) -> Blueprint:
 def test_the_default_of_every_format(name: str) -> None:
     protected = chosen(kv_format=name)
     assert len(protected.layers) == DEFAULT_PROTECTED_LAYERS.get(name, 0)
-    assert bool(protected.reason) == KV_FORMATS[name].is_coded
+    assert bool(protected.reason) == KV_FORMATS[name].is_quantized
     if protected.layers:
         assert protected == ((0, 1, 28, 29), KV_FORMATS["fp8"], False, protected.reason)
 
@@ -201,7 +201,7 @@ def test_a_list_is_written_as_it_is_read(layers: list[int]) -> None:
     assert parse_layers(listed(sorted(layers)), "x") == tuple(sorted(layers))
 
 
-CODED = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.codes_activations]
+CODED = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.quantizes_activations]
 
 
 def choose(model: str | Blueprint = "Qwen3-8B", target: Target = H200, **options):
@@ -240,7 +240,7 @@ def test_heads_and_embeddings_are_quantized_there_as_anywhere(name: str, embeddi
     assert recipe == WeightRecipe(WEIGHT_SCHEMES[name], embeddings)
     assert (recipe, notes) == choose(target=H200, quantization=name, quantized_embeddings=embeddings)
     head = recipe.scheme_for("head", ())
-    assert head is None or not head.codes_activations, "else that GPU could not multiply by it"
+    assert head is None or not head.quantizes_activations, "else that GPU could not multiply by it"
 
 
 def test_patterns_that_do_nothing_are_told_and_those_that_match_nothing_raise() -> None:
@@ -432,7 +432,7 @@ def test_pages_of_coded_formats_are_a_tile_unless_somebody_says_otherwise() -> N
     assert asked.limits.page_tokens == 16
     assert "page_tokens" not in reasons(asked)
     latent = resolve(EngineConfig(kv_cache_dtype="fp8"), read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), FREE)
-    assert latent.limits.page_tokens == 16, "nothing is coded by head there"
+    assert latent.limits.page_tokens == 16, "nothing is quantized by head there"
 
 
 def test_protected_layers_are_a_choice_with_a_reason() -> None:
@@ -454,7 +454,7 @@ def test_other_layers_replace_the_choice() -> None:
     assert len(other.choices) == len(resolved.choices)
 
 
-@pytest.mark.parametrize("name", [name for name, value in KV_FORMATS.items() if value.is_coded])
+@pytest.mark.parametrize("name", [name for name, value in KV_FORMATS.items() if value.is_quantized])
 def test_heads_that_cannot_be_coded_are_told_what_works(name: str) -> None:
     odd = replace(SPEC, head_dim=72)
     with pytest.raises(ConfigError) as caught:

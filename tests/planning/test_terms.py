@@ -17,7 +17,7 @@ from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.planning.fit import Wish, settle
+from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
     BLOCK_ELEMENTS,
@@ -271,7 +271,7 @@ def test_ranks_need_collectives() -> None:
 
 
 def test_staging_that_is_known_replaces_the_most() -> None:
-    staging = Term("staging", 7, "made-up rows", ("load",))
+    staging = Term("staging", 7, "dummy rows", ("load",))
     for target in (H200, HOST):
         assert by_owner(needs(target=target, staging=staging))["staging"] is staging
 
@@ -323,7 +323,7 @@ def test_scratch_of_a_backend_is_part_of_attention() -> None:
 
 
 @pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_coded])
+@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
 def test_whoever_reads_coded_pages_takes_every_layer(target: Target, kv_format: str) -> None:
     for options in ({}, {"kv_protected_layers": 3, "kv_protected_dtype": "auto"}):
         layout, resolved = settle(wish("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
@@ -374,7 +374,7 @@ def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, la
     asked = Asked()
     monkeypatch.setattr("holdfast.attention.declarations.DECLARATIONS", (asked,))
     config = EngineConfig(kv_cache_dtype=NARROW, **options)
-    list_needs(*settle(Wish(config, spec_blueprint(spec, "x"), H200)))
+    list_needs(*settle(PlanRequest(config, spec_blueprint(spec, "x"), H200)))
     assert asked.layers == layers
 
 

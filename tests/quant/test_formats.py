@@ -13,8 +13,8 @@ from holdfast.quant.formats import (
     kv_format,
 )
 
-PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_coded]
-CODED = [name for name, value in KV_FORMATS.items() if value.is_coded]
+PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_quantized]
+CODED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)

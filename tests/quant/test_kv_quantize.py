@@ -23,14 +23,14 @@ from holdfast.quant.kv_quantize import (
     VALUE_CODEBOOKS,
     VALUE_PARTS,
     Codebook,
-    CodedHeads,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
+    QuantizedHeads,
+    dequantize_keys,
+    dequantize_values,
     hadamard_block,
     hadamard_signs,
     part_dims,
+    quantize_keys,
+    quantize_values,
     rotate_heads,
 )
 
@@ -283,8 +283,11 @@ def test_a_codebook_cannot_be_changed() -> None:
 SIDES = ["keys", "values"]
 BITS = [8, 4, 3]
 HEAD_DIMS = range(16, 257, 16)
-ENCODE: dict[str, Callable[[torch.Tensor, int], CodedHeads]] = {"keys": encode_keys, "values": encode_values}
-DECODE: dict[str, Callable[[CodedHeads, int, int], torch.Tensor]] = {"keys": decode_keys, "values": decode_values}
+ENCODE: dict[str, Callable[[torch.Tensor, int], QuantizedHeads]] = {"keys": quantize_keys, "values": quantize_values}
+DECODE: dict[str, Callable[[QuantizedHeads, int, int], torch.Tensor]] = {
+    "keys": dequantize_keys,
+    "values": dequantize_values,
+}
 BOOKS_HEAD_CODES = {"keys": KEY_CODEBOOKS, "values": VALUE_CODEBOOKS}
 ERRORS = {8: 0.0007, 4: 0.0095, 3: 0.034}
 """Of Gaussian heads, mean squared error over mean square."""
@@ -301,7 +304,7 @@ def round_trip(y_XD: torch.Tensor, side: str, bits: int) -> torch.Tensor:
     return DECODE[side](ENCODE[side](y_XD, bits), bits, y_XD.shape[-1])
 
 
-def assert_same_bits(ours: CodedHeads, theirs: CodedHeads) -> None:
+def assert_same_bits(ours: QuantizedHeads, theirs: QuantizedHeads) -> None:
     """NaN scales too."""
     assert torch.equal(ours.codes_XB, theirs.codes_XB)
     assert torch.equal(ours.scale_X.view(torch.int16), theirs.scale_X.view(torch.int16))
@@ -310,9 +313,9 @@ def assert_same_bits(ours: CodedHeads, theirs: CodedHeads) -> None:
         assert torch.equal(ours.signs_XS, theirs.signs_XS)
 
 
-def head(heads: CodedHeads, *index: int) -> CodedHeads:
+def head(heads: QuantizedHeads, *index: int) -> QuantizedHeads:
     signs = None if heads.signs_XS is None else heads.signs_XS[index]
-    return CodedHeads(heads.codes_XB[index], signs, heads.scale_X[index])
+    return QuantizedHeads(heads.codes_XB[index], signs, heads.scale_X[index])
 
 
 # The layout in scalars, from the words of the docstring.
@@ -418,7 +421,7 @@ def test_every_code_survives_at_every_place(side: str, bits: int) -> None:
     for shift in range(2**bits):
         codes = [(place + shift) % 2**bits for place in range(48)]
         packed, signs = (scalar_keys if side == "keys" else scalar_values)(codes, bits)
-        heads = CodedHeads(
+        heads = QuantizedHeads(
             torch.tensor(list(packed), dtype=torch.uint8),
             torch.tensor(list(signs), dtype=torch.uint8) if signs else None,
             torch.tensor(1.0, dtype=torch.float16),
@@ -476,7 +479,7 @@ def test_a_head_is_coded_as_if_it_were_alone(side: str, bits: int) -> None:
 def test_slices_of_a_larger_plane_decode_alike(side: str, bits: int) -> None:
     y_XD = gaussian(4, 9, 64)
     heads = ENCODE[side](y_XD, bits)
-    part = CodedHeads(*(None if plane is None else plane[1:3, 2:7] for plane in heads))  # type: ignore[arg-type]
+    part = QuantizedHeads(*(None if plane is None else plane[1:3, 2:7] for plane in heads))  # type: ignore[arg-type]
     assert torch.equal(DECODE[side](part, bits, 64), DECODE[side](heads, bits, 64)[1:3, 2:7])
 
 
@@ -491,7 +494,7 @@ def test_half_precision_is_coded_as_its_numbers(side: str, bits: int, dtype: tor
 @pytest.mark.parametrize("bits", [4, 3])
 def test_a_coded_key_has_the_length_of_the_true_one(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
-    lengths_X = decode_keys(encode_keys(y_XD, bits), bits, 64).norm(dim=-1)
+    lengths_X = dequantize_keys(quantize_keys(y_XD, bits), bits, 64).norm(dim=-1)
     torch.testing.assert_close(lengths_X, y_XD.norm(dim=-1), rtol=2**-11, atol=0)
 
 

@@ -95,7 +95,7 @@ def write_model(folder: Path, name: str) -> Path:
 
 
 def build_dummy(folder: Path, name: str = "qwen3", **options: Any) -> BuiltRunner:
-    """A runner of a tiny model with made-up weights."""
+    """A runner of a tiny model with dummy weights."""
     model = open_model(str(write_model(folder, name)), "dummy")
     return build_runner(EngineConfig(**(SMALL | options)), model, lambda done, total: None)
 
@@ -237,11 +237,11 @@ class CheckedReplays:
         assert self._planned is not None, "a replay without a plan"
         logits_RV = self._replay(size, is_decode)
         sampler, num_rows = self._runner._sampler, len(logits_RV)
-        from_graph = logits_RV.clone(), sampler.likeliest_S[:num_rows].clone()
+        from_graph = logits_RV.clone(), sampler.argmax_S[:num_rows].clone()
         eager_RV = self._runner._decoder.step_logits(*self._planned)
-        sampler.find_likeliest(eager_RV)
+        sampler.find_argmax(eager_RV)
         assert same_bits(eager_RV, from_graph[0]), f"logits of {size=} {is_decode=} differ"
-        assert torch.equal(sampler.likeliest_S[:num_rows], from_graph[1]), f"likeliest of {size=} {is_decode=} differ"
+        assert torch.equal(sampler.argmax_S[:num_rows], from_graph[1]), f"argmax of {size=} {is_decode=} differ"
         self.sizes.append((size, is_decode))
         return logits_RV
 

@@ -98,7 +98,7 @@ def _take_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
 def _record_kernels(monkeypatch: pytest.MonkeyPatch) -> set[Form]:
     """From here on kernels are launched as on a Hopper, wherever their tensors lie, and only recorded."""
     forms: set[Form] = set()
-    answers = {"can_run": lambda tensor: True, "can_launch_early": lambda tensor: True, "is_interpreted": lambda: False}
+    answers = {"can_run": lambda tensor: True, "supports_pdl": lambda tensor: True, "is_interpreted": lambda: False}
     for name, module in list(sys.modules.items()):
         if not name.startswith("holdfast.kernels.") or name == triton_compat.__name__:
             continue
@@ -129,9 +129,11 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
         with pytest.MonkeyPatch.context() as monkeypatch:
             forms = _record_kernels(monkeypatch)
             _take_no_product(monkeypatch)
-            takes_few = building.takes_few
+            takes_fused_decode = building.takes_fused_decode
             monkeypatch.setattr(
-                building, "takes_few", lambda spec, dtype, _, recipe: takes_few(spec, dtype, "cuda", recipe)
+                building,
+                "takes_fused_decode",
+                lambda spec, dtype, _, recipe: takes_fused_decode(spec, dtype, "cuda", recipe),
             )
             monkeypatch.setattr(building, "BatchBuffers", partial(building.BatchBuffers, mirrored=True))
             monkeypatch.setattr(sampling, "HostSampler", _device_sampler)

@@ -119,7 +119,7 @@ SETTINGS = {
 def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     """Owner by owner; pages, whose planes may end between two aligned places, to what aligning them can cost."""
     options = {"max_model_len": 60} | SETTINGS[settings]
-    if is_coded(options) and family in ODD_HEADS:
+    if is_quantized(options) and family in ODD_HEADS:
         with pytest.raises(ConfigError, match="multiple of 16 elements can be quantized; try bfloat16"):
             build(family, readable=False, **options)
         return
@@ -135,8 +135,8 @@ def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
 
 
-def is_coded(options: dict) -> bool:
-    return KV_FORMATS[options.get("kv_cache_dtype", "float32")].is_coded
+def is_quantized(options: dict) -> bool:
+    return KV_FORMATS[options.get("kv_cache_dtype", "float32")].is_quantized
 
 
 def held_by_owner(ledger: Ledger) -> dict[str, int]:
@@ -302,7 +302,7 @@ def test_backends_follow_formats(build):
     assert build(max_model_len=64, kv_cache_dtype="bfloat16").plan.declaration.name == "torch_paged"
 
 
-@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_coded])
+@pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
 def test_pages_of_coded_formats(build, kv_format):
     built = build("qwen3", kv_cache_dtype=kv_format, page_tokens=None, max_model_len=100)
     assert built.runner.limits.page_tokens == 64

@@ -110,10 +110,12 @@ def test_another_attention_may_be_put_in_place(folder: Path) -> None:
 
 def test_key_means_change_nothing_but_codes(folder: Path) -> None:
     """Whatever constant is subtracted from keys, softmax does not see it."""
-    coded = replace(CONFIG, kv_cache_dtype="fp8")
+    quantized = replace(CONFIG, kv_cache_dtype="fp8")
     means = [torch.full((2, 16), 0.25)] * 2
     with model_of(folder) as model:
-        built = build_variants([Variant(coded), Variant(coded, partial(build_backend, k_means=means))], model, silent)
+        built = build_variants(
+            [Variant(quantized), Variant(quantized, partial(build_backend, k_means=means))], model, silent
+        )
     plain, centered = map(logits, built.runners)
     assert not torch.equal(plain, centered)
     assert torch.allclose(plain, centered, atol=0.3)

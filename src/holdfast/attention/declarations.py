@@ -68,10 +68,10 @@ MIN_SPLIT_TOKENS = 256
 TILE_FIELDS = 8
 QUERY_ROWS = 128
 """Rows of queries times heads of a group in one tile of a prefill over plain pages."""
-CODED_QUERY_ROWS = 64
-"""The same over coded pages; lists have room for tiles of this height, and kernels may take higher ones."""
-CODED_HEADS = 16
-"""Coded heads are multiples of this."""
+QUANTIZED_QUERY_ROWS = 64
+"""The same over quantized pages; lists have room for tiles of this height, and kernels may take higher ones."""
+QUANTIZED_HEADS = 16
+"""Quantized heads are multiples of this."""
 CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
 """Tables of plain torch by bits: two coordinates for every byte, or four for every 12 bits, in float32."""
 MAX_MASK_ROWS = 128
@@ -104,7 +104,7 @@ class NativePagedDeclaration:
 
 
 class TritonPagedDeclaration:
-    """Triton kernels over half-precision and coded pages on a GPU."""
+    """Triton kernels over half-precision and quantized pages on a GPU."""
 
     name = "triton_paged"
     can_be_captured = True
@@ -113,13 +113,13 @@ class TritonPagedDeclaration:
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
-        if half_coded := _half_coded(spec):
-            return half_coded
-        if not spec.cache.format.is_coded and {plane.dtype for plane in spec.cache.planes} != {spec.dtype}:
+        if half_quantized := _half_quantized(spec):
+            return half_quantized
+        if not spec.cache.format.is_quantized and {plane.dtype for plane in spec.cache.planes} != {spec.dtype}:
             return f"pages must be {spec.dtype}, the type of the queries"
         if spec.dtype not in ("float16", "bfloat16"):
             return f"it computes in half precision, not in {spec.dtype}"
-        unit = CODED_HEADS if spec.cache.format.is_coded else 8
+        unit = QUANTIZED_HEADS if spec.cache.format.is_quantized else 8
         if spec.cache.head_dim > 256 or spec.cache.head_dim % unit:
             return f"head_dim is {spec.cache.head_dim}, and a multiple of {unit} up to 256 is computed"
         if spec.num_heads % spec.cache.num_kv_heads:
@@ -162,9 +162,9 @@ class TorchPagedDeclaration:
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
-        if spec.cache.format.is_coded and spec.cache.head_dim % CODED_HEADS:
-            return f"head_dim is {spec.cache.head_dim}, and quantized heads are multiples of {CODED_HEADS}"
-        return _half_coded(spec)
+        if spec.cache.format.is_quantized and spec.cache.head_dim % QUANTIZED_HEADS:
+            return f"head_dim is {spec.cache.head_dim}, and quantized heads are multiples of {QUANTIZED_HEADS}"
+        return _half_quantized(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
         return ()
@@ -177,7 +177,7 @@ class TorchPagedDeclaration:
         codes = {
             (spec.cache.format.key_bits, spec.cache.format.value_bits, spec.cache.head_dim)
             for spec in specs
-            if spec.cache.format.is_coded
+            if spec.cache.format.is_quantized
         }
         if not codes:
             return (masks,)
@@ -259,12 +259,12 @@ def max_tiles(kind: TileKind, max_model_len: int, bounds: StepBounds) -> int:
 
 def least_tile_rows(kind: TileKind) -> int:
     """Rows that a large tile takes at least."""
-    query_rows = QUERY_ROWS if kind.key_bits is None else CODED_QUERY_ROWS
+    query_rows = QUERY_ROWS if kind.key_bits is None else QUANTIZED_QUERY_ROWS
     return max(1, query_rows // (kind.num_heads // kind.num_kv_heads))
 
 
 def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
-    """The tables that coded layers rotate by (quant/kv_quantize.py), one for each head dim among them."""
+    """The tables that quantized layers rotate by (quant/kv_quantize.py), one for each head dim among them."""
     head_dims = rotated_head_dims(specs)
     if not head_dims:
         return ()
@@ -288,7 +288,7 @@ def code_table_bytes(key_bits: int, value_bits: int, head_dim: int) -> int:
     return CODE_TABLE_BYTES[key_bits] + CODE_TABLE_BYTES[value_bits] + 2 * bytes_for("int64", (head_dim,))
 
 
-def _half_coded(spec: AttentionSpec) -> str | None:
+def _half_quantized(spec: AttentionSpec) -> str | None:
     kv_format = spec.cache.format
     if (kv_format.key_bits is None) == (kv_format.value_bits is None):
         return None

@@ -16,8 +16,8 @@ import torch
 from holdfast.attention.backend import Batch
 from holdfast.attention.declarations import AttentionSpec, rotated_head_dims
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.quantized_attention import coded_attention, coded_geometry
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import (
     FEW_ROWS,
     LARGE_PROGRAMS_PER_SM,
@@ -26,15 +26,15 @@ from holdfast.kernels.attention.tiled_attention import (
     tile_rows,
     tiled_attention,
 )
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads
-from holdfast.kernels.attention.write_quantized_kv import write_codes
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
+from holdfast.kernels.attention.write_quantized_kv import write_quantized_kv
 from holdfast.kernels.geometry import TileGeometry
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     KEY_PARTS,
     VALUE_CODEBOOKS,
     VALUE_PARTS,
-    CodedHeads,
+    QuantizedHeads,
     hadamard_block,
     part_dims,
     rotation_table,
@@ -82,7 +82,7 @@ class PagedRows:
         return pages_PKtX.transpose(0, 1).flatten(1, 2).narrow(1, offset, self.num_tokens)
 
 
-class CodeReader:
+class Dequantizer:
     """Reads the keys and values of one format and head dim."""
 
     def __init__(self, key_bits: int, value_bits: int, head_dim: int, device: torch.device) -> None:
@@ -104,8 +104,8 @@ class CodeReader:
         held = (self._key_table, self._value_table, self.key_order_D, self.value_places_D)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    def keys(self, heads: CodedHeads) -> torch.Tensor:
-        """float32 [X, D], rotated as they were coded, in the order of `key_order_D`."""
+    def keys(self, heads: QuantizedHeads) -> torch.Tensor:
+        """float32 [X, D], rotated as they were quantized, in the order of `key_order_D`."""
         if self._key_table is None:
             numbers_XD = heads.codes_XB.view(torch.float8_e4m3fn).float()
         elif self._key_bits == 4:
@@ -115,8 +115,8 @@ class CodeReader:
             numbers_XD = _looked_up(_key_index_of_3_bits(heads.codes_XB, heads.signs_XS), self._key_table)
         return numbers_XD.mul_(heads.scale_X.float().unsqueeze(-1))
 
-    def values(self, heads: CodedHeads) -> torch.Tensor:
-        """float32 [X, D], rotated as they were coded, each coordinate at its place in `value_places_D`."""
+    def values(self, heads: QuantizedHeads) -> torch.Tensor:
+        """float32 [X, D], rotated as they were quantized, each coordinate at its place in `value_places_D`."""
         if self._value_table is None:
             numbers_XD = heads.codes_XB.view(torch.float8_e4m3fn).float()
         elif self._value_bits == 4:
@@ -229,7 +229,7 @@ class PlainPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Keys and values to their slots, queries to `out_THD`, all in one pass."""
-        write_heads(qkv_TX, batch.positions_T, batch.slots_T, *self.planes, head_norm, rotary, out_THD)
+        write_kv(qkv_TX, batch.positions_T, batch.slots_T, *self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """How the kernel of `attend_tiles` wants its tiles."""
@@ -273,10 +273,10 @@ class PlainPages:
         """Bring sums of what was `read`, weighted by attention, into the form of outputs: they are."""
 
 
-class CodedPages:
+class QuantizedPages:
     """The planes of one layer; all tokens are attended to as they are stored, also those of the step itself."""
 
-    def __init__(self, planes: CodedPlanes, reader: CodeReader | None = None) -> None:
+    def __init__(self, planes: QuantizedPlanes, reader: Dequantizer | None = None) -> None:
         self.planes = planes
         self._reader = reader
 
@@ -288,13 +288,13 @@ class CodedPages:
         rotary: Rotary | None,
         out_THD: torch.Tensor,
     ) -> None:
-        """Coded keys and values to their slots, queries to `out_THD`, rotated as the keys are."""
-        write_codes(qkv_TX, batch.positions_T, batch.slots_T, self.planes, head_norm, rotary, out_THD)
+        """Quantized keys and values to their slots, queries to `out_THD`, rotated as the keys are."""
+        write_quantized_kv(qkv_TX, batch.positions_T, batch.slots_T, self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """How the kernel of `attend_tiles` wants its tiles."""
         planes = self.planes
-        return coded_geometry(num_heads, planes.num_kv_heads, planes.key_bits, planes.value_bits)
+        return quantized_geometry(num_heads, planes.num_kv_heads, planes.key_bits, planes.value_bits)
 
     def attend_tiles(
         self,
@@ -308,7 +308,7 @@ class CodedPages:
         num_sms: int,
     ) -> None:
         """All rows of a step, on a GPU."""
-        coded_attention(q_THD, self.planes, page_table_NP, work, scale, window, *partials, out_TX, num_sms)
+        quantized_attention(q_THD, self.planes, page_table_NP, work, scale, window, *partials, out_TX, num_sms)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the form that what is `read` takes: their coordinates in the order of the keys'."""
@@ -331,20 +331,20 @@ class CodedPages:
         out_XD.copy_(ordered_XD)
 
     @property
-    def _readable(self) -> CodeReader:
+    def _readable(self) -> Dequantizer:
         assert self._reader is not None, "these pages were made for kernels, not for reading"
         return self._reader
 
 
 def _heads(
     rows: PagedRows, codes_PKtB: torch.Tensor, signs_PKtS: torch.Tensor | None, scale_PKt: torch.Tensor
-) -> CodedHeads:
+) -> QuantizedHeads:
     signs_KLS = None if signs_PKtS is None else rows.read_by_head(signs_PKtS)
-    return CodedHeads(rows.read_by_head(codes_PKtB), signs_KLS, rows.read_by_head(scale_PKt))
+    return QuantizedHeads(rows.read_by_head(codes_PKtB), signs_KLS, rows.read_by_head(scale_PKt))
 
 
 KeyMeans = Sequence[torch.Tensor | None]
-"""Of each coded layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
+"""Of each quantized layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
 
 
 class LayerPages:
@@ -357,17 +357,17 @@ class LayerPages:
         k_means: KeyMeans | None = None,
         is_read: bool = False,
     ) -> None:
-        """`is_read`: coded pages are read in plain torch, which takes tables."""
+        """`is_read`: quantized pages are read in plain torch, which takes tables."""
         self._specs = specs
         self._device = storage.plane(0, specs[0].cache.planes[0].name).device
         dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._rotations = {dim: rotation_table(dim, dtype, self._device) for dim in rotated_head_dims(specs)}
         self._no_rotation = torch.empty(0, 0, dtype=dtype, device=self._device)
-        self._readers: dict[tuple[int, int, int], CodeReader] = {}
+        self._readers: dict[tuple[int, int, int], Dequantizer] = {}
         means = k_means or (None,) * len(specs)
         self._pages = [
-            self._coded(layer, storage, k_mean_KD, is_read)
-            if spec.cache.format.is_coded
+            self._quantized(layer, storage, k_mean_KD, is_read)
+            if spec.cache.format.is_quantized
             else PlainPages(storage.plane(layer, "k"), storage.plane(layer, "v"), storage.spec.page_tokens)
             for layer, (spec, k_mean_KD) in enumerate(zip(specs, means, strict=True))
         ]
@@ -385,7 +385,7 @@ class LayerPages:
         self._pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
 
     def held_bytes(self) -> dict[str, int]:
-        """What coded pages take beside the storage."""
+        """What quantized pages take beside the storage."""
         held: dict[str, int] = {}
         if self._readers:
             held["attention/dequantize"] = sum(reader.num_bytes for reader in self._readers.values())
@@ -393,11 +393,13 @@ class LayerPages:
             held["attention/rotation"] = sum(rotation_DD.nbytes for rotation_DD in self._rotations.values())
         return held
 
-    def _coded(self, layer: int, storage: PageStorage, k_mean_KD: torch.Tensor | None, is_read: bool) -> CodedPages:
+    def _quantized(
+        self, layer: int, storage: PageStorage, k_mean_KD: torch.Tensor | None, is_read: bool
+    ) -> QuantizedPages:
         cache = self._specs[layer].cache
         key_bits, value_bits, head_dim = cache.format.key_bits, cache.format.value_bits, cache.head_dim
         assert key_bits is not None and value_bits is not None, f"{cache.format.name} codes only one of both"  # noqa: PT018
-        planes = CodedPlanes.of(
+        planes = QuantizedPlanes.of(
             lambda name: storage.plane(layer, name),
             key_bits,
             value_bits,
@@ -407,8 +409,8 @@ class LayerPages:
             k_mean_KD,
         )
         if not is_read:
-            return CodedPages(planes)
+            return QuantizedPages(planes)
         kind = (key_bits, value_bits, head_dim)
         if kind not in self._readers:
-            self._readers[kind] = CodeReader(*kind, self._device)
-        return CodedPages(planes, self._readers[kind])
+            self._readers[kind] = Dequantizer(*kind, self._device)
+        return QuantizedPages(planes, self._readers[kind])

@@ -21,7 +21,7 @@ def build_backend(
     batch_invariant: bool,
     k_means: KeyMeans | None = None,
 ) -> AttentionBackend[Any]:
-    """The backend over its storage. `k_means`: what is subtracted from the keys of each layer before they are coded."""
+    """The backend over its storage. `k_means`: what is subtracted from the keys of each layer before they are quantized."""
     if declaration.name == TritonPagedAttention.name:
         return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant, k_means)
     if declaration.name == TorchPagedAttention.name:

@@ -83,7 +83,7 @@ class Machine(NamedTuple):
     device: torch.device
 
 
-class TileLists:
+class TileScheduler:
     """The lists of one geometry and window. Nothing is allocated after construction."""
 
     def __init__(

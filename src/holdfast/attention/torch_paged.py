@@ -4,7 +4,7 @@
 
 Rows of a sequence are taken in blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
 torch's fused attention with one slice of a mask template does it, whatever the chunking. A lone row folds its G heads into
-the row dimension instead and needs no mask. Coded tokens become numbers again for as long as they are attended to.
+the row dimension instead and needs no mask. Quantized tokens become numbers again for as long as they are attended to.
 """
 
 from collections.abc import Sequence

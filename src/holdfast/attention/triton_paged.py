@@ -1,4 +1,4 @@
-"""Attention over half-precision and coded pages on a GPU: a kernel for each kind of page, all over lists of tiles."""
+"""Attention over half-precision and quantized pages on a GPU: a kernel for each kind of page, all over lists of tiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from holdfast.attention.declarations import (
     tile_kinds,
 )
 from holdfast.attention.layer_pages import KeyMeans, LayerPages
-from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileLists
+from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.tiled_attention import TileWork
 
@@ -53,7 +53,7 @@ class TritonPagedAttention(LayerPages):
         self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
         machine = Machine(num_sms, batch_invariant, self._device)
         max_model_len = specs[0].max_model_len
-        self._lists: dict[WorkKey, TileLists] = {}
+        self._lists: dict[WorkKey, TileScheduler] = {}
         for kind in tile_kinds(specs):
             pages = self._pages[next(layer for layer, (other, _) in enumerate(self._keys) if other == kind)]
             geometry = pages.tile_geometry(kind.num_heads)
@@ -66,7 +66,7 @@ class TritonPagedAttention(LayerPages):
                 split_rows(max_model_len, bounds),
             )
             for window in dict.fromkeys(spec.window for spec in specs):
-                self._lists[kind, window] = TileLists(geometry, kind.num_kv_heads, window, room, machine)
+                self._lists[kind, window] = TileScheduler(geometry, kind.num_kv_heads, window, room, machine)
 
     def held_bytes(self) -> dict[str, int]:
         lists = self._lists.values()

@@ -11,7 +11,7 @@ from holdfast.cli.bench_cases import Case, Timing, TokenIds
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.planning.open_model import OpenModel
-from loading.whole_tensors import read_rows
+from holdfast.loading.sources.source import read_rows
 
 ROWS_AT_ONCE = 4096
 PADDING = 0

@@ -208,7 +208,7 @@ def _format_words() -> str:
     """Every format; of quantized ones the bits of keys and values."""
     return ", ".join(
         f"{kv_format.name} ({kv_format.key_bits}-bit keys, {kv_format.value_bits}-bit values)"
-        if kv_format.is_coded
+        if kv_format.is_quantized
         else kv_format.name
         for kv_format in KV_FORMATS.values()
     )

@@ -11,7 +11,7 @@ from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.memory.devices import find_gpu
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.planning.fit import Wish
+from holdfast.planning.fit import PlanRequest
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
@@ -61,7 +61,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
     return 0 if view.fits else DOES_NOT_FIT
 
 
-def read_request(options: PlanOptions, engine: Given) -> Wish:
+def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
     """What was typed, checked; a model is looked for when the rest is sound."""
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
@@ -71,7 +71,7 @@ def read_request(options: PlanOptions, engine: Given) -> Wish:
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"
-    return Wish(config, blueprint, target, ranks)
+    return PlanRequest(config, blueprint, target, ranks)
 
 
 def read_target(options: PlanOptions) -> Target:

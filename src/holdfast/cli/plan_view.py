@@ -11,7 +11,7 @@ from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.sizes import format_bytes
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives, narrower_schemes
-from holdfast.planning.fit import Wish, find_fit, fit_runner, settle, unfitting_runner
+from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, unfitting_runner
 from holdfast.planning.resolve import Choice, Resolved
 from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import KV_FORMATS
@@ -25,7 +25,7 @@ STARTING = (
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
 
 
-def asked_words(request: Wish, resolved: Resolved) -> str:
+def asked_words(request: PlanRequest, resolved: Resolved) -> str:
     """What the plan is of, on one line."""
     limits, ranks, scheme = resolved.limits, request.tensor_parallel_size, resolved.recipe.scheme
     device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
@@ -37,7 +37,7 @@ def asked_words(request: Wish, resolved: Resolved) -> str:
     )
 
 
-def format_words(request: Wish, resolved: Resolved) -> str:
+def format_words(request: PlanRequest, resolved: Resolved) -> str:
     """The format of KV pages, and how many layers have another."""
     protected = resolved.protected
     if not protected.layers:
@@ -72,7 +72,7 @@ def token_words(bytes_per_token: Fraction) -> str:
     return f"{float(bytes_per_token):,.2f} B on average"
 
 
-def start_command(request: Wish, model: str | None, change: Alternative | None = None) -> str | None:
+def start_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:
     """A command that makes the same plan again, with one change if need be; None where the change is another device."""
     if change is not None and change.option not in EngineConfig.__dataclass_fields__:
         return None
@@ -92,7 +92,7 @@ def start_command(request: Wish, model: str | None, change: Alternative | None =
     return shlex.join(words)
 
 
-def _model_words(request: Wish, model: str | None) -> list[str]:
+def _model_words(request: PlanRequest, model: str | None) -> list[str]:
     """The path as it was typed; of a model that is known by name alone, where it might be."""
     if model is None:
         return []
@@ -219,7 +219,7 @@ class PlanView(NamedTuple):
         }
 
 
-def view_of(request: Wish, model: str | None) -> PlanView:
+def view_of(request: PlanRequest, model: str | None) -> PlanView:
     """Plan, and put beside it what else would fit. A plan that does not fit is shown as the smallest that would do."""
     try:
         plan, fits = fit_runner(request), True
@@ -283,12 +283,12 @@ class _Pages(NamedTuple):
     """A KV format that can be planned."""
 
     name: str
-    request: Wish
+    request: PlanRequest
     bytes_per_token: Fraction
     num_protected: int
 
 
-def sweep(request: Wish) -> tuple[Cell, ...]:
+def sweep(request: PlanRequest) -> tuple[Cell, ...]:
     """Every KV format that takes no more than the asked one, with weights as they are and in fewer bits."""
     asked, quantization = settle(request)[1].kv_format.name, request.config.quantization or UNQUANTIZED
     schemes = _schemes(request, quantization)
@@ -306,18 +306,18 @@ def sweep(request: Wish) -> tuple[Cell, ...]:
     )
 
 
-def _formats(request: Wish, asked: str) -> list[_Pages]:
+def _formats(request: PlanRequest, asked: str) -> list[_Pages]:
     """The asked one first, then fewer and fewer bytes; of plain ones one for each number of bytes."""
     first = _pages_in(request, asked)
-    found = {} if first is None else {(first.bytes_per_token, KV_FORMATS[asked].is_coded and asked): first}
+    found = {} if first is None else {(first.bytes_per_token, KV_FORMATS[asked].is_quantized and asked): first}
     for kv_format in KV_FORMATS.values():
         pages = _pages_in(request, kv_format.name)
         if pages is not None and first is not None and pages.bytes_per_token <= first.bytes_per_token:
-            found.setdefault((pages.bytes_per_token, kv_format.is_coded and kv_format.name), pages)
+            found.setdefault((pages.bytes_per_token, kv_format.is_quantized and kv_format.name), pages)
     return sorted(found.values(), key=lambda pages: -pages.bytes_per_token)
 
 
-def _pages_in(request: Wish, name: str) -> _Pages | None:
+def _pages_in(request: PlanRequest, name: str) -> _Pages | None:
     """The same request with pages in that format; None where it contradicts another option, or where no attention reads it."""
     moved = request._replace(config=replace(request.config, kv_cache_dtype=name))
     try:
@@ -328,12 +328,12 @@ def _pages_in(request: Wish, name: str) -> _Pages | None:
     return _Pages(name, moved, layout.bytes_per_token(resolved), len(resolved.protected.layers))
 
 
-def _schemes(request: Wish, asked: str) -> list[str]:
+def _schemes(request: PlanRequest, asked: str) -> list[str]:
     """Weights as they are, and the first scheme of each number of bits that can be had; the asked one in any case."""
     return list(dict.fromkeys((UNQUANTIZED, *narrower_schemes(in_scheme(request, UNQUANTIZED)), asked)))
 
 
-def _tokens(request: Wish) -> int:
+def _tokens(request: PlanRequest) -> int:
     try:
         return find_fit(request).kv_tokens
     except (ConfigError, MemoryPlanError):

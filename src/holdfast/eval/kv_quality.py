@@ -66,7 +66,7 @@ class Quality:
     p99_kl: float
     max_kl: float
     agreement: float
-    """Share of predictions whose likeliest token is the reference's."""
+    """Share of predictions whose argmax token is the reference's."""
     kl_by_place: tuple[float, ...]
     """Mean divergence in equal parts of a window, from its beginning to its end."""
     num_broken: int
@@ -81,7 +81,7 @@ class ReferencePiece:
 
     logprob_RV: torch.Tensor
     prob_RV: torch.Tensor
-    likeliest_R1: torch.Tensor
+    argmax_R1: torch.Tensor
     target_ids_R1: torch.Tensor
 
     @classmethod
@@ -105,7 +105,7 @@ class Tally:
         loss_R = -logprob_RV.gather(1, reference.target_ids_R1).squeeze(1)
         is_sound_R = logprob_RV.sum(dim=-1).isfinite()
         # Half the time of an argmax; where two tokens are as likely, either is right.
-        is_same_R = logits_RV.gather(1, reference.likeliest_R1).squeeze(1) == logits_RV.amax(dim=-1)
+        is_same_R = logits_RV.gather(1, reference.argmax_R1).squeeze(1) == logits_RV.amax(dim=-1)
         self.num_agreeing += int((is_sound_R & is_same_R).sum())
         # In place: the tensor is as large as the logits twice.
         kl_R = logprob_RV.sub_(reference.logprob_RV).mul_(reference.prob_RV).sum(dim=-1).neg_().clamp_(min=0)
@@ -288,7 +288,7 @@ def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
         KV_FORMATS[config.dtype if each == "auto" else each].bytes_per_token(1, model.spec.head_dim)
         for each in (name, config.kv_protected_dtype)
     )
-    asked = config.kv_protected_layers if KV_FORMATS[name].is_coded and own < wide else None
+    asked = config.kv_protected_layers if KV_FORMATS[name].is_quantized and own < wide else None
     return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=asked)))
 
 
@@ -298,7 +298,7 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
     least = DTYPE_BYTES[config.dtype]
     names, left_out = [], {}
     for name, kv_format in KV_FORMATS.items():
-        if not kv_format.is_coded and DTYPE_BYTES[kv_format.key_dtype] >= least:
+        if not kv_format.is_quantized and DTYPE_BYTES[kv_format.key_dtype] >= least:
             continue
         try:
             plan_model(format_entry(config, model, name).variant.config, model, target)

@@ -4,8 +4,8 @@ N sequences, K key/value heads, T tokens, R room for tokens, D head dim, B bytes
 
 N sequences, K key/value heads, T tokens, D head dim
 
-The newest tokens, the tail, stay as they came. When there are enough of them, the oldest leave it in blocks and are coded
-for good. A token is coded after the call that brought it, so a prompt attends to itself exactly. Keys and values come back
+The newest tokens, the tail, stay as they came. When there are enough of them, the oldest leave it in blocks and are quantized
+for good. A token is quantized after the call that brought it, so a prompt attends to itself exactly. Keys and values come back
 decoded and rotated back, so that any implementation of attention reads them.
 
 It saves memory, not time: all older tokens are decoded again in every call, a bounded piece at a time.
@@ -18,16 +18,23 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, shown
-from holdfast.quant.formats import CODED_HEAD_DIM, DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat, Plane, kv_format
-from holdfast.quant.kv_quantize import CodedHeads, decode_keys, decode_values, encode_keys, encode_values, rotate_heads
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
+from holdfast.quant.kv_quantize import (
+    QuantizedHeads,
+    dequantize_keys,
+    dequantize_values,
+    quantize_keys,
+    quantize_values,
+    rotate_heads,
+)
 
 ROOM_STEP = 64
 """Room is made for so many tokens at a time."""
 MAX_NUMBERS = 2**22
-"""So many numbers are coded or decoded at a time, which bounds the scratch however long the context is."""
+"""So many numbers are quantized or decoded at a time, which bounds the scratch however long the context is."""
 
 
-class CodedTokens:
+class QuantizedTokens:
     """One side of one layer. Numbers go in as they are and come out as they are: the rotation is its own affair."""
 
     def __init__(
@@ -66,8 +73,8 @@ class CodedTokens:
         for begin, piece_NKTD in _pieces(x_NKTD):
             heads = self._encode(piece_NKTD)
             place = slice(self.length + begin, self.length + begin + piece_NKTD.shape[2])
-            for name, coded in self._by_plane(heads):
-                self._planes[name][:, :, place] = coded
+            for name, quantized in self._by_plane(heads):
+                self._planes[name][:, :, place] = quantized
         self.length = end
 
     @torch.no_grad()
@@ -97,22 +104,22 @@ class CodedTokens:
             new_NKR[:, :, : self.length] = old_NKR[:, :, : self.length]
             self._planes[name] = new_NKR
 
-    def _encode(self, x_NKTD: torch.Tensor) -> CodedHeads:
+    def _encode(self, x_NKTD: torch.Tensor) -> QuantizedHeads:
         if self._rotation_DD is not None:
             x_NKTD = x_NKTD.float() @ self._rotation_DD
-        return (encode_keys if self._is_keys else encode_values)(x_NKTD, self._bits)
+        return (quantize_keys if self._is_keys else quantize_values)(x_NKTD, self._bits)
 
     def _decode(self, planes: dict[str, torch.Tensor]) -> torch.Tensor:
         """float32 [N, K, T, D]."""
         side = "k" if self._is_keys else "v"
-        heads = CodedHeads(planes[f"{side}_codes"], planes.get(f"{side}_signs"), planes[f"{side}_scale"])
-        x_NKTD = (decode_keys if self._is_keys else decode_values)(heads, self._bits, self._head_dim)
+        heads = QuantizedHeads(planes[f"{side}_codes"], planes.get(f"{side}_signs"), planes[f"{side}_scale"])
+        x_NKTD = (dequantize_keys if self._is_keys else dequantize_values)(heads, self._bits, self._head_dim)
         return x_NKTD if self._rotation_DD is None else x_NKTD @ self._rotation_DD
 
-    def _by_plane(self, heads: CodedHeads) -> list[tuple[str, torch.Tensor]]:
+    def _by_plane(self, heads: QuantizedHeads) -> list[tuple[str, torch.Tensor]]:
         side = "k" if self._is_keys else "v"
-        coded = {"codes": heads.codes_XB, "signs": heads.signs_XS, "scale": heads.scale_X}
-        return [(f"{side}_{name}", plane) for name, plane in coded.items() if plane is not None]
+        quantized = {"codes": heads.codes_XB, "signs": heads.signs_XS, "scale": heads.scale_X}
+        return [(f"{side}_{name}", plane) for name, plane in quantized.items() if plane is not None]
 
 
 def _pieces(x_NKTD: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -140,13 +147,13 @@ class CacheMemory:
     """Bytes of a cache."""
 
     planes: dict[str, int] = field(default_factory=dict)
-    """By plane: the coded tokens, exactly what the format says of them."""
+    """By plane: the quantized tokens, exactly what the format says of them."""
     spare: int = 0
     """Room in the planes for tokens to come."""
     tail: int = 0
     """The newest tokens, as they came."""
     plain: int = 0
-    """Layers that are not coded, such as those with a sliding window."""
+    """Layers that are not quantized, such as those with a sliding window."""
 
     @property
     def total(self) -> int:
@@ -172,10 +179,10 @@ class Rotations:
         return self._made[key]
 
 
-class CodedLayer(DynamicLayer):
+class QuantizedLayer(DynamicLayer):
     """The keys and values of one layer. Its own `keys` and `values` are the tail alone."""
 
-    # After a rollback tokens that left the tail stay coded: what comes next could differ in a late digit.
+    # After a rollback tokens that left the tail stay quantized: what comes next could differ in a late digit.
     is_croppable = False
 
     def __init__(self, format: KVFormat, tail: int, rotations: Rotations) -> None:
@@ -184,27 +191,27 @@ class CodedLayer(DynamicLayer):
         self._rotations = rotations
         self._tail = tail
         self._block = BLOCK_TOKENS if tail else 1
-        self._coded: tuple[CodedTokens, ...] = ()
+        self._quantized: tuple[QuantizedTokens, ...] = ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is stored yet; shapes, type and device are those of the tensors."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         bits = (self.format.key_bits, self.format.value_bits)
-        coded = []
+        quantized = []
         for side, like_NKTD, side_bits in zip("kv", (self.keys, self.values), bits, strict=True):
-            assert side_bits is not None, f"{self.format.name} is not coded"
+            assert side_bits is not None, f"{self.format.name} is not quantized"
             num_heads, head_dim = like_NKTD.shape[1], like_NKTD.shape[-1]
-            if head_dim % CODED_HEAD_DIM:
+            if head_dim % QUANTIZED_HEAD_DIM:
                 raise ConfigError(
                     f"TurboQuantCache was asked for heads of {head_dim}",
-                    f"codes take multiples of {CODED_HEAD_DIM}",
+                    f"codes take multiples of {QUANTIZED_HEAD_DIM}",
                     "leave past_key_values out for this model",
                 )
             planes = [plane for plane in self.format.planes(num_heads, head_dim) if plane.name.startswith(side)]
             rotation_DD = self._rotations.of(head_dim, self.device) if side_bits < 8 else None
-            coded.append(CodedTokens(planes, side_bits, like_NKTD, rotation_DD))
-        self._coded = tuple(coded)
+            quantized.append(QuantizedTokens(planes, side_bits, like_NKTD, rotation_DD))
+        self._quantized = tuple(quantized)
         self.is_initialized = True
 
     def update(
@@ -219,19 +226,21 @@ class CodedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         keys_NKTD, values_NKTD = self._tails
         tails = torch.cat([keys_NKTD, key_states], dim=-2), torch.cat([values_NKTD, value_states], dim=-2)
-        keys_NKTD, values_NKTD = (_whole(coded, tail) for coded, tail in zip(self._coded, tails, strict=True))
+        keys_NKTD, values_NKTD = (
+            _whole(quantized, tail) for quantized, tail in zip(self._quantized, tails, strict=True)
+        )
         leaving = (tails[0].shape[-2] - self._tail) // self._block * self._block
         if leaving > 0:
-            for coded, tail_NKTD in zip(self._coded, tails, strict=True):
-                coded.append(tail_NKTD[:, :, :leaving])
+            for quantized, tail_NKTD in zip(self._quantized, tails, strict=True):
+                quantized.append(tail_NKTD[:, :, :leaving])
             # Copies: a view would keep the tokens that left.
             tails = tails[0][:, :, leaving:].clone(), tails[1][:, :, leaving:].clone()
         self.keys, self.values = tails
         return keys_NKTD, values_NKTD
 
     def get_seq_length(self) -> int:
-        """Tokens that are stored, coded or not."""
-        return self._coded[0].length + self._tails[0].shape[-2] if self.is_initialized else 0
+        """Tokens that are stored, quantized or not."""
+        return self._quantized[0].length + self._tails[0].shape[-2] if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the newest tokens, given as a negative number, as transformers does."""
@@ -244,14 +253,14 @@ class CodedLayer(DynamicLayer):
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         length = max(0, self.get_seq_length() + tokens_to_remove)
-        for coded in self._coded:
-            coded.truncate(min(coded.length, length))
-        in_tail = length - self._coded[0].length
+        for quantized in self._quantized:
+            quantized.truncate(min(quantized.length, length))
+        in_tail = length - self._quantized[0].length
         self.keys, self.values = (tail_NKTD[:, :, :in_tail].clone() for tail_NKTD in self._tails)
 
     def reset(self) -> None:
         """Forget everything, shapes and type too."""
-        self._coded = ()
+        self._quantized = ()
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -272,16 +281,16 @@ class CodedLayer(DynamicLayer):
         """What this layer holds."""
         if not self.is_initialized:
             return CacheMemory()
-        planes = {name: size for coded in self._coded for name, size in coded.used_bytes.items()}
-        spare = sum(coded.held_bytes for coded in self._coded) - sum(planes.values())
+        planes = {name: size for quantized in self._quantized for name, size in quantized.used_bytes.items()}
+        spare = sum(quantized.held_bytes for quantized in self._quantized) - sum(planes.values())
         return CacheMemory(planes, spare, tail=sum(tail_NKTD.nbytes for tail_NKTD in self._tails))
 
     def _select(self, indices: torch.Tensor) -> None:
         if not self.is_initialized:
             return
         indices = indices.to(self.device)
-        for coded in self._coded:
-            coded.select(lambda plane_NKR: plane_NKR.index_select(0, indices))
+        for quantized in self._quantized:
+            quantized.select(lambda plane_NKR: plane_NKR.index_select(0, indices))
         self.keys, self.values = (tail_NKTD.index_select(0, indices) for tail_NKTD in self._tails)
 
     @property
@@ -295,7 +304,7 @@ class TurboQuantCache(Cache):
     """`model.generate(..., past_key_values=TurboQuantCache(model.config))`, for decoders with standard attention.
 
     Layers with a sliding window, and those that keep something else than keys and values, get the cache layer that
-    transformers has for them; `memory_bytes().plain` is theirs. Without a config every layer is coded.
+    transformers has for them; `memory_bytes().plain` is theirs. Without a config every layer is quantized.
     """
 
     def __init__(
@@ -307,7 +316,7 @@ class TurboQuantCache(Cache):
         tail: int = 64,
     ) -> None:
         """Protected layers are numbers of layers, or how many (from both ends); None is the default of the format."""
-        self.format, self.protected_format = _coded_format(format), _coded_format(protected_format)
+        self.format, self.protected_format = _quantized_format(format), _quantized_format(protected_format)
         if not isinstance(tail, int) or isinstance(tail, bool) or tail < 0:
             raise ConfigError(f"tail={shown(tail)} was asked", "it is a number of tokens", "pass 0 or more, such as 64")
         self.tail = tail
@@ -317,7 +326,7 @@ class TurboQuantCache(Cache):
         self.protected_layers = _protected(protected_layers, DEFAULT_PROTECTED_LAYERS[self.format.name], num_layers)
         super().__init__(
             layers=[
-                self._coded_layer(number) if type(layer) is DynamicLayer else layer
+                self._quantized_layer(number) if type(layer) is DynamicLayer else layer
                 for number, layer in enumerate(layers)
             ]
         )
@@ -332,22 +341,22 @@ class TurboQuantCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in the newest tokens of a layer, and give back all of that layer."""
         while len(self.layers) <= layer_idx:
-            self.layers.append(self._coded_layer(len(self.layers)))
+            self.layers.append(self._quantized_layer(len(self.layers)))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def memory_bytes(self) -> CacheMemory:
         """What is held: codes and scales by plane, the tail, and the rest."""
         found = CacheMemory()
         for layer in self.layers:
-            if isinstance(layer, CodedLayer):
+            if isinstance(layer, QuantizedLayer):
                 found += layer.memory_bytes()
             else:
                 found += CacheMemory(plain=sum(tensor.nbytes for tensor in _tensors_of(layer)))
         return found
 
-    def _coded_layer(self, number: int) -> CodedLayer:
+    def _quantized_layer(self, number: int) -> QuantizedLayer:
         is_protected = number in self.protected_layers
-        return CodedLayer(self.protected_format if is_protected else self.format, self.tail, self._rotations)
+        return QuantizedLayer(self.protected_format if is_protected else self.format, self.tail, self._rotations)
 
 
 def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a cache layer of transformers
@@ -357,27 +366,27 @@ def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a cache
         yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor))
 
 
-def _whole(coded: CodedTokens, tail_NKTD: torch.Tensor) -> torch.Tensor:
+def _whole(quantized: QuantizedTokens, tail_NKTD: torch.Tensor) -> torch.Tensor:
     """Decoded tokens and the tail behind them."""
-    if coded.length == 0:
+    if quantized.length == 0:
         return tail_NKTD
     batch, heads, in_tail, head_dim = tail_NKTD.shape
-    whole_NKTD = tail_NKTD.new_empty((batch, heads, coded.length + in_tail, head_dim))
-    coded.read(whole_NKTD[:, :, : coded.length])
-    whole_NKTD[:, :, coded.length :] = tail_NKTD
+    whole_NKTD = tail_NKTD.new_empty((batch, heads, quantized.length + in_tail, head_dim))
+    quantized.read(whole_NKTD[:, :, : quantized.length])
+    whole_NKTD[:, :, quantized.length :] = tail_NKTD
     return whole_NKTD
 
 
-def _coded_format(name: str) -> KVFormat:
+def _quantized_format(name: str) -> KVFormat:
     found = kv_format(name)
-    if not found.is_coded:
-        names = [other.name for other in KV_FORMATS.values() if other.is_coded]
+    if not found.is_quantized:
+        names = [other.name for other in KV_FORMATS.values() if other.is_quantized]
         raise ConfigError(f"{name} was asked of TurboQuantCache", "it has no codes", f"pass {' or '.join(names)}")
     return found
 
 
 def _plain_layers(config: Any) -> list[Any]:  # noqa: ANN401 - classes of transformers
-    """The cache layers that transformers would use, of which some can be coded."""
+    """The cache layers that transformers would use, of which some can be quantized."""
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"TurboQuantCache was asked for {type(config).__name__}",

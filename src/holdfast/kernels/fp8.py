@@ -353,7 +353,7 @@ def narrowed_bits(b_x, TARGET: constexpr):
 
 
 @jit
-def coded_numbers(b_x, PLAIN: constexpr):
+def quantized_numbers(b_x, PLAIN: constexpr):
     """float32 as the operand of a product of e4m3 numbers: e4m3, or, in the interpreter, the same numbers in half precision."""
     if PLAIN:
         b_coded = e4m3_value(e4m3_code(b_x)).to(tl.float16)

@@ -86,7 +86,7 @@ class TileGeometry(NamedTuple):
     few_programs_per_sm: int = 0
     """... which are these; not looked at where few_rows is 0."""
     has_aligned_starts: bool = False
-    """Token ranges begin at multiples of block_tokens, also behind a window: the kernel masks what comes too early."""
+    """Token ranges begin at multiples of block_tokens, also behind a window: the kernel masks what comes too pdl."""
     takes_whole_turns: bool = False
     """Small tiles are cut so that the last turn of the programs is not for a few remainders; else to the nearest fair share."""
 
@@ -98,7 +98,7 @@ class TileGeometry(NamedTuple):
 CHUNK_TOKENS = 8192
 """Tokens of one program: a lone row still fills a good part of a GPU."""
 NUM_BUCKETS = 128
-"""Of distances below the likeliest token: sixteen to an octave from 1/4 to 61, the first and the last open."""
+"""Of distances below the most likely token: sixteen to an octave from 1/4 to 61, the first and the last open."""
 MAX_CANDIDATES = 4096
 """Most tokens of a row that are listed by themselves; a row that keeps more is worked on as a whole."""
 MAX_ROWS = 128
@@ -117,7 +117,7 @@ class LogitRow(NamedTuple):
     target: int = 0
     """The row of the result."""
     negative_temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     min_p: float = 0.0
     top_p: float = 1.0
     top_k: int = 0

@@ -64,7 +64,7 @@ def is_interpreted() -> bool:
     return os.environ.get(INTERPRET_VARIABLE) == "1"
 
 
-def can_launch_early(tensor: torch.Tensor) -> bool:
+def supports_pdl(tensor: torch.Tensor) -> bool:
     """Whether a kernel may be brought up while the one before it ends: GPUs from Hopper on.
 
     Such a kernel waits for its inputs by itself (gdc_wait); without that it would read what is not written yet.
@@ -72,9 +72,9 @@ def can_launch_early(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
-def launched_early(early: bool) -> dict[str, bool]:
+def pdl_launch(pdl: bool) -> dict[str, bool]:
     """The option of a launch that asks for it; nothing where it is not asked, which the interpreter does not know."""
-    return {"launch_pdl": True} if early else {}
+    return {"launch_pdl": True} if pdl else {}
 
 
 def next_power_of_two(number: int) -> int:

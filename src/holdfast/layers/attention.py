@@ -6,7 +6,7 @@ import torch
 
 from holdfast.attention.backend import AttentionBackend, Batch
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import Linear
 
 
@@ -18,7 +18,7 @@ class AttentionBuffers(NamedTuple):
     attended_TX: torch.Tensor
     scratch: tuple[torch.Tensor, ...]
     """The backend's own."""
-    coded: CodedRows | None = None
+    quantized: QuantizedRows | None = None
     """Room for the rows of either product as codes; None where no weight takes them so."""
 
 
@@ -51,9 +51,9 @@ class AttentionLayer:
         wanted_only: bool = False,
     ) -> torch.Tensor:
         """All rows leave their keys and values; all, or those whose logits are wanted, attend: [T, H] or [R, H]."""
-        self.qkv(x_TH, buffers.qkv_TX, buffers.coded)
+        self.qkv(x_TH, buffers.qkv_TX, buffers.quantized)
         attended_RX = self.attend(batch, plan, buffers, wanted_only)
-        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.coded)
+        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.quantized)
 
     def attend(
         self,

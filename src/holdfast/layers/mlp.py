@@ -6,7 +6,7 @@ import torch
 
 from holdfast.kernels.activation import activate, silu_mul
 from holdfast.kernels.gemm.linear import linear
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -18,9 +18,11 @@ class Linear:
         self.weight_NK = weight_NK
         self.bias_N = bias_N
 
-    def __call__(self, x_TK: torch.Tensor, out_TN: torch.Tensor, coded: CodedRows | None = None) -> torch.Tensor:
-        """`coded` is room for the rows as codes, which some quantized weights take them as."""
-        return linear(x_TK, self.weight_NK, self.bias_N, out_TN, coded)
+    def __call__(
+        self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None
+    ) -> torch.Tensor:
+        """`quantized` is room for the rows as codes, which some quantized weights take them as."""
+        return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized)
 
 
 class RMSNorm:
@@ -57,7 +59,7 @@ class MLPBuffers(NamedTuple):
 
     wide_TX: torch.Tensor
     active_TI: torch.Tensor
-    coded: CodedRows | None = None
+    quantized: QuantizedRows | None = None
     """Room for the rows of either product as codes; None where no weight takes them so."""
 
 
@@ -70,12 +72,12 @@ class GatedMLP:
         self._activation = activation
 
     def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        wide_TX = self.gate_up(x_TH, buffers.wide_TX, buffers.coded)
+        wide_TX = self.gate_up(x_TH, buffers.wide_TX, buffers.quantized)
         if self._activation == "silu":
-            return self.down(silu_mul(wide_TX, buffers.active_TI), out_TH, buffers.coded)
+            return self.down(silu_mul(wide_TX, buffers.active_TI), out_TH, buffers.quantized)
         gate_TI, up_TI = wide_TX.chunk(2, dim=-1)
         active_TI = activate(gate_TI, self._activation, buffers.active_TI).mul_(up_TI)
-        return self.down(active_TI, out_TH, buffers.coded)
+        return self.down(active_TI, out_TH, buffers.quantized)
 
 
 class PlainMLP:
@@ -87,5 +89,5 @@ class PlainMLP:
         self._activation = activation
 
     def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        wide_TI = self._up(x_TH, buffers.wide_TX, buffers.coded)
-        return self._down(activate(wide_TI, self._activation, buffers.active_TI), out_TH, buffers.coded)
+        wide_TI = self._up(x_TH, buffers.wide_TX, buffers.quantized)
+        return self._down(activate(wide_TI, self._activation, buffers.active_TI), out_TH, buffers.quantized)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.gemm.linear import linear_float32
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.moe.expert_linear import expert_linear, sum_experts
 from holdfast.kernels.moe.routing import order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers
@@ -34,7 +34,7 @@ class ExpertBuffers(NamedTuple):
     """What it gives."""
     shared_logit_T1: torch.Tensor | None = None
     """float32."""
-    coded: CodedRows | None = None
+    quantized: QuantizedRows | None = None
     """Room for the rows of any one product as codes; None where no weight takes them so."""
 
 
@@ -72,8 +72,8 @@ class ExpertLayer:
         """What follows the router's product, whose logits lie in their buffer."""
         route_tokens(buffers.logits_TE, self._normalizes, buffers.expert_ids_TS, buffers.shares_TS)
         order = order_experts(buffers.expert_ids_TS, self.router_EH.shape[0], buffers.order)
-        expert_linear(x_TH, self.gate_up, order, buffers.active_PI, True, buffers.coded)
-        expert_linear(buffers.active_PI, self.down, order, buffers.routed_PH, False, buffers.coded)
+        expert_linear(x_TH, self.gate_up, order, buffers.active_PI, True, buffers.quantized)
+        expert_linear(buffers.active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
         return sum_experts(buffers.routed_PH, buffers.shares_TS, shared_TH, logit_T1, out_TH)
 

@@ -128,15 +128,15 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
         return blueprint
     stored.refuse_unread()
     weights = blueprint.parameters()
-    coded = [weight for weight in weights if stored.is_said_of(weight.kind, weight.tensors)]
-    for weight in coded:
+    said_stored = [weight for weight in weights if stored.is_said_of(weight.kind, weight.tensors)]
+    for weight in said_stored:
         if (reason := stored.scheme.unsupported(weight.shape)) is not None:
             raise UnsupportedModelError(
                 f"{CONFIG_FILE} says that {weight.name} is stored as {stored.scheme.name}",
                 reason,
                 "use settings and weights of the same model",
             )
-    schemes = {weight.name: stored.scheme for weight in coded}
+    schemes = {weight.name: stored.scheme for weight in said_stored}
     open_weights = frozenset(weight.name for weight in weights if not stored.leaves_alone(weight.tensors))
     return replace(blueprint, stored=schemes, open_weights=open_weights)
 

@@ -76,7 +76,7 @@ def open_directory(folder: Path) -> OpenModel:
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
-    """The same from config.json alone, with made-up weights: quantized ones where it says that the model's are."""
+    """The same from config.json alone, with dummy weights: quantized ones where it says that the model's are."""
     if has_saved_weights(folder):  # what those are, config.json does not say
         raise UnsupportedModelError(
             "load_format=dummy was asked for",
@@ -85,11 +85,11 @@ def open_directory_without_weights(folder: Path) -> OpenModel:
         )
     spec, config = _read_config(folder)
     generation = _read_generation(folder, config, FAMILIES[spec.architecture])
-    made_up, stored = parameters(spec), _read_stored(config)
-    source = make_up_source(made_up, spec.checkpoint_dtype, stored)
+    dummy, stored = parameters(spec), _read_stored(config)
+    source = make_up_source(dummy, spec.checkpoint_dtype, stored)
     if stored is not None:
         stored = stored.used_by(source.entries)
-    return OpenModel(folder, "directory", spec, made_up, source, generation, stored=stored)
+    return OpenModel(folder, "directory", spec, dummy, source, generation, stored=stored)
 
 
 def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
@@ -204,7 +204,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")
 def open_model(model: str | None, load_format: str) -> OpenModel:
     """The model at a path, known from its headers; None takes the default model.
 
-    `load_format` is auto, safetensors or gguf (each refuses the other kind), or dummy for made-up weights.
+    `load_format` is auto, safetensors or gguf (each refuses the other kind), or dummy for dummy weights.
     """
     path = find_default_model() if model is None else _find(model)
     try:

@@ -20,7 +20,7 @@ FEW = "fused_decode"
 FEW_ROWS = 16
 """Steps of up to so many rows take the kernels for few rows (kernels/gemm/small_batch.py)."""
 FEW_BLOCK = 64
-FEW_GATE_PEAKS = 64
+FUSED_GATE_AMAX = 64
 """Places of a row for the peak of what a gated product leaves (kernels/gemm/gemv.py)."""
 FEW_LEAST_COLUMNS = 2
 FEW_PART_COLUMNS = 2 * 128 * FEW_BLOCK
@@ -88,15 +88,15 @@ def experts_request(experts: ExpertsSpec, hidden_size: int, num_rows: int, dtype
     return Request(LAYERS, "experts", tuple(specs))
 
 
-def codes_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: WeightRecipe) -> Request:
+def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: WeightRecipe) -> Request:
     """Room for the inputs of any one product as codes and scales; nothing where no product takes them so.
 
-    Both are vectors: a product cuts what it needs from them (`coded_view` in kernels/gemm/linear.py).
+    Both are vectors: a product cuts what it needs from them (`quantized_view` in kernels/gemm/linear.py).
     """
     products = [
         (num_inputs, width, scheme.block_columns or width)
         for kind, num_inputs, width in _products(spec, num_rows, num_logit_rows)
-        if (scheme := recipe.scheme_for(kind, ())) is not None and scheme.codes_activations
+        if (scheme := recipe.scheme_for(kind, ())) is not None and scheme.quantizes_activations
     ]
     if not products:
         return Request(CODES, "quantized_rows", ())
@@ -151,7 +151,7 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
     return Request(LAYERS, "embed", tuple(specs))
 
 
-def takes_few(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
+def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether steps of few rows go through fused products: bfloat16 on a GPU, norm first, gate with silu.
 
     Weights are plain, or have eight bits and a scale a row. In float16 an x that is not yet divided by its rms could overflow.
@@ -172,7 +172,7 @@ def takes_few(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecip
     )
 
 
-def few_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
+def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
     """Sums of squares by block, parts along K, counters of parts that have arrived; and peaks, where weights are quantized."""
     widest = max(spec.qkv_size, spec.hidden_size, spec.vocab_size)
     num_squares = max(FEW_ROWS * -(-spec.hidden_size // FEW_BLOCK), -(-spec.hidden_size // FEW_LEAST_COLUMNS))
@@ -185,6 +185,6 @@ def few_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
         specs += [
             TensorSpec("amax", (num_squares,), "float32"),
             TensorSpec("input_amax", (FEW_ROWS,), "float32"),
-            TensorSpec("gate_amax", (FEW_ROWS * FEW_GATE_PEAKS,), "int32"),
+            TensorSpec("gate_amax", (FEW_ROWS * FUSED_GATE_AMAX,), "int32"),
         ]
     return Request(FEW, "fused_decode", tuple(specs))

@@ -3,7 +3,7 @@
 T rows of the step, R rows whose logits are wanted, H hidden, V vocabulary, X any other width
 
 The residual stream is x, and what the last product computed is added to it by the norm that follows: one pass over memory
-for both. Steps of few rows on a GPU have products that do this themselves (few_route.py).
+for both. Steps of few rows on a GPU have products that do this themselves (fused_decode.py).
 """
 
 from functools import cache, partial
@@ -15,7 +15,7 @@ from holdfast.attention.backend import AttentionBackend, Batch
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
@@ -24,7 +24,7 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request
 from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder, Weights
-from holdfast.models.fused_decode import FewRoute
+from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
@@ -54,7 +54,7 @@ class Decoder:
         rotary: Rotary | None,
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
-        takes_few: bool = False,
+        takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
@@ -71,13 +71,13 @@ class Decoder:
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._few = self._few_route() if takes_few else None
+        self._fused = self._fused_decode() if takes_fused_decode else None
         self._requests = cache(partial(_make_requests, spec, self._dtype, scratch, recipe))
 
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
-        if self._few is not None and batch.logits is None and batch.num_rows <= activations.FEW_ROWS:
-            return self._few_logits(batch, plan, self._few)
+        if self._fused is not None and batch.logits is None and batch.num_rows <= activations.FEW_ROWS:
+            return self._fused_logits(batch, plan, self._fused)
         return self.logits(self.hidden(batch, plan))
 
     def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
@@ -107,10 +107,10 @@ class Decoder:
         """float32 logits [R, V], valid until the workspace is used again."""
         head = activations.head_request(self._spec, hidden_RH.shape[0], self._dtype)
         embedded_RE, logits_RV = self._acquire(head)
-        coded = self._coded(activations.codes_request(self._spec, 0, hidden_RH.shape[0], self._recipe))
+        quantized = self._quantized(activations.quantized_rows_request(self._spec, 0, hidden_RH.shape[0], self._recipe))
         if self._embed_out is not None:
-            hidden_RH = self._embed_out(hidden_RH, embedded_RE, coded)
-        return linear_float32(hidden_RH, self._head_VE, logits_RV, coded)
+            hidden_RH = self._embed_out(hidden_RH, embedded_RE, quantized)
+        return linear_float32(hidden_RH, self._head_VE, logits_RV, quantized)
 
     def _run(
         self,
@@ -160,7 +160,7 @@ class Decoder:
         else:
             layer.mlp(x_RH, self._mlp_buffers(num_rows), out_RH)
 
-    def _few_logits(self, batch: Batch, plan: Any, route: FewRoute) -> torch.Tensor:  # noqa: ANN401
+    def _fused_logits(self, batch: Batch, plan: Any, route: FusedDecode) -> torch.Tensor:  # noqa: ANN401
         """The same for a step of few rows."""
         stream = self._acquire(self._requests(batch.num_rows).stream)
         self._embed(batch, stream[0])
@@ -181,47 +181,47 @@ class Decoder:
             lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
         else:
             tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, next(buffers))
-            self._embed_in(tokens_TE, x_TH, self._coded(requests.codes))
+            self._embed_in(tokens_TE, x_TH, self._quantized(requests.codes))
         if self._positions_PH is not None:
             ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=next(buffers))
             x_TH.add_(lookup_rows(ids_T, self._positions_PH, next(buffers)))
 
-    def _few_route(self) -> FewRoute | None:
+    def _fused_decode(self) -> FusedDecode | None:
         """The route of few rows, unless what was loaded cannot go it."""
         reason = fused_decode.declined(self._layers, self._head_VE)
         if reason is not None:
             log.info("steps of few rows have no kernels of their own because %s", reason)
             return None
-        scratch = fused_decode.make_scratch(self._acquire(activations.few_request(self._spec, self._recipe)))
-        return FewRoute(self._layers, self._final_norm, self._head_VE, scratch)
+        scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
+        return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
 
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:
         requests = self._requests(num_rows)
         qkv_TX, q_THD, attended_TX, *scratch = self._acquire(requests.attention)
-        return AttentionBuffers(qkv_TX, q_THD, attended_TX, tuple(scratch), self._coded(requests.codes))
+        return AttentionBuffers(qkv_TX, q_THD, attended_TX, tuple(scratch), self._quantized(requests.codes))
 
     def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
         requests = self._requests(num_rows)
         wide_TX, active_TI = self._acquire(requests.mlp)
-        return MLPBuffers(wide_TX, active_TI, self._coded(requests.codes))
+        return MLPBuffers(wide_TX, active_TI, self._quantized(requests.codes))
 
     def _expert_buffers(self, num_rows: int) -> ExpertBuffers:
         requests = self._requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
-        coded, experts = self._coded(requests.codes), self._spec.experts
+        quantized, experts = self._quantized(requests.codes), self._spec.experts
         logits_TE, ids_TS, shares_TS, active_PI, routed_PH, *more = self._acquire(requests.experts)
         shared, shared_TH, logit_T1 = None, None, None
         if experts is not None and experts.shared_size:
             wide_TX, active_TI, shared_TH, *more = more
-            shared = MLPBuffers(wide_TX, active_TI, coded)
+            shared = MLPBuffers(wide_TX, active_TI, quantized)
         if experts is not None and experts.has_shared_gate:
             logit_T1, *more = more
         routing = logits_TE, ids_TS, shares_TS, active_PI, routed_PH, tuple(more)
-        return ExpertBuffers(*routing, shared, shared_TH, logit_T1, coded)
+        return ExpertBuffers(*routing, shared, shared_TH, logit_T1, quantized)
 
-    def _coded(self, request: Request) -> CodedRows | None:
+    def _quantized(self, request: Request) -> QuantizedRows | None:
         """Room for inputs of products as codes, until the next product; None where no weight wants any."""
-        return CodedRows(*self._acquire(request)) if request.specs else None
+        return QuantizedRows(*self._acquire(request)) if request.specs else None
 
     def _acquire(self, request: Request) -> tuple[torch.Tensor, ...]:
         return self._workspace.acquire(request.owner, request.specs, request.lane)
@@ -237,5 +237,5 @@ def _make_requests(
         activations.attention_request(spec, num_rows, dtype, scratch),
         activations.mlp_request(spec, num_rows, dtype),
         None if experts is None else activations.experts_request(experts, spec.hidden_size, num_rows, dtype),
-        activations.codes_request(spec, num_rows, 0, recipe),
+        activations.quantized_rows_request(spec, num_rows, 0, recipe),
     )

@@ -10,17 +10,17 @@ import torch
 
 from holdfast.attention.backend import Batch
 from holdfast.kernels.gemm.deferred_rms_norm import (
+    AmaxScratch,
     NormedRows,
-    PeakScratch,
-    RowPeaks,
-    SkinnyScratch,
-    begin_rows,
-    finish_rows,
-    row_peaks,
+    RowAmax,
+    SmallBatchScratch,
+    defer_rms_norm,
+    finish_rms_norm,
+    row_amax,
 )
-from holdfast.kernels.gemm.gemv import NUM_GATE_PEAKS
+from holdfast.kernels.gemm.gemv import NUM_GATE_AMAX
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
-from holdfast.kernels.gemm.small_batch_quantized import can_code
+from holdfast.kernels.gemm.small_batch_quantized import can_quantize
 from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
@@ -33,11 +33,13 @@ def declined(layers: Sequence[DecoderLayer], head: torch.Tensor | QuantizedWeigh
     weights = [weight for layer in layers for weight in _products(layer)]
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
     codings = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
-    if isinstance(head, QuantizedWeight) and (plain == len(weights) or not can_code(head)):
+    if isinstance(head, QuantizedWeight) and (plain == len(weights) or not can_quantize(head)):
         return f"the head is in {head.scheme.name} and layers are not"
     if len(codings) > 1:
         return f"weights have codes of different kinds, {' and '.join(sorted(codings))}"
-    if plain in (0, len(weights)) and all(isinstance(weight, torch.Tensor) or can_code(weight) for weight in weights):
+    if plain in (0, len(weights)) and all(
+        isinstance(weight, torch.Tensor) or can_quantize(weight) for weight in weights
+    ):
         return None
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
@@ -49,7 +51,7 @@ def _products(layer: DecoderLayer) -> list[torch.Tensor | QuantizedWeight]:
     return [product.weight_NK for product in products]
 
 
-class FewRoute:
+class FusedDecode:
     """The layers of a decoder for few rows: four products each, and nothing between them but attention, or experts."""
 
     def __init__(
@@ -57,7 +59,7 @@ class FewRoute:
         layers: Sequence[DecoderLayer],
         final_norm: Norm | None,
         head: torch.Tensor | QuantizedWeight,
-        scratch: SkinnyScratch,
+        scratch: SmallBatchScratch,
     ) -> None:
         self._layers = layers
         self._norms = [*(layer.attn_norm for layer in layers[1:]), final_norm]
@@ -78,33 +80,33 @@ class FewRoute:
         x_TH, scaled_TH, delta_TH = stream
         scratch, num_rows = self._scratch, batch.num_rows
         norm = _rms(self._layers[0].attn_norm)
-        rows = begin_rows(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
+        rows = defer_rms_norm(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             attention, mlp, after = layer.attention, layer.mlp, _rms(next_norm)
             buffers = attention_buffers(num_rows)
             normed_linear(rows, attention.qkv.weight_NK, attention.qkv.bias_N, False, buffers.qkv_TX, scratch)
             attended_TX = attention.attend(batch, plan, buffers)
-            peaks = self._input_peaks(attended_TX, attention.o)
-            rows = self._add(attended_TX, attention.o, x_TH, _rms(layer.mlp_norm), scaled_TH, peaks)
+            amax = self._input_amax(attended_TX, attention.o)
+            rows = self._add(attended_TX, attention.o, x_TH, _rms(layer.mlp_norm), scaled_TH, amax)
             if isinstance(mlp, GatedMLP):
                 active_TI = mlp_buffers(num_rows).active_TI
                 normed_linear(rows, mlp.gate_up.weight_NK, mlp.gate_up.bias_N, True, active_TI, scratch)
-                peaks = None if scratch.peaks is None else RowPeaks(scratch.peaks.gated, NUM_GATE_PEAKS)
-                rows = self._add(active_TI, mlp.down, x_TH, after, scaled_TH, peaks)
+                amax = None if scratch.amax is None else RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
+                rows = self._add(active_TI, mlp.down, x_TH, after, scaled_TH, amax)
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
                 routing = expert_buffers(num_rows)
                 normed_linear(rows, mlp.router_EH, None, False, routing.logits_TE, scratch)
-                mlp.mix(finish_rows(rows, scratch, scaled_TH), routing, delta_TH)
-                rows = begin_rows(x_TH, after.weight_H, after.eps, scaled_TH, scratch, delta_TH)
+                mlp.mix(finish_rms_norm(rows, scratch, scaled_TH), routing, delta_TH)
+                rows = defer_rms_norm(x_TH, after.weight_H, after.eps, scaled_TH, scratch, delta_TH)
         return normed_linear(rows, self._head, None, False, logits_TV(num_rows), scratch)
 
-    def _input_peaks(self, a_TX: torch.Tensor, product: Linear) -> RowPeaks | None:
-        """The peaks of what a residual product takes from elsewhere; those of the gate that follows are cleared on the way."""
-        peaks, weight = self._scratch.peaks, product.weight_NK
-        if peaks is None or not isinstance(weight, QuantizedWeight) or not weight.scheme.codes_activations:
+    def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
+        """The amax of what a residual product takes from elsewhere; those of the gate that follows are cleared on the way."""
+        amax, weight = self._scratch.amax, product.weight_NK
+        if amax is None or not isinstance(weight, QuantizedWeight) or not weight.scheme.quantizes_activations:
             return None
-        return row_peaks(a_TX, peaks.inputs, peaks.gated[: a_TX.shape[0] * NUM_GATE_PEAKS])
+        return row_amax(a_TX, amax.inputs, amax.gated[: a_TX.shape[0] * NUM_GATE_AMAX])
 
     def _add(
         self,
@@ -113,20 +115,20 @@ class FewRoute:
         x_TH: torch.Tensor,
         norm: RMSNorm,
         scaled_TH: torch.Tensor,
-        peaks: RowPeaks | None,
+        amax: RowAmax | None,
     ) -> NormedRows:
         weight, bias_N = product.weight_NK, product.bias_N
-        return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self._scratch, peaks)
+        return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self._scratch, amax)
 
 
-def make_scratch(tensors: Sequence[torch.Tensor]) -> SkinnyScratch:
-    """From the tensors of `few_request`; counters and peaks that products raise begin at zero."""
-    squares, parts, arrived, *peaks = tensors
+def make_scratch(tensors: Sequence[torch.Tensor]) -> SmallBatchScratch:
+    """From the tensors of `fused_decode_request`; counters and amax that products raise begin at zero."""
+    squares, parts, arrived, *amax = tensors
     arrived.zero_()
-    if not peaks:
-        return SkinnyScratch(squares, parts, arrived)
-    normed, inputs, gated = peaks
-    return SkinnyScratch(squares, parts, arrived, PeakScratch(normed, inputs, gated.zero_()))
+    if not amax:
+        return SmallBatchScratch(squares, parts, arrived)
+    normed, inputs, gated = amax
+    return SmallBatchScratch(squares, parts, arrived, AmaxScratch(normed, inputs, gated.zero_()))
 
 
 def _rms(norm: Norm | None) -> RMSNorm:

@@ -10,7 +10,7 @@ from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.memory.devices import GPUS, MIB
 from holdfast.memory.planner import Term
 from holdfast.models.blueprints.blueprint import Blueprint
-from holdfast.planning.fit import NO_RANKS, Fit, Wish, longest_that_fits, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import NO_RANKS, Fit, PlanRequest, longest_that_fits, settle, try_fit, unfitting_runner
 from holdfast.planning.resolve import DEFAULT_UTILIZATION
 from holdfast.planning.target import Target, gpu_target
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
@@ -49,7 +49,7 @@ class _Change(NamedTuple):
     words: str
     option: str
     value: str
-    wish: Wish
+    wish: PlanRequest
     missing: str | None = None
 
 
@@ -62,10 +62,10 @@ def alternatives(
     staging: Term | None = None,
 ) -> tuple[Alternative, ...]:
     """Changes of a plan, each of one option; see `list_alternatives`."""
-    return list_alternatives(Wish(config, blueprint, target, tensor_parallel_size, staging))
+    return list_alternatives(PlanRequest(config, blueprint, target, tensor_parallel_size, staging))
 
 
-def list_alternatives(wish: Wish) -> tuple[Alternative, ...]:
+def list_alternatives(wish: PlanRequest) -> tuple[Alternative, ...]:
     """Changes in the order in which a person would rather accept them.
 
     Where the plan does not fit, the first that does, and that this version can do, is the smallest change:
@@ -128,18 +128,18 @@ def _tried(change: _Change) -> Alternative:
     )
 
 
-def _shortest_useful(wish: Wish) -> int:
+def _shortest_useful(wish: PlanRequest) -> int:
     """The context that a change must give: what was asked, or one that is worth starting an engine for."""
     return wish.config.max_model_len or min(USEFUL_TOKENS, wish.blueprint.max_position)
 
 
-def _set(wish: Wish, words: str, option: str, value: object) -> _Change:
+def _set(wish: PlanRequest, words: str, option: str, value: object) -> _Change:
     """A change of one option of the config."""
     changed = wish._replace(config=replace(wish.config, **{option: value}))
     return _Change(words, option, "" if value is None else str(value).lower(), changed)
 
 
-def _memory_changes(wish: Wish) -> Iterator[_Change]:
+def _memory_changes(wish: PlanRequest) -> Iterator[_Change]:
     """More of the memory that is there: just as much as is short of a useful context."""
     config, target = wish.config, wish.target
     if config.kv_cache_memory is not None:
@@ -156,7 +156,7 @@ def _memory_changes(wish: Wish) -> Iterator[_Change]:
         yield _set(wish, f"raise memory_utilization to {share:.2f}", "memory_utilization", share)
 
 
-def _step_changes(wish: Wish) -> Iterator[_Change]:
+def _step_changes(wish: PlanRequest) -> Iterator[_Change]:
     """The largest powers of two that fit, and no graphs."""
     limits = settle(wish)[1].limits
     for option, value, smallest in (
@@ -172,7 +172,7 @@ def _step_changes(wish: Wish) -> Iterator[_Change]:
         yield _set(wish, "set enforce_eager", "enforce_eager", True)
 
 
-def _context_changes(wish: Wish, fit: Fit | None) -> Iterator[_Change]:
+def _context_changes(wish: PlanRequest, fit: Fit | None) -> Iterator[_Change]:
     """The longest context that fits, and the power of two below it: shorter than asked, or longer where there is room."""
     layout, resolved = settle(wish)
     if fit is None:
@@ -190,7 +190,7 @@ def _context_changes(wish: Wish, fit: Fit | None) -> Iterator[_Change]:
             yield _set(wish, f"{verb} max_model_len to {value}", "max_model_len", value)
 
 
-def _format_changes(wish: Wish) -> Iterator[_Change]:
+def _format_changes(wish: PlanRequest) -> Iterator[_Change]:
     """Half of float32, for pages or for everything; then pages in fewer and fewer bits."""
     resolved = settle(wish)[1]
     half = "float16" if wish.blueprint.checkpoint_dtype == "float16" else "bfloat16"
@@ -200,17 +200,17 @@ def _format_changes(wish: Wish) -> Iterator[_Change]:
     if resolved.dtype == "float32":
         yield _set(wish, f"compute in {half}", "dtype", half)
     for kv_format in KV_FORMATS.values():
-        if kv_format.is_coded and kv_format.name != current:
+        if kv_format.is_quantized and kv_format.name != current:
             yield _set(wish, f"keep KV pages in {kv_format.name}", "kv_cache_dtype", kv_format.name)
 
 
-def _weight_changes(wish: Wish) -> Iterator[_Change]:
+def _weight_changes(wish: PlanRequest) -> Iterator[_Change]:
     """Weights in fewer and fewer bits."""
     for name in narrower_schemes(wish):
         yield _Change(f"keep weights in {name}", "quantization", name, in_scheme(wish, name))
 
 
-def narrower_schemes(wish: Wish) -> list[str]:
+def narrower_schemes(wish: PlanRequest) -> list[str]:
     """The first scheme of each number of bits below the present one that the model and the device take, the widest first."""
     present = settle(wish)[1].recipe.scheme
     found: dict[float, str] = {}
@@ -228,12 +228,12 @@ def _bits(scheme: WeightScheme) -> float:
     return 8 * DTYPE_BYTES[scheme.code_dtype] / scheme.codes_per_byte
 
 
-def in_scheme(wish: Wish, name: str) -> Wish:
+def in_scheme(wish: PlanRequest, name: str) -> PlanRequest:
     """The same with weights in a scheme, or as they are."""
     return wish._replace(config=wish.config.with_quantization(name))
 
 
-def _gpu_alternatives(wish: Wish) -> list[Alternative]:
+def _gpu_alternatives(wish: PlanRequest) -> list[Alternative]:
     """The smallest GPU that fits, and the next larger ones; the largest of all where none fits."""
     fitting: list[Alternative] = []
     tried = None
@@ -250,7 +250,7 @@ def _gpu_alternatives(wish: Wish) -> list[Alternative]:
     return fitting or ([] if tried is None else [tried])
 
 
-def _later_changes(wish: Wish) -> Iterator[_Change]:
+def _later_changes(wish: PlanRequest) -> Iterator[_Change]:
     """What this version does not have: several ranks."""
     for ranks in RANKS:
         if ranks > wish.tensor_parallel_size and wish.blueprint.anatomy.indivisible(ranks) is None:

@@ -20,7 +20,7 @@ from holdfast.planning.terms import Layout, Needs, list_needs
 NO_RANKS = "tensor parallelism is not in this version"
 
 
-class Wish(NamedTuple):
+class PlanRequest(NamedTuple):
     """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
 
     config: EngineConfig
@@ -94,12 +94,12 @@ class RunnerPlan(NamedTuple):
         )
 
 
-def fit_runner(wish: Wish) -> RunnerPlan:
+def fit_runner(wish: PlanRequest) -> RunnerPlan:
     """The plan, or the planner's refusal."""
     return _runner_plan(wish, find_fit(wish))
 
 
-def unfitting_runner(wish: Wish) -> RunnerPlan:
+def unfitting_runner(wish: PlanRequest) -> RunnerPlan:
     """The plan with pages for one longest sequence, however little memory there is: what a refusal is drawn from."""
     layout, resolved = settle(wish)
     if resolved.may_shorten:
@@ -112,7 +112,7 @@ def unfitting_runner(wish: Wish) -> RunnerPlan:
     return _runner_plan(wish, Fit(layout, resolved, needs, memory))
 
 
-def _runner_plan(wish: Wish, fit: Fit) -> RunnerPlan:
+def _runner_plan(wish: PlanRequest, fit: Fit) -> RunnerPlan:
     layout, resolved = fit.layout, fit.resolved
     cache, heads = layout.cache(resolved), layout.heads()
     specs: tuple[AttentionSpec, ...] = ()
@@ -135,7 +135,7 @@ def _runner_plan(wish: Wish, fit: Fit) -> RunnerPlan:
     )
 
 
-def find_fit(wish: Wish) -> Fit:
+def find_fit(wish: PlanRequest) -> Fit:
     """Pages for the longest context that fits; a context that was asked for fits or is refused."""
     fit = try_fit(wish)
     if fit is not None:
@@ -144,7 +144,7 @@ def find_fit(wish: Wish) -> Fit:
     return _fit_or_refuse(layout, _shortest(resolved) if resolved.may_shorten else resolved)
 
 
-def try_fit(wish: Wish) -> Fit | None:
+def try_fit(wish: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
     layout, resolved = settle(wish)
     if _has_room(layout, resolved):
@@ -174,7 +174,7 @@ def _shortest(resolved: Resolved) -> Resolved:
     return resolved.with_max_model_len(1, "even the shortest context does not fit")
 
 
-def settle(wish: Wish) -> tuple[Layout, Resolved]:
+def settle(wish: PlanRequest) -> tuple[Layout, Resolved]:
     """Everything that does not depend on what fits; what cannot be planned at all raises."""
     wish.blueprint.check_ranks(wish.tensor_parallel_size)
     eager = wish.config.enforce_eager
@@ -182,7 +182,7 @@ def settle(wish: Wish) -> tuple[Layout, Resolved]:
     return layout, resolve(wish.config, wish.blueprint, wish.target)
 
 
-def missing_here(wish: Wish) -> tuple[str, ...]:
+def missing_here(wish: PlanRequest) -> tuple[str, ...]:
     """What of a wish an engine of this version cannot do, in words."""
     reasons = [] if wish.blueprint.not_runnable is None else [wish.blueprint.not_runnable]
     if wish.tensor_parallel_size > 1:

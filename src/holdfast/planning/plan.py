@@ -5,7 +5,7 @@ from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import Term
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.alternatives import list_alternatives, smallest_change
-from holdfast.planning.fit import RunnerPlan, Wish, fit_runner, unfitting_runner
+from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner, unfitting_runner
 from holdfast.planning.target import Target
 
 __all__ = ["RunnerPlan", "plan_runner", "plan_unfitting"]
@@ -24,7 +24,7 @@ def plan_runner(
     More ranks than one are for plans: no engine of this version takes them. `staging` is what loading will hold beside
     the weights; without it a GPU is charged the most that loading may hold.
     """
-    wish = Wish(config, blueprint, target, tensor_parallel_size, staging)
+    wish = PlanRequest(config, blueprint, target, tensor_parallel_size, staging)
     try:
         return fit_runner(wish)
     except MemoryPlanError as error:
@@ -42,4 +42,4 @@ def plan_unfitting(
     staging: Term | None = None,
 ) -> RunnerPlan:
     """The same with pages for one longest sequence, whether it fits or not: what a refusal can be drawn from."""
-    return unfitting_runner(Wish(config, blueprint, target, tensor_parallel_size, staging))
+    return unfitting_runner(PlanRequest(config, blueprint, target, tensor_parallel_size, staging))

@@ -37,7 +37,7 @@ def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat
     """What was asked, or the default of a format; by position until the weights are there."""
     asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
     heads, num_layers = model.anatomy.heads(1), model.num_layers
-    if asked in (0, None) and (heads is None or not kv_format.is_coded):
+    if asked in (0, None) and (heads is None or not kv_format.is_quantized):
         return ProtectedLayers((), kv_format, False, "")
     if heads is None:
         has = f"{model.name} keeps no keys and values by head, and all its layers have one format"
@@ -117,12 +117,12 @@ def _wider_format(config: EngineConfig, model: Blueprint, kv_format: KVFormat, d
         f"protected layers in {found.name} were asked",
         f"a head takes {sizes[found.name]} bytes in it and {sizes[kv_format.name]} in {kv_format.name}",
         f"set kv_protected_dtype to {' or '.join(wider)}"
-        if kv_format.is_coded
+        if kv_format.is_quantized
         else "set kv_cache_dtype to a narrower format, or leave out kv_protected_layers",
     )
 
 
-CODED_PRODUCTS = (8, 9)
+FP8_PRODUCTS = (8, 9)
 """The compute capability from which on a GPU multiplies e4m3 by e4m3."""
 Note = tuple[str, str, str]
 """A setting, what it became, and why."""
@@ -159,7 +159,7 @@ def _as_stored(
 ) -> tuple[WeightRecipe, tuple[Note, ...]]:
     """A checkpoint that is quantized already stays as it is; its own scheme, where that is asked, is for what it left plain."""
     assert stored.scheme is not None, f"{model.name} is stored in no scheme"
-    declined = stored.scheme.codes_activations and _lacks_coded_products(target)
+    declined = stored.scheme.quantizes_activations and _lacks_fp8_products(target)
     if declined and model.not_runnable is None:
         raise ConfigError(
             f"{model.name} was asked, whose weights are stored in {stored.scheme.name}",
@@ -188,7 +188,7 @@ def _as_stored(
 
 def unsupported_scheme(name: str, target: Target) -> str | None:
     """None, or why a device cannot run products of a scheme, in words. A CPU runs all of them, through their references."""
-    if not WEIGHT_SCHEMES[name].codes_activations or not _lacks_coded_products(target):
+    if not WEIGHT_SCHEMES[name].quantizes_activations or not _lacks_fp8_products(target):
         return None
     return _lack_words(target)
 
@@ -197,8 +197,8 @@ def _works_on(target: Target) -> str:
     return " or ".join(name for name in WEIGHT_SCHEMES if unsupported_scheme(name, target) is None)
 
 
-def _lacks_coded_products(target: Target) -> bool:
-    return target.kind == "cuda" and target.capability is not None and target.capability < CODED_PRODUCTS
+def _lacks_fp8_products(target: Target) -> bool:
+    return target.kind == "cuda" and target.capability is not None and target.capability < FP8_PRODUCTS
 
 
 def _lack_words(target: Target) -> str:
@@ -214,8 +214,8 @@ DEFAULT_UTILIZATION = 0.9
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PAGE_TOKENS = 16
-CODED_PAGE_TOKENS = 64
-"""Kernels over coded pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
+QUANTIZED_PAGE_TOKENS = 64
+"""Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
 
 
 class Choice(NamedTuple):
@@ -311,11 +311,11 @@ def _dtype(config: EngineConfig, model: Blueprint, kind: str, choices: list[Choi
 def _page_tokens(config: EngineConfig, model: Blueprint, kv_format: KVFormat, choices: list[Choice]) -> int:
     if config.page_tokens is not None:
         return config.page_tokens
-    if not kv_format.is_coded or model.anatomy.heads(1) is None:
+    if not kv_format.is_quantized or model.anatomy.heads(1) is None:
         return PAGE_TOKENS
-    reason = f"attention over quantized pages works in tiles of {CODED_PAGE_TOKENS} tokens"
-    choices.append(Choice("page_tokens", str(CODED_PAGE_TOKENS), reason))
-    return CODED_PAGE_TOKENS
+    reason = f"attention over quantized pages works in tiles of {QUANTIZED_PAGE_TOKENS} tokens"
+    choices.append(Choice("page_tokens", str(QUANTIZED_PAGE_TOKENS), reason))
+    return QUANTIZED_PAGE_TOKENS
 
 
 def _limits(config: EngineConfig, model: Blueprint, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:

@@ -52,11 +52,11 @@ class KVFormat:
     key_dtype: str
     value_dtype: str
     key_bits: int | None = None
-    """Bits of a coded key (quant/kv_quantize.py); None: every element is stored as `key_dtype`."""
+    """Bits of a quantized key (quant/kv_quantize.py); None: every element is stored as `key_dtype`."""
     value_bits: int | None = None
 
     @property
-    def is_coded(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether heads are codes and scales, which only their own kernels read."""
         return self.key_bits is not None
 
@@ -65,10 +65,10 @@ class KVFormat:
         token_shape = (num_kv_heads, head_dim)
         keys: tuple[Plane, ...] = (Plane("k", self.key_dtype, token_shape),)
         if self.key_bits is not None:
-            keys = _coded_planes("k", self.key_bits, num_kv_heads, head_dim)
+            keys = _quantized_planes("k", self.key_bits, num_kv_heads, head_dim)
         values: tuple[Plane, ...] = (Plane("v", self.value_dtype, token_shape),)
         if self.value_bits is not None:
-            values = _coded_planes("v", self.value_bits, num_kv_heads, head_dim)
+            values = _quantized_planes("v", self.value_bits, num_kv_heads, head_dim)
         return (*keys, *values)
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
@@ -76,7 +76,7 @@ class KVFormat:
         return sum(plane.bytes_per_token for plane in self.planes(num_kv_heads, head_dim))
 
 
-def _coded_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
+def _quantized_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
     """Codes, the third bits where there are three, and a scale. Within a page a plane lies head by head, then by token."""
     scale = Plane(f"{name}_scale", "float16", (num_kv_heads,))
     if bits == 3:
@@ -108,8 +108,8 @@ DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "turboquant_3bit_nc": 4,
 }
 """Layers that stay in a wider format unless somebody says how many, by format; formats that are not here protect none."""
-CODED_HEAD_DIM = 16
-"""Coded formats take heads of a multiple of so many elements: that is what their rotation and their words of codes divide into."""
+QUANTIZED_HEAD_DIM = 16
+"""Quantized formats take heads of a multiple of so many elements: that is what their rotation and their words of codes divide into."""
 
 
 def kv_format(name: str) -> KVFormat:

@@ -10,7 +10,7 @@ The best one (Lloyd-Max) has values that no instruction makes cheaply. These hav
 
 X any leading dimensions, D head dim (a multiple of 16), B bytes of a head's codes, S bytes of its sign bits
 
-A coded head is scale * codebook[code]. Keys and values of 3 and 4 bits are coded in the rotated space (quant/kv_quantize.py);
+A quantized head is scale * codebook[code]. Keys and values of 3 and 4 bits are quantized in the rotated space (quant/kv_quantize.py);
 8 bits are e4m3 numbers of the head as it is, with a scale that takes its largest to the largest of them.
 
 Words are little-endian. Kernels take a word's codes apart into parts: tensors that hold the coordinates at the same place
@@ -118,7 +118,7 @@ KEY_PARTS = {8: 1, 4: 2, 3: 4}
 VALUE_PARTS = {8: 2, 4: 4, 3: 8}
 
 
-class CodedHeads(NamedTuple):
+class QuantizedHeads(NamedTuple):
     """Some heads as they lie in a page."""
 
     codes_XB: torch.Tensor
@@ -129,38 +129,38 @@ class CodedHeads(NamedTuple):
     """float16."""
 
 
-def encode_keys(y_XD: torch.Tensor, bits: int) -> CodedHeads:
-    """Keys, rotated already where bits are below 8; the coded head has the length of the true one."""
+def quantize_keys(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
+    """Keys, rotated already where bits are below 8; the quantized head has the length of the true one."""
     if bits == 8:
-        return _encode_fp8(y_XD, parts=KEY_PARTS[8])
+        return _quantize_fp8(y_XD, parts=KEY_PARTS[8])
     rising_XD, values_XD = _nearest(y_XD, KEY_CODEBOOKS[bits])
     norm_X = y_XD.float().norm(dim=-1)
     scale_X = (norm_X / values_XD.norm(dim=-1)).clamp(max=FP16_MAX).half()
-    return CodedHeads(*_pack_keys(rising_XD, bits), scale_X)
+    return QuantizedHeads(*_pack_keys(rising_XD, bits), scale_X)
 
 
-def encode_values(y_XD: torch.Tensor, bits: int) -> CodedHeads:
-    """Values, rotated already where bits are below 8; the coded head is the nearest to the true one."""
+def quantize_values(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
+    """Values, rotated already where bits are below 8; the quantized head is the nearest to the true one."""
     if bits == 8:
-        return _encode_fp8(y_XD, parts=VALUE_PARTS[8])
+        return _quantize_fp8(y_XD, parts=VALUE_PARTS[8])
     rising_XD, values_XD = _nearest(y_XD, VALUE_CODEBOOKS[bits])
     scale_X = (y_XD.float() * values_XD).sum(-1) / values_XD.square().sum(-1)
-    return CodedHeads(*_pack_values(rising_XD, bits), scale_X.clamp(-FP16_MAX, FP16_MAX).half())
+    return QuantizedHeads(*_pack_values(rising_XD, bits), scale_X.clamp(-FP16_MAX, FP16_MAX).half())
 
 
-def decode_keys(heads: CodedHeads, bits: int, head_dim: int) -> torch.Tensor:
-    """float32 [X, D], rotated as they were coded."""
+def dequantize_keys(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Tensor:
+    """float32 [X, D], rotated as they were quantized."""
     if bits == 8:
-        return _decode_fp8(heads, parts=KEY_PARTS[8])
+        return _dequantize_fp8(heads, parts=KEY_PARTS[8])
     magnitudes = KEY_CODEBOOKS[bits].magnitudes
     by_code = (*magnitudes, *(-magnitude for magnitude in magnitudes))
     return _looked_up(_unpack_keys(heads, bits), by_code) * heads.scale_X.float().unsqueeze(-1)
 
 
-def decode_values(heads: CodedHeads, bits: int, head_dim: int) -> torch.Tensor:
-    """float32 [X, D], rotated as they were coded."""
+def dequantize_values(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Tensor:
+    """float32 [X, D], rotated as they were quantized."""
     if bits == 8:
-        return _decode_fp8(heads, parts=VALUE_PARTS[8])
+        return _dequantize_fp8(heads, parts=VALUE_PARTS[8])
     values_XD = _looked_up(_unpack_values(heads, bits), VALUE_CODEBOOKS[bits].values)
     return values_XD * heads.scale_X.float().unsqueeze(-1)
 
@@ -189,15 +189,15 @@ def _looked_up(codes_XD: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tens
     return table.index_select(0, codes_XD.reshape(-1)).view(codes_XD.shape)
 
 
-def _encode_fp8(y_XD: torch.Tensor, parts: int) -> CodedHeads:
+def _quantize_fp8(y_XD: torch.Tensor, parts: int) -> QuantizedHeads:
     scale_X = (y_XD.float().abs().amax(dim=-1) / FP8_MAX).clamp(max=FP16_MAX).half()
     factor_X1 = torch.where(scale_X == 0, 0.0, 1.0 / scale_X.float()).unsqueeze(-1)
     scaled_XD = (y_XD.float() * factor_X1).clamp(-FP8_MAX, FP8_MAX)
     codes_XPC = _by_part(scaled_XD.to(torch.float8_e4m3fn).view(torch.uint8), parts)
-    return CodedHeads(codes_XPC.transpose(-1, -2).flatten(-2), None, scale_X)
+    return QuantizedHeads(codes_XPC.transpose(-1, -2).flatten(-2), None, scale_X)
 
 
-def _decode_fp8(heads: CodedHeads, parts: int) -> torch.Tensor:
+def _dequantize_fp8(heads: QuantizedHeads, parts: int) -> torch.Tensor:
     codes_XPC = heads.codes_XB.unflatten(-1, (-1, parts)).transpose(-1, -2)
     numbers_XD = _from_parts(codes_XPC).view(torch.float8_e4m3fn).float()
     return numbers_XD * heads.scale_X.float().unsqueeze(-1)
@@ -266,7 +266,7 @@ def _pack_keys(rising_XD: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
     return _bytes_of(_joined(fields_XPW4, (-3, -1))), (low_XS | high_XS << 4).to(torch.uint8)
 
 
-def _unpack_keys(heads: CodedHeads, bits: int) -> torch.Tensor:
+def _unpack_keys(heads: QuantizedHeads, bits: int) -> torch.Tensor:
     """[X, D]: magnitudes, and above them the sign. One shift after the other: broadcast, they take three times as long."""
     num_parts, half = KEY_PARTS[bits], 2 ** (bits - 1)
     words_XW = _words_of(heads.codes_XB, torch.int32)
@@ -294,7 +294,7 @@ def _pack_values(rising_XD: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
     return _bytes_of(words_XC.to(torch.int16)), _bytes_of((even_XS | odd_XS << 1).to(torch.int16))
 
 
-def _unpack_values(heads: CodedHeads, bits: int) -> torch.Tensor:
+def _unpack_values(heads: QuantizedHeads, bits: int) -> torch.Tensor:
     """[X, D]: rising codes."""
     words_XC = _words_of(heads.codes_XB, torch.int16)
     if bits == 4:

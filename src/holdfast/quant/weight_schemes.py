@@ -53,7 +53,7 @@ class WeightScheme:
     block_columns: int = 0
     """Columns that share a scale; 0: the whole row."""
     codes_per_byte: int = 1
-    codes_activations: bool = False
+    quantizes_activations: bool = False
     """Products take activations as e4m3, scaled by token (and by block of columns where weights are)."""
     is_whole_tensor: bool = False
     """A scale follows from a whole checkpoint tensor, which is therefore looked at twice."""
@@ -95,7 +95,7 @@ class WeightScheme:
         return None
 
 
-FP8 = WeightScheme("fp8", "float8_e4m3fn", "float32", codes_activations=True)
+FP8 = WeightScheme("fp8", "float8_e4m3fn", "float32", quantizes_activations=True)
 FP8_TENSOR = replace(FP8, name="fp8_tensor", is_whole_tensor=True)
 FP8_BLOCK = replace(FP8, name="fp8_block", block_rows=128, block_columns=128)
 INT8 = WeightScheme("int8", "int8", "float32")

@@ -25,7 +25,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
-from holdfast.models.activations import takes_few
+from holdfast.models.activations import takes_fused_decode
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
@@ -264,10 +264,10 @@ class RunnerBuild:
             if term.owner in HELD_BY_CUDA:
                 ledger.record(term.owner, term.num_bytes, term.reason)
         recipe = plan.resolved.recipe
-        is_few = takes_few(spec, plan.resolved.dtype, device.type, recipe) and not invariant
+        is_fused = takes_fused_decode(spec, plan.resolved.dtype, device.type, recipe) and not invariant
         scratch = declaration.scratch(plan.attention_specs, bounds)
         runner = Runner(
-            Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_few, plan.resolved.dtype, recipe),
+            Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_fused, plan.resolved.dtype, recipe),
             backend,
             BatchBuffers(limits, device, ledger),
             Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),

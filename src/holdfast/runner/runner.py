@@ -59,7 +59,7 @@ class Runner:
         self._min_rows = min_rows
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: StepGraphs | None = None
-        self._made_up_ids = count(-1, -1)
+        self._dummy_ids = count(-1, -1)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -95,7 +95,7 @@ class Runner:
         `rows` are numbers of rows whose steps take every form together (runner/graphs.py).
         """
         with self._on_stream():
-            step, logit_rows = self._made_up_step(self.limits.max_num_batched_tokens)
+            step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
             self._decoder.step_logits(batch, self._backend.plan(batch, captured=True))  # every size of tiles
             for num_rows in rows:
@@ -110,7 +110,7 @@ class Runner:
                         batch = self._capture_batch(size, is_decode, graphs)
                         batches[size, is_decode] = batch, self._backend.plan(batch, captured=True)
                     logits_RV = self._decoder.step_logits(*batches[size, is_decode])
-                    self._sampler.find_likeliest(logits_RV)
+                    self._sampler.find_argmax(logits_RV)
                     return logits_RV
 
                 graphs.capture(run, self._stream, on_progress)
@@ -173,8 +173,8 @@ class Runner:
         logits_RV = self._graphs.replay(size, is_decode)
         if not logit_rows:
             return []
-        likeliest_S = self._sampler.likeliest_S[:num_logits]
-        return self._sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, likeliest_S)
+        argmax_S = self._sampler.argmax_S[:num_logits]
+        return self._sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, argmax_S)
 
     def _with_prompt_logprobs(self, step: Step, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
         batch = self._fill(step, logit_rows)
@@ -208,19 +208,19 @@ class Runner:
         return tuple(logprobs)
 
     def _capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
-        """A step of this shape: padding alone, or a made-up prompt whose last rows are wanted."""
+        """A step of this shape: padding alone, or a dummy prompt whose last rows are wanted."""
         if is_decode:
             return self._buffers.fill(Step(()), [], size)
-        step, logit_rows = self._made_up_step(size)
+        step, logit_rows = self._dummy_step(size)
         return self._buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode))
 
-    def _made_up_step(self, num_rows: int) -> tuple[Step, list[int]]:
+    def _dummy_step(self, num_rows: int) -> tuple[Step, list[int]]:
         """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
         longest = self.limits.max_model_len
         items, logit_rows, row = [], [], 0
         while row < num_rows and len(items) < self.limits.max_num_seqs:
             length = min(longest, num_rows - row)
-            sequence = Sequence(next(self._made_up_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
+            sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
             sequence.pages = list(range(-(-length // self.limits.page_tokens)))
             items.append(ScheduledSequence(sequence, 0, length))
             row += length

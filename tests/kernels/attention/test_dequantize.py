@@ -27,9 +27,9 @@ from holdfast.quant.kv_quantize import (
     KEY_PARTS,
     VALUE_CODEBOOKS,
     VALUE_PARTS,
-    CodedHeads,
-    decode_keys,
-    decode_values,
+    QuantizedHeads,
+    dequantize_keys,
+    dequantize_values,
     part_dims,
     rotation_table,
 )
@@ -44,7 +44,7 @@ HALF = HEAD_DIM // 8
 """Columns of a half row of keys of 3 bits."""
 
 
-def any_heads(what: str, bits: int) -> CodedHeads:
+def any_heads(what: str, bits: int) -> QuantizedHeads:
     """Random bytes, with which every code lies at every place; the scale is one. Bytes that are no number are left out."""
     generator = torch.Generator().manual_seed(bits)
     num_bytes = HEAD_DIM * {8: 8, 4: 4, 3: 2}[bits] // 8
@@ -53,12 +53,12 @@ def any_heads(what: str, bits: int) -> CodedHeads:
         codes = (torch.arange(256).unsqueeze(1) + torch.arange(num_bytes)).to(torch.uint8)
         codes[codes & 127 == 127] = 0
     signs = torch.randint(256, (NUM_TOKENS, HEAD_DIM // 8), generator=generator, dtype=torch.uint8)
-    return CodedHeads(codes, signs if bits == 3 else None, torch.ones(NUM_TOKENS, dtype=torch.float16))
+    return QuantizedHeads(codes, signs if bits == 3 else None, torch.ones(NUM_TOKENS, dtype=torch.float16))
 
 
-def expected_parts(heads: CodedHeads, what: str, bits: int) -> torch.Tensor:
+def expected_parts(heads: QuantizedHeads, what: str, bits: int) -> torch.Tensor:
     """[parts, tokens, columns]."""
-    decode, num_parts = (decode_keys, KEY_PARTS[bits]) if what == "keys" else (decode_values, VALUE_PARTS[bits])
+    decode, num_parts = (dequantize_keys, KEY_PARTS[bits]) if what == "keys" else (dequantize_values, VALUE_PARTS[bits])
     return decode(heads, bits, HEAD_DIM)[:, part_dims(num_parts, HEAD_DIM)].transpose(0, 1)
 
 
@@ -208,7 +208,7 @@ def _value_kernel(
         tl.store(p_part, tl.dot(b_parts[part], b_one))
 
 
-def run_parts(what: str, bits: int, device: torch.device, halved: bool = False) -> tuple[torch.Tensor, CodedHeads]:
+def run_parts(what: str, bits: int, device: torch.device, halved: bool = False) -> tuple[torch.Tensor, QuantizedHeads]:
     heads = any_heads(what, bits)
     codes, signs = (None if x is None else x.to(device) for x in heads[:2])
     num_parts = (KEY_PARTS if what == "keys" else VALUE_PARTS)[bits]

@@ -12,10 +12,10 @@ from holdfast.kernels.attention.quantized_attention import (
     BLOCK_TOKENS,
     FEW_MERGED_ROWS,
     MERGED_HEADS,
-    coded_attention,
-    coded_attention_reference,
-    coded_geometry,
     large_shape,
+    quantized_attention,
+    quantized_attention_reference,
+    quantized_geometry,
 )
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.quant.kv_quantize import rotation_table
@@ -138,7 +138,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
     tiles[0, :2] = 0
     rows = torch.tensor([(0, 1), (0, 0), (0, 1), (0, 0)], dtype=torch.int32, device=device)
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
-    for function in (coded_attention, coded_attention_reference):
+    for function in (quantized_attention, quantized_attention_reference):
         out = torch.full((4, 32), NAN, dtype=torch.float16, device=device)
         function(q, planes, table, work, 0.25, None, out[:0].float(), out[:0].float(), out, 1)
         assert out[[0, 2]].isnan().all()
@@ -175,7 +175,7 @@ def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
     for window in (None, 7):
         out = torch.full((2, 2 * head_dim), NAN)
         seen = q @ rotation if key_bits < 8 else q
-        coded_attention_reference(seen, planes, table, work, 0.3, window, out[:0], out[:0], out, 1)
+        quantized_attention_reference(seen, planes, table, work, 0.3, window, out[:0], out[:0], out, 1)
         for row, end in enumerate((39, 40)):
             first = 0 if window is None else end - window
             scores = q[row].double() @ k[first:end, 0].T * 0.3
@@ -186,7 +186,7 @@ def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
 @FORMATS
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 64, 71, 128])
 def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
-    geometry = coded_geometry(3 * group, 3, key_bits, value_bits)
+    geometry = quantized_geometry(3 * group, 3, key_bits, value_bits)
     shape = large_shape(key_bits)
     assert geometry.small_rows == max(1, 8 // group)
     assert geometry.large_rows == max(1, shape.rows // group)
@@ -201,7 +201,7 @@ def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
 def test_steps_of_many_rows_take_kernels_of_one_shape():
     """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
     assert FEW_MERGED_ROWS < 16
-    geometry = coded_geometry(32, 8, 4, 4)
+    geometry = quantized_geometry(32, 8, 4, 4)
     assert len({geometry.small_programs(num_rows) for num_rows in range(16, 300)}) == 1
 
 
@@ -232,7 +232,7 @@ def test_nothing_is_allocated(device, key_bits, value_bits):
     out = torch.empty(3, 512, dtype=torch.bfloat16, device=device)
     partials = torch.empty(4, 512, device=device), torch.empty(4, 8, device=device)
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
-    assert_allocates_nothing(lambda: coded_attention(q, planes, table, work, 0.125, None, *partials, out, 132))
+    assert_allocates_nothing(lambda: quantized_attention(q, planes, table, work, 0.125, None, *partials, out, 132))
 
 
 @pytest.mark.gpu
@@ -249,6 +249,6 @@ def test_a_page_may_lie_beyond_two_to_the_31_bytes(device, large):
     work = TileWork(tiles.to(device), rows, not large, large, False)
     q = random(1, 8, 128, seed=2).to(device, torch.bfloat16)
     out, expected = torch.full((2, 1, 1024), NAN, dtype=torch.bfloat16, device=device)
-    for function, written in ((coded_attention, out), (coded_attention_reference, expected)):
+    for function, written in ((quantized_attention, out), (quantized_attention_reference, expected)):
         function(q, planes, table, work, 0.1, None, written[:0].float(), written[:0].float(), written, 132)
     torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from holdfast.kernels.attention.quantized_attention import coded_geometry
+from holdfast.kernels.attention.quantized_attention import quantized_geometry
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import (
     BITS,
@@ -51,7 +51,7 @@ def test_every_head_dim(device, head_dim, bits):
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 71], ids=lambda group: f"{group} queries a key")
 def test_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
-    rows = coded_geometry(group, 1, 4, 4).small_rows
+    rows = quantized_geometry(group, 1, 4, 4).small_rows
     step = coded_step((4, 4), [(64 - rows, rows), (67, 1)], 16, group, num_kv_heads=2 if group < 9 else 1, seed=group)
     judge(step, [SMALL, HALVES], device)
 

@@ -6,7 +6,7 @@ import torch
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
     WEIGHT_ONE,
-    CodedPlanes,
+    QuantizedPlanes,
     bytes_at,
     key_codes,
     pages_of,
@@ -21,10 +21,10 @@ from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.kv_quantize import (
     FP8_MAX,
     VALUE_PARTS,
-    encode_keys,
-    encode_values,
     hadamard_block,
     hadamard_signs,
+    quantize_keys,
+    quantize_values,
     rotate_heads,
     rotation_table,
 )
@@ -49,14 +49,14 @@ def storage_of(name: str, num_kv_heads: int, head_dim: int, num_slots: int) -> d
     }
 
 
-@pytest.mark.parametrize("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_coded])
+@pytest.mark.parametrize("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized])
 def test_planes_are_the_bytes_of_the_storage(name):
     kv_format = KV_FORMATS[name]
     assert kv_format.key_bits is not None
     assert kv_format.value_bits is not None
     storage = storage_of(name, 3, 80, 5 * 16)
     bits = kv_format.key_bits, kv_format.value_bits
-    planes = CodedPlanes.of(storage.__getitem__, *bits, 80, 16, hadamard_signs(80))
+    planes = QuantizedPlanes.of(storage.__getitem__, *bits, 80, 16, hadamard_signs(80))
     assert (planes.num_kv_heads, planes.page_tokens, planes.head_dim) == (3, 16, 80)
     assert (planes.rotates_keys, planes.rotates_values) == (bits[0] < 8, bits[1] < 8)
     tensors = tensors_of(planes)
@@ -86,12 +86,12 @@ def test_tokens_of_a_head_are_neighbours_within_a_page(key_bits, value_bits):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
 def test_what_is_stored_is_found_again(head_dim, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 3, head_dim, 4, 3, torch.float32)
-    keys = encode_keys(random(5, 3, head_dim, seed=1), key_bits)
-    values = encode_values(random(5, 3, head_dim, seed=2), value_bits)
+    keys = quantize_keys(random(5, 3, head_dim, seed=1), key_bits)
+    values = quantize_values(random(5, 3, head_dim, seed=2), value_bits)
     pages, tokens = torch.tensor([2, 0, 0, 2, 1]), torch.tensor([3, 0, 2, 1, 1])
     planes.store(pages, tokens, keys, values)
-    for stored, coded in ((planes.keys_at(pages, tokens), keys), (planes.values_at(pages, tokens), values)):
-        for mine, theirs in zip(stored, coded, strict=True):
+    for stored, quantized in ((planes.keys_at(pages, tokens), keys), (planes.values_at(pages, tokens), values)):
+        for mine, theirs in zip(stored, quantized, strict=True):
             assert (mine is None) == (theirs is None)
             assert mine is None or torch.equal(mine, theirs)
     assert_untouched(planes, pages * 4 + tokens)
@@ -100,7 +100,7 @@ def test_what_is_stored_is_found_again(head_dim, key_bits, value_bits):
 def test_nothing_is_stored_where_there_is_nothing():
     planes = make_planes(3, 3, 2, 16, 4, 2, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
-    planes.store(none, none, encode_keys(torch.empty(0, 2, 16), 3), encode_values(torch.empty(0, 2, 16), 3))
+    planes.store(none, none, quantize_keys(torch.empty(0, 2, 16), 3), quantize_values(torch.empty(0, 2, 16), 3))
     assert planes.keys_at(none, none).codes_XB.shape == (0, 2, 4)
     assert_untouched(planes, [])
 

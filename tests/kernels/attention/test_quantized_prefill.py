@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from holdfast.kernels.attention.quantized_attention import coded_geometry
+from holdfast.kernels.attention.quantized_attention import quantized_geometry
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import (
     BITS,
@@ -51,7 +51,7 @@ def test_every_head_dim(device, head_dim, bits):
 def test_every_grouping(device, group):
     """A tile that is full, and one more row; groups that leave rows of a tile empty, and that are higher than one."""
     for bits in ((8, 4), (4, 4)) if group in (7, 128) else ((4, 4),):
-        rows = coded_geometry(group, 1, *bits).large_rows
+        rows = quantized_geometry(group, 1, *bits).large_rows
         judge(coded_step(bits, [(50, rows + 1)], 16, group, num_kv_heads=2 if group == 7 else 1), LARGE, device)
 
 
@@ -168,7 +168,7 @@ def test_a_token_that_is_no_number_stays_behind_its_tile(device, which):
     clean = run_tiles(step, cut_tiles(step, cuts), device)
     step.tokens[0][which][90] = NAN
     out = run_tiles(step, cut_tiles(step, cuts), device)
-    first = 90 // coded_geometry(2, 1, 4, 4).large_rows * coded_geometry(2, 1, 4, 4).large_rows
+    first = 90 // quantized_geometry(2, 1, 4, 4).large_rows * quantized_geometry(2, 1, 4, 4).large_rows
     assert first > 0
     assert same_bits(out[:first], clean[:first])
     assert same_bits(out[100:], clean[100:])

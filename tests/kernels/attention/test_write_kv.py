@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.attention.write_kv import write_heads, write_heads_reference
+from holdfast.kernels.attention.write_kv import write_kv, write_kv_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
 from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
 
@@ -15,8 +15,8 @@ GROUPS = (1, 3, 7, 71)
 
 def judge(case: Case) -> None:
     q, k_plane, v_plane = case.run()
-    reference = case.run(write_heads_reference)
-    exact = case.run(write_heads_reference, dtype=torch.float64)
+    reference = case.run(write_kv_reference)
+    exact = case.run(write_kv_reference, dtype=torch.float64)
     assert_as_exact_as_torch(q, reference[0], exact[0])
     assert_as_exact_as_torch(k_plane[case.slots], reference[1][case.slots], exact[1][case.slots])
     heads = case.qkv.unflatten(-1, (-1, case.k_plane.shape[-1]))
@@ -116,10 +116,10 @@ def test_what_is_not_finite_stays_in_its_row(bad):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
-    expected_q, expected_k, expected_v = case.run(write_heads_reference)
+    expected_q, expected_k, expected_v = case.run(write_kv_reference)
     case.k_plane, case.v_plane = case.k_plane.to(dtype), case.v_plane.to(dtype)
     k_plane, v_plane = case.k_plane.clone(), case.v_plane.clone()
-    q = write_heads(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
+    q = write_kv(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
     assert same_bits(q.contiguous(), expected_q.contiguous())
     assert same_bits(k_plane[case.slots], expected_k[case.slots].to(dtype))
     assert same_bits(v_plane[case.slots], expected_v[case.slots].to(dtype))
@@ -138,7 +138,7 @@ PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids
 
 @PADDED
 @FEATURES
-@pytest.mark.parametrize("function", [write_heads, write_heads_reference], ids=["C", "reference"])
+@pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_rope, padding):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     clean_q, clean_k, clean_v = case.run(function)
@@ -153,7 +153,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_r
 
 
 @FEATURES
-@pytest.mark.parametrize("function", [write_heads, write_heads_reference], ids=["C", "reference"])
+@pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, with_norm, with_rope, num_rows):
     case = make_case(num_rows, 24, with_norm=with_norm, with_rope=with_rope).padded([num_rows - 1])
@@ -181,15 +181,15 @@ def test_rows_that_lie_apart_are_computed_as_those_side_by_side():
     wide[:, 3:-4] = case.qkv
     case.qkv = wide[:, 3:-4]
     k_plane, v_plane = case.k_plane.clone(), case.v_plane.clone()
-    q = write_heads(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
+    q = write_kv(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
     assert all(same_bits(mine, theirs) for mine, theirs in zip((q, k_plane, v_plane), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_run_in_torch_with_padding_and_out(dtype):
     case = make_case(5, 24).rounded(dtype).padded([1, 4])
-    expected = case.run(write_heads_reference, dtype=dtype)
+    expected = case.run(write_kv_reference, dtype=dtype)
     out = torch.empty(5, 6, 24, dtype=dtype)
-    write_heads(case.qkv, case.positions, case.slots, case.k_plane, case.v_plane, case.head_norm, case.rotary, out)
+    write_kv(case.qkv, case.positions, case.slots, case.k_plane, case.v_plane, case.head_norm, case.rotary, out)
     assert all(same_bits(*pair) for pair in zip((out, case.k_plane, case.v_plane), expected, strict=True))
     assert not out[[1, 4]].any()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_heads, write_heads_reference, write_heads_triton
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv, write_kv_reference, write_kv_triton
 from kernels.exactness import assert_as_exact_as_torch, companies, same_bits
 from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
@@ -30,7 +30,7 @@ def run(case, device, rows=None, moat=64):
         return amid_poison(values.reshape(1, -1), device).view(values.shape)
 
     norm, rotary = case.head_norm, case.rotary
-    q = write_heads_triton(
+    q = write_kv_triton(
         amid_poison(case.qkv[rows], device, moat),
         case.positions[rows].to(device),
         case.slots[rows].to(device),
@@ -49,8 +49,8 @@ def judge(case: Case, device) -> None:
     """Against float64 and torch in the same type; slots that belong to no row keep their poison."""
     dtype = case.qkv.dtype
     q, k_plane, v_plane = run(case, device)
-    in_torch = case.run(write_heads_reference, dtype=dtype)
-    exact = case.run(write_heads_reference, dtype=torch.float64)
+    in_torch = case.run(write_kv_reference, dtype=dtype)
+    exact = case.run(write_kv_reference, dtype=torch.float64)
     used = case.slots[case.slots >= 0]
     assert_as_exact_as_torch(q, in_torch[0], exact[0])
     assert_as_exact_as_torch(k_plane[used], in_torch[1][used], exact[1][used])
@@ -139,7 +139,7 @@ def test_the_edges_of_planes_and_tables(device, with_norm, with_rope, edge):
 @pytest.mark.parametrize("moat", [0, 1, 8])
 def test_rows_lie_side_by_side_or_apart(device, moat):
     case = make_case(3, 64)
-    for mine, theirs in zip(run(case, device, moat=moat), case.run(write_heads_reference), strict=True):
+    for mine, theirs in zip(run(case, device, moat=moat), case.run(write_kv_reference), strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
@@ -150,11 +150,11 @@ def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, d
     case = case.on(device)
     qkv, rows, how = case.qkv, (case.positions, case.slots), (case.head_norm, case.rotary)
     planes, other_planes = ([plane.clone() for plane in (case.k_plane, case.v_plane)] for _ in range(2))
-    expected = write_heads_triton(qkv, *rows, *planes, *how)
+    expected = write_kv_triton(qkv, *rows, *planes, *how)
     assert expected.is_contiguous()
     before = qkv.clone()
     queries = qkv[:, : 6 * 96].unflatten(1, (6, 96))
-    assert write_heads_triton(qkv, *rows, *other_planes, *how, queries) is queries
+    assert write_kv_triton(qkv, *rows, *other_planes, *how, queries) is queries
     assert same_bits(queries, expected)
     assert same_bits(qkv[:, 6 * 96 :], before[:, 6 * 96 :]), "keys and values are read only"
     assert all(same_bits(*pair) for pair in zip(planes, other_planes, strict=True))
@@ -194,9 +194,9 @@ def test_heads_that_lie_apart_are_refused(device):
     rows, planes = (case.qkv, case.positions, case.slots), (case.k_plane, case.v_plane)
     out = torch.empty(3, 6, 32, device=device)[..., :16]
     with pytest.raises(AssertionError, match="heads of a row"):
-        write_heads_triton(*rows, *planes, None, None, out)
+        write_kv_triton(*rows, *planes, None, None, out)
     with pytest.raises(AssertionError, match="elements of a row"):
-        write_heads_triton(rows[0].T.contiguous().T, *rows[1:], *planes, None, None)
+        write_kv_triton(rows[0].T.contiguous().T, *rows[1:], *planes, None, None)
 
 
 @pytest.mark.gpu
@@ -206,7 +206,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_elements(device):
     v_plane = torch.zeros(num_kv_heads, head_dim, dtype=torch.bfloat16, device=device).expand(num_slots, -1, -1)
     qkv = torch.randn(1, 3 * num_kv_heads * head_dim, device=device).bfloat16()
     slots = torch.tensor([num_slots - 1], device=device)
-    write_heads(qkv, torch.zeros_like(slots), slots, k_plane, v_plane, None, None)
+    write_kv(qkv, torch.zeros_like(slots), slots, k_plane, v_plane, None, None)
     assert same_bits(k_plane[-1].flatten(), qkv[0, 1024:2048])
     assert not k_plane[:-1].any()
 
@@ -216,4 +216,4 @@ def test_nothing_is_allocated(device):
     case = make_case(5, 128).rounded(torch.bfloat16).padded([4]).on(device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)
     rows, planes = (case.qkv, case.positions, case.slots), (case.k_plane, case.v_plane)
-    assert_allocates_nothing(lambda: write_heads(*rows, *planes, case.head_norm, case.rotary, out))
+    assert_allocates_nothing(lambda: write_kv(*rows, *planes, case.head_norm, case.rotary, out))

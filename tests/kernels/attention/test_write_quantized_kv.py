@@ -8,15 +8,19 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
-from holdfast.kernels.attention.write_quantized_kv import write_codes, write_codes_reference, write_codes_triton
+from holdfast.kernels.attention.write_quantized_kv import (
+    write_quantized_kv,
+    write_quantized_kv_reference,
+    write_quantized_kv_triton,
+)
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
-    CodedHeads,
-    decode_keys,
-    decode_values,
+    QuantizedHeads,
+    dequantize_keys,
+    dequantize_values,
     hadamard_block,
     hadamard_signs,
 )
@@ -29,7 +33,7 @@ from red_zones import RedZones
 pytestmark = QUIET
 
 RELATIVE_ERROR = {8: 0.04, 4: 0.16, 3: 0.3}
-"""Of a coded head of normal numbers, as a share of its norm, by bits: a good deal above the mean."""
+"""Of a quantized head of normal numbers, as a share of its norm, by bits: a good deal above the mean."""
 CODERS = pytest.mark.parametrize("bits", [(8, 8), (4, 4), (3, 3)], ids=["k8v8", "k4v4", "k3v3"])
 """Formats that have every way to code once; keys and values never meet in a program."""
 
@@ -39,21 +43,21 @@ class Written:
     """What a write left behind."""
 
     q: torch.Tensor
-    planes: CodedPlanes
+    planes: QuantizedPlanes
     slots: torch.Tensor
 
-    def coded(self, what: str) -> CodedHeads:
+    def quantized(self, what: str) -> QuantizedHeads:
         """Of the slots that were written: [R, K, ...]."""
         places = self.slots // self.planes.page_tokens, self.slots % self.planes.page_tokens
         return self.planes.keys_at(*places) if what == "keys" else self.planes.values_at(*places)
 
     def steps(self, what: str) -> torch.Tensor:
         """The codes as the numbers that they stand for, without a scale: [R, K, D]."""
-        heads = self.coded(what)
-        heads = CodedHeads(heads.codes_XB, heads.signs_XS, torch.ones_like(heads.scale_X))
+        heads = self.quantized(what)
+        heads = QuantizedHeads(heads.codes_XB, heads.signs_XS, torch.ones_like(heads.scale_X))
         if what == "keys":
-            return decode_keys(heads, self.planes.key_bits, self.planes.head_dim)
-        return decode_values(heads, self.planes.value_bits, self.planes.head_dim)
+            return dequantize_keys(heads, self.planes.key_bits, self.planes.head_dim)
+        return dequantize_values(heads, self.planes.value_bits, self.planes.head_dim)
 
 
 def written(function, case: Case, bits, device="cpu", page_tokens=4, mean=None, rows=None, moat=64) -> Written:
@@ -85,13 +89,13 @@ def written(function, case: Case, bits, device="cpu", page_tokens=4, mean=None, 
     return Written(out.cpu(), _on_cpu(planes), used)
 
 
-def _on_cpu(planes: CodedPlanes) -> CodedPlanes:
-    fields = {name: getattr(planes, name) for name in CodedPlanes.__dataclass_fields__}
-    return CodedPlanes(**{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in fields.items()})
+def _on_cpu(planes: QuantizedPlanes) -> QuantizedPlanes:
+    fields = {name: getattr(planes, name) for name in QuantizedPlanes.__dataclass_fields__}
+    return QuantizedPlanes(**{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in fields.items()})
 
 
 def true_heads(case: Case, bits, mean=None) -> dict[str, torch.Tensor]:
-    """Queries of all rows, keys and values of those that are not padding: in float64, in the space in which they are coded."""
+    """Queries of all rows, keys and values of those that are not padding: in float64, in the space in which they are quantized."""
     exact = case.rounded(torch.float64)
     _, num_kv_heads, head_dim = case.k_plane.shape
     rows = (exact.qkv, exact.positions, exact.slots)
@@ -109,15 +113,15 @@ def true_heads(case: Case, bits, mean=None) -> dict[str, torch.Tensor]:
 
 def judge(case: Case, bits, device, page_tokens=4, mean=None) -> None:
     """The kernel against the reference, whose choices may differ only where a number lies half way between two codes."""
-    mine = written(write_codes_triton, case, bits, device, page_tokens, mean)
-    theirs = written(write_codes_reference, case, bits, "cpu", page_tokens, mean)
+    mine = written(write_quantized_kv_triton, case, bits, device, page_tokens, mean)
+    theirs = written(write_quantized_kv_reference, case, bits, "cpu", page_tokens, mean)
     exact = true_heads(case, bits, mean)
     assert_as_exact_as_torch(mine.q, theirs.q, exact["queries"])
     # A norm's sum has no order, so that what it is rounded to may differ by a unit.
     rounded_apart = case.head_norm is not None and case.qkv.dtype != torch.float32
     tolerance = 8 * torch.finfo(case.qkv.dtype).eps if rounded_apart else 1e-5
     for what, codebooks, head_bits in (("keys", KEY_CODEBOOKS, bits[0]), ("values", VALUE_CODEBOOKS, bits[1])):
-        scale, their_scale = mine.coded(what).scale_X, theirs.coded(what).scale_X
+        scale, their_scale = mine.quantized(what).scale_X, theirs.quantized(what).scale_X
         steps, their_steps = mine.steps(what).double(), theirs.steps(what).double()
         head = exact[what]
         if head_bits == 8:
@@ -204,7 +208,9 @@ def test_any_shape(
 
 
 @CODERS
-@pytest.mark.parametrize("function", [write_codes_triton, write_codes_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
+)
 def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
     case = make_case(2, 48, group=1)
     clean = written(function, case, bits, device)
@@ -213,14 +219,16 @@ def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
         others = [row for row in range(2) if row not in padding]
         assert same_bits(mine.q[list(padding)], torch.zeros(len(padding), 2, 48))
         assert same_bits(mine.q[others], clean.q[others])
-        assert same_bits(mine.coded("keys").scale_X, clean.coded("keys").scale_X[others])
-        assert torch.equal(mine.coded("values").codes_XB, clean.coded("values").codes_XB[others])
+        assert same_bits(mine.quantized("keys").scale_X, clean.quantized("keys").scale_X[others])
+        assert torch.equal(mine.quantized("values").codes_XB, clean.quantized("values").codes_XB[others])
 
 
 @CODERS
-@pytest.mark.parametrize("function", [write_codes_triton, write_codes_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
+)
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
-    if function is write_codes_triton:
+    if function is write_quantized_kv_triton:
         case, choices = make_case(3, 64, group=1).rounded(torch.float16), ([2], [1, 0])
     else:
         case, choices = make_case(65, 80, group=3, num_kv_heads=1), companies(65)
@@ -229,12 +237,14 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
         mine = written(function, case, bits, device, rows=rows)
         assert same_bits(mine.q, whole.q[rows])
         for what in ("keys", "values"):
-            for tensor, other in zip(mine.coded(what), whole.coded(what), strict=True):
+            for tensor, other in zip(mine.quantized(what), whole.quantized(what), strict=True):
                 assert tensor is None or torch.equal(tensor, other[rows]), what
 
 
 @CODERS
-@pytest.mark.parametrize("function", [write_codes_triton, write_codes_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
+)
 def test_what_is_read_back_is_near_what_was_written(device, function, bits):
     case = make_case(2, 128, with_norm=False)
     mine = written(function, case, bits, device)
@@ -244,13 +254,15 @@ def test_what_is_read_back_is_near_what_was_written(device, function, bits):
 
 
 @CODERS
-@pytest.mark.parametrize("function", [write_codes_triton, write_codes_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
+)
 def test_a_score_of_a_query_and_a_key_survives_the_rotation(device, function, bits):
     case = make_case(2, 96, group=1)
     mine = written(function, case, bits, device)
-    coded = decode_keys(mine.coded("keys"), bits[0], 96)
+    quantized = dequantize_keys(mine.quantized("keys"), bits[0], 96)
     q, k, _ = turned_heads(case.qkv, case.positions, case.slots, 2, 96, case.head_norm, case.rotary)
-    expected, score = ((a * b).sum(-1) for a, b in ((q, k), (mine.q, coded)))
+    expected, score = ((a * b).sum(-1) for a, b in ((q, k), (mine.q, quantized)))
     assert ((score - expected).abs() <= RELATIVE_ERROR[bits[0]] * q.norm(dim=-1) * k.norm(dim=-1)).all()
 
 
@@ -271,21 +283,23 @@ def test_a_mean_is_taken_off_every_key(device, bits):
     case.qkv.unflatten(1, (6, 64))[:, 2:4] += mean
     judge(case, bits, device, mean=mean)
     k = case.qkv.unflatten(1, (6, 64))[:, 2:4]
-    centered = written(write_codes_triton, case, bits, device, mean=mean)
+    centered = written(write_quantized_kv_triton, case, bits, device, mean=mean)
     back, _ = heads_at(centered.planes, centered.slots)
     assert ((back - k).norm(dim=-1) <= RELATIVE_ERROR[bits[0]] * (k - mean).norm(dim=-1)).all()
 
 
 @CODERS
-@pytest.mark.parametrize("function", [write_codes_triton, write_codes_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
+)
 def test_heads_of_zeros_are_zeros(device, function, bits):
     case = make_case(2, 80)
     case.qkv[0] = 0.0
     case.qkv[1].unflatten(0, (10, 80))[6::2] = 0.0
     mine = written(function, case, bits, device)
     for head, what in zip(heads_at(mine.planes, mine.slots), ("keys", "values"), strict=True):
-        assert not mine.coded(what).scale_X[0].any()
-        assert not mine.coded(what).scale_X[1, 0].any()
+        assert not mine.quantized(what).scale_X[0].any()
+        assert not mine.quantized(what).scale_X[1, 0].any()
         assert not head[0].any()
         assert not head[1, 0].any()
         assert head[1, 1].any()
@@ -296,10 +310,10 @@ def test_heads_of_zeros_are_zeros(device, function, bits):
 def test_heads_too_small_for_a_scale_are_finite(device, bits):
     case = make_case(1, 64, with_norm=False, with_rope=False)
     case.qkv *= 1e-12
-    mine = written(write_codes_triton, case, bits, device)
+    mine = written(write_quantized_kv_triton, case, bits, device)
     assert all(head.isfinite().all() for head in heads_at(mine.planes, mine.slots))
     case.qkv *= 1e-33  # numbers that are denormal in float32, whose squares are zero
-    mine = written(write_codes_triton, case, bits, device)
+    mine = written(write_quantized_kv_triton, case, bits, device)
     assert all(head.isfinite().all() for head in heads_at(mine.planes, mine.slots))
 
 
@@ -308,14 +322,14 @@ def test_heads_too_small_for_a_scale_are_finite(device, bits):
 def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):
     """Head 3 of the queries, and the second key and value head of row 1."""
     case = make_case(2, head_dim, with_norm=False)
-    clean = written(write_codes_triton, case, bits, device)
+    clean = written(write_quantized_kv_triton, case, bits, device)
     case.qkv[1].unflatten(0, (10, head_dim))[[3, 7, 9], 5] = bad
-    mine = written(write_codes_triton, case, bits, device)
+    mine = written(write_quantized_kv_triton, case, bits, device)
     assert not mine.q[1, 3].isfinite().all()
     mine.q[1, 3] = clean.q[1, 3]
     if bad != bad:
-        assert mine.coded("keys").scale_X[1, 1].isnan()
-        assert mine.coded("values").scale_X[1, 1].isnan()
+        assert mine.quantized("keys").scale_X[1, 1].isnan()
+        assert mine.quantized("values").scale_X[1, 1].isnan()
     place = mine.slots[1] // 4, 1, mine.slots[1] % 4
     for name, plane in tensors_of(mine.planes).items():
         plane[place] = tensors_of(clean.planes)[name][place]
@@ -326,13 +340,15 @@ def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):
 def test_rows_lie_side_by_side_or_apart(device, moat):
     case = make_case(2, 64)
     assert_same(
-        written(write_codes_triton, case, (4, 4), device, moat=moat),
-        written(write_codes_triton, case, (4, 4), device, moat=64),
+        written(write_quantized_kv_triton, case, (4, 4), device, moat=moat),
+        written(write_quantized_kv_triton, case, (4, 4), device, moat=64),
     )
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
-@pytest.mark.parametrize("function", [write_codes_triton, write_codes_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
+)
 def test_queries_may_stay_where_they_are(device, poison, function, bits):
     case = make_case(3, 96).rounded(torch.float16).padded([1]).on(device)
     planes, others = (make_planes(*bits, 2, 96, 3, 3, torch.float16, device) for _ in range(2))
@@ -357,7 +373,7 @@ def test_the_edges_of_planes_and_tables(device, edge):
         judge(case, bits, device, page_tokens=7)
 
 
-@pytest.mark.parametrize("function", [write_codes, write_codes_triton, write_codes_reference])
+@pytest.mark.parametrize("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
 def test_no_rows_change_nothing(device, function):
     mine = written(function, make_case(3, 16), (4, 4), device, rows=[])
     assert mine.q.shape == (0, 6, 16)
@@ -368,14 +384,14 @@ def test_what_the_kernel_cannot_take_is_refused(device):
     rows = (case.positions, case.slots)
     planes = make_planes(4, 4, 2, 32, 4, 2, torch.float32, device)
     with pytest.raises(AssertionError, match="heads of a row"):
-        write_codes_triton(case.qkv, *rows, planes, None, None, torch.empty(2, 6, 64, device=device)[..., :32])
+        write_quantized_kv_triton(case.qkv, *rows, planes, None, None, torch.empty(2, 6, 64, device=device)[..., :32])
     with pytest.raises(AssertionError, match="elements of a row"):
-        write_codes_triton(case.qkv.T.contiguous().T, *rows, planes, None, None)
+        write_quantized_kv_triton(case.qkv.T.contiguous().T, *rows, planes, None, None)
     with pytest.raises(AssertionError, match="of a table"):
-        write_codes_triton(case.qkv.half(), *rows, planes, None, None)
+        write_quantized_kv_triton(case.qkv.half(), *rows, planes, None, None)
     apart = replace(planes, k_scale_PKt=torch.empty(2, 2, 8, device=device, dtype=torch.float16)[:, :, ::2])
     with pytest.raises(AssertionError, match="pages of a plane"):
-        write_codes_triton(case.qkv, *rows, apart, None, None)
+        write_quantized_kv_triton(case.qkv, *rows, apart, None, None)
 
 
 @pytest.mark.gpu
@@ -384,7 +400,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_bytes(device):
     planes = make_planes(8, 4, 8, 128, 16, num_pages, torch.bfloat16, device)
     qkv = torch.randn(1, 24 * 128, device=device).bfloat16()
     slots = torch.tensor([num_pages * 16 - 1], device=device)
-    write_codes(qkv, torch.zeros_like(slots), slots, planes, None, None)
+    write_quantized_kv(qkv, torch.zeros_like(slots), slots, planes, None, None)
     k, _ = heads_at(planes, slots)
     torch.testing.assert_close(k[0].flatten(), qkv[0, 1024:2048].float(), rtol=0.07, atol=0.01)
     assert planes.k_scale_PKt[:-1].isnan().all()
@@ -397,4 +413,4 @@ def test_nothing_is_allocated(device, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 2, 128, 16, 1, torch.bfloat16, device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)
     rows = (case.qkv, case.positions, case.slots)
-    assert_allocates_nothing(lambda: write_codes(*rows, planes, case.head_norm, case.rotary, out))
+    assert_allocates_nothing(lambda: write_quantized_kv(*rows, planes, case.head_norm, case.rotary, out))

@@ -9,16 +9,16 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.gemm.deferred_rms_norm import (
+    AmaxScratch,
     NormedRows,
-    PeakScratch,
-    RowPeaks,
-    SkinnyScratch,
-    begin_rows,
-    begin_rows_reference,
-    finish_rows,
-    finish_rows_reference,
-    row_peaks,
-    row_peaks_reference,
+    RowAmax,
+    SmallBatchScratch,
+    defer_rms_norm,
+    defer_rms_norm_reference,
+    finish_rms_norm,
+    finish_rms_norm_reference,
+    row_amax,
+    row_amax_reference,
 )
 from holdfast.kernels.norm import rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
@@ -41,7 +41,7 @@ def run(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, Nor
     squares = zones.allocate(num_rows).fill_(NAN)
     parts, arrived = zones.allocate(0), zones.allocate(0, dtype=torch.int32)
     x = amid(x_MK, device)
-    rows = function(x, amid(norm_K, device), EPS, scaled, SkinnyScratch(squares, parts, arrived))
+    rows = function(x, amid(norm_K, device), EPS, scaled, SmallBatchScratch(squares, parts, arrived))
     zones.check()
     assert same_bits(x.cpu(), x_MK), "the rows stay as they were"
     assert rows.scaled_MK is scaled
@@ -49,14 +49,14 @@ def run(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, Nor
 
 
 def run_with_peaks(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scaled rows, their squares and their peaks; the peaks of others stay as they are."""
+    """The scaled rows, their squares and their amax; the amax of others stay as they are."""
     zones = RedZones(device)
     num_rows = len(x_MK)
     scaled = zones.allocate(*x_MK.shape, dtype=x_MK.dtype).fill_(NAN)
     squares, normed, inputs = (zones.allocate(num_rows).fill_(NAN) for _ in range(3))
     gated = zones.allocate(num_rows * 64, dtype=torch.int32).fill_(7)
-    empty, peaks = zones.allocate(0, dtype=torch.int32), PeakScratch(normed, inputs, gated)
-    function(amid(x_MK, device), amid(norm_K, device), EPS, scaled, SkinnyScratch(squares, squares, empty, peaks))
+    empty, amax = zones.allocate(0, dtype=torch.int32), AmaxScratch(normed, inputs, gated)
+    function(amid(x_MK, device), amid(norm_K, device), EPS, scaled, SmallBatchScratch(squares, squares, empty, amax))
     zones.check()
     assert inputs.isnan().all()
     assert (gated == 7).all()
@@ -72,8 +72,8 @@ def inputs(num_rows, size, dtype=torch.float32):
 def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
     for num_rows in (1, 3, 32):
         x, norm = inputs(num_rows, size, dtype)
-        scaled, squares, rows = run(begin_rows, x, norm, device)
-        in_torch, torch_squares, torch_rows = run(begin_rows_reference, x, norm, CPU)
+        scaled, squares, rows = run(defer_rms_norm, x, norm, device)
+        in_torch, torch_squares, torch_rows = run(defer_rms_norm_reference, x, norm, CPU)
         assert same_bits(scaled, in_torch)
         exact = x.double().square().sum(-1)
         assert_as_exact_as_torch(squares, torch_squares, exact, magnitude=4 * float(exact.max()))
@@ -83,46 +83,46 @@ def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
 @DTYPES
 def test_with_its_squares_a_row_is_the_norm(device, dtype):
     x, norm = inputs(5, 200, dtype)
-    scaled, squares, _ = run(begin_rows, x, norm, device)
+    scaled, squares, _ = run(defer_rms_norm, x, norm, device)
     normed = scaled.double() * (squares.double() / 200 + EPS).rsqrt().unsqueeze(1)
     exact = rms_norm_reference(x.double(), norm.double(), EPS)
     torch.testing.assert_close(normed, exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @DTYPES
-@pytest.mark.parametrize("function", [begin_rows, begin_rows_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
 def test_peaks_are_those_of_what_was_scaled(device, function, dtype):
     """As it was stored; and with or without them the rest is the same."""
     for size in (1, 63, 577):
         x, norm = inputs(3, size, dtype)
-        scaled, squares, peaks = run_with_peaks(function, x, norm, device)
-        assert same_bits(peaks, scaled.float().abs().amax(-1))
+        scaled, squares, amax = run_with_peaks(function, x, norm, device)
+        assert same_bits(amax, scaled.float().abs().amax(-1))
         alone = run(function, x, norm, device)
         assert same_bits(scaled, alone[0])
         assert same_bits(squares, alone[1])
 
 
-@pytest.mark.parametrize("function", [begin_rows, begin_rows_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
 def test_the_peak_of_a_row_is_its_own(device, function):
     x, norm = inputs(4, 100)
     _, _, clean = run_with_peaks(function, x, norm, device)
     x[1], x[2, 50] = 0.0, float("inf")
-    _, _, peaks = run_with_peaks(function, x, norm, device)
-    assert peaks.tolist() == [clean[0], 0.0, float("inf"), clean[3]]
+    _, _, amax = run_with_peaks(function, x, norm, device)
+    assert amax.tolist() == [clean[0], 0.0, float("inf"), clean[3]]
 
 
 def test_squares_of_half_precision_do_not_overflow(device):
     x, norm = (random(2, 100) * 2000).half(), torch.ones(100).half()
-    _, squares, _ = run(begin_rows, x, norm, device)
+    _, squares, _ = run(defer_rms_norm, x, norm, device)
     torch.testing.assert_close(squares.double(), x.double().square().sum(-1), rtol=1e-6, atol=0)
 
 
 @DTYPES
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, dtype):
     x, norm = inputs(9, 577, dtype)
-    whole = run(begin_rows, x, norm, device)
+    whole = run(defer_rms_norm, x, norm, device)
     for rows in companies(9):
-        some = run(begin_rows, x[rows], norm, device)
+        some = run(defer_rms_norm, x[rows], norm, device)
         assert same_bits(some[0], whole[0][rows]), f"{rows=}"
         assert same_bits(some[1], whole[1][rows]), f"{rows=}"
 
@@ -130,9 +130,9 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(device, bad):
     x, norm = inputs(4, 100)
-    clean = run(begin_rows, x, norm, device)
+    clean = run(defer_rms_norm, x, norm, device)
     x[2, 99] = bad
-    scaled, squares, _ = run(begin_rows, x, norm, device)
+    scaled, squares, _ = run(defer_rms_norm, x, norm, device)
     assert not squares[2].isfinite()
     assert not scaled[2, 99].isfinite()
     assert same_bits(scaled[[0, 1, 3]], clean[0][[0, 1, 3]])
@@ -141,10 +141,10 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
 
 def test_it_may_take_the_place_of_its_rows(device):
     x, norm = inputs(3, 100)
-    expected, *_ = run(begin_rows, x, norm, device)
+    expected, *_ = run(defer_rms_norm, x, norm, device)
     x, norm = x.to(device), norm.to(device)
-    scratch = SkinnyScratch(x.new_empty(3), x.new_empty(0), torch.empty(0, dtype=torch.int32, device=device))
-    assert same_bits(begin_rows(x, norm, EPS, x, scratch).scaled_MK.cpu(), expected)
+    scratch = SmallBatchScratch(x.new_empty(3), x.new_empty(0), torch.empty(0, dtype=torch.int32, device=device))
+    assert same_bits(defer_rms_norm(x, norm, EPS, x, scratch).scaled_MK.cpu(), expected)
 
 
 def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, NormedRows]:
@@ -153,7 +153,7 @@ def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, t
     x = zones.allocate(*x_MK.shape, dtype=x_MK.dtype).copy_(x_MK)
     scaled = zones.allocate(*x_MK.shape, dtype=x_MK.dtype).fill_(NAN)
     squares = zones.allocate(len(x_MK)).fill_(NAN)
-    scratch = SkinnyScratch(squares, zones.allocate(0), zones.allocate(0, dtype=torch.int32))
+    scratch = SmallBatchScratch(squares, zones.allocate(0), zones.allocate(0, dtype=torch.int32))
     delta = amid(delta_MK, device)
     rows = function(x, amid(norm_K, device), EPS, scaled, scratch, delta)
     zones.check()
@@ -168,13 +168,13 @@ def test_what_is_added_first_is_rounded_as_if_it_had_been_stored(device, size, d
     for num_rows in (1, 3, 16):
         x, norm = inputs(num_rows, size, dtype)
         delta = random(num_rows, size, seed=3, scale=3.0).to(dtype)
-        total, scaled, squares, rows = run_delta(begin_rows, x, delta, norm, device)
+        total, scaled, squares, rows = run_delta(defer_rms_norm, x, delta, norm, device)
         assert same_bits(total, (x.float() + delta.float()).to(dtype))
-        afterwards = run(begin_rows, total, norm, device)
+        afterwards = run(defer_rms_norm, total, norm, device)
         assert same_bits(scaled, afterwards[0])
         assert same_bits(squares, afterwards[1])
         assert (rows.num_squares, rows.eps) == (1, EPS)
-        in_torch = run_delta(begin_rows_reference, x, delta, norm, CPU)
+        in_torch = run_delta(defer_rms_norm_reference, x, delta, norm, CPU)
         assert same_bits(total, in_torch[0])
         assert same_bits(scaled, in_torch[1])
 
@@ -182,34 +182,34 @@ def test_what_is_added_first_is_rounded_as_if_it_had_been_stored(device, size, d
 def test_rows_with_something_to_add_do_not_change_each_other(device):
     x, norm = inputs(9, 577)
     delta = random(9, 577, seed=3)
-    whole = run_delta(begin_rows, x, delta, norm, device)
+    whole = run_delta(defer_rms_norm, x, delta, norm, device)
     for rows in companies(9):
-        some = run_delta(begin_rows, x[rows], delta[rows], norm, device)
+        some = run_delta(defer_rms_norm, x[rows], delta[rows], norm, device)
         for mine, theirs in zip(some[:3], whole[:3], strict=True):
             assert same_bits(mine, theirs[rows]), f"{rows=}"
     delta[2, 50] = NAN
-    hurt, others = run_delta(begin_rows, x, delta, norm, device), [0, 1, *range(3, 9)]
+    hurt, others = run_delta(defer_rms_norm, x, delta, norm, device), [0, 1, *range(3, 9)]
     assert hurt[0][2].isnan().sum() == 1
     assert hurt[2][2].isnan()
     for mine, theirs in zip(hurt[:3], whole[:3], strict=True):
         assert same_bits(mine[others], theirs[others])
 
 
-@pytest.mark.parametrize("function", [begin_rows, begin_rows_reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
 def test_peaks_are_of_the_sum_and_not_of_what_was_there_before(device, function):
     """What a product codes is x + delta, scaled."""
     x, norm = inputs(3, 100)
     delta = -x.clone()
     x[1, 7] += 5.0
     zones = RedZones(device)
-    peaks = PeakScratch(zones.allocate(3).fill_(NAN), zones.allocate(0), zones.allocate(0, dtype=torch.int32))
-    scratch = SkinnyScratch(zones.allocate(3), zones.allocate(0), zones.allocate(0, dtype=torch.int32), peaks)
+    amax = AmaxScratch(zones.allocate(3).fill_(NAN), zones.allocate(0), zones.allocate(0, dtype=torch.int32))
+    scratch = SmallBatchScratch(zones.allocate(3), zones.allocate(0), zones.allocate(0, dtype=torch.int32), amax)
     scaled = zones.allocate(3, 100)
     function(x.to(device), norm.to(device), EPS, scaled, scratch, delta.to(device))
     zones.check()
-    assert same_bits(peaks.normed.cpu(), scaled.cpu().abs().amax(-1))
-    assert peaks.normed[[0, 2]].tolist() == [0.0, 0.0]
-    assert float(peaks.normed[1]) == pytest.approx(5.0 * float(norm[7].abs()), rel=1e-5)
+    assert same_bits(amax.normed.cpu(), scaled.cpu().abs().amax(-1))
+    assert amax.normed[[0, 2]].tolist() == [0.0, 0.0]
+    assert float(amax.normed[1]) == pytest.approx(5.0 * float(norm[7].abs()), rel=1e-5)
 
 
 def test_values_stay_as_they_are():
@@ -221,11 +221,11 @@ def test_values_stay_as_they_are():
 def test_nothing_is_allocated(device):
     x, norm = (tensor.to(device, torch.bfloat16) for tensor in inputs(3, 5120))
     scaled, squares = torch.empty_like(x), torch.empty(3, device=device)
-    scratch = SkinnyScratch(squares, squares, squares)
-    assert_allocates_nothing(lambda: begin_rows(x, norm, EPS, scaled, scratch))
+    scratch = SmallBatchScratch(squares, squares, squares)
+    assert_allocates_nothing(lambda: defer_rms_norm(x, norm, EPS, scaled, scratch))
 
 
-BOTH = pytest.mark.parametrize("function", [finish_rows, finish_rows_reference], ids=["kernel", "reference"])
+BOTH = pytest.mark.parametrize("function", [finish_rms_norm, finish_rms_norm_reference], ids=["kernel", "reference"])
 SIZES_FINISH_ROWS = (1, 63, 64, 65, 128, 576, 1000, 5120)
 
 
@@ -234,7 +234,7 @@ def run_finish_rows(function, scaled_MK, squares_MJ, device, eps: float = EPS) -
     zones = RedZones(device)
     out = zones.allocate(*scaled_MK.shape, dtype=scaled_MK.dtype).fill_(NAN)
     scaled, squares = amid(scaled_MK, device), amid(squares_MJ.flatten(), device)
-    scratch = SkinnyScratch(squares, zones.allocate(0), zones.allocate(0, dtype=torch.int32))
+    scratch = SmallBatchScratch(squares, zones.allocate(0), zones.allocate(0, dtype=torch.int32))
     assert function(NormedRows(scaled, squares_MJ.shape[1], eps), scratch, out) is out
     zones.check()
     assert same_bits(scaled.cpu(), scaled_MK), "the rows stay as they were"
@@ -255,8 +255,8 @@ def exact(scaled_MK, squares_MJ, eps: float = EPS) -> torch.Tensor:
 
 def judge(scaled, squares, device, eps: float = EPS) -> None:
     found, in_torch = (
-        run_finish_rows(finish_rows, scaled, squares, device, eps),
-        run_finish_rows(finish_rows_reference, scaled, squares, CPU, eps),
+        run_finish_rows(finish_rms_norm, scaled, squares, device, eps),
+        run_finish_rows(finish_rms_norm_reference, scaled, squares, CPU, eps),
     )
     assert found.dtype == scaled.dtype
     assert_as_exact_as_torch(found, in_torch, exact(scaled, squares, eps))
@@ -290,8 +290,8 @@ def test_any_rows(device, num_rows, size, num_squares, eps):
 @DTYPES
 def test_what_was_begun_becomes_the_norm(device, function, dtype):
     x, norm = random(5, 200, seed=1).to(dtype), (1 + 0.3 * random(200, seed=2)).to(dtype)
-    scratch = SkinnyScratch(*(torch.full((5,), NAN, device=device) for _ in range(3)))
-    rows = begin_rows(x.to(device), norm.to(device), EPS, torch.empty_like(x, device=device), scratch)
+    scratch = SmallBatchScratch(*(torch.full((5,), NAN, device=device) for _ in range(3)))
+    rows = defer_rms_norm(x.to(device), norm.to(device), EPS, torch.empty_like(x, device=device), scratch)
     found = function(rows, scratch, torch.empty_like(x, device=device)).cpu()
     wanted = rms_norm_reference(x.double(), norm.double(), EPS)
     # Rounded twice: when it was scaled, and when it was finished.
@@ -304,16 +304,16 @@ def test_it_may_take_the_place_of_its_rows_finish_rows(device, function):
         scaled, squares = inputs_finish_rows(num_rows, size, num_squares=7)
         expected = run_finish_rows(function, scaled, squares, device)
         rows = amid(scaled, device)
-        scratch = SkinnyScratch(*(squares.flatten().to(device) for _ in range(3)))
+        scratch = SmallBatchScratch(*(squares.flatten().to(device) for _ in range(3)))
         assert same_bits(function(NormedRows(rows, 7, EPS), scratch, rows).cpu(), expected)
 
 
 @DTYPES
 def test_a_row_is_the_same_to_the_bit_in_any_company_finish_rows(device, dtype):
     scaled, squares = inputs_finish_rows(9, 577, dtype, num_squares=10)
-    whole = run_finish_rows(finish_rows, scaled, squares, device)
+    whole = run_finish_rows(finish_rms_norm, scaled, squares, device)
     for rows in companies(9):
-        assert same_bits(run_finish_rows(finish_rows, scaled[rows], squares[rows], device), whole[rows]), f"{rows=}"
+        assert same_bits(run_finish_rows(finish_rms_norm, scaled[rows], squares[rows], device), whole[rows]), f"{rows=}"
 
 
 @BOTH
@@ -345,21 +345,21 @@ def test_half_precision_that_grew_beyond_its_range_when_squared_is_finished(devi
 def test_nothing_is_allocated_finish_rows(device):
     scaled, squares = inputs_finish_rows(16, 5120, torch.bfloat16, num_squares=80)
     rows, squares = NormedRows(scaled.to(device), 80, EPS), squares.flatten().to(device)
-    scratch, out = SkinnyScratch(squares, squares, squares), torch.empty_like(rows.scaled_MK)
-    assert_allocates_nothing(lambda: finish_rows(rows, scratch, out))
+    scratch, out = SmallBatchScratch(squares, squares, squares), torch.empty_like(rows.scaled_MK)
+    assert_allocates_nothing(lambda: finish_rms_norm(rows, scratch, out))
 
 
-BOTH_ROW_PEAKS = pytest.mark.parametrize("function", [row_peaks, row_peaks_reference], ids=["kernel", "reference"])
+BOTH_ROW_PEAKS = pytest.mark.parametrize("function", [row_amax, row_amax_reference], ids=["kernel", "reference"])
 SIZES_ROW_PEAKS = (1, 63, 64, 577, 5120)
 
 
 def run_row_peaks(function, x_MK, device, num_cleared: int = 0) -> torch.Tensor:
-    """The peaks, NaN before; what is cleared holds the bits of large numbers before and zeros behind."""
+    """The amax, NaN before; what is cleared holds the bits of large numbers before and zeros behind."""
     zones = RedZones(device)
     values = zones.allocate(len(x_MK)).fill_(NAN)
     cleared = zones.allocate(num_cleared, dtype=torch.int32).fill_(0x7E000000)
     x = amid(x_MK, device)
-    assert function(x, values, cleared) == RowPeaks(values, 1)
+    assert function(x, values, cleared) == RowAmax(values, 1)
     zones.check()
     assert same_bits(x.cpu(), x_MK), "the rows stay as they were"
     assert not cleared.any(), f"{int(cleared.count_nonzero())} of {num_cleared} were left"
@@ -411,14 +411,14 @@ def test_a_row_is_the_same_in_any_company(device, function):
 @BOTH_ROW_PEAKS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row_row_peaks(device, function, bad):
-    """Whatever the peak of a row with a NaN is: the NaN itself is coded as NaN."""
+    """Whatever the amax of a row with a NaN is: the NaN itself is quantized as NaN."""
     x = random(4, 100)
     clean = run_row_peaks(function, x, device)
     x[2, 50] = bad
-    peaks = run_row_peaks(function, x, device)
-    assert same_bits(peaks[[0, 1, 3]], clean[[0, 1, 3]])
+    amax = run_row_peaks(function, x, device)
+    assert same_bits(amax[[0, 1, 3]], clean[[0, 1, 3]])
     if bad == bad:
-        assert peaks[2] == bad
+        assert amax[2] == bad
 
 
 @pytest.mark.gpu
@@ -426,4 +426,4 @@ def test_nothing_is_allocated_row_peaks(device):
     x = random(16, 8192).to(device, torch.bfloat16)
     values = torch.empty(16, device=device)
     cleared = torch.empty(1024, dtype=torch.int32, device=device)
-    assert_allocates_nothing(lambda: row_peaks(x, values, cleared))
+    assert_allocates_nothing(lambda: row_amax(x, values, cleared))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.gemm import small_batch as skinny_linear
 from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
-from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_PARTS, NUM_GATE_PEAKS, PROGRAMS, num_parts, row_blocks
+from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_PARTS, NUM_GATE_AMAX, PROGRAMS, num_parts, row_blocks
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import same_bits
@@ -55,18 +55,18 @@ def test_squares_and_peaks_in_any_number_of_blocks(device, num_blocks):
     judge_normed(coded_case(1, 9, 192, widest_on(device), FP8), device, num_blocks)
 
 
-@pytest.mark.parametrize("num_peaks", [1, 5, NUM_GATE_PEAKS], ids=["one", "some", "those of a gated product"])
-def test_peaks_of_rows_that_come_from_elsewhere(device, num_peaks):
-    judge_add(coded_case(1, 17, 320, widest_on(device), FP8), device, num_peaks)
+@pytest.mark.parametrize("num_amax", [1, 5, NUM_GATE_AMAX], ids=["one", "some", "those of a gated product"])
+def test_peaks_of_rows_that_come_from_elsewhere(device, num_amax):
+    judge_add(coded_case(1, 17, 320, widest_on(device), FP8), device, num_amax)
 
 
 def test_more_blocks_than_places_for_the_peak_of_a_gated_row(device):
     """The larger of two that share a place stays."""
-    size_n = (NUM_GATE_PEAKS + 1) * row_blocks(128, gated=True, residual=False, coded=True).block_n
+    size_n = (NUM_GATE_AMAX + 1) * row_blocks(128, gated=True, residual=False, quantized=True).block_n
     case = coded_case(1, size_n, 128, widest_on(device), FP8, gated=True, with_bias=True)
     case.bias_N[[1, size_n + 1]] = 20.0  # in the first block, whose place the last one shares
-    y = run_normed(normed_linear, case, device)  # which looks for the peak of what it has left
-    assert int(y.abs().argmax()) == 1, f"{y[0, 1]} is not the peak of what is tried"
+    y = run_normed(normed_linear, case, device)  # which looks for the amax of what it has left
+    assert int(y.abs().argmax()) == 1, f"{y[0, 1]} is not the amax of what is tried"
 
 
 @BOTH
@@ -91,13 +91,13 @@ def test_a_row_that_is_not_finite_shows(device, scheme, bad):
 
 
 @given(st.integers(1, 40_000), st.booleans(), st.booleans(), st.booleans())
-def test_blocks_are_powers_of_two_and_whole_where_sums_begin_in_half_precision(size_k, gated, residual, coded):
-    blocks = row_blocks(size_k, gated, residual, coded)
+def test_blocks_are_powers_of_two_and_whole_where_sums_begin_in_half_precision(size_k, gated, residual, quantized):
+    blocks = row_blocks(size_k, gated, residual, quantized)
     for size in (blocks.block_n, blocks.block_k, blocks.num_warps):
         assert size & (size - 1) == 0
-    assert blocks.block_n >= 2, "squares and peaks have room for no more blocks"
+    assert blocks.block_n >= 2, "squares and amax have room for no more blocks"
     assert 0 <= blocks.depth <= 5, "more products could exceed half precision"
-    assert blocks.depth == 0 or (coded and size_k % (blocks.block_k * blocks.depth) == 0)
+    assert blocks.depth == 0 or (quantized and size_k % (blocks.block_k * blocks.depth) == 0)
 
 
 @pytest.mark.parametrize("size_k", [640, 1536, 2048])

@@ -54,7 +54,7 @@ def test_codes_go_to_the_quantized_product(guarded_host, scheme, dtype):
     for some_bias in (None, bias):
         expected = quantized_linear(x, weight, some_bias, torch.empty(5, 70, dtype=dtype), room)
         for function in (linear, linear_reference):
-            alone = function(x, weight, some_bias, coded=room)
+            alone = function(x, weight, some_bias, quantized=room)
             assert alone.dtype == dtype
             assert same_bits(alone, expected)
             out = guarded_host(5, 70, dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.kernels.gemm import linear as module
-from holdfast.kernels.gemm.linear import coded_linear, coded_linear_reference, plain_linear
+from holdfast.kernels.gemm.linear import native_quantized_linear, native_quantized_linear_reference, plain_linear
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4, WeightScheme
@@ -38,7 +38,7 @@ def run(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = No
     zones = RedZones(CPU)
     out = zones.allocate(len(x), weight.shape[0]).fill_(NAN)
     operands = island(x), weight_amid(weight, CPU), None if bias is None else island(bias)
-    assert coded_linear(*operands, out) is out
+    assert native_quantized_linear(*operands, out) is out
     zones.check()
     return out
 
@@ -79,7 +79,9 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_on_any_threads(scheme, size
         with num_threads(threads):
             for rows in companies(129):
                 out = torch.full((len(rows), size_n), NAN)
-                assert same_bits(coded_linear(x[rows], weight, bias, out), whole[rows]), f"{threads=} {rows=}"
+                assert same_bits(native_quantized_linear(x[rows], weight, bias, out), whole[rows]), (
+                    f"{threads=} {rows=}"
+                )
 
 
 @pytest.mark.parametrize("num_rows", [1, 2], ids=["one row", "two rows"])
@@ -96,7 +98,7 @@ def test_every_code_in_every_place_of_a_line(scheme, num_rows):
     picks = torch.eye(size_k)
     for start in range(0, size_k, num_rows):
         out = torch.full((num_rows, 17), NAN)
-        coded_linear(picks[start : start + num_rows], weight, None, out)
+        native_quantized_linear(picks[start : start + num_rows], weight, None, out)
         assert torch.equal(out, numbers[:, start : start + num_rows].T), f"{start=}"
 
 
@@ -179,7 +181,7 @@ def test_small_codes_are_kept_where_small_numbers_are_not(num_rows):
         if not torch.set_flush_denormal(True):
             pytest.skip("this machine has no such mode")
         try:
-            y = coded_linear(x, weight, None, torch.empty(num_rows, 5))
+            y = native_quantized_linear(x, weight, None, torch.empty(num_rows, 5))
         finally:
             torch.set_flush_denormal(False)
     assert torch.equal(y, torch.full((num_rows, 5), 4 * 28 * 2.0**-9 * 0.25))
@@ -194,7 +196,7 @@ def test_another_type_is_rounded_once_at_the_end(monkeypatch, scheme, dtype):
         monkeypatch.setattr(module, "WIDE_ELEMENTS", elements)
         zones = RedZones(CPU)
         out = zones.allocate(7, 33, dtype=dtype).fill_(NAN)
-        assert coded_linear(x, weight, bias, out) is out
+        assert native_quantized_linear(x, weight, bias, out) is out
         zones.check()
         assert same_bits(out, wide.to(dtype)), f"{elements=}"
 
@@ -203,11 +205,11 @@ def test_operands_may_lie_apart():
     x, weight = random(10, 96), random_weight(33, 96, FP8)
     wide = torch.full((5, 50), NAN)
     out = wide[:, 8:41]
-    assert coded_linear(x[::2].contiguous(), weight, None, out) is out
+    assert native_quantized_linear(x[::2].contiguous(), weight, None, out) is out
     assert same_bits(out, product(x[::2].contiguous(), weight))
     assert wide[:, :8].isnan().all()
     assert wide[:, 41:].isnan().all()
-    torch.testing.assert_close(coded_linear(x[::2], weight, None, torch.empty(5, 33)), out)
+    torch.testing.assert_close(native_quantized_linear(x[::2], weight, None, torch.empty(5, 33)), out)
 
 
 @SCHEMES
@@ -215,10 +217,10 @@ def test_the_reference_turns_a_weight_back_in_parts(monkeypatch, scheme):
     """Wherever the parts meet, in the midst of a block of scales too, every column is there once."""
     size_k = width(160, scheme)
     x, weight, bias = random(3, size_k), random_weight(150, size_k, scheme), random(150, seed=3)
-    expected = coded_linear(x, weight, bias, torch.empty(3, 150))
+    expected = native_quantized_linear(x, weight, bias, torch.empty(3, 150))
     for rows in (0, 1, 7, 130, 149, 150):
         monkeypatch.setattr(module, "DEQUANTIZED_ELEMENTS", rows * size_k + 1)
-        assert same_bits(coded_linear_reference(x, weight, bias, torch.empty(3, 150)), expected), f"{rows=}"
+        assert same_bits(native_quantized_linear_reference(x, weight, bias, torch.empty(3, 150)), expected), f"{rows=}"
 
 
 def test_torch_turns_nothing_back_where_c_can(monkeypatch):
@@ -230,14 +232,14 @@ def test_torch_turns_nothing_back_where_c_can(monkeypatch):
     monkeypatch.setattr(module, "dequantize", refuse)
     assert same_bits(run(x, weight), expected)
     with pytest.raises(AssertionError, match="in plain torch"):
-        coded_linear(x[:, :].double().float().T.contiguous().T, weight, None, torch.empty(3, 33))
+        native_quantized_linear(x[:, :].double().float().T.contiguous().T, weight, None, torch.empty(3, 33))
 
 
 def test_without_a_compiler_it_is_plain_torch(monkeypatch):
     x, weight, bias = random(3, 96), random_weight(33, 96, MXFP4), random(33, seed=3)
     expected = run(x, weight, bias)
     monkeypatch.setattr("holdfast.kernels.native_library.native_library", lambda: None)
-    torch.testing.assert_close(coded_linear(x, weight, bias, torch.empty(3, 33)), expected)
+    torch.testing.assert_close(native_quantized_linear(x, weight, bias, torch.empty(3, 33)), expected)
 
 
 @SCHEMES
@@ -251,13 +253,18 @@ def test_an_expert_is_a_weight_of_its_own(scheme):
     x = random(4, 96)
     for index, weight in enumerate(weights):
         one = replace(stack, shape=(24, 96), codes=stack.codes[index], scales=stack.scales[index])
-        assert same_bits(coded_linear(x, one, None, torch.empty(4, 24)), product(x, weight))
+        assert same_bits(native_quantized_linear(x, one, None, torch.empty(4, 24)), product(x, weight))
 
 
 @SCHEMES
 def test_no_rows_give_no_rows(scheme):
     assert run(torch.empty(0, 96), random_weight(33, 96, scheme)).shape == (0, 33)
-    assert coded_linear(torch.empty(0, 96), random_weight(3, 96, scheme), None, torch.empty(0, 3).half()).numel() == 0
+    assert (
+        native_quantized_linear(
+            torch.empty(0, 96), random_weight(3, 96, scheme), None, torch.empty(0, 3).half()
+        ).numel()
+        == 0
+    )
 
 
 def test_no_columns_give_the_bias():
@@ -271,14 +278,14 @@ def test_sizes_that_do_not_go_together_are_refused():
     weight = quantized(random(33, 96), FP8)
     x, out = random(3, 96), torch.empty(3, 33)
     with pytest.raises(AssertionError, match=r"x_TK\.shape"):
-        coded_linear(x[:, :95], weight, None, out)
+        native_quantized_linear(x[:, :95], weight, None, out)
     with pytest.raises(AssertionError, match=r"out_TN\.shape"):
-        coded_linear(x, weight, None, out[:, 1:])
+        native_quantized_linear(x, weight, None, out[:, 1:])
     with pytest.raises(AssertionError, match=r"bias_N\.shape"):
-        coded_linear(x, weight, random(32), out)
+        native_quantized_linear(x, weight, random(32), out)
     with pytest.raises(AssertionError, match="codes of a weight"):
-        coded_linear(x, replace(weight, codes=weight.codes[1:]), None, out)
+        native_quantized_linear(x, replace(weight, codes=weight.codes[1:]), None, out)
     with pytest.raises(AssertionError, match=r"scales\.shape"):
-        coded_linear(x, replace(weight, scales=weight.scales[1:]), None, out)
+        native_quantized_linear(x, replace(weight, scales=weight.scales[1:]), None, out)
     with pytest.raises(AssertionError, match="with strides"):
-        coded_linear(x, replace(weight, codes=weight.codes.T.contiguous().T), None, out)
+        native_quantized_linear(x, replace(weight, codes=weight.codes.T.contiguous().T), None, out)

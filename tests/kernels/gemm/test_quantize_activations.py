@@ -5,7 +5,7 @@ import torch
 
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
-    CodedRows,
+    QuantizedRows,
     quantize_rows,
     quantize_rows_reference,
     quantize_rows_triton,
@@ -20,7 +20,7 @@ pytestmark = QUIET
 BLOCKED = pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
 
 
-def coded(function, x, blocked, device="cpu"):
+def quantized(function, x, blocked, device="cpu"):
     """Codes as bytes and scales, from room full of poison between red zones; scales lie block by block, codes apart."""
     zones = RedZones(torch.device(device))
     num_rows, num_columns = x.shape
@@ -28,7 +28,7 @@ def coded(function, x, blocked, device="cpu"):
     codes = zones.allocate(num_rows, num_columns + 16, dtype=torch.float8_e4m3fn)
     codes.view(torch.uint8).fill_(0x55)
     scales = zones.allocate(num_blocks, num_rows, dtype=torch.float32).fill_(torch.nan).t()
-    room = CodedRows(codes[:, :num_columns], scales)
+    room = QuantizedRows(codes[:, :num_columns], scales)
     assert function(x, room) is room
     zones.check()
     assert (codes[:, num_columns:].view(torch.uint8) == 0x55).all(), "codes were written behind a row"
@@ -46,7 +46,8 @@ def assert_same(mine, theirs):
 def test_like_the_reference_in_any_width(device, width, blocked):
     x = random(2, width)
     assert_same(
-        coded(quantize_rows_triton, amid_poison(x, device), blocked, device), coded(quantize_rows_reference, x, blocked)
+        quantized(quantize_rows_triton, amid_poison(x, device), blocked, device),
+        quantized(quantize_rows_reference, x, blocked),
     )
 
 
@@ -55,15 +56,15 @@ def test_like_the_reference_in_any_width(device, width, blocked):
 def test_hostile_values_in_any_type(device, dtype, blocked):
     x = hostile_rows(200, dtype)
     x = x.clamp(-3e38, 3e38) if dtype == torch.float64 else x
-    mine = coded(quantize_rows_triton, amid_poison(x, device), blocked, device)
-    assert_same(mine, coded(quantize_rows_reference, x, blocked))
+    mine = quantized(quantize_rows_triton, amid_poison(x, device), blocked, device)
+    assert_same(mine, quantized(quantize_rows_reference, x, blocked))
     assert mine[1].isfinite().all()
 
 
 @BLOCKED
 def test_codes_stand_for_the_rows(blocked):
     x = random(5, 300) * torch.tensor([1e-2, 1.0, 30.0, 1e4, 1.0])[:, None]
-    codes, scales = coded(quantize_rows, x, blocked)
+    codes, scales = quantized(quantize_rows, x, blocked)
     width = BLOCK_COLUMNS if blocked else 300
     expected = [[row[start : start + width].abs().max() / 448 for start in range(0, 300, width)] for row in x]
     assert torch.equal(scales, torch.tensor(expected))
@@ -74,7 +75,7 @@ def test_codes_stand_for_the_rows(blocked):
 @BLOCKED
 def test_zeros_are_zeros(device, blocked):
     for where, function in (("cpu", quantize_rows), (device, quantize_rows_triton)):
-        codes, scales = coded(function, torch.zeros(2, 130, device=where), blocked, where)
+        codes, scales = quantized(function, torch.zeros(2, 130, device=where), blocked, where)
         assert codes.count_nonzero() == 0
         assert (scales > 0).all()
 
@@ -84,8 +85,8 @@ def test_what_is_not_finite_shows_in_all_codes_of_its_scale(device, bad):
     x = random(3, 300).half()
     x[1, 140] = bad
     for blocked in (False, True):
-        theirs = coded(quantize_rows_reference, x, blocked)
-        assert_same(coded(quantize_rows_triton, amid_poison(x, device), blocked, device), theirs)
+        theirs = quantized(quantize_rows_reference, x, blocked)
+        assert_same(quantized(quantize_rows_triton, amid_poison(x, device), blocked, device), theirs)
         assert theirs[1].isnan().nonzero().tolist() == ([[1, 1]] if blocked else [[1, 0]])
         assert (theirs[0] == 0x7F).nonzero().shape[0] == (128 if blocked else 300)
 
@@ -93,16 +94,16 @@ def test_what_is_not_finite_shows_in_all_codes_of_its_scale(device, bad):
 @BLOCKED
 def test_no_rows(device, blocked):
     for where, function in (("cpu", quantize_rows), (device, quantize_rows_triton)):
-        codes, _ = coded(function, torch.empty(0, 200, device=where), blocked, where)
+        codes, _ = quantized(function, torch.empty(0, 200, device=where), blocked, where)
         assert codes.shape == (0, 200)
 
 
 def test_a_row_has_the_same_codes_in_any_company(device):
     x = random(7, 260).half().to(device)
     for blocked in (False, True):
-        codes, scales = coded(quantize_rows_triton, x, blocked, device)
+        codes, scales = quantized(quantize_rows_triton, x, blocked, device)
         for row in (0, 3, 6):
-            alone = coded(quantize_rows_triton, x[row : row + 1], blocked, device)
+            alone = quantized(quantize_rows_triton, x[row : row + 1], blocked, device)
             assert_same(alone, (codes[row : row + 1], scales[row : row + 1].contiguous()))
 
 
@@ -111,9 +112,9 @@ def test_room_of_another_shape_is_refused():
     codes = torch.empty(2, 300, dtype=torch.float8_e4m3fn)
     for scales in (torch.empty(2, 2), torch.empty(3, 1), torch.empty(2, 4)):
         with pytest.raises(AssertionError, match=r"scales_TB\.shape"):
-            quantize_rows(x, CodedRows(codes, scales))
+            quantize_rows(x, QuantizedRows(codes, scales))
     with pytest.raises(AssertionError, match=r"codes_TK\.shape"):
-        quantize_rows(x, CodedRows(codes[:, :299], torch.empty(2, 1)))
+        quantize_rows(x, QuantizedRows(codes[:, :299], torch.empty(2, 1)))
 
 
 def test_columns_that_lie_apart_are_refused(device):
@@ -121,7 +122,7 @@ def test_columns_that_lie_apart_are_refused(device):
     x = random(4, 4).to(device)
     for left, right in ((x.t(), codes), (x, codes.t())):
         with pytest.raises(AssertionError, match="columns lie apart"):
-            quantize_rows_triton(left, CodedRows(right, scales))
+            quantize_rows_triton(left, QuantizedRows(right, scales))
 
 
 @pytest.mark.gpu
@@ -129,7 +130,7 @@ def test_columns_that_lie_apart_are_refused(device):
 @pytest.mark.parametrize("shape", [(1, 5120), (64, 2048), (300, 25600), (4096, 768)], ids=str)
 def test_shapes_of_models(device, blocked, shape):
     x = random(*shape).bfloat16()
-    assert_same(coded(quantize_rows, x.to(device), blocked, device), coded(quantize_rows_reference, x, blocked))
+    assert_same(quantized(quantize_rows, x.to(device), blocked, device), quantized(quantize_rows_reference, x, blocked))
 
 
 @pytest.mark.gpu
@@ -137,5 +138,5 @@ def test_shapes_of_models(device, blocked, shape):
 def test_nothing_is_allocated(device, blocked):
     x = random(5, 640).to(device, torch.bfloat16)
     scales = torch.empty(5 if blocked else 1, 5, device=device).t()
-    room = CodedRows(torch.empty(5, 640, dtype=torch.float8_e4m3fn, device=device), scales)
+    room = QuantizedRows(torch.empty(5, 640, dtype=torch.float8_e4m3fn, device=device), scales)
     assert_allocates_nothing(lambda: quantize_rows(x, room))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from holdfast.kernels.gemm import linear as module
-from holdfast.kernels.gemm.linear import coded_view, decoded_rows, quantized_linear, quantized_linear_reference
-from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows, quantize_rows_reference
+from holdfast.kernels.gemm.linear import decoded_rows, quantized_linear, quantized_linear_reference, quantized_view
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
@@ -129,11 +129,11 @@ def test_no_rows_give_no_rows(scheme):
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
 @pytest.mark.parametrize("as_vectors", [True, False], ids=["vectors", "matrices"])
 def test_a_view_is_as_much_of_the_room_as_rows_take(num_rows, as_vectors):
-    room = CodedRows(torch.zeros(8 * 300, dtype=torch.float8_e4m3fn), torch.zeros(8 * 3))
+    room = QuantizedRows(torch.zeros(8 * 300, dtype=torch.float8_e4m3fn), torch.zeros(8 * 3))
     if not as_vectors:
-        room = CodedRows(room.codes_TK.view(8, 300), room.scales_TB.view(8, 3))
+        room = QuantizedRows(room.codes_TK.view(8, 300), room.scales_TB.view(8, 3))
     for scheme, size_k, num_blocks in ((FP8, 300, 1), (FP8_TENSOR, 77, 1), (FP8_BLOCK, 300, 3), (FP8_BLOCK, 128, 1)):
-        view = coded_view(room, random_weight(5, size_k, scheme), num_rows)
+        view = quantized_view(room, random_weight(5, size_k, scheme), num_rows)
         assert view.codes_TK.shape == (num_rows, size_k)
         assert view.scales_TB.shape == (num_rows, num_blocks)
         assert view.codes_TK.is_contiguous()
@@ -148,7 +148,7 @@ def test_a_product_writes_into_no_more_of_the_room_than_its_rows_take():
         scales = torch.full((5 * 2,), -7.0)
         weight = random_weight(9, 200, scheme)
         x, out = random(3, 200), torch.empty(3, 9)
-        quantized_linear(x, weight, None, out, CodedRows(codes.view(torch.float8_e4m3fn), scales))
+        quantized_linear(x, weight, None, out, QuantizedRows(codes.view(torch.float8_e4m3fn), scales))
         assert (codes[3 * 200 :] == 0x55).all()
         assert (scales[3 * num_blocks :] == -7.0).all()
         assert (scales[: 3 * num_blocks] > 0).all()
@@ -156,7 +156,7 @@ def test_a_product_writes_into_no_more_of_the_room_than_its_rows_take():
 
 def test_room_is_asked_for_only_where_rows_are_coded():
     for scheme in (INT8, MXFP4):
-        assert coded_view(None, random_weight(5, 64, scheme), 3) is None
+        assert quantized_view(None, random_weight(5, 64, scheme), 3) is None
         assert quantized_linear(random(3, 64), random_weight(5, 64, scheme), None, torch.empty(3, 5)).isfinite().all()
     for function in (quantized_linear, quantized_linear_reference):
         with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
@@ -167,12 +167,12 @@ def test_room_is_asked_for_only_where_rows_are_coded():
 def test_decoded_rows_are_near_what_was_coded(size_k):
     x = random(4, size_k) * torch.tensor([[1.0], [1e-2], [1e6], [0.0]])
     for num_blocks in {1, -(-size_k // 128)}:
-        coded = CodedRows(torch.empty(4, size_k, dtype=torch.float8_e4m3fn), torch.empty(4, num_blocks))
-        back = decoded_rows(quantize_rows(x, coded))
+        rows_fp8 = QuantizedRows(torch.empty(4, size_k, dtype=torch.float8_e4m3fn), torch.empty(4, num_blocks))
+        back = decoded_rows(quantize_rows(x, rows_fp8))
         assert back.dtype == torch.float32
         assert back.is_contiguous()
-        peaks = x.abs().amax(-1, keepdim=True)
-        assert ((back - x).abs() <= x.abs() / 16 + peaks * 2.0**-18).all()
+        amax = x.abs().amax(-1, keepdim=True)
+        assert ((back - x).abs() <= x.abs() / 16 + amax * 2.0**-18).all()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_torch_multiplies(scheme, shape, dtype, chosen):
 @pytest.mark.parametrize(("size_n", "size_k"), [(272, 512), (101, 224)], ids=["whole", "odd"])
 def test_a_gpu_is_as_exact_as_a_cpu(device, scheme, dtype, num_rows, size_n, size_k):
     """Whichever kernel multiplies; with float32 out too, as logits are."""
-    rows = codable_rows(num_rows, size_k, block_columns=scheme.block_columns if scheme.codes_activations else 0)
+    rows = codable_rows(num_rows, size_k, block_columns=scheme.block_columns if scheme.quantizes_activations else 0)
     x, weight, bias = rows.to(dtype), random_weight(size_n, size_k, scheme), random(size_n, seed=3).to(dtype)
     exact = exact_rows(x, scheme) @ exact_weight(weight).T
     for out_dtype, some_bias in ((dtype, bias), (dtype, None), (torch.float32, None)):

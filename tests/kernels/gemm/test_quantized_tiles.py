@@ -8,8 +8,8 @@ import torch
 
 from holdfast.kernels.gemm import quantized_tiles as weight_operands
 from holdfast.kernels.gemm.linear import quantized_linear_reference
-from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows_reference
-from holdfast.kernels.gemm.quantized_tiles import Coding, e2m1_parts, e8m0_numbers, operands_of, tile_linear
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
+from holdfast.kernels.gemm.quantized_tiles import OperandKind, e2m1_parts, e8m0_numbers, operands_of, tile_linear
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E2M1_VALUES, e8m0_values
@@ -45,22 +45,22 @@ DTYPES = pytest.mark.parametrize(
 def inputs(num_rows, size_n, size_k, scheme, seed=0) -> tuple[torch.Tensor, QuantizedWeight]:
     if scheme is MXFP4:
         size_k = -(-size_k // 32) * 32
-    rows = codable_rows(num_rows, size_k, seed, scheme.block_columns if scheme.codes_activations else 0)
+    rows = codable_rows(num_rows, size_k, seed, scheme.block_columns if scheme.quantizes_activations else 0)
     return rows, random_weight(size_n, size_k, scheme, seed + 1)
 
 
 def run(x_MK, weight, bias_N, device, out_dtype) -> torch.Tensor:
     """The kernel amid poison: rows as the reference codes them, results NaN before and between red zones."""
     zones = RedZones(device)
-    coded = coded_room(zones, len(x_MK), weight)
-    if coded is not None:
-        host = CodedRows(torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn), torch.empty(coded.scales_TB.shape))
+    quantized = coded_room(zones, len(x_MK), weight)
+    if quantized is not None:
+        host = QuantizedRows(torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn), torch.empty(quantized.scales_TB.shape))
         quantize_rows_reference(x_MK, host)
-        coded.codes_TK.copy_(host.codes_TK)
-        coded.scales_TB.copy_(host.scales_TB)
+        quantized.codes_TK.copy_(host.codes_TK)
+        quantized.scales_TB.copy_(host.scales_TB)
     out = zones.allocate(len(x_MK), weight.shape[0], dtype=out_dtype).fill_(NAN)
     bias = None if bias_N is None else amid(bias_N, device)
-    assert tile_linear(amid(x_MK, device), weight_amid(weight, device), bias, out, coded) is out
+    assert tile_linear(amid(x_MK, device), weight_amid(weight, device), bias, out, quantized) is out
     zones.check()
     return out.cpu()
 
@@ -151,7 +151,7 @@ def test_what_scales_a_block_is_its_own(device):
         else:
             weight.scales.mul_(2.0 ** (torch.arange(weight.scales.numel()) % 5 - 3).view(weight.scales.shape))
         sizes = 2.0 ** (torch.arange(320) // 128 - 2)
-        x *= sizes if scheme.codes_activations else 1
+        x *= sizes if scheme.quantizes_activations else 1
         exact = exact_rows(x, scheme) @ exact_weight(weight).T
         y = run(x.to(widest_on(device)), weight, None, device, torch.float32)
         allowed = slack(device, scheme) if device.type == "cpu" or scheme is not MXFP4 else 2**10
@@ -214,8 +214,8 @@ def test_nothing_is_allocated(device, scheme, num_rows):
     x, weight = inputs(num_rows, 256, 512, scheme)
     x, weight = x.to(device, torch.bfloat16), weight_on(weight, device)
     out = torch.empty(num_rows, 256, dtype=torch.bfloat16, device=device)
-    coded = coded_room(RedZones(device), num_rows, weight)
-    assert_allocates_nothing(lambda: tile_linear(x, weight, None, out, coded))
+    quantized = coded_room(RedZones(device), num_rows, weight)
+    assert_allocates_nothing(lambda: tile_linear(x, weight, None, out, quantized))
 
 
 VALUES = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
@@ -257,22 +257,22 @@ def test_every_byte_in_a_kernel(device):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_operands_say_how_the_weight_is_coded(scheme):
     case = expert_case((1, 1, 2, 6, 192), True, scheme)
-    coded = coded_rows(case)
-    found = operands_of(case.x_XK, case.weight, coded)
+    quantized = coded_rows(case)
+    found = operands_of(case.x_XK, case.weight, quantized)
     expected = {
-        None: (Coding.PLAIN_NUMBERS, 1, 0, 1),
-        "fp8": (Coding.CODED_ROWS, 1, 0, 1),
-        "fp8_tensor": (Coding.CODED_ROWS, 1, 0, 1),
-        "fp8_block": (Coding.CODED_BLOCKS, 2, 128, 2),
-        "int8": (Coding.INT8_ROWS, 1, 0, 1),
-        "mxfp4": (Coding.E2M1_GROUPS, 1, 0, 1),
+        None: (OperandKind.PLAIN, 1, 0, 1),
+        "fp8": (OperandKind.FP8_ROWS, 1, 0, 1),
+        "fp8_tensor": (OperandKind.FP8_ROWS, 1, 0, 1),
+        "fp8_block": (OperandKind.FP8_BLOCKS, 2, 128, 2),
+        "int8": (OperandKind.INT8_ROWS, 1, 0, 1),
+        "mxfp4": (OperandKind.E2M1_GROUPS, 1, 0, 1),
     }
     assert found[1:] == expected[scheme]
-    rows = case.x_XK if coded is None else coded.codes_TK
+    rows = case.x_XK if quantized is None else quantized.codes_TK
     assert found.tensors[0].data_ptr() == rows.data_ptr()
 
 
 def test_rows_as_codes_are_asked_for_where_the_scheme_wants_them():
     case = expert_case((1, 1, 2, 6, 64), scheme="fp8")
-    with pytest.raises(AssertionError, match="fp8 with coded=None"):
+    with pytest.raises(AssertionError, match="fp8 with quantized=None"):
         operands_of(case.x_XK, case.weight, None)

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.activation import silu_mul_reference
-from holdfast.kernels.gemm.deferred_rms_norm import SkinnyScratch, begin_rows
+from holdfast.kernels.gemm.deferred_rms_norm import SmallBatchScratch, defer_rms_norm
 from holdfast.kernels.gemm.gemv import MAX_ROWS, num_parts
 from holdfast.kernels.gemm.linear import linear_reference
 from holdfast.kernels.gemm.small_batch import BLOCK_K, linear_add, normed_linear
@@ -188,7 +188,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, widest, num_row
 
 def test_scratch_serves_one_product_after_another(device, widest):
     """As in a step: squares pass from one to the next, and parts and counters are used again and again."""
-    scratch = SkinnyScratch(
+    scratch = SmallBatchScratch(
         torch.full((3 * 40,), NAN, device=device),
         torch.full((8 * 3 * 128,), NAN, device=device),
         torch.zeros(2, dtype=torch.int32, device=device),
@@ -199,7 +199,7 @@ def test_scratch_serves_one_product_after_another(device, widest):
         for seed, shape in enumerate([(96, 128), (128, 96 * 4), (2 * 192, 128), (128, 192)])
     )
     expected = x.float().cpu().clone()
-    rows = begin_rows(x, norm, EPS, torch.empty_like(x), scratch)
+    rows = defer_rms_norm(x, norm, EPS, torch.empty_like(x), scratch)
     for _ in range(2):
         y = normed_linear(rows, qkv, None, False, x.new_empty(3, 96), scratch)
         rows = linear_add(y.repeat(1, 4), out, None, x, norm, EPS, torch.empty_like(x), scratch)
@@ -240,7 +240,7 @@ def test_the_same_bits_every_time(device, num_rows):
 def test_nothing_is_allocated(device, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = random(1024, 1024).to(device, torch.bfloat16), random(1024).to(device, torch.bfloat16)
-    scratch = SkinnyScratch(
+    scratch = SmallBatchScratch(
         torch.empty(MAX_ROWS * 512, device=device),
         torch.empty(MAX_ROWS * 8192, device=device),
         torch.zeros(16, dtype=torch.int32, device=device),

@@ -7,18 +7,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.gemm.deferred_rms_norm import (
+    AmaxScratch,
     NormedRows,
-    PeakScratch,
-    RowPeaks,
-    SkinnyScratch,
-    begin_rows,
-    begin_rows_reference,
-    row_peaks,
-    row_peaks_reference,
+    RowAmax,
+    SmallBatchScratch,
+    defer_rms_norm,
+    defer_rms_norm_reference,
+    row_amax,
+    row_amax_reference,
 )
-from holdfast.kernels.gemm.gemv import MAX_ROWS, NUM_GATE_PEAKS, num_parts
+from holdfast.kernels.gemm.gemv import MAX_ROWS, NUM_GATE_AMAX, num_parts
 from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
-from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, can_code, coded_sums_reference
+from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, can_quantize, quantized_sums_reference
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
@@ -105,9 +105,9 @@ def test_squares_and_peaks_in_any_number_of_blocks(device, num_blocks):
     judge_normed(coded_case(3, 9, 192, widest_on(device), FP8), device, num_blocks)
 
 
-@pytest.mark.parametrize("num_peaks", [1, 5, NUM_GATE_PEAKS], ids=["one", "some", "those of a gated product"])
-def test_peaks_of_rows_that_come_from_elsewhere(device, num_peaks):
-    judge_add(coded_case(3, 65, 320, widest_on(device), FP8), device, num_peaks)
+@pytest.mark.parametrize("num_amax", [1, 5, NUM_GATE_AMAX], ids=["one", "some", "those of a gated product"])
+def test_peaks_of_rows_that_come_from_elsewhere(device, num_amax):
+    judge_add(coded_case(3, 65, 320, widest_on(device), FP8), device, num_amax)
 
 
 @hypothesis_settings(max_examples=6)
@@ -256,8 +256,8 @@ def test_peaks_of_a_gated_product_only_rise(device, num_rows, function):
     case = coded_case(num_rows, 65, 320, widest_on(device), FP8, gated=True).to(device)
     guarded = Guarded(case, device, 1)
     guarded.scratch.squares[:num_rows] = squares_of(case.x_MK, 1).flatten()
-    guarded.scratch.peaks.normed[:num_rows] = peaks_of(case.x_MK, 1).flatten()
-    places = guarded.scratch.peaks.gated.view(torch.float32).view(num_rows, NUM_GATE_PEAKS)
+    guarded.scratch.amax.normed[:num_rows] = peaks_of(case.x_MK, 1).flatten()
+    places = guarded.scratch.amax.gated.view(torch.float32).view(num_rows, NUM_GATE_AMAX)
     places[0] = 1e9
     y = guarded.filled((num_rows, 65), case.x_MK.dtype)
     function(NormedRows(case.x_MK, 1, EPS), case.weight_NK, None, True, y, guarded.scratch)
@@ -267,15 +267,15 @@ def test_peaks_of_a_gated_product_only_rise(device, num_rows, function):
 
 
 def step_of(device, scheme, num_rows, functions) -> torch.Tensor:
-    """Layers as a step runs them: peaks pass from one to the next, and scratch is used again and again."""
-    begin, peaks, normed, add = functions
+    """Layers as a step runs them: amax pass from one to the next, and scratch is used again and again."""
+    begin, amax, normed, add = functions
     dtype = widest_on(device)
-    places = torch.full((num_rows * NUM_GATE_PEAKS,), 0x7E000000, dtype=torch.int32, device=device)
-    scratch = SkinnyScratch(
+    places = torch.full((num_rows * NUM_GATE_AMAX,), 0x7E000000, dtype=torch.int32, device=device)
+    scratch = SmallBatchScratch(
         torch.full((num_rows * 40,), NAN, device=device),
         torch.full((num_rows * 128,), NAN, device=device),
         torch.zeros(2, dtype=torch.int32, device=device),
-        PeakScratch(
+        AmaxScratch(
             torch.full((num_rows * 40,), NAN, device=device), torch.full((num_rows,), NAN, device=device), places
         ),
     )
@@ -287,13 +287,13 @@ def step_of(device, scheme, num_rows, functions) -> torch.Tensor:
     rows = begin(x, norm, EPS, torch.empty_like(x), scratch)
     for _ in range(1 if num_rows == 1 else 2):
         y = normed(rows, qkv, None, False, x.new_empty(num_rows, 32), scratch)
-        found = peaks(y, scratch.peaks.inputs, scratch.peaks.gated)
+        found = amax(y, scratch.amax.inputs, scratch.amax.gated)
         rows = add(y, out, None, x, norm, EPS, torch.empty_like(x), scratch, found)
         active = normed(rows, gate_up, None, True, x.new_empty(num_rows, 40), scratch)
         if scheme is not INT8:
-            left = places.view(torch.float32).view(num_rows, NUM_GATE_PEAKS).amax(-1)
-            assert torch.equal(left, active.float().abs().amax(-1)), "peaks of the layer before were not cleared"
-        found = RowPeaks(scratch.peaks.gated, NUM_GATE_PEAKS)
+            left = places.view(torch.float32).view(num_rows, NUM_GATE_AMAX).amax(-1)
+            assert torch.equal(left, active.float().abs().amax(-1)), "amax of the layer before were not cleared"
+        found = RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
         rows = add(active, down, None, x, norm, EPS, torch.empty_like(x), scratch, found)
     assert not scratch.arrived.any()
     return x.float().cpu()
@@ -302,8 +302,8 @@ def step_of(device, scheme, num_rows, functions) -> torch.Tensor:
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 def test_scratch_serves_one_product_after_another(device, scheme, num_rows):
-    x = step_of(device, scheme, num_rows, (begin_rows, row_peaks, normed_linear, linear_add))
-    references = (begin_rows_reference, row_peaks_reference, normed_linear_reference, linear_add_reference)
+    x = step_of(device, scheme, num_rows, (defer_rms_norm, row_amax, normed_linear, linear_add))
+    references = (defer_rms_norm_reference, row_amax_reference, normed_linear_reference, linear_add_reference)
     expected = step_of(CPU, scheme, num_rows, references)
     # Where a sum's last digit decides between two codes, the rest of the row moves a little.
     tolerance = 1e-5 if scheme is INT8 and device.type == "cpu" else 0.05
@@ -312,34 +312,34 @@ def test_scratch_serves_one_product_after_another(device, scheme, num_rows):
 
 def test_which_weights_these_kernels_take():
     for scheme, takes in ((FP8, True), (FP8_TENSOR, True), (INT8, True), (FP8_BLOCK, False), (MXFP4, False)):
-        assert can_code(random_weight(4, 64, scheme)) == takes, scheme.name
+        assert can_quantize(random_weight(4, 64, scheme)) == takes, scheme.name
     weight = random_weight(4, 64, FP8)
     stacked = QuantizedWeight(FP8, (2, 2, 64), weight.codes.view(2, 2, 64), weight.scales.view(2, 2))
-    assert not can_code(stacked)
-    assert not can_code(torch.zeros(4, 64))
+    assert not can_quantize(stacked)
+    assert not can_quantize(torch.zeros(4, 64))
 
 
 def test_sums_of_integers_are_exact_in_the_reference():
-    """Rows whose peak is 448 have a scale of one, and so have rows of a weight."""
+    """Rows whose amax is 448 have a scale of one, and so have rows of a weight."""
     x = torch.randint(-8, 9, (3, 100)).float()
     values = torch.randint(-8, 9, (5, 100)).float()
     x[:, 0], values[:, 0] = 448.0, 448.0
-    got = coded_sums_reference(x, quantized(values, FP8), RowPeaks(peaks_of(x, 4).flatten(), 4))
+    got = quantized_sums_reference(x, quantized(values, FP8), RowAmax(peaks_of(x, 4).flatten(), 4))
     assert torch.equal(got, x @ values.T)
     values[:, 0] = 127.0
-    assert torch.equal(coded_sums_reference(x, quantized(values, INT8), None), x @ values.T)
+    assert torch.equal(quantized_sums_reference(x, quantized(values, INT8), None), x @ values.T)
 
 
 def test_what_is_missing_is_told(device):
     case = coded_case(2, 5, 64, widest_on(device), FP8).to(device)
-    scratch = SkinnyScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
+    scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))
-    with pytest.raises(AssertionError, match="room for peaks"):
+    with pytest.raises(AssertionError, match="room for amax"):
         linear_add(case.x_MK, case.weight_NK, None, case.residual_MN, *more, scratch)
     for function, where in ((linear_add, device), (linear_add_reference, CPU)):
         host = case.to(where)
         more = (host.norm_N, EPS, torch.empty_like(host.residual_MN))
-        with pytest.raises(AssertionError, match="peaks of rows that are to be coded are missing"):
+        with pytest.raises(AssertionError, match="amax of rows that are to be quantized are missing"):
             function(host.x_MK, host.weight_NK, None, host.residual_MN, *more, Guarded(host, where).scratch)
 
 
@@ -349,7 +349,7 @@ def test_what_is_missing_is_told(device):
 def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
     judge_normed(coded_case(num_rows, 4096, 2560, torch.bfloat16, scheme, gated=True), device, num_squares=40)
     judge_normed(coded_case(num_rows, 5120, 2560, torch.bfloat16, scheme), device, num_squares=320)
-    judge_add(coded_case(num_rows, 2560, 4096, torch.bfloat16, scheme), device, NUM_GATE_PEAKS)
+    judge_add(coded_case(num_rows, 2560, 4096, torch.bfloat16, scheme), device, NUM_GATE_AMAX)
     judge_add(coded_case(num_rows, 640, 4096, torch.bfloat16, scheme), device)
 
 
@@ -371,20 +371,20 @@ def test_nothing_is_allocated(device, scheme, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = weight_on(random_weight(1024, 1024, scheme), device), random(1024).to(device, torch.bfloat16)
     gate_up = weight_on(random_weight(2048, 1024, scheme), device)
-    places = torch.zeros(MAX_ROWS * NUM_GATE_PEAKS, dtype=torch.int32, device=device)
-    squares, peaks = torch.empty(2, MAX_ROWS * 512, device=device)
-    scratch = SkinnyScratch(
+    places = torch.zeros(MAX_ROWS * NUM_GATE_AMAX, dtype=torch.int32, device=device)
+    squares, amax = torch.empty(2, MAX_ROWS * 512, device=device)
+    scratch = SmallBatchScratch(
         squares,
         torch.empty(MAX_ROWS * 8192, device=device),
         torch.zeros(16, dtype=torch.int32, device=device),
-        PeakScratch(peaks, torch.empty(MAX_ROWS, device=device), places),
+        AmaxScratch(amax, torch.empty(MAX_ROWS, device=device), places),
     )
 
     def step():
-        found = row_peaks(a, scratch.peaks.inputs, places)
+        found = row_amax(a, scratch.amax.inputs, places)
         rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, found)
         normed_linear(rows, gate_up, None, True, a, scratch)
-        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, RowPeaks(places, NUM_GATE_PEAKS))
+        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, RowAmax(places, NUM_GATE_AMAX))
         normed_linear(rows, weight, None, False, a, scratch)
 
     assert_allocates_nothing(step)

@@ -78,10 +78,10 @@ def test_some_columns_have_the_codes_and_scales_that_all_have(device, scheme, ke
         seen, start = rows, 0
     else:
         seen, start = rows[:, kept[0] : kept[1]], kept[0]
-    peak = rows.abs().amax().view(1) if scheme.is_whole_tensor else None
+    amax = rows.abs().amax().view(1) if scheme.is_whole_tensor else None
     columns = kept[0] - start, kept[1] - start
-    some = place_codes(seen, scheme, None, columns, peak=peak)
-    assert place_codes(laid_out(seen, "dense", device), scheme, device, columns, peak=peak and peak.to(device)) == some
+    some = place_codes(seen, scheme, None, columns, amax=amax)
+    assert place_codes(laid_out(seen, "dense", device), scheme, device, columns, amax=amax and amax.to(device)) == some
     per_byte = scheme.codes_per_byte
     assert torch.equal(some.planes[0], everything.planes[0][:, kept[0] // per_byte : kept[1] // per_byte])
 
@@ -190,11 +190,11 @@ def test_nothing_is_allocated(device, scheme):
         torch.empty(plane.shape, dtype=getattr(torch, plane.dtype), device=device)
         for plane in scheme.planes((256, 512))
     ]
-    peak = torch.ones(1, device=device) if scheme.is_whole_tensor else None
+    amax = torch.ones(1, device=device) if scheme.is_whole_tensor else None
     pair = found.nonfinite, found.differing
     for verify in (False, True):
         assert_allocates_nothing(
-            lambda verify=verify: place_quantized_triton(rows, (0, 512), scheme, *planes, peak, 0, *pair, verify)
+            lambda verify=verify: place_quantized_triton(rows, (0, 512), scheme, *planes, amax, 0, *pair, verify)
         )
 
 
@@ -279,7 +279,7 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
 
 def test_compiled_kernels_are_started_over_addresses(tmp_path):
     """A program that is at hand gets what the launch before it gave, in the same order."""
-    cases = ("plain", "peak", "row", "tensor", "block", "power")
+    cases = ("plain", "amax", "row", "tensor", "block", "power")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, str(PROGRAM), *cases]
@@ -288,7 +288,7 @@ def test_compiled_kernels_are_started_over_addresses(tmp_path):
     for case, (first, second, other) in json.loads(ran.stdout).items():
         assert first["program"] == second["program"] != other["program"], case
         assert first["types"] == second["types"] == other["types"], case
-        assert first["aligned"] == ([0] if case == "peak" else [0, 1]), case
+        assert first["aligned"] == ([0] if case == "amax" else [0, 1]), case
         assert other["aligned"] == [], "the program was compiled for addresses that it did not get"
         is_address = [kind.startswith("*") for kind in first["types"]]
         for late, shift, num_rows in ((second, 4096, 33), (other, 8, 100)):

@@ -5,12 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.kernels.load import place_rows
-from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton
+from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton
 from holdfast.kernels.load.place_rows import (
     PIECE_ELEMENTS,
     UNSEEN,
-    find_peak,
-    find_peak_reference,
+    find_amax,
+    find_amax_reference,
     place_plain,
     place_quantized,
 )
@@ -47,9 +47,9 @@ def planes_for(scheme, shape):
 def peak_for(rows, scheme):
     if not scheme.is_whole_tensor:
         return None
-    peak = torch.zeros(1)
-    find_peak(rows, peak)
-    return peak
+    amax = torch.zeros(1)
+    find_amax(rows, amax)
+    return amax
 
 
 def placed(rows, scheme, columns=None, chunks=None, verify=None):
@@ -57,10 +57,10 @@ def placed(rows, scheme, columns=None, chunks=None, verify=None):
     columns = columns or (0, rows.shape[1])
     findings = new_findings(CPU)
     codes, scales = verify or planes_for(scheme, (rows.shape[0], columns[1] - columns[0]))
-    start, peak = 0, peak_for(rows, scheme)
+    start, amax = 0, peak_for(rows, scheme)
     for end in (*(chunks or ()), rows.shape[0]):
         blocks = slice(start // scheme.block_rows, -(-end // scheme.block_rows))
-        chunk = rows[start:end], columns, scheme, codes[start:end], scales[blocks], peak, start, findings
+        chunk = rows[start:end], columns, scheme, codes[start:end], scales[blocks], amax, start, findings
         place_quantized(*chunk, verify is not None)
         start = end
     return codes.view(torch.uint8), scales.view(torch.uint8), int(findings.nonfinite), int(findings.differing)
@@ -137,7 +137,7 @@ def test_a_peak_makes_a_tensor_in_chunks_one_tensor():
         QuantizedWeight(FP8_TENSOR, (64, 96), codes.view(torch.float8_e4m3fn), scales.view(torch.float32))
     )
     torch.testing.assert_close(decoded, rows, rtol=1 / 15, atol=90 / 448 * 2**-9)
-    with pytest.raises(AssertionError, match="fp8_tensor: peak=None"):
+    with pytest.raises(AssertionError, match="fp8_tensor: amax=None"):
         place_quantized(rows, (0, 96), FP8_TENSOR, *planes_for(FP8_TENSOR, (64, 96)), None, 0, new_findings(CPU), False)
 
 
@@ -148,12 +148,12 @@ def test_the_peak_does_not_depend_on_order_and_pieces(elements, monkeypatch):
     rows[7, 5], rows[8, 0] = -torch.inf, torch.nan
     expected = rows.float().nan_to_num(0, 0, 0).abs().max().item()
     for order in ((0, 1), (1, 0)):
-        peak = torch.zeros(1)
+        amax = torch.zeros(1)
         for half in order:
-            find_peak(rows[10 * half : 10 * half + 10], peak)
-        assert peak.item() == expected
+            find_amax(rows[10 * half : 10 * half + 10], amax)
+        assert amax.item() == expected
     transposed = torch.zeros(1)
-    find_peak_reference(rows.t(), transposed)
+    find_amax_reference(rows.t(), transposed)
     assert transposed.item() == expected
 
 
@@ -219,12 +219,12 @@ def test_only_numbers_become_other_numbers():
 def test_what_is_held_in_between_does_not_grow_with_the_rows(scheme, shape, verify):
     rows, findings = torch.full(shape, 0.5, dtype=torch.bfloat16), new_findings(CPU)
     out = planes_for(scheme, shape) if scheme else [torch.empty(shape, dtype=torch.float16)]
-    peak = torch.ones(1) if scheme is FP8_TENSOR else None
+    amax = torch.ones(1) if scheme is FP8_TENSOR else None
     with LargestResult(rows, *out) as largest:
         if scheme is None:
             place_plain(rows, (0, shape[1]), *out, 0, findings, verify)
         else:
-            place_quantized(rows, (0, shape[1]), scheme, *out, peak, 0, findings, verify)
+            place_quantized(rows, (0, shape[1]), scheme, *out, amax, 0, findings, verify)
     assert 0 < largest.num_bytes <= 4 * PIECE_ELEMENTS or (scheme is None and not verify)
     assert largest.num_bytes <= 4 * PIECE_ELEMENTS
 
@@ -397,14 +397,14 @@ def test_the_peak_of_rows(device, dtype, layout):
     rows = random(5, 70).to(dtype)
     rows[3, 11] = -40.5
     rows[1, 2], rows[2, 3] = torch.nan, -torch.inf
-    peak, expected = torch.tensor([0.5], device=device), torch.tensor([0.5])
-    find_peak_triton(laid_out(rows, layout, device), peak)
-    find_peak_reference(rows, expected)
-    assert peak.item() == expected.item() == 40.5
-    find_peak_triton(laid_out(rows[:3], layout, device), peak)
-    assert peak.item() == 40.5
-    find_peak_triton(rows[:0].to(device), peak)
-    assert peak.item() == 40.5
+    amax, expected = torch.tensor([0.5], device=device), torch.tensor([0.5])
+    find_amax_triton(laid_out(rows, layout, device), amax)
+    find_amax_reference(rows, expected)
+    assert amax.item() == expected.item() == 40.5
+    find_amax_triton(laid_out(rows[:3], layout, device), amax)
+    assert amax.item() == 40.5
+    find_amax_triton(rows[:0].to(device), amax)
+    assert amax.item() == 40.5
 
 
 def test_no_rows_change_nothing(device):
@@ -425,9 +425,9 @@ def test_shapes_of_models(device, layout, target, shape):
 @pytest.mark.gpu
 def test_nothing_is_allocated(device):
     rows, out, found = random(64, 512).to(device), torch.empty(64, 512, device=device).bfloat16(), new_findings(device)
-    peak = torch.zeros(1, device=device)
+    amax = torch.zeros(1, device=device)
     for verify in (False, True):
         assert_allocates_nothing(
             lambda verify=verify: place_plain_triton(rows, out, 0, found.nonfinite, found.differing, verify)
         )
-    assert_allocates_nothing(lambda: find_peak_triton(rows, peak))
+    assert_allocates_nothing(lambda: find_amax_triton(rows, amax))

@@ -101,9 +101,9 @@ def test_operands_that_do_not_go_together_are_refused():
         expert_linear(case.x_XK, random(2, 8, 64), order, out, False, None)
     with pytest.raises(AssertionError, match="strides"):
         expert_linear(case.x_XK, random(3, 64, 8).mT, order, out, False, None)
-    coded = expert_case((3, 2, 3, 8, 64), scheme="fp8")
+    quantized = expert_case((3, 2, 3, 8, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="room"):
-        expert_linear(coded.x_XK, coded.weight, order, out, False, None)
+        expert_linear(quantized.x_XK, quantized.weight, order, out, False, None)
 
 
 def test_no_tokens():

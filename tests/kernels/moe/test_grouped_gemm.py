@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.gemm.quantized_tiles import Coding
+from holdfast.kernels.gemm.quantized_tiles import OperandKind
 from holdfast.kernels.geometry import block_rows_for
 from holdfast.kernels.moe.grouped_gemm import expert_rows, tile_for
 from kernels.exactness import same_bits
@@ -80,13 +80,13 @@ def test_what_is_not_finite_stays_in_its_row(device):
 
 
 def test_tiles_suit_their_scales():
-    for coding in Coding:
+    for coding in OperandKind:
         for block_rows in (16, 32, 64, 128):
             for gated in (False, True):
                 tile = tile_for(
-                    block_rows, gated, coding, 1 if coding in (Coding.CODED_ROWS, Coding.CODED_BLOCKS) else 2
+                    block_rows, gated, coding, 1 if coding in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS) else 2
                 )
-                assert coding != Coding.CODED_BLOCKS or tile.block_k == 128
+                assert coding != OperandKind.FP8_BLOCKS or tile.block_k == 128
                 assert tile.block_k % 32 == 0
                 assert tile.block_n >= 64, "less does not fill an instruction"
 

@@ -15,7 +15,7 @@ from holdfast.kernels.geometry import (
     num_chunks,
     scratch_specs,
 )
-from holdfast.kernels.sampling.argmax import LogitScratch, likeliest, likeliest_reference, likeliest_triton
+from holdfast.kernels.sampling.argmax import LogitScratch, argmax, argmax_reference, argmax_triton
 from holdfast.runner.sampling import batch as result
 from kernels.exactness import companies, random
 from kernels.logit_cases import INF, NAN, make_scratch
@@ -42,13 +42,13 @@ POISONS = {
 def found(logits, guarded, chunk_tokens=64):
     num_rows, vocab_size = logits.shape
     out = guarded(num_rows, dtype=torch.int64).fill_(-9)
-    likeliest_triton(logits, out, make_scratch(guarded, num_rows, vocab_size, chunk_tokens, 1))
+    argmax_triton(logits, out, make_scratch(guarded, num_rows, vocab_size, chunk_tokens, 1))
     return out.tolist()
 
 
 def expected(logits):
     out = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    likeliest_reference(logits, out, None)
+    argmax_reference(logits, out, None)
     return out.tolist()
 
 
@@ -105,18 +105,18 @@ def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
     scratch = make_scratch(guarded, 2, 100, 64, 1)
     out = torch.zeros(3, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="num_rows=3 exceeds"):
-        likeliest_triton(torch.zeros(3, 100, device=device), out, scratch)
+        argmax_triton(torch.zeros(3, 100, device=device), out, scratch)
     with pytest.raises(AssertionError, match="chunks=4 of 200 tokens"):
-        likeliest_triton(torch.zeros(2, 200, device=device), out[:2], scratch)
+        argmax_triton(torch.zeros(2, 200, device=device), out[:2], scratch)
     with pytest.raises(AssertionError, match="side by side"):
-        likeliest_triton(torch.zeros(100, 2, device=device).T, out[:2], scratch)
+        argmax_triton(torch.zeros(100, 2, device=device).T, out[:2], scratch)
     with pytest.raises(AssertionError, match="a number a row"):
-        likeliest_triton(torch.zeros(2, 100, device=device), out, scratch)
+        argmax_triton(torch.zeros(2, 100, device=device), out, scratch)
 
 
 def test_no_rows(device, guarded):
     scratch = make_scratch(guarded, 1, 100, 64, 1)
-    likeliest_triton(torch.zeros(0, 100, device=device), torch.zeros(0, dtype=torch.int64, device=device), scratch)
+    argmax_triton(torch.zeros(0, 100, device=device), torch.zeros(0, dtype=torch.int64, device=device), scratch)
 
 
 @pytest.mark.gpu
@@ -127,11 +127,11 @@ def test_a_large_vocabulary_from_a_graph(device, guarded, num_rows):
     scratch = make_scratch(guarded, num_rows, vocab_size, 8192, 1)
     assert num_chunks(vocab_size) == scratch.chunk_largest_SP.shape[1]
     out = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    assert_allocates_nothing(lambda: likeliest(logits, out, scratch))
+    assert_allocates_nothing(lambda: argmax(logits, out, scratch))
     assert out.tolist() == expected(logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        likeliest(logits, out, scratch)
+        argmax(logits, out, scratch)
     logits.copy_(random(num_rows, vocab_size, seed=1))
     logits[num_rows // 2, 77] = NAN
     graph.replay()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.kernels.geometry import NO_TOKEN, LogitRow
-from holdfast.kernels.sampling.argmax import likeliest_reference
+from holdfast.kernels.sampling.argmax import argmax_reference
 from holdfast.kernels.sampling.candidates import list_near_tokens, reference_distances, reference_weights
 from kernels.exactness import random
 from kernels.logit_cases import INF, NAN, agreed_logits, make_scratch, make_table
@@ -26,15 +26,15 @@ FILTERS = {
 }
 
 
-def likeliest_of(logits):
+def argmax_of(logits):
     out = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    likeliest_reference(logits, out, None)
+    argmax_reference(logits, out, None)
     return out
 
 
 def listed(logits, rows, guarded, device, chunk_tokens=256, num_candidates=4096, tokens=None):
     scratch = make_scratch(guarded, len(rows), logits.shape[1], chunk_tokens, num_candidates)
-    top = likeliest_of(logits).to(device)
+    top = argmax_of(logits).to(device)
     list_near_tokens(amid_poison(logits, device), top, make_table(rows, device), tokens, scratch)
     return scratch
 

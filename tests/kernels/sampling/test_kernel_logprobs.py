@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, MAX_CANDIDATES, NO_TOKEN, LogitRow
-from holdfast.kernels.sampling.argmax import likeliest_reference
+from holdfast.kernels.sampling.argmax import argmax_reference
 from holdfast.kernels.sampling.logprobs import FIXED_COLUMNS, logprob_rows, logprob_rows_reference, logprob_rows_triton
 from kernels.exactness import random
 from kernels.logit_cases import INF, NAN, agreed_logits, make_scratch, make_table
@@ -17,9 +17,9 @@ NUM_COLUMNS = FIXED_COLUMNS + 2 * MAX_TOP
 LISTS = pytest.mark.parametrize("num_candidates", [MAX_CANDIDATES, 3], ids=["lists", "no lists"])
 
 
-def likeliest_of(logits):
+def argmax_of(logits):
     out = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    likeliest_reference(logits, out, None)
+    argmax_reference(logits, out, None)
     return out
 
 
@@ -27,7 +27,7 @@ def columns_of(measure, logits, tokens, rows, guarded, device, chunk_tokens=1024
     columns = guarded(len(rows), NUM_COLUMNS, dtype=torch.float64).fill_(-9.0)
     scratch = make_scratch(guarded, len(rows), logits.shape[1], chunk_tokens, num_candidates)
     tokens = torch.tensor(tokens, device=device)
-    measure(logits, likeliest_of(logits).to(device), tokens, make_table(rows, device), columns, scratch)
+    measure(logits, argmax_of(logits).to(device), tokens, make_table(rows, device), columns, scratch)
     return columns.tolist()
 
 
@@ -138,7 +138,7 @@ def test_a_large_vocabulary(device, guarded, num_values, num_candidates):
 @pytest.mark.gpu
 def test_nothing_is_allocated(device, guarded):
     logits = random(4, 151936, scale=3.0).to(device)
-    top, table = likeliest_of(logits), make_table(rows_with(0, 1, 5, 20), device)
+    top, table = argmax_of(logits), make_table(rows_with(0, 1, 5, 20), device)
     columns = torch.zeros(4, NUM_COLUMNS, dtype=torch.float64, device=device)
     scratch = make_scratch(guarded, 4, 151936, CHUNK_TOKENS, MAX_CANDIDATES)
     assert_allocates_nothing(lambda: logprob_rows(logits, top, top, table, columns, scratch))

@@ -5,7 +5,7 @@ import torch
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, MAX_CANDIDATES, NO_TOKEN, LogitRow
 from holdfast.kernels.sampling import sample as kernel_file
-from holdfast.kernels.sampling.argmax import likeliest_reference
+from holdfast.kernels.sampling.argmax import argmax_reference
 from holdfast.kernels.sampling.candidates import list_near_tokens
 from holdfast.kernels.sampling.sample import sample_tokens, sample_tokens_reference, sample_tokens_triton
 from kernels.exactness import random
@@ -33,15 +33,15 @@ UNIFORMS = (0.0, 0.3, 0.77, LARGEST_UNIFORM)
 LISTS = pytest.mark.parametrize("num_candidates", [MAX_CANDIDATES, 3], ids=["lists", "no lists"])
 
 
-def likeliest_of(logits):
+def argmax_of(logits):
     out = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    likeliest_reference(logits, out, None)
+    argmax_reference(logits, out, None)
     return out
 
 
 def chosen(choose, logits, rows, guarded, device, chunk_tokens=1024, num_candidates=MAX_CANDIDATES, raw=None):
     scratch = make_scratch(guarded, len(rows), logits.shape[1], chunk_tokens, num_candidates)
-    top = likeliest_of(logits).to(device)
+    top = argmax_of(logits).to(device)
     out = guarded(1 + max(row.target for row in rows), dtype=torch.int64).fill_(-9)
     raw = torch.zeros_like(out) if raw is None else raw
     choose(logits, top, make_table(rows, device), raw, out, scratch)
@@ -155,9 +155,9 @@ def test_rows_without_a_token_and_greedy_ones(device, guarded, choose):
     logits = random(4, 50).to(device)
     logits[1, 7] = NAN
     logits[2] = -INF
-    raw = likeliest_of(logits)
+    raw = argmax_of(logits)
     raw[3] = NO_TOKEN
-    top = int(likeliest_of(logits)[0])
+    top = int(argmax_of(logits)[0])
     rows = [
         LogitRow(0, 0),
         LogitRow(1, 1, -1.0, top_k=3),
@@ -217,6 +217,6 @@ def test_nothing_is_allocated(device, guarded):
     logits = random(4, 151936, scale=3.0).to(device)
     rows = settings_rows(151936)
     scratch = make_scratch(guarded, len(rows), 151936, CHUNK_TOKENS, MAX_CANDIDATES)
-    top, table = likeliest_of(logits), make_table(rows, device)
+    top, table = argmax_of(logits), make_table(rows, device)
     out = torch.zeros(len(rows), dtype=torch.int64, device=device)
     assert_allocates_nothing(lambda: sample_tokens(logits, top, table, out, out, scratch))

@@ -21,7 +21,7 @@ from loading.mixed_model import bits
 pytestmark = [QUIET, pytest.mark.skipif(torch.cuda.is_available(), reason="test_execute_gpu.py has the real thing")]
 
 KERNELS = {
-    place_plain: ("_place_plain_kernel", "_find_peak_kernel"),
+    place_plain: ("_place_plain_kernel", "_find_amax_kernel"),
     place_codes: ("_by_row_kernel", "_by_block_kernel", "_by_power_kernel"),
 }
 

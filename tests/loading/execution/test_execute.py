@@ -20,6 +20,7 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources import dummy
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.safetensors import SafetensorsFile, SafetensorsSource
+from holdfast.loading.sources.source import read_rows
 from holdfast.memory import arena
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
@@ -27,7 +28,6 @@ from holdfast.quant.weight_schemes import AS_STORED, INT8, WEIGHT_SCHEMES, Weigh
 from loading.dummy_source import TIED, UNTIED, MadeUpSource
 from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights, wanted_planes
 from loading.tiny_models import FAMILIES, save_tiny
-from loading.whole_tensors import read_rows
 
 REPORT = LoadReport(
     seconds=2.0,
@@ -190,12 +190,12 @@ def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["none", "fp8"])
-@pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])
-def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, made_up):
+@pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
+def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, dummy):
     odd = Parameter("odd.bias", (77,), (Part("odd.bias", 0, (77,)),), "bias")
     wide = Parameter("wide.weight", (5, 129), (Part("wide.weight", 0, (5, 129)),))
     parameters = (odd, *UNTIED, wide)
-    source = DummySource(parameters, "float16") if made_up else MadeUpSource(tensors=random_tensors(parameters))
+    source = DummySource(parameters, "float16") if dummy else MadeUpSource(tensors=random_tensors(parameters))
     plan = plan_load(parameters, source, "bfloat16", RECIPES[recipe])
     ledger = Ledger()
     weights = load_weights(plan, source, "cpu", ledger, silent).weights
@@ -214,9 +214,9 @@ def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, made_up):
             assert torch.equal(weights[parameter.name], torch.cat(parts).bfloat16()), parameter.name
 
 
-@pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])
-def test_staging_is_in_the_ledger_while_it_lasts(made_up):
-    source = DummySource(UNTIED, "bfloat16") if made_up else MadeUpSource(tensors=random_tensors(UNTIED))
+@pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
+def test_staging_is_in_the_ledger_while_it_lasts(dummy):
+    source = DummySource(UNTIED, "bfloat16") if dummy else MadeUpSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     ledger, groups = Ledger(), []
     load_weights(plan, source, "cpu", ledger, lambda done, total: groups.append(ledger.group_bytes()))
@@ -265,7 +265,7 @@ def test_the_report_says_what_was_done():
 
 
 @pytest.mark.parametrize("final", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8, "all")], ids=["plain", "coded"])
+@pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8, "all")], ids=["plain", "quantized"])
 def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
     tensors = random_tensors(TIED)
     tensors["model.embed_tokens.weight"][3, 1] = float("nan")
@@ -321,8 +321,8 @@ def test_tensors_that_are_not_finite_are_counted_not_their_moves(num_bad, told):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ModelFormatError("a", "b", "c")])
 @pytest.mark.parametrize("at", [0, 1, 4])
-@pytest.mark.parametrize("made_up", [False, True], ids=["read", "written"])
-def test_whatever_stops_a_load_leaves_nothing_behind(error, at, made_up, monkeypatch):
+@pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
+def test_whatever_stops_a_load_leaves_nothing_behind(error, at, dummy, monkeypatch):
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", 0.0)
     made = watch_arenas(monkeypatch)
     calls, threads = 0, threading.active_count()
@@ -334,7 +334,7 @@ def test_whatever_stops_a_load_leaves_nothing_behind(error, at, made_up, monkeyp
             raise error
 
     ledger = Ledger()
-    source = DummySource(UNTIED, "float32") if made_up else MadeUpSource(tensors=random_tensors(UNTIED))
+    source = DummySource(UNTIED, "float32") if dummy else MadeUpSource(tensors=random_tensors(UNTIED))
     with pytest.raises(error if isinstance(error, type) else ModelFormatError) as caught:
         load(UNTIED, source, ledger=ledger, on_progress=stop, chunk_bytes=64)
     assert len(made) == 2

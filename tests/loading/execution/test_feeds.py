@@ -1,4 +1,4 @@
-"""Feeds over made-up sources; the way to a GPU with streams that note what they are told and do it at once."""
+"""Feeds over dummy sources; the way to a GPU with streams that note what they are told and do it at once."""
 
 import threading
 

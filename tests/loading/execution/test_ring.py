@@ -118,7 +118,7 @@ def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, twins, chunk
         assert rows == list(range(*job.part.row_range))
         starts = [piece.row - job.part.row_range[0] for piece in own if piece.places]
         assert all(start % job.block_rows == 0 for start in starts)
-        looked_at = [row for piece in own if piece.finds_peak for row in range(piece.row, piece.row + piece.num_rows)]
+        looked_at = [row for piece in own if piece.finds_amax for row in range(piece.row, piece.row + piece.num_rows)]
         assert looked_at == (list(range(*job.peak_rows)) if job.peak_rows else [])
 
 
@@ -130,7 +130,7 @@ def test_peaks_come_before_rows_and_moves_before_twins(moves, twins, chunk_bytes
         own = [
             (chunk, place, piece) for chunk in chunks for place, piece in enumerate(chunk.pieces) if piece.move == index
         ]
-        peaks = [(chunk.number, place) for chunk, place, piece in own if piece.finds_peak]
+        peaks = [(chunk.number, place) for chunk, place, piece in own if piece.finds_amax]
         for chunk, place, piece in own:
             if piece.places and peaks:
                 last_chunk, last_place = peaks[-1]
@@ -162,16 +162,16 @@ def test_a_transposed_matrix_is_read_whole_where_it_fits_and_by_columns_where_no
 
 def test_a_tensor_with_one_scale_is_read_once_if_it_fits_and_twice_if_not():
     (piece,) = pieces_of(cut_chunks([move((10, 10), FP8_TENSOR)], [], 256))
-    assert (piece.finds_peak, piece.places) == (True, True)
+    assert (piece.finds_amax, piece.places) == (True, True)
     pieces = pieces_of(cut_chunks([move((10, 10), FP8_TENSOR)], [], 100))
-    assert [(piece.finds_peak, piece.places, piece.row) for piece in pieces] == [
+    assert [(piece.finds_amax, piece.places, piece.row) for piece in pieces] == [
         (True, False, 0),
         (True, False, 5),
         (False, True, 0),
         (False, True, 5),
     ]
     shared = pieces_of(cut_chunks([move((10, 10), FP8_TENSOR, rows=(5, 10), whole_rows=(0, 10))], [], 512))
-    assert [(piece.finds_peak, piece.places, piece.row, piece.num_rows) for piece in shared] == [
+    assert [(piece.finds_amax, piece.places, piece.row, piece.num_rows) for piece in shared] == [
         (True, False, 0, 10),
         (False, True, 5, 5),
     ]

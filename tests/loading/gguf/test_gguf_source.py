@@ -9,7 +9,7 @@ import torch
 from holdfast.loading.gguf import source as gguf_source
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.gguf.source import GGUFSource, hugging_face_name
-from loading.whole_tensors import read_rows
+from holdfast.loading.sources.source import read_rows
 
 gguf = pytest.importorskip("gguf")
 

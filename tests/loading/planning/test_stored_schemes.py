@@ -342,20 +342,20 @@ def loaded(model, plan):
 def test_made_up_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypatch):
     monkeypatch.setattr(dummy, "TABLE_VALUES", 1021)  # a table that fits into the staging of so small a model
     write_config(tmp_path, how)
-    made_up = open_directory_without_weights(tmp_path)
-    write_checkpoint(tmp_path, how, made_up.parameters)
+    without_weights = open_directory_without_weights(tmp_path)
+    write_checkpoint(tmp_path, how, without_weights.parameters)
     real = open_directory(tmp_path)
     for mesh in (Mesh(), Mesh(0, 1, 1, 2) if how == "blocks" else Mesh(1, 2, 1, 2)):  # 64 columns would cut a block
-        parameters = [shard_parameters(model.parameters, mesh, 4, 2) for model in (made_up, real)]
+        parameters = [shard_parameters(model.parameters, mesh, 4, 2) for model in (without_weights, real)]
         plans = [
             plan_load(own, model.source, "bfloat16", stored=model.stored)
-            for own, model in zip(parameters, (made_up, real), strict=True)
+            for own, model in zip(parameters, (without_weights, real), strict=True)
         ]
         assert plans[0].weights == plans[1].weights
         assert Counter(plans[0].moves) == Counter(plans[1].moves)
         for kind in ("cpu", "cuda"):
             assert plans[0].staging_bytes(kind) == plans[1].staging_bytes(kind)
-        (weights, peaks), (_, real_peaks) = loaded(made_up, plans[0]), loaded(real, plans[1])
+        (weights, peaks), (_, real_peaks) = loaded(without_weights, plans[0]), loaded(real, plans[1])
         assert peaks == real_peaks
         quantized = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedWeight)}
         assert {weight.scheme.name for weight in quantized.values()} == {SCHEMES[how]}

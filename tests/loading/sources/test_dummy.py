@@ -10,13 +10,12 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources import dummy
 from holdfast.loading.sources.dummy import TABLE_VALUES, DummyPlane, DummySource
-from holdfast.loading.sources.source import WritingSource
+from holdfast.loading.sources.source import WritingSource, read_rows
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_quantize import e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
-from loading.whole_tensors import read_rows
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

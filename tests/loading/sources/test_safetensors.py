@@ -21,9 +21,8 @@ from holdfast.loading.sources.safetensors import (
     file_inside,
     open_weight_files,
 )
-from holdfast.loading.sources.source import RowRead
+from holdfast.loading.sources.source import RowRead, read_rows
 from loading.safetensors_bytes import file_bytes, header_of, write
-from loading.whole_tensors import read_rows
 
 GOOD = {"a.weight": ("F32", [3, 5]), "b": ("BF16", [7]), "empty": ("F16", [0, 4]), "scalar": ("F64", [])}
 GOOD_BYTES = 60 + 14 + 0 + 8

@@ -49,11 +49,11 @@ def test_halves_and_quarters() -> None:
     assert 0.33 < blueprint.weight_bytes("bfloat16", WeightRecipe(MXFP4)) / plain < 0.35, "the head has eight bits"
     assert blueprint.weight_bytes("bfloat16", AS_STORED) == plain
     tied = read_blueprint(CATALOGUE["Qwen3-4B"], "x")
-    kept, coded = (
+    kept, quantized = (
         tied.group_bytes("bfloat16", WeightRecipe(MXFP4, own))["embed"].num_bytes for own in ("none", "head")
     )
     assert kept == 151936 * 2560 * 2
-    assert coded == 151936 * (2560 + 4), "an embedding that is the head is quantized as one"
+    assert quantized == 151936 * (2560 + 4), "an embedding that is the head is quantized as one"
 
 
 def test_the_checkpoint_s_own_scheme_counts() -> None:
@@ -111,10 +111,10 @@ def test_formats_by_name_or_as_values() -> None:
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
     """The advice is one that works."""
-    coded, turbo = KV_FORMATS[name].is_coded, name.startswith("turboquant")
+    quantized, turbo = KV_FORMATS[name].is_quantized, name.startswith("turboquant")
     odd = read_blueprint({**QWEN, "head_dim": 72}, "x")
     for blueprint, declines, advice in (
-        (odd, coded, "head_dim is 72, and heads of a multiple of 16 elements can be quantized; try bfloat16$"),
+        (odd, quantized, "head_dim is 72, and heads of a multiple of 16 elements can be quantized; try bfloat16$"),
         (read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), turbo, "this model keeps latents; try bfloat16 or fp8$"),
         (read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
     ):

@@ -13,9 +13,9 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.models.activations import (
     attention_request,
-    codes_request,
     head_request,
     mlp_request,
+    quantized_rows_request,
     stream_request,
 )
 from holdfast.models.blueprints.anatomy import StepShape
@@ -177,7 +177,7 @@ def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
     recipe = WeightRecipe(scheme)
     requests = {request.owner: request for request in anatomy.requests(STEP._replace(recipe=recipe), 2, ())}
     spec = anatomy._rank(2)  # type: ignore[attr-defined]
-    wanted = codes_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
+    wanted = quantized_rows_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
     assert requests.get("quantized_rows") == (wanted if scheme is FP8 else None)
     assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)
 

@@ -63,11 +63,11 @@ def test_the_rest_stays_as_it_is(kind) -> None:
         assert weight_bytes(Weight("x", (300, 96), kind), "bfloat16", recipe) == aligned(2 * 300 * 96)
 
 
-@pytest.mark.parametrize(("embeddings", "is_coded"), [("none", False), ("head", False), ("all", True)])
-def test_embeddings_are_quantized_where_all_is_asked(embeddings, is_coded: bool) -> None:
+@pytest.mark.parametrize(("embeddings", "is_quantized"), [("none", False), ("head", False), ("all", True)])
+def test_embeddings_are_quantized_where_all_is_asked(embeddings, is_quantized: bool) -> None:
     recipe = WeightRecipe(MXFP4, embeddings)
     num_bytes = weight_bytes(Weight("embed.weight", (300, 96), "embedding"), "bfloat16", recipe)
-    assert num_bytes == (aligned(300 * 96) + aligned(4 * 300) if is_coded else aligned(2 * 300 * 96)), "in fp8"
+    assert num_bytes == (aligned(300 * 96) + aligned(4 * 300) if is_quantized else aligned(2 * 300 * 96)), "in fp8"
 
 
 def test_patterns_know_a_weight_by_the_tensors_that_it_is_made_of() -> None:
@@ -204,7 +204,7 @@ def test_what_a_checkpoint_has_quantized() -> None:
     v4 = blueprint("DeepSeek-V4-Pro").stored_recipe
     assert v4 is not None
     assert v4.scheme is not None
-    assert v4.scheme.codes_activations, "of fp8 and mxfp4 the one that needs more room"
+    assert v4.scheme.quantizes_activations, "of fp8 and mxfp4 the one that needs more room"
 
 
 def test_headers_say_which_weights_are_stored_how() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from holdfast.kernels.sampling import argmax as likeliest
+from holdfast.kernels.sampling import argmax as argmax
 from holdfast.kernels.sampling import edit_logits
 from holdfast.kernels.sampling import logprobs as logprob_rows
 from holdfast.kernels.sampling import sample as sample_tokens
@@ -94,12 +94,12 @@ def test_what_a_graph_has_found_is_believed():
     found = torch.tensor([7, NO_TOKEN, 9, 55, 55])
     for chooser in (on_device, on_host):
         assert [sample.token_id for sample in chooser.sample(logits, plain, EOS, found)] == [7, NO_TOKEN, 9]
-    on_device.find_likeliest(logits)
-    on_host.find_likeliest(logits)
+    on_device.find_argmax(logits)
+    on_host.find_argmax(logits)
     expected = on_host.read_greedy(3)
     assert on_device.read_greedy(3) == expected
     assert [sample.token_id for sample in expected] == logits.argmax(1).tolist()
-    found = on_device.likeliest_S.clone()
+    found = on_device.argmax_S.clone()
     assert on_device.sample(logits, sequences, EOS, found) == on_host.sample(logits, sequences, EOS, None)
 
 
@@ -129,7 +129,7 @@ def test_the_ledger_holds_what_the_terms_say():
 
 def test_by_kernels(monkeypatch, device):
     """Every setting through the kernels; the last place of an exponential is too little to change a token here."""
-    for module in (edit_logits, likeliest, logprob_rows, sample_tokens):
+    for module in (edit_logits, argmax, logprob_rows, sample_tokens):
         monkeypatch.setattr(module, "can_run", lambda tensor: True)
     logits, sequences = make_rows(100, len(SETTINGS))
     on_device, on_host = DeviceSampler(100, device, len(SETTINGS), Ledger()), HostSampler(100, len(SETTINGS))

@@ -1,4 +1,4 @@
-"""The sampler of CPUs, where it differs from what every sampler does: blocks, and the likeliest token by numpy."""
+"""The sampler of CPUs, where it differs from what every sampler does: blocks, and the most likely token by numpy."""
 
 import numpy as np
 import pytest
@@ -204,18 +204,18 @@ def test_rows_have_their_own_top_k(first_top_k):
     ],
     ids=str,
 )
-def test_the_likeliest_token(row, expected):
+def test_the_argmax_token(row, expected):
     sampler = HostSampler(len(row), 4)
-    sampler.find_likeliest(torch.tensor([row, row]))
+    sampler.find_argmax(torch.tensor([row, row]))
     assert [sample.token_id for sample in sampler.read_greedy(2)] == [expected] * 2
 
 
-def test_the_likeliest_tokens_stay_in_their_place():
+def test_the_argmax_tokens_stay_in_their_place():
     sampler = HostSampler(5, 4)
-    place = sampler.likeliest_S.data_ptr()
-    sampler.find_likeliest(torch.eye(5)[[4, 2]])
-    assert sampler.likeliest_S.tolist() == [4, 2, 0, 0]
-    assert sampler.likeliest_S.data_ptr() == place
+    place = sampler.argmax_S.data_ptr()
+    sampler.find_argmax(torch.eye(5)[[4, 2]])
+    assert sampler.argmax_S.tolist() == [4, 2, 0, 0]
+    assert sampler.argmax_S.data_ptr() == place
 
 
 def test_a_block_is_no_larger_than_the_rows_that_were_planned():

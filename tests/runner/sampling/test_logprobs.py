@@ -1,4 +1,4 @@
-"""Log-probabilities against float64 arithmetic, and ranks and likeliest tokens against a sort."""
+"""Log-probabilities against float64 arithmetic, and ranks and most likely tokens against a sort."""
 
 import math
 

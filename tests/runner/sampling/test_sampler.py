@@ -325,17 +325,17 @@ def test_greedy_tokens_that_a_graph_has_found():
     logits = make_logits_sampler(5, 300)
     logits[2, 7] = math.nan
     sampler = make_sampler(300, 8)
-    place = sampler.likeliest_S.data_ptr()
+    place = sampler.argmax_S.data_ptr()
     sampler.warm(logits)
-    sampler.find_likeliest(logits)
+    sampler.find_argmax(logits)
     greedy = [make_sequence_sampler(seed, temperature=0.0) for seed in range(5)]
     expected = sampler.sample(logits, greedy, EOS)
     assert expected[2].token_id == NO_TOKEN
     assert sampler.read_greedy(5) == expected
-    assert sampler.sample(logits, greedy, EOS, sampler.likeliest_S) == expected
-    assert sampler.likeliest_S.data_ptr() == place
+    assert sampler.sample(logits, greedy, EOS, sampler.argmax_S) == expected
+    assert sampler.argmax_S.data_ptr() == place
     mixed = [make_sequence_sampler(seed, **params) for seed, params in enumerate(list(SETTINGS_SAMPLER.values())[-5:])]
-    assert sampler.sample(logits, mixed, EOS, sampler.likeliest_S) == make_sampler(300).sample(logits, mixed, EOS)
+    assert sampler.sample(logits, mixed, EOS, sampler.argmax_S) == make_sampler(300).sample(logits, mixed, EOS)
 
 
 def sample_one_sampler_company(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:

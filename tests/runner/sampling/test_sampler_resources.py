@@ -113,7 +113,7 @@ def test_a_thousand_steps_allocate_nothing_and_wait_for_nothing_but_results():
     logits = make_logits(max_rows, vocab_size)
     sequences = make_sequences("mixed", max_rows, vocab_size)
     chooser.warm(logits)
-    place = chooser.likeliest_S.data_ptr()
+    place = chooser.argmax_S.data_ptr()
     torch.cuda.synchronize()
     rng = random.Random(0)
     before, pinned_before = allocator_counters(), pinned_counters()
@@ -128,13 +128,13 @@ def test_a_thousand_steps_allocate_nothing_and_wait_for_nothing_but_results():
                     sequences[row].token_ids.append(step)
                 if step % 10 == 0:
                     chooser.prompt_logprobs(logits[: len(rows)], rows, rng.randint(0, 20))
-                    chooser.find_likeliest(logits)
+                    chooser.find_argmax(logits)
                     chooser.read_greedy(max_rows)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert allocator_counters() == before
     assert pinned_counters() == pinned_before
-    assert chooser.likeliest_S.data_ptr() == place
+    assert chooser.argmax_S.data_ptr() == place
 
 
 @pytest.mark.gpu

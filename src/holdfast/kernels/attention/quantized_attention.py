@@ -1,4 +1,4 @@
-"""Attention of rows to coded keys and values over pages, straight from the codes: nothing is decoded into memory.
+"""Attention of rows to quantized keys and values over pages, straight from the codes: nothing is decoded into memory.
 
 T rows, H query heads, K key/value heads, G = H / K, D head dim, N rows of the page table, P pages of a row,
 C (row, split) pairs
@@ -13,13 +13,20 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.quantized_decode import decode_kernel
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.quantized_prefill import prefill_kernel
 from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
 from holdfast.kernels.geometry import TileGeometry
-from holdfast.kernels.triton_compat import can_launch_early, constexpr, is_interpreted, jit, launched_early, tl
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
 from holdfast.kernels.triton_compat import next_power_of_two as pow2
-from holdfast.quant.kv_quantize import KEY_PARTS, VALUE_PARTS, decode_keys, decode_values, hadamard_block, rotate_heads
+from holdfast.quant.kv_quantize import (
+    KEY_PARTS,
+    VALUE_PARTS,
+    dequantize_keys,
+    dequantize_values,
+    hadamard_block,
+    rotate_heads,
+)
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -49,7 +56,7 @@ def large_shape(key_bits: int) -> LargeShape:
     return LargeShape(64, 4, 2, 2) if key_bits == 8 else LargeShape(128, 8, 1, 1)
 
 
-def coded_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_bits: int) -> TileGeometry:
+def quantized_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_bits: int) -> TileGeometry:
     """How tiles are cut; measured on an H200 (docs/log.md)."""
     group = num_heads // num_kv_heads
     return TileGeometry(
@@ -68,9 +75,9 @@ def row_form(num_rows: int) -> int:
     return 1 if num_rows <= FEW_MERGED_ROWS else MERGED_HEADS
 
 
-def coded_attention(
+def quantized_attention(
     q_THD: torch.Tensor,
-    planes: CodedPlanes,
+    planes: QuantizedPlanes,
     page_table_NP: torch.Tensor,
     work: TileWork,
     scale: float,
@@ -82,7 +89,7 @@ def coded_attention(
 ) -> torch.Tensor:
     """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
     _, num_heads, head_dim = q_THD.shape
-    group, early, plain = num_heads // planes.num_kv_heads, can_launch_early(q_THD), is_interpreted()
+    group, pdl, plain = num_heads // planes.num_kv_heads, supports_pdl(q_THD), is_interpreted()
     arguments = (
         q_THD,
         planes.k_codes_PKtB,
@@ -116,7 +123,7 @@ def coded_attention(
         "BLOCK_N": BLOCK_TOKENS,
         "VALUE_COLUMNS": max(16, pow2(head_dim // VALUE_PARTS[planes.value_bits])),
         "PLAIN": plain,
-        "EARLY": early,
+        "PDL": pdl,
     }
     if work.has_small:
         limited = {} if plain else {"maxnreg": SMALL_REGISTERS}
@@ -129,7 +136,7 @@ def coded_attention(
             NUM_STAGES=2 if planes.key_bits == planes.value_bits == 8 else 3,
             num_warps=1,
             **limited,
-            **launched_early(early),
+            **pdl_launch(pdl),
         )
     if work.has_large:
         large = large_shape(planes.key_bits)
@@ -141,16 +148,16 @@ def coded_attention(
             KEY_COLUMNS=max(16, pow2(head_dim // KEY_PARTS[planes.key_bits])),
             NUM_STAGES=large.stages,
             num_warps=large.warps,
-            **launched_early(early),
+            **pdl_launch(pdl),
         )
     if work.has_merge:
-        _merge(planes, work, partial_out_CX, partial_lse_CH, out_TX, q_THD.shape, early)
+        _merge(planes, work, partial_out_CX, partial_lse_CH, out_TX, q_THD.shape, pdl)
     return out_TX
 
 
-def coded_attention_reference(
+def quantized_attention_reference(
     q_THD: torch.Tensor,
-    planes: CodedPlanes,
+    planes: QuantizedPlanes,
     page_table_NP: torch.Tensor,
     work: TileWork,
     scale: float,
@@ -173,8 +180,8 @@ def coded_attention_reference(
         first = 0 if window is None else max(0, position - window + 1)
         token_L = torch.arange(first, position + 1, device=q_THD.device)
         page_L, offset_L = page_table_NP[table_row, token_L // page_tokens].long(), token_L % page_tokens
-        k_LKD = decode_keys(planes.keys_at(page_L, offset_L), planes.key_bits, head_dim)
-        v_LKD = decode_values(planes.values_at(page_L, offset_L), planes.value_bits, head_dim)
+        k_LKD = dequantize_keys(planes.keys_at(page_L, offset_L), planes.key_bits, head_dim)
+        v_LKD = dequantize_values(planes.values_at(page_L, offset_L), planes.value_bits, head_dim)
         scores_HL = torch.einsum("hd,lhd->hl", q_THD[row].float(), k_LKD.repeat_interleave(group, dim=1)) * scale
         out_HD = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LKD.repeat_interleave(group, dim=1))
         out_THD[row] = (rotate_heads(out_HD) if planes.rotates_values else out_HD).to(out_TX.dtype)
@@ -184,13 +191,13 @@ def coded_attention_reference(
 
 
 def _merge(
-    planes: CodedPlanes,
+    planes: QuantizedPlanes,
     work: TileWork,
     partial_out_CX: torch.Tensor,
     partial_lse_CH: torch.Tensor,
     out_TX: torch.Tensor,
     shape_THD: torch.Size,
-    early: bool,
+    pdl: bool,
 ) -> None:
     num_rows, num_heads, head_dim = shape_THD
     heads = row_form(num_rows)
@@ -207,9 +214,9 @@ def _merge(
         ROTATES=planes.rotates_values,
         BLOCK_S=16,
         BLOCK_D=max(16, pow2(head_dim)),
-        EARLY=early,
+        PDL=pdl,
         num_warps=4,
-        **launched_early(early),
+        **pdl_launch(pdl),
     )
 
 
@@ -227,10 +234,10 @@ def _merge_kernel(
     ROTATES: constexpr,
     BLOCK_S: constexpr,
     BLOCK_D: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.load(p_rows + i_row * 2).to(tl.int64)
     num_splits = tl.load(p_rows + i_row * 2 + 1)
@@ -241,7 +248,7 @@ def _merge_kernel(
         b_table = tl.load(p_table, mask=m_d[:, None] & m_d[None, :], other=0.0)
     else:
         b_table = tl.zeros((BLOCK_D, BLOCK_D), dtype=p_rotation.dtype.element_ty)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if num_splits == 1:
         return
@@ -250,22 +257,22 @@ def _merge_kernel(
         i_head = tl.program_id(1)
         o_s = tl.arange(0, BLOCK_S)
         b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        b_max = -float("inf")
-        b_sum = 0.0
+        b_m = -float("inf")
+        b_l = 0.0
         for first in range(0, num_splits, BLOCK_S):
             m_s = first + o_s < num_splits
             o_pair = (pair + first + o_s) * NUM_HEADS + i_head
             b_lse = tl.load(p_partial_lse + o_pair, mask=m_s, other=-float("inf"))
             p_part = p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :]
             b_part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)
-            b_new_max = tl.maximum(b_max, tl.max(b_lse))
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = tl.exp2(b_lse - b_safe_max)
-            b_fade = tl.exp2(b_max - b_safe_max)
-            b_acc = b_acc * b_fade + tl.sum(b_part * b_weight[:, None], axis=0)
-            b_sum = b_sum * b_fade + tl.sum(b_weight)
-            b_max = b_new_max
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)
+            b_m_new = tl.maximum(b_m, tl.max(b_lse))
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = tl.exp2(b_lse - b_m_safe)
+            b_alpha = tl.exp2(b_m - b_m_safe)
+            b_acc = b_acc * b_alpha + tl.sum(b_part * b_p[:, None], axis=0)
+            b_l = b_l * b_alpha + tl.sum(b_p)
+            b_m = b_m_new
+        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)
         if ROTATES:
             b_out = tl.sum(b_table.to(tl.float32) * b_out[:, None], axis=0) * rotation_scale
         p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d
@@ -275,20 +282,20 @@ def _merge_kernel(
         o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         m_part = m_d[:, None] & (o_head < NUM_HEADS)[None, :]
         b_acc = tl.zeros((BLOCK_D, HEADS), dtype=tl.float32)
-        b_max = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
-        b_sum = tl.zeros((HEADS,), dtype=tl.float32)
+        b_m = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
+        b_l = tl.zeros((HEADS,), dtype=tl.float32)
         for i_split in range(num_splits):
             o_pair = (pair + i_split) * NUM_HEADS + o_head
             b_lse = tl.load(p_partial_lse + o_pair, mask=o_head < NUM_HEADS, other=-float("inf"))
             b_part = tl.load(p_partial_out + o_pair[None, :] * HEAD_DIM + o_d[:, None], mask=m_part, other=0.0)
-            b_new_max = tl.maximum(b_max, b_lse)
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = tl.exp2(b_lse - b_safe_max)
-            b_fade = tl.exp2(b_max - b_safe_max)
-            b_acc = b_acc * b_fade[None, :] + b_part * b_weight[None, :]
-            b_sum = b_sum * b_fade + b_weight
-            b_max = b_new_max
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[None, :]
+            b_m_new = tl.maximum(b_m, b_lse)
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = tl.exp2(b_lse - b_m_safe)
+            b_alpha = tl.exp2(b_m - b_m_safe)
+            b_acc = b_acc * b_alpha[None, :] + b_part * b_p[None, :]
+            b_l = b_l * b_alpha + b_p
+            b_m = b_m_new
+        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[None, :]
         if ROTATES:
             b_out = tl.dot(b_table.to(tl.float16), b_out.to(tl.float16)) * rotation_scale
         p_y = p_out + (i_row * NUM_HEADS + o_head)[None, :] * HEAD_DIM + o_d[:, None]

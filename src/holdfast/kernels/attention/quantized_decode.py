@@ -1,4 +1,4 @@
-"""Attention of few rows to coded pages: tokens along the tensor cores' rows, and the heads that share a key beside them.
+"""Attention of few rows to quantized pages: tokens along the tensor cores' rows, and the heads that share a key beside them.
 
 G columns: the rows of a tile times the heads of a group, N tokens of a block, C columns of words
 
@@ -73,7 +73,7 @@ def decode_kernel(
     VALUE_COLUMNS: constexpr,
     NUM_STAGES: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
     num_tiles = tl.load(p_tiles)
@@ -93,7 +93,7 @@ def decode_kernel(
         num_splits = tl.load(p_tile + 7)
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
-        if EARLY:
+        if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
         m_g = o_row < num_rows
         o_head = i_head * GROUP + o_g % GROUP
@@ -103,7 +103,7 @@ def decode_kernel(
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
-        b_max = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
+        b_m = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
         b_sums = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
         b_acc = _no_output(VALUE_BITS, VALUE_COLUMNS, BLOCK_G)
         # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
@@ -123,15 +123,15 @@ def decode_kernel(
             b_score = b_score * b_ks.to(tl.float32)[:, None]
             b_value_scale = b_vs.to(tl.float32)
             b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[:, None], axis=0))
-            b_weight = fast_exp2(b_score - b_new_max[None, :], PLAIN)
-            b_fade = fast_exp2(b_max - b_new_max, PLAIN)
-            b_sums = b_sums * b_fade[None, :] + b_weight
-            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
+            b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[:, None], axis=0))
+            b_p = fast_exp2(b_score - b_m_new[None, :], PLAIN)
+            b_alpha = fast_exp2(b_m - b_m_new, PLAIN)
+            b_sums = b_sums * b_alpha[None, :] + b_p
+            b_p = (b_p * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
             b_acc = _weighed(
                 b_acc,
-                b_weight,
-                b_fade,
+                b_p,
+                b_alpha,
                 p_v,
                 p_v_signs,
                 p_rotation + HEAD_DIM * HEAD_DIM,
@@ -143,7 +143,7 @@ def decode_kernel(
                 VALUE_COLUMNS,
                 PLAIN,
             )
-            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+            b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         for i_block in tl.range(clear // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=1):
             n = i_block * BLOCK_N
             o_token = n + o_n
@@ -165,16 +165,16 @@ def decode_kernel(
             b_score = tl.where(m_seen, b_score * b_ks.to(tl.float32)[:, None], -float("inf"))
             b_value_scale = b_vs.to(tl.float32)
             b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[:, None], axis=0))
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = fast_exp2(b_score - b_safe_max[None, :], PLAIN)
-            b_fade = fast_exp2(b_max - b_safe_max, PLAIN)
-            b_sums = b_sums * b_fade[None, :] + b_weight
-            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
+            b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[:, None], axis=0))
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = fast_exp2(b_score - b_m_safe[None, :], PLAIN)
+            b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
+            b_sums = b_sums * b_alpha[None, :] + b_p
+            b_p = (b_p * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
             b_acc = _weighed(
                 b_acc,
-                b_weight,
-                b_fade,
+                b_p,
+                b_alpha,
                 p_v,
                 p_v_signs,
                 p_rotation + HEAD_DIM * HEAD_DIM,
@@ -186,10 +186,10 @@ def decode_kernel(
                 VALUE_COLUMNS,
                 PLAIN,
             )
-            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
-        b_sum = tl.sum(b_sums, axis=0)
+            b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
+        b_l = tl.sum(b_sums, axis=0)
         # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
-        b_scale = 1.0 / tl.where(b_sum > 0, b_sum * WEIGHT_ONE, 1.0)
+        b_scale = 1.0 / tl.where(b_l > 0, b_l * WEIGHT_ONE, 1.0)
         if pair < 0:
             store_rotated(
                 b_acc,
@@ -207,8 +207,8 @@ def decode_kernel(
         else:
             o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
             store_parts(b_acc, b_scale, p_partial_out, o_pair * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
-            tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_g)
-    if EARLY:
+            tl.store(p_partial_lse + o_pair, b_m + tl.log2(b_l), mask=m_g)
+    if PDL:
         # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
@@ -326,8 +326,8 @@ def _no_output(VALUE_BITS: constexpr, VALUE_COLUMNS: constexpr, BLOCK_G: constex
 @jit
 def _weighed(
     b_acc,
-    b_weight,
-    b_fade,
+    b_p,
+    b_alpha,
     p_v,
     p_signs,
     p_upper,
@@ -347,18 +347,18 @@ def _weighed(
         b_words = tl.load(p_words, mask=m_n[None, :] & (o_c < WORDS)[:, None], other=0)
     else:
         b_words = tl.load(p_words)
-    b_fade = b_fade[None, :]
+    b_alpha = b_alpha[None, :]
     if VALUE_BITS == 8:
         b_0, b_1 = value_parts_8(b_words, PLAIN)
-        return tl.dot(b_0, b_weight, b_acc[0] * b_fade), tl.dot(b_1, b_weight, b_acc[1] * b_fade)
+        return tl.dot(b_0, b_p, b_acc[0] * b_alpha), tl.dot(b_1, b_p, b_acc[1] * b_alpha)
     else:
         if VALUE_BITS == 4:
             b_0, b_1, b_2, b_3 = value_parts_4(b_words, PLAIN)
             return (
-                tl.dot(b_0, b_weight, b_acc[0] * b_fade),
-                tl.dot(b_1, b_weight, b_acc[1] * b_fade),
-                tl.dot(b_2, b_weight, b_acc[2] * b_fade),
-                tl.dot(b_3, b_weight, b_acc[3] * b_fade),
+                tl.dot(b_0, b_p, b_acc[0] * b_alpha),
+                tl.dot(b_1, b_p, b_acc[1] * b_alpha),
+                tl.dot(b_2, b_p, b_acc[2] * b_alpha),
+                tl.dot(b_3, b_p, b_acc[3] * b_alpha),
             )
         else:
             p_twice = p_signs + o_slot[None, :] * (HEAD_DIM // 16) + (o_c % (HEAD_DIM // 16))[:, None]
@@ -368,12 +368,12 @@ def _weighed(
                 b_signs = tl.load(p_twice)
             b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = value_parts_3(b_words, b_signs, upper_columns(p_upper, o_c), PLAIN)
             return (
-                tl.dot(b_0, b_weight, b_acc[0] * b_fade),
-                tl.dot(b_1, b_weight, b_acc[1] * b_fade),
-                tl.dot(b_2, b_weight, b_acc[2] * b_fade),
-                tl.dot(b_3, b_weight, b_acc[3] * b_fade),
-                tl.dot(b_4, b_weight, b_acc[4] * b_fade),
-                tl.dot(b_5, b_weight, b_acc[5] * b_fade),
-                tl.dot(b_6, b_weight, b_acc[6] * b_fade),
-                tl.dot(b_7, b_weight, b_acc[7] * b_fade),
+                tl.dot(b_0, b_p, b_acc[0] * b_alpha),
+                tl.dot(b_1, b_p, b_acc[1] * b_alpha),
+                tl.dot(b_2, b_p, b_acc[2] * b_alpha),
+                tl.dot(b_3, b_p, b_acc[3] * b_alpha),
+                tl.dot(b_4, b_p, b_acc[4] * b_alpha),
+                tl.dot(b_5, b_p, b_acc[5] * b_alpha),
+                tl.dot(b_6, b_p, b_acc[6] * b_alpha),
+                tl.dot(b_7, b_p, b_acc[7] * b_alpha),
             )

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
-from holdfast.quant.kv_quantize import CodedHeads
+from holdfast.quant.kv_quantize import QuantizedHeads
 
 
 @dataclass(frozen=True, slots=True)
-class CodedPlanes:
+class QuantizedPlanes:
     """Views of the page storage, and what the rotation needs."""
 
     key_bits: int
@@ -32,7 +32,7 @@ class CodedPlanes:
     rotation_DD: torch.Tensor
     """The table of quant/kv_quantize.py, [D + 1, D], in the type that is computed in; one for all layers of a head dim."""
     k_mean_KD: torch.Tensor | None = None
-    """float32, rotated like the keys: subtracted from every key before it is coded. Softmax does not see it."""
+    """float32, rotated like the keys: subtracted from every key before it is quantized. Softmax does not see it."""
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class CodedPlanes:
         page_tokens: int,
         rotation_DD: torch.Tensor,
         k_mean_KD: torch.Tensor | None = None,
-    ) -> "CodedPlanes":
+    ) -> "QuantizedPlanes":
         """From planes by name as the storage has them, [slots, K, bytes] and [slots, K]: the same bytes, head by head."""
 
         def by_head(name: str) -> torch.Tensor:
@@ -84,19 +84,21 @@ class CodedPlanes:
         """Whether values are rotated, so that outputs must be rotated back."""
         return self.value_bits < 8
 
-    def keys_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> CodedHeads:
-        """The coded keys of some tokens: [X, K, ...]."""
+    def keys_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> QuantizedHeads:
+        """The quantized keys of some tokens: [X, K, ...]."""
         signs = None if self.k_signs_PKtS is None else self.k_signs_PKtS[pages_X, :, tokens_X]
-        return CodedHeads(self.k_codes_PKtB[pages_X, :, tokens_X], signs, self.k_scale_PKt[pages_X, :, tokens_X])
+        return QuantizedHeads(self.k_codes_PKtB[pages_X, :, tokens_X], signs, self.k_scale_PKt[pages_X, :, tokens_X])
 
-    def values_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> CodedHeads:
-        """The coded values of some tokens: [X, K, ...]."""
+    def values_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> QuantizedHeads:
+        """The quantized values of some tokens: [X, K, ...]."""
         signs = None if self.v_signs_PKtS is None else self.v_signs_PKtS[pages_X, :, tokens_X]
-        return CodedHeads(self.v_codes_PKtB[pages_X, :, tokens_X], signs, self.v_scale_PKt[pages_X, :, tokens_X])
+        return QuantizedHeads(self.v_codes_PKtB[pages_X, :, tokens_X], signs, self.v_scale_PKt[pages_X, :, tokens_X])
 
-    def store(self, pages_X: torch.Tensor, tokens_X: torch.Tensor, keys: CodedHeads, values: CodedHeads) -> None:
-        """Put the coded keys and values of some tokens into their places."""
-        for plane, coded in (
+    def store(
+        self, pages_X: torch.Tensor, tokens_X: torch.Tensor, keys: QuantizedHeads, values: QuantizedHeads
+    ) -> None:
+        """Put the quantized keys and values of some tokens into their places."""
+        for plane, quantized in (
             (self.k_codes_PKtB, keys.codes_XB),
             (self.k_signs_PKtS, keys.signs_XS),
             (self.k_scale_PKt, keys.scale_X),
@@ -104,8 +106,8 @@ class CodedPlanes:
             (self.v_signs_PKtS, values.signs_XS),
             (self.v_scale_PKt, values.scale_X),
         ):
-            if plane is not None and coded is not None:
-                plane[pages_X, :, tokens_X] = coded
+            if plane is not None and quantized is not None:
+                plane[pages_X, :, tokens_X] = quantized
 
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.

@@ -1,4 +1,4 @@
-"""Attention of many rows to coded pages: codes become operands in shared memory once for 128 rows of queries and heads.
+"""Attention of many rows to quantized pages: codes become operands in shared memory once for 128 rows of queries and heads.
 
 M rows of a tile: its rows times the heads of a group, N tokens of a block, C columns of words, D head dim
 """
@@ -64,7 +64,7 @@ def prefill_kernel(
     VALUE_COLUMNS: constexpr,
     NUM_STAGES: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
     num_small = tl.load(p_tiles)
@@ -86,7 +86,7 @@ def prefill_kernel(
         num_splits = tl.load(p_tile + 7)
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
-        if EARLY:
+        if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
         m_m = o_row < num_rows
         o_head = i_head * GROUP + o_m % GROUP
@@ -97,8 +97,8 @@ def prefill_kernel(
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        b_max = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-        b_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+        b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
         # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
@@ -115,16 +115,16 @@ def prefill_kernel(
             b_score = b_score * b_ks.to(tl.float32)[None, :]
             b_value_scale = b_vs.to(tl.float32)
             b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[None, :], axis=1))
-            b_weight = fast_exp2(b_score - b_new_max[:, None], PLAIN)
-            b_fade = fast_exp2(b_max - b_new_max, PLAIN)
-            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
-            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
+            b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
+            b_p = fast_exp2(b_score - b_m_new[:, None], PLAIN)
+            b_alpha = fast_exp2(b_m - b_m_new, PLAIN)
+            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+            b_p = (b_p * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
             b_v = _value_rows(
                 p_v, p_v_signs, o_slot, o_n >= 0, False, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN
             )
-            b_acc = tl.dot(b_weight, b_v, b_acc * b_fade[:, None])
-            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+            b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
+            b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         for i_block in tl.range(clear // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=1):
             n = i_block * BLOCK_N
             o_token = n + o_n
@@ -146,17 +146,17 @@ def prefill_kernel(
             b_score = tl.where(m_seen, b_score * b_ks.to(tl.float32)[None, :], -float("inf"))
             b_value_scale = b_vs.to(tl.float32)
             b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-            b_new_max = tl.maximum(b_max, tl.max(b_score + b_bound[None, :], axis=1))
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = fast_exp2(b_score - b_safe_max[:, None], PLAIN)
-            b_fade = fast_exp2(b_max - b_safe_max, PLAIN)
-            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
-            b_weight = (b_weight * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
+            b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
+            b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
+            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+            b_p = (b_p * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
             b_v = _value_rows(p_v, p_v_signs, o_slot, m_n, True, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN)
-            b_acc = tl.dot(b_weight, b_v, b_acc * b_fade[:, None])
-            b_max, b_ks, b_vs = b_new_max, b_next_ks, b_next_vs
+            b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
+            b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
-        b_out = b_acc / tl.where(b_sum > 0, b_sum * WEIGHT_ONE, 1.0)[:, None]
+        b_out = b_acc / tl.where(b_l > 0, b_l * WEIGHT_ONE, 1.0)[:, None]
         # The halves of a head lie in halves of the block.
         o_dim = o_d // (BLOCK_D // 2) * (HEAD_DIM // 2) + o_d % (BLOCK_D // 2)
         m_d = o_d % (BLOCK_D // 2) < HEAD_DIM // 2
@@ -170,8 +170,8 @@ def prefill_kernel(
         else:
             o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
             tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
-            tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_m)
-    if EARLY:
+            tl.store(p_partial_lse + o_pair, b_m + tl.log2(b_l), mask=m_m)
+    if PDL:
         # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 TILE_FIELDS = ("table_row", "row", "num_rows", "position", "low", "high", "pair", "num_splits")
 SMALL_TILE = 16
@@ -47,7 +47,7 @@ class TileWork:
 class RowForm(NamedTuple):
     """What of a launch follows from the number of rows, padding included."""
 
-    is_few: bool
+    is_fused: bool
     """Small tiles take fewer programs of more warps."""
     merges_few: bool
     """A merge takes one head a program."""
@@ -66,7 +66,7 @@ def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
 
 def small_programs(num_rows: int) -> tuple[int, int]:
     """Programs a multiprocessor and warps a program for small tiles; measured on an H200 (docs/log.md)."""
-    return (2, 4) if row_form(num_rows).is_few else (4, 2)
+    return (2, 4) if row_form(num_rows).is_fused else (4, 2)
 
 
 def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def tiled_attention(
     num_kv_heads = k_plane_SKD.shape[1]
     group = num_heads // num_kv_heads
     block_d = max(16, next_power_of_two(head_dim))  # the least that tensor cores take
-    early, form = can_launch_early(q_THD), row_form(num_rows)
+    pdl, form = supports_pdl(q_THD), row_form(num_rows)
     for large in (False, True):
         if not (work.has_large if large else work.has_small):
             continue
@@ -131,10 +131,10 @@ def tiled_attention(
             BLOCK_N=block_n,
             BLOCK_D=block_d,
             NUM_STAGES=num_stages,
-            EARLY=early,
-            FEW=not large and form.is_few,
+            PDL=pdl,
+            FEW=not large and form.is_fused,
             num_warps=num_warps,
-            **launched_early(early),
+            **pdl_launch(pdl),
         )
     if work.has_merge:
         heads = 1 if form.merges_few else next_power_of_two(min(group, MERGED_HEADS))
@@ -148,9 +148,9 @@ def tiled_attention(
             HEAD_DIM=head_dim,
             BLOCK_S=16,
             BLOCK_D=block_d,
-            EARLY=early,
+            PDL=pdl,
             num_warps=2,
-            **launched_early(early),
+            **pdl_launch(pdl),
         )
     return out_TX
 
@@ -228,11 +228,11 @@ def _attend_kernel(
     BLOCK_N: constexpr,
     BLOCK_D: constexpr,
     NUM_STAGES: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
     FEW: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
-    if EARLY and FEW:
+    if PDL and FEW:
         tl.extra.cuda.gdc_launch_dependents()
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
@@ -256,15 +256,15 @@ def _attend_kernel(
         # Page ids are read one block ahead, so that no load of keys waits for another load.
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         b_next_page = tl.load(p_row_pages + (low + o_n) // page_tokens, mask=low + o_n < high, other=0)
-        if EARLY:
+        if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
         m_m = o_row < num_rows
         o_head = i_head * GROUP + o_m % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
         b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        b_max = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-        b_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+        b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
         # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
@@ -280,13 +280,13 @@ def _attend_kernel(
             o_kv = o_slot * (NUM_KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
             b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_d[:, None], other=0.0)
             b_score = tl.dot(b_q, b_k) * scale_log2
-            b_new_max = tl.maximum(b_max, tl.max(b_score, axis=1))
-            b_weight = tl.exp2(b_score - b_new_max[:, None])
-            b_fade = tl.exp2(b_max - b_new_max)
-            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+            b_p = tl.exp2(b_score - b_m_new[:, None])
+            b_alpha = tl.exp2(b_m - b_m_new)
+            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
             b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_d[None, :], other=0.0)
-            b_acc = tl.dot(b_weight.to(b_v.dtype), b_v, b_acc * b_fade[:, None])
-            b_max = b_new_max
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
+            b_m = b_m_new
         for n in tl.range(clear, high, BLOCK_N, num_stages=NUM_STAGES):
             o_token = n + o_n
             m_n = o_token < high
@@ -303,24 +303,24 @@ def _attend_kernel(
             if HAS_WINDOW:
                 m_seen = m_seen & (distance < window)
             b_score = tl.where(m_seen, b_score, -float("inf"))
-            b_new_max = tl.maximum(b_max, tl.max(b_score, axis=1))
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = tl.exp2(b_score - b_safe_max[:, None])
-            b_fade = tl.exp2(b_max - b_safe_max)
-            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = tl.exp2(b_score - b_m_safe[:, None])
+            b_alpha = tl.exp2(b_m - b_m_safe)
+            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
             b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_d[None, :] & m_n[:, None], other=0.0)
-            b_acc = tl.dot(b_weight.to(b_v.dtype), b_v, b_acc * b_fade[:, None])
-            b_max = b_new_max
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
+            b_m = b_m_new
         # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
         m_out = m_m[:, None] & m_d[None, :]
         if pair < 0:
             tl.store(p_out + o_q[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
         else:
             o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
             tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out)
-            tl.store(p_partial_lse + o_pair, b_max + tl.log2(b_sum), mask=m_m)
-    if EARLY:
+            tl.store(p_partial_lse + o_pair, b_m + tl.log2(b_l), mask=m_m)
+    if PDL:
         if not FEW:
             # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
             tl.extra.cuda.gdc_launch_dependents()
@@ -338,14 +338,14 @@ def _merge_kernel(
     HEAD_DIM: constexpr,
     BLOCK_S: constexpr,
     BLOCK_D: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.load(p_rows + i_row * 2).to(tl.int64)
     num_splits = tl.load(p_rows + i_row * 2 + 1)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if num_splits == 1:
         return
@@ -356,8 +356,8 @@ def _merge_kernel(
         i_head = tl.program_id(1)
         o_s = tl.arange(0, BLOCK_S)
         b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        b_max = -float("inf")
-        b_sum = 0.0
+        b_m = -float("inf")
+        b_l = 0.0
         for first in range(0, num_splits, BLOCK_S):
             m_s = first + o_s < num_splits
             o_pair = (pair + first + o_s) * NUM_HEADS + i_head
@@ -365,14 +365,14 @@ def _merge_kernel(
             b_part = tl.load(
                 p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0
             )
-            b_new_max = tl.maximum(b_max, tl.max(b_lse, axis=0))
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = tl.exp2(b_lse - b_safe_max)
-            b_fade = tl.exp2(b_max - b_safe_max)
-            b_acc = b_acc * b_fade + tl.sum(b_part * b_weight[:, None], axis=0)
-            b_sum = b_sum * b_fade + tl.sum(b_weight, axis=0)
-            b_max = b_new_max
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)
+            b_m_new = tl.maximum(b_m, tl.max(b_lse, axis=0))
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = tl.exp2(b_lse - b_m_safe)
+            b_alpha = tl.exp2(b_m - b_m_safe)
+            b_acc = b_acc * b_alpha + tl.sum(b_part * b_p[:, None], axis=0)
+            b_l = b_l * b_alpha + tl.sum(b_p, axis=0)
+            b_m = b_m_new
+        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)
         tl.store(p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
     else:
         # Many rows, most of which are not split: a program for several heads, one split after the other.
@@ -380,19 +380,19 @@ def _merge_kernel(
         m_head = o_head < NUM_HEADS
         m_part = m_head[:, None] & m_d[None, :]
         b_acc = tl.zeros((HEADS, BLOCK_D), dtype=tl.float32)
-        b_max = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
-        b_sum = tl.zeros((HEADS,), dtype=tl.float32)
+        b_m = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
+        b_l = tl.zeros((HEADS,), dtype=tl.float32)
         for i_split in range(num_splits):
             o_pair = (pair + i_split) * NUM_HEADS + o_head
             b_lse = tl.load(p_partial_lse + o_pair, mask=m_head, other=-float("inf"))
             b_part = tl.load(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
-            b_new_max = tl.maximum(b_max, b_lse)
-            b_safe_max = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
-            b_weight = tl.exp2(b_lse - b_safe_max)
-            b_fade = tl.exp2(b_max - b_safe_max)
-            b_acc = b_acc * b_fade[:, None] + b_part * b_weight[:, None]
-            b_sum = b_sum * b_fade + b_weight
-            b_max = b_new_max
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+            b_m_new = tl.maximum(b_m, b_lse)
+            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+            b_p = tl.exp2(b_lse - b_m_safe)
+            b_alpha = tl.exp2(b_m - b_m_safe)
+            b_acc = b_acc * b_alpha[:, None] + b_part * b_p[:, None]
+            b_l = b_l * b_alpha + b_p
+            b_m = b_m_new
+        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
         o_out = (i_row * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
         tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_part)

@@ -12,12 +12,12 @@ import torch
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.triton_compat import (
-    can_launch_early,
     can_run,
     constexpr,
     jit,
-    launched_early,
     next_power_of_two,
+    pdl_launch,
+    supports_pdl,
     tl,
 )
 
@@ -50,7 +50,7 @@ class Rotary:
     sin_LD: torch.Tensor
 
 
-def write_heads(
+def write_kv(
     qkv_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -66,13 +66,13 @@ def write_heads(
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in all of them, and slots in the planes.
     """
     if can_run(qkv_TX):
-        return write_heads_triton(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
+        return write_kv_triton(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
     norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
     tables = (rotary.cos_LD, rotary.sin_LD) if rotary else (None, None)
     out = None if out_THD is None else out_THD[:0]
     library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
     if library is None:
-        return write_heads_reference(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
+        return write_kv_reference(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     shape = (num_rows, num_heads, head_dim)
     q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
@@ -92,7 +92,7 @@ def write_heads(
     return q_THD if out_THD is None or q_THD is out_THD else out_THD.copy_(q_THD)
 
 
-def write_heads_reference(
+def write_kv_reference(
     qkv_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -137,7 +137,7 @@ def turned_heads(
     return q_THD, k_TKD, v_TKD
 
 
-def write_heads_triton(
+def write_kv_triton(
     qkv_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -154,10 +154,10 @@ def write_heads_triton(
     for heads in (q_THD, k_plane_SKD, v_plane_SKD):
         assert heads.stride()[1:] == (head_dim, 1), f"{heads.stride()=}: the heads of a row must lie side by side"
     if num_rows:
-        half_block, early = next_power_of_two(-(-head_dim // 2)), can_launch_early(qkv_TX)
+        half_block, pdl = next_power_of_two(-(-head_dim // 2)), supports_pdl(qkv_TX)
         total_heads = num_heads + 2 * num_kv_heads
         heads = min(max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)), next_power_of_two(total_heads))
-        _write_heads_kernel[(num_rows * -(-total_heads // heads),)](
+        _write_kv_kernel[(num_rows * -(-total_heads // heads),)](
             qkv_TX,
             positions_T,
             slots_T,
@@ -178,15 +178,15 @@ def write_heads_triton(
             HEAD_DIM=head_dim,
             HEADS=heads,
             HALF_BLOCK=half_block,
-            EARLY=early,
+            PDL=pdl,
             num_warps=NUM_WARPS,
-            **launched_early(early),
+            **pdl_launch(pdl),
         )
     return q_THD
 
 
 @jit
-def _write_heads_kernel(
+def _write_kv_kernel(
     p_qkv,
     p_positions,
     p_slots,
@@ -207,7 +207,7 @@ def _write_heads_kernel(
     HEAD_DIM: constexpr,
     HEADS: constexpr,
     HALF_BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     # A head is two blocks, left and right: what the rotation pairs lies at the same place in both.
     HALF: constexpr = (HEAD_DIM + 1) // 2
@@ -240,7 +240,7 @@ def _write_heads_kernel(
         b_cos_right = tl.load(p_cosine + o_table + HALF, mask=m_right, other=0.0).to(tl.float32)[None, :]
         b_sin_left = tl.load(p_sine + o_table, mask=m_left, other=0.0).to(tl.float32)[None, :]
         b_sin_right = tl.load(p_sine + o_table + HALF, mask=m_right, other=0.0).to(tl.float32)[None, :]
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_left = tl.load(p_x, mask=m_x_left, other=0.0).to(tl.float32)

@@ -5,25 +5,25 @@ T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows th
 
 import torch
 
-from holdfast.kernels.attention.quantized_planes import CodedPlanes
+from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
 from holdfast.kernels.triton_compat import (
-    can_launch_early,
     can_run,
     constexpr,
     jit,
-    launched_early,
     next_power_of_two,
+    pdl_launch,
+    supports_pdl,
     tl,
 )
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
     Codebook,
-    encode_keys,
-    encode_values,
     hadamard_block,
+    quantize_keys,
+    quantize_values,
 )
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -42,11 +42,11 @@ NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
 """Of 8 bits."""
 
 
-def write_codes(
+def write_quantized_kv(
     qkv_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
-    planes: CodedPlanes,
+    planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: torch.Tensor | None = None,
@@ -57,15 +57,15 @@ def write_codes(
     negative slot is padding: it stores nothing, its position is not looked at, and its queries are zeros.
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in both.
     """
-    write = write_codes_triton if can_run(qkv_TX) else write_codes_reference
+    write = write_quantized_kv_triton if can_run(qkv_TX) else write_quantized_kv_reference
     return write(qkv_TX, positions_T, slots_T, planes, head_norm, rotary, out_THD)
 
 
-def write_codes_reference(
+def write_quantized_kv_reference(
     qkv_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
-    planes: CodedPlanes,
+    planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: torch.Tensor | None = None,
@@ -83,17 +83,17 @@ def write_codes_reference(
     if planes.k_mean_KD is not None:
         k_RKD = k_RKD.float() - planes.k_mean_KD
     pages_R, tokens_R = slots_R // planes.page_tokens, slots_R % planes.page_tokens
-    keys, values = encode_keys(k_RKD, planes.key_bits), encode_values(v_RKD, planes.value_bits)
+    keys, values = quantize_keys(k_RKD, planes.key_bits), quantize_values(v_RKD, planes.value_bits)
     planes.store(pages_R, tokens_R, keys, values)
     q_THD = torch.where(used_T[:, None, None], q_THD, 0)
     return q_THD if out_THD is None else out_THD.copy_(q_THD)
 
 
-def write_codes_triton(
+def write_quantized_kv_triton(
     qkv_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
-    planes: CodedPlanes,
+    planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: torch.Tensor | None = None,
@@ -104,7 +104,7 @@ def write_codes_triton(
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     _check_layout(qkv_TX, q_THD, planes, rotary)
     if num_rows:
-        block, early = max(LEAST_BLOCK, next_power_of_two(head_dim // 4)), can_launch_early(qkv_TX)
+        block, pdl = max(LEAST_BLOCK, next_power_of_two(head_dim // 4)), supports_pdl(qkv_TX)
         most_heads = max(LEAST_HEADS, ELEMENTS_PER_PROGRAM // (4 * block))
         query_heads, kv_heads = (
             max(LEAST_HEADS, min(most_heads, next_power_of_two(count))) for count in (num_heads, num_kv_heads)
@@ -112,7 +112,7 @@ def write_codes_triton(
         key_codebook = KEY_CODEBOOKS.get(planes.key_bits, NO_CODEBOOK)
         value_codebook = VALUE_CODEBOOKS.get(planes.value_bits, NO_CODEBOOK)
         num_blocks = -(-num_heads // query_heads) + 2 * -(-num_kv_heads // kv_heads)
-        _write_codes_kernel[(num_rows * num_blocks,)](
+        _write_quantized_kv_kernel[(num_rows * num_blocks,)](
             qkv_TX,
             positions_T,
             slots_T,
@@ -145,16 +145,16 @@ def write_codes_triton(
             QUERY_HEADS=query_heads,
             KV_HEADS=kv_heads,
             BLOCK=block,
-            EARLY=early,
+            PDL=pdl,
             num_warps=NUM_WARPS,
-            **launched_early(early),
+            **pdl_launch(pdl),
         )
     return q_THD
 
 
-def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: CodedPlanes, rotary: Rotary | None) -> None:
+def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:
     head_dim = planes.head_dim
-    assert head_dim % 16 == 0, f"{head_dim=}: coded heads are multiples of 16"
+    assert head_dim % 16 == 0, f"{head_dim=}: quantized heads are multiples of 16"
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
     assert q_THD.stride()[1:] == (head_dim, 1), f"{q_THD.stride()=}: the heads of a row must lie side by side"
     tables = (planes.rotation_DD, rotary.cos_LD, rotary.sin_LD) if rotary else (planes.rotation_DD,)
@@ -167,12 +167,12 @@ def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: CodedPlanes
         assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
 
 
-def _rotated(x_XD: torch.Tensor, planes: CodedPlanes) -> torch.Tensor:
+def _rotated(x_XD: torch.Tensor, planes: QuantizedPlanes) -> torch.Tensor:
     return x_XD.float() @ planes.rotation_DD[: planes.head_dim].float() * hadamard_block(planes.head_dim) ** -0.5
 
 
 @jit
-def _write_codes_kernel(
+def _write_quantized_kv_kernel(
     p_qkv,
     p_positions,
     p_slots,
@@ -205,7 +205,7 @@ def _write_codes_kernel(
     QUERY_HEADS: constexpr,
     KV_HEADS: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     # A program has heads of one kind, as four blocks: their quarters. Names differ by kind, for their types may.
     QUERY_BLOCKS: constexpr = (NUM_HEADS + QUERY_HEADS - 1) // QUERY_HEADS
@@ -226,7 +226,7 @@ def _write_codes_kernel(
         m_query = (o_query < NUM_HEADS) & m_d
         p_query = p_row + o_query * HEAD_DIM
         b_q_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
-        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, EARLY)
+        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, PDL)
         b_q = _rotated_quarters(b_q, b_q_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
         p_y = p_q + i_row * q_stride + o_query * HEAD_DIM + o_d
         for i in tl.static_range(4):
@@ -243,7 +243,7 @@ def _write_codes_kernel(
             b_k_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_k_mean is not None:
                 b_mean = quarters(p_k_mean + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
-            b_k = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, EARLY)
+            b_k = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, PDL)
             b_k = _rotated_quarters(b_k, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_k_mean is not None:
                 b_k = (b_k[0] - b_mean[0], b_k[1] - b_mean[1], b_k[2] - b_mean[2], b_k[3] - b_mean[3])
@@ -253,7 +253,7 @@ def _write_codes_kernel(
             tl.store(p_k_scale + i_place, b_k_scale, mask=m_store)
         else:
             b_v_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
-            _wait(EARLY)
+            _wait(PDL)
             b_v = quarters(p_key + NUM_KV_HEADS * HEAD_DIM, m_x, HEAD_DIM)
             b_v = _rotated_quarters(b_v, b_v_table, p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
             b_v_scale = store_values(
@@ -263,14 +263,14 @@ def _write_codes_kernel(
 
 
 @jit
-def _wait(EARLY: constexpr):
-    if EARLY:
+def _wait(PDL: constexpr):
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @jit
-def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM: constexpr, EARLY: constexpr):
+def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM: constexpr, PDL: constexpr):
     """Heads of a row, normed and rotated by their position, rounded as the reference does it."""
     o_d = tl.arange(0, m_x.shape[1])[None, :]
     m_d = o_d < HEAD_DIM // 4
@@ -280,7 +280,7 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM: constexp
     if p_cosine is not None:
         b_cos = quarters(p_cosine + o_table, m_d, HEAD_DIM)
         b_sin = quarters(p_sine + o_table, m_d, HEAD_DIM)
-    _wait(EARLY)
+    _wait(PDL)
     b_x = quarters(p_x, m_x, HEAD_DIM)
     if p_norm is not None:
         b_scale = tl.rsqrt(sum_of_products(b_x, b_x) / HEAD_DIM + eps)[:, None]

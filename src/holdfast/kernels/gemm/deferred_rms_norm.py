@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.triton_compat import can_launch_early, constexpr, jit, launched_early, next_power_of_two, tl
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 
-class PeakScratch(NamedTuple):
+class AmaxScratch(NamedTuple):
     """Largest magnitudes, from which the scale of a row follows where products code their rows (skinny_coded.py)."""
 
     normed: torch.Tensor
@@ -27,31 +27,31 @@ class PeakScratch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SkinnyScratch:
+class SmallBatchScratch:
     """What products share: sums of squares, parts along K, and how many of them have arrived (zeros between launches)."""
 
     squares: torch.Tensor
     parts: torch.Tensor
     arrived: torch.Tensor
-    peaks: PeakScratch | None = None
+    amax: AmaxScratch | None = None
     """None where no product codes its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormedRows:
-    """The input of a product whose rms norm is not finished: x * norm_weight, and squares of x by block; peaks too, if wanted."""
+    """The input of a product whose rms norm is not finished: x * norm_weight, and squares of x by block; amax too, if wanted."""
 
     scaled_MK: torch.Tensor
     num_squares: int
     eps: float
 
 
-def begin_rows(
+def defer_rms_norm(
     x_MK: torch.Tensor,
     norm_weight_K: torch.Tensor,
     eps: float,
     scaled_MK: torch.Tensor,
-    scratch: SkinnyScratch,
+    scratch: SmallBatchScratch,
     delta_MK: torch.Tensor | None = None,
 ) -> NormedRows:
     """x += delta where there is one, and the norm of x left half done as every producer leaves it."""
@@ -62,22 +62,22 @@ def begin_rows(
         x_MK if delta_MK is None else delta_MK,
         scaled_MK,
         scratch.squares,
-        scratch.squares if scratch.peaks is None else scratch.peaks.normed,
+        scratch.squares if scratch.amax is None else scratch.amax.normed,
         size_k,
         HAS_DELTA=delta_MK is not None,
-        HAS_PEAKS=scratch.peaks is not None,
+        HAS_AMAX=scratch.amax is not None,
         BLOCK=next_power_of_two(size_k),
         num_warps=8,
     )
     return NormedRows(scaled_MK, 1, eps)
 
 
-def begin_rows_reference(
+def defer_rms_norm_reference(
     x_MK: torch.Tensor,
     norm_weight_K: torch.Tensor,
     eps: float,
     scaled_MK: torch.Tensor,
-    scratch: SkinnyScratch,
+    scratch: SmallBatchScratch,
     delta_MK: torch.Tensor | None = None,
 ) -> NormedRows:
     """The same in plain torch."""
@@ -85,8 +85,8 @@ def begin_rows_reference(
         x_MK.add_(delta_MK)
     scaled_MK.copy_((x_MK.float() * norm_weight_K.float()).to(x_MK.dtype))
     scratch.squares[: x_MK.shape[0]] = x_MK.float().square().sum(-1)
-    if scratch.peaks is not None:
-        scratch.peaks.normed[: x_MK.shape[0]] = scaled_MK.float().abs().amax(-1)
+    if scratch.amax is not None:
+        scratch.amax.normed[: x_MK.shape[0]] = scaled_MK.float().abs().amax(-1)
     return NormedRows(scaled_MK, 1, eps)
 
 
@@ -97,10 +97,10 @@ def _begin_kernel(
     p_delta,
     p_scaled,
     p_squares,
-    p_peaks,
+    p_amax,
     size,
     HAS_DELTA: constexpr,
-    HAS_PEAKS: constexpr,
+    HAS_AMAX: constexpr,
     BLOCK: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
@@ -116,11 +116,11 @@ def _begin_kernel(
     b_scaled = (b_x * b_weight).to(p_scaled.dtype.element_ty)
     tl.store(p_scaled + i_row * size + o_k, b_scaled, mask=m_k)
     tl.store(p_squares + i_row, tl.sum(b_x * b_x, axis=0))
-    if HAS_PEAKS:
-        tl.store(p_peaks + i_row, tl.max(tl.abs(b_scaled.to(tl.float32)), axis=0))
+    if HAS_AMAX:
+        tl.store(p_amax + i_row, tl.max(tl.abs(b_scaled.to(tl.float32)), axis=0))
 
 
-def finish_rows(rows: NormedRows, scratch: SkinnyScratch, out_MK: torch.Tensor) -> torch.Tensor:
+def finish_rms_norm(rows: NormedRows, scratch: SmallBatchScratch, out_MK: torch.Tensor) -> torch.Tensor:
     """The norm of x, in its type."""
     num_rows, size_k = rows.scaled_MK.shape
     _finish_kernel[(num_rows,)](
@@ -137,7 +137,7 @@ def finish_rows(rows: NormedRows, scratch: SkinnyScratch, out_MK: torch.Tensor) 
     return out_MK
 
 
-def finish_rows_reference(rows: NormedRows, scratch: SkinnyScratch, out_MK: torch.Tensor) -> torch.Tensor:
+def finish_rms_norm_reference(rows: NormedRows, scratch: SmallBatchScratch, out_MK: torch.Tensor) -> torch.Tensor:
     """The same in plain torch."""
     num_rows, size_k = rows.scaled_MK.shape
     squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
@@ -157,20 +157,20 @@ def _finish_kernel(p_scaled, p_squares, p_out, size, num_squares, eps, BLOCK: co
     tl.store(p_out + i_row * size + o_k, (b_x * scale).to(p_out.dtype.element_ty), mask=m_k)
 
 
-class RowPeaks(NamedTuple):
-    """Magnitudes of which the largest is a row's: `num_peaks` of them a row, one row behind the other."""
+class RowAmax(NamedTuple):
+    """Magnitudes of which the largest is a row's: `num_amax` of them a row, one row behind the other."""
 
     values: torch.Tensor
     """float32."""
-    num_peaks: int
+    num_amax: int
 
 
-def row_peaks(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowPeaks:
-    """One peak a row, into `values`; on the way the peaks of a later product are set to zero (`cleared`, a share by each row)."""
+def row_amax(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowAmax:
+    """One amax a row, into `values`; on the way the amax of a later product are set to zero (`cleared`, a share by each row)."""
     num_rows, size_k = x_MK.shape
     share = -(-cleared.numel() // num_rows)
-    early = can_launch_early(x_MK)
-    _peak_kernel[(num_rows,)](
+    pdl = supports_pdl(x_MK)
+    _amax_kernel[(num_rows,)](
         x_MK,
         values,
         cleared,
@@ -178,28 +178,28 @@ def row_peaks(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -
         share,
         cleared.numel(),
         BLOCK=next_power_of_two(max(size_k, share)),
-        EARLY=early,
+        PDL=pdl,
         num_warps=8,
-        **launched_early(early),
+        **pdl_launch(pdl),
     )
-    return RowPeaks(values, 1)
+    return RowAmax(values, 1)
 
 
-def row_peaks_reference(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowPeaks:
+def row_amax_reference(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowAmax:
     """The same in plain torch."""
     cleared.zero_()
     values[: x_MK.shape[0]] = x_MK.float().abs().amax(-1)
-    return RowPeaks(values, 1)
+    return RowAmax(values, 1)
 
 
 @jit
-def _peak_kernel(p_x, p_peaks, p_cleared, size, share, num_cleared, BLOCK: constexpr, EARLY: constexpr):
+def _amax_kernel(p_x, p_amax, p_cleared, size, share, num_cleared, BLOCK: constexpr, PDL: constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_x = tl.load(p_x + i_row * size + o_k, mask=o_k < size, other=0.0).to(tl.float32)
-    tl.store(p_peaks + i_row, tl.max(tl.abs(b_x), axis=0))
+    tl.store(p_amax + i_row, tl.max(tl.abs(b_x), axis=0))
     o_c = i_row * share + o_k
     tl.store(p_cleared + o_c, tl.zeros((BLOCK,), tl.int32), mask=(o_k < share) & (o_c < num_cleared))

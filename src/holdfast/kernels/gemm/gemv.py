@@ -7,7 +7,7 @@ N outputs, K inputs, J blocks of K or N
 
 from typing import NamedTuple
 
-from holdfast.kernels.fp8 import coded_numbers, loaded_numbers
+from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
@@ -76,9 +76,9 @@ def leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y,
 # pyright: reportPossiblyUnboundVariable=false
 
 
-NUM_GATE_PEAKS = 64
-"""Places for the peak of a gated row: few to read, and enough that blocks seldom wait for one another."""
-GATE_PEAKS = kernel_constant(NUM_GATE_PEAKS)
+NUM_GATE_AMAX = 64
+"""Places for the amax of a gated row: few to read, and enough that blocks seldom wait for one another."""
+GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
@@ -94,14 +94,14 @@ class RowBlocks(NamedTuple):
     num_warps: int
 
 
-def row_blocks(size_k: int, gated: bool, residual: bool, coded: bool) -> RowBlocks:
+def row_blocks(size_k: int, gated: bool, residual: bool, quantized: bool) -> RowBlocks:
     """The blocks of a product: measured on an H200 (docs/log.md)."""
     block_k = next((size for size in (512, 256, 128) if size_k % size == 0), 0)
-    if not coded or block_k == 0:
+    if not quantized or block_k == 0:
         return RowBlocks(4 if gated else 8, 512, 0, 4)
     loads = size_k // block_k
     if residual:
-        # Programs of more outputs leave fewer squares and peaks for the next product to read.
+        # Programs of more outputs leave fewer squares and amax for the next product to read.
         num_warps = 4 if size_k > 16384 else 2
         return RowBlocks(8, block_k, next(depth for depth in (2, 5, 3, 1) if loads % depth == 0), num_warps)
     depth = next(depth for depth in (5, 4, 3, 2, 1) if loads % depth == 0)
@@ -155,7 +155,7 @@ def _load_deep(p, BLOCK_K: constexpr, DEPTH: constexpr):
 def _halved_inputs(p_x, factor, BLOCK_N: constexpr, BLOCK_K: constexpr, PLAIN: constexpr):
     """A block of the row as codes in half precision, a sixteenth of them: five products of 448 by 28 stay below 65504."""
     b_x = tl.load(p_x + tl.arange(0, BLOCK_K)).to(tl.float32) * factor
-    b_x = coded_numbers(b_x, PLAIN).to(tl.float16) * 0.0625
+    b_x = quantized_numbers(b_x, PLAIN).to(tl.float16) * 0.0625
     return tl.broadcast_to(b_x.to(tl.float16)[None, :], (BLOCK_N, BLOCK_K))
 
 
@@ -182,13 +182,13 @@ def _deep_sums(b_w, p_x, factor, DEPTH: constexpr, PLAIN: constexpr):
 
 
 @jit
-def _row_scale(p_peaks, i_row, num_peaks, BLOCK_P: constexpr):
+def _row_scale(p_amax, i_row, num_amax, BLOCK_P: constexpr):
     """What takes the codes of a row back: its largest magnitude goes to 448."""
     o_p = tl.arange(0, BLOCK_P)
-    b_peaks = tl.load(p_peaks + i_row * num_peaks + o_p, mask=o_p < num_peaks, other=0.0)
-    if b_peaks.dtype == tl.int32:
-        b_peaks = b_peaks.to(tl.float32, bitcast=True)
-    return tl.maximum(tl.max(b_peaks, axis=0) / 448.0, LEAST_SCALE)
+    b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0.0)
+    if b_amax.dtype == tl.int32:
+        b_amax = b_amax.to(tl.float32, bitcast=True)
+    return tl.maximum(tl.max(b_amax, axis=0) / 448.0, LEAST_SCALE)
 
 
 @jit
@@ -202,7 +202,7 @@ def _single(b_codes, CODES_ROWS: constexpr, PLAIN: constexpr):
 
 
 @jit
-def coded_row_kernel(
+def quantized_gemv_kernel(
     p_x,
     p_codes,
     p_scales,
@@ -211,16 +211,16 @@ def coded_row_kernel(
     p_norm_weight,
     p_scaled,
     p_squares,
-    p_peaks,
-    p_new_peaks,
-    p_gate_peaks,
+    p_amax,
+    p_new_amax,
+    p_gate_amax,
     p_parts,
     p_arrived,
     num_rows,
     size_n,
     size_k,
     num_squares,
-    num_peaks,
+    num_amax,
     eps,
     BLOCK_N: constexpr,
     BLOCK_K: constexpr,
@@ -233,7 +233,7 @@ def coded_row_kernel(
     BLOCK_J: constexpr,
     BLOCK_P: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -258,12 +258,12 @@ def coded_row_kernel(
     b_scales = tl.load(p_scales + o_n, mask=m_n, other=0.0)
     if GATED:
         b_up_scales = tl.load(p_scales + size_n + o_n, mask=m_n, other=0.0)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     scale = 1.0
     factor = 1.0
     if CODES_ROWS:
-        scale = _row_scale(p_peaks, 0, num_peaks, BLOCK_P)
+        scale = _row_scale(p_amax, 0, num_amax, BLOCK_P)
         factor = 1.0 / scale
     if SCALED:
         o_j = tl.arange(0, BLOCK_J)
@@ -284,7 +284,7 @@ def coded_row_kernel(
     else:
         b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
         if CODES_ROWS:
-            b_x = coded_numbers(b_x * factor, PLAIN).to(tl.float32)
+            b_x = quantized_numbers(b_x * factor, PLAIN).to(tl.float32)
         b_sum += _single(b_first_w, CODES_ROWS, PLAIN) * b_x[None, :]
         if GATED:
             b_up_sum += _single(b_first_up, CODES_ROWS, PLAIN) * b_x[None, :]
@@ -294,12 +294,12 @@ def coded_row_kernel(
             b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
             if CODES_ROWS:
-                b_x = coded_numbers(b_x * factor, PLAIN).to(tl.float32)
+                b_x = quantized_numbers(b_x * factor, PLAIN).to(tl.float32)
             b_sum += _single(b_w, CODES_ROWS, PLAIN) * b_x[None, :]
             if GATED:
                 b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
                 b_up_sum += _single(b_up, CODES_ROWS, PLAIN) * b_x[None, :]
-    if EARLY:
+    if PDL:
         # Not sooner: the programs of the next kernel would take places from those of this one.
         tl.extra.cuda.gdc_launch_dependents()
     b_y = tl.sum(b_sum, axis=1) * b_scales * scale
@@ -312,9 +312,9 @@ def coded_row_kernel(
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
         if CODES_ROWS:
             b_size = tl.abs(tl.where(m_n, b_y, 0.0).to(p_y.dtype.element_ty).to(tl.float32))
-            peak = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
-            tl.atomic_max(p_gate_peaks + i_n % GATE_PEAKS, peak, sem="relaxed")
+            amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
+            tl.atomic_max(p_gate_amax + i_n % GATE_AMAX, amax, sem="relaxed")
     if RESIDUAL:
         b_y, b_scaled = leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
-        tl.store(p_new_peaks + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
+        tl.store(p_new_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

@@ -10,7 +10,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, CodedRows, quantize_rows
+from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, QuantizedRows, quantize_rows
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run
@@ -85,7 +85,7 @@ KINDS = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
 """Types of codes by the number that native/codes.h has for them."""
 
 
-def coded_linear(
+def native_quantized_linear(
     x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_TN: torch.Tensor
 ) -> torch.Tensor:
     """float32 [T, K] by a weight [N, K] into `out_TN`, in its type. A row's result does not depend, to the bit, on the other rows."""
@@ -93,7 +93,7 @@ def coded_linear(
     bias = None if bias_N is None else bias_N.float()
     library = native_for(x_TK, bias)
     if library is None:
-        return coded_linear_reference(x_TK, weight, bias, out_TN)
+        return native_quantized_linear_reference(x_TK, weight, bias, out_TN)
     if out_TN.dtype is torch.float32 and out_TN.is_contiguous():
         _multiply(library, x_TK, weight, bias, out_TN)
         return out_TN
@@ -106,7 +106,7 @@ def coded_linear(
     return out_TN
 
 
-def coded_linear_reference(
+def native_quantized_linear_reference(
     x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_TN: torch.Tensor
 ) -> torch.Tensor:
     """The same in plain torch, some rows of the weight at a time."""
@@ -156,15 +156,15 @@ WHOLE_SIZES = 16
 """torch's scaled product takes inputs and outputs in multiples of this."""
 
 
-def coded_view(coded: CodedRows | None, weight: QuantizedWeight, num_rows: int) -> CodedRows | None:
+def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num_rows: int) -> QuantizedRows | None:
     """As much of the room for codes as these rows take; None where the scheme leaves rows as they are."""
-    if not weight.scheme.codes_activations:
+    if not weight.scheme.quantizes_activations:
         return None
-    assert coded is not None, f"{weight.scheme.name} needs room for the codes of {num_rows} rows"
+    assert quantized is not None, f"{weight.scheme.name} needs room for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
     num_blocks = -(-size_k // weight.scheme.block_columns) if weight.scheme.block_columns else 1
-    codes = coded.codes_TK.view(-1)[: num_rows * size_k].view(num_rows, size_k)
-    return CodedRows(codes, coded.scales_TB.view(-1)[: num_rows * num_blocks].view(num_rows, num_blocks))
+    codes = quantized.codes_TK.view(-1)[: num_rows * size_k].view(num_rows, size_k)
+    return QuantizedRows(codes, quantized.scales_TB.view(-1)[: num_rows * num_blocks].view(num_rows, num_blocks))
 
 
 def quantized_linear(
@@ -172,14 +172,14 @@ def quantized_linear(
     weight: QuantizedWeight,
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor,
-    coded: CodedRows | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias into `out_TN`, in its type; `coded` is room for rows as codes where the scheme wants them so."""
+    """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so."""
     if x_TK.shape[0] == 0:
         return out_TN  # torch's scaled product does not promise to take no rows
     if not can_run(x_TK):
-        return coded_linear(_taken_rows(x_TK, weight, coded), weight, bias_N, out_TN)
-    rows = coded_view(coded, weight, x_TK.shape[0])
+        return native_quantized_linear(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
+    rows = quantized_view(quantized, weight, x_TK.shape[0])
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)
     quantize_rows(x_TK, rows)
@@ -211,19 +211,19 @@ def quantized_linear_reference(
     weight: QuantizedWeight,
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor,
-    coded: CodedRows | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> torch.Tensor:
     """The same in plain torch: rows and weight turned back into float32."""
-    return coded_linear_reference(_taken_rows(x_TK, weight, coded), weight, bias_N, out_TN)
+    return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
 
 
-def _taken_rows(x_TK: torch.Tensor, weight: QuantizedWeight, coded: CodedRows | None) -> torch.Tensor:
+def _taken_rows(x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None) -> torch.Tensor:
     """float32 rows as the product takes them: as they are, or through codes and back."""
-    rows = coded_view(coded, weight, x_TK.shape[0])
+    rows = quantized_view(quantized, weight, x_TK.shape[0])
     return x_TK.float() if rows is None else decoded_rows(quantize_rows(x_TK, rows))
 
 
-def decoded_rows(rows: CodedRows) -> torch.Tensor:
+def decoded_rows(rows: QuantizedRows) -> torch.Tensor:
     """float32 numbers that the codes stand for."""
     num_rows, size_k = rows.codes_TK.shape
     num_blocks = rows.scales_TB.shape[1]
@@ -239,16 +239,16 @@ def linear(
     weight: torch.Tensor | QuantizedWeight,
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor | None = None,
-    coded: CodedRows | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> torch.Tensor:
-    """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `coded` is room for rows as codes, for weights that want them so.
+    """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `quantized` is room for rows as codes, for weights that want them so.
 
     On CPU a row's result does not depend, to the bit, on the other rows.
     """
     if not isinstance(weight, QuantizedWeight):
         return plain_linear(x_TK, weight, bias_N, out_TN)
     y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
-    return quantized_linear(x_TK, weight, bias_N, y_TN, coded)
+    return quantized_linear(x_TK, weight, bias_N, y_TN, quantized)
 
 
 def linear_reference(
@@ -256,24 +256,24 @@ def linear_reference(
     weight: torch.Tensor | QuantizedWeight,
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor | None = None,
-    coded: CodedRows | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> torch.Tensor:
     """The same in plain torch."""
     if not isinstance(weight, QuantizedWeight):
         return plain_linear_reference(x_TK, weight, bias_N, out_TN)
     y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
-    return quantized_linear_reference(x_TK, weight, bias_N, y_TN, coded)
+    return quantized_linear_reference(x_TK, weight, bias_N, y_TN, quantized)
 
 
 def linear_float32(
     x_TK: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
     out_TN: torch.Tensor,
-    coded: CodedRows | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> torch.Tensor:
     """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
     if isinstance(weight, QuantizedWeight):
-        return quantized_linear(x_TK, weight, None, out_TN, coded)
+        return quantized_linear(x_TK, weight, None, out_TN, quantized)
     return plain_linear_float32(x_TK, weight, out_TN)
 
 
@@ -281,9 +281,9 @@ def linear_float32_reference(
     x_TK: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
     out_TN: torch.Tensor,
-    coded: CodedRows | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> torch.Tensor:
     """The same in plain torch."""
     if isinstance(weight, QuantizedWeight):
-        return quantized_linear_reference(x_TK, weight, None, out_TN, coded)
+        return quantized_linear_reference(x_TK, weight, None, out_TN, quantized)
     return plain_linear_float32_reference(x_TK, weight, out_TN)

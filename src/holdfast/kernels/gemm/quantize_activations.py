@@ -28,7 +28,7 @@ COLUMNS_PER_PROGRAM = 2048
 LEAST = kernel_constant(LEAST_SCALE)
 
 
-class CodedRows(NamedTuple):
+class QuantizedRows(NamedTuple):
     """x is about codes * scales; room for them comes from the workspace."""
 
     codes_TK: torch.Tensor
@@ -37,49 +37,49 @@ class CodedRows(NamedTuple):
     """float32; B is 1 where a row has one scale, else one for every 128 columns. Any strides."""
 
 
-def quantize_rows(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
-    """Fill `coded`: scale = max(|x|) / 448 of the row, or of every 128 columns of it, and codes to the nearest, ties to even.
+def quantize_rows(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
+    """Fill `quantized`: scale = max(|x|) / 448 of the row, or of every 128 columns of it, and codes to the nearest, ties to even.
 
     What is not finite makes a NaN of its scale, and of all codes under that scale, so that it shows in every product.
     """
-    _check(x_TK, coded)
+    _check(x_TK, quantized)
     if can_run(x_TK):
-        return quantize_rows_triton(x_TK, coded)
-    return quantize_rows_reference(x_TK, coded)
+        return quantize_rows_triton(x_TK, quantized)
+    return quantize_rows_reference(x_TK, quantized)
 
 
-def quantize_rows_reference(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
+def quantize_rows_reference(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
     """The same in plain torch."""
     num_rows, num_columns = x_TK.shape
-    num_blocks = coded.scales_TB.shape[1]
+    num_blocks = quantized.scales_TB.shape[1]
     width = num_columns if num_blocks == 1 else BLOCK_COLUMNS
     x = F.pad(x_TK.float(), (0, num_blocks * width - num_columns)).view(num_rows, num_blocks, width)
-    peaks = x.abs().amax(-1)
-    scales = (peaks / E4M3_MAX).clamp_min_(LEAST_SCALE).masked_fill_(~peaks.isfinite(), float("nan"))
+    amax = x.abs().amax(-1)
+    scales = (amax / E4M3_MAX).clamp_min_(LEAST_SCALE).masked_fill_(~amax.isfinite(), float("nan"))
     quotients = (x / scales[..., None]).view(num_rows, num_blocks * width)[:, :num_columns]
     codes = quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     codes.view(torch.uint8).masked_fill_(quotients.isnan(), E4M3_NAN)
-    coded.scales_TB.copy_(scales)
-    coded.codes_TK.copy_(codes)
-    return coded
+    quantized.scales_TB.copy_(scales)
+    quantized.codes_TK.copy_(codes)
+    return quantized
 
 
-def quantize_rows_triton(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
+def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
     """The same as a Triton kernel: a program for a row, or for some blocks of one."""
     num_rows, num_columns = x_TK.shape
-    num_blocks = coded.scales_TB.shape[1]
+    num_blocks = quantized.scales_TB.shape[1]
     assert x_TK.stride(1) == 1, f"{x_TK.stride()=}: columns lie apart"
-    assert coded.codes_TK.stride(1) == 1, f"{coded.codes_TK.stride()=}: columns lie apart"
+    assert quantized.codes_TK.stride(1) == 1, f"{quantized.codes_TK.stride()=}: columns lie apart"
     if num_rows == 0:
-        return coded
+        return quantized
     arguments = (
         as_kernels_read(x_TK),
-        as_bits(coded.codes_TK),
-        coded.scales_TB,
+        as_bits(quantized.codes_TK),
+        quantized.scales_TB,
         num_columns,
         x_TK.stride(0),
-        coded.codes_TK.stride(0),
-        *coded.scales_TB.stride(),
+        quantized.codes_TK.stride(0),
+        *quantized.scales_TB.stride(),
     )
     if num_blocks == 1:
         block = min(WHOLE_ROW, next_power_of_two(num_columns))
@@ -93,14 +93,14 @@ def quantize_rows_triton(x_TK: torch.Tensor, coded: CodedRows) -> CodedRows:
         _code_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
             *arguments, WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4
         )
-    return coded
+    return quantized
 
 
-def _check(x_TK: torch.Tensor, coded: CodedRows) -> None:
+def _check(x_TK: torch.Tensor, quantized: QuantizedRows) -> None:
     num_rows, num_columns = x_TK.shape
-    assert coded.codes_TK.shape == x_TK.shape, f"{x_TK.shape=} {coded.codes_TK.shape=}"
+    assert quantized.codes_TK.shape == x_TK.shape, f"{x_TK.shape=} {quantized.codes_TK.shape=}"
     shapes = (num_rows, 1), (num_rows, -(-num_columns // BLOCK_COLUMNS))
-    assert coded.scales_TB.shape in shapes, f"{x_TK.shape=} {coded.scales_TB.shape=}"
+    assert quantized.scales_TB.shape in shapes, f"{x_TK.shape=} {quantized.scales_TB.shape=}"
 
 
 @jit
@@ -121,16 +121,16 @@ def _code_rows_kernel(
     p_row = p_x + i_row * x_stride
     if IS_ONE_SWEEP:
         b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
-        b_peak = tl.max(size_bits(b_x), axis=0)
-        b_scale = _scale_of(b_peak)
+        b_amax = tl.max(size_bits(b_x), axis=0)
+        b_scale = _scale_of(b_amax)
         b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale))
         tl.store(p_codes + i_row * code_stride + o_x, b_codes.to(tl.uint8), mask=o_x < num_columns)
     else:
-        b_peaks = tl.zeros((BLOCK,), tl.int32)
+        b_column_amax = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, num_columns, BLOCK):
             b_x = float32_of(tl.load(p_row + start + o_x, mask=start + o_x < num_columns, other=0))
-            b_peaks = tl.maximum(b_peaks, size_bits(b_x))
-        b_scale = _scale_of(tl.max(b_peaks, axis=0))
+            b_column_amax = tl.maximum(b_column_amax, size_bits(b_x))
+        b_scale = _scale_of(tl.max(b_column_amax, axis=0))
         for start in range(0, num_columns, BLOCK):
             m_x = start + o_x < num_columns
             b_x = float32_of(tl.load(p_row + start + o_x, mask=m_x, other=0))
@@ -167,6 +167,6 @@ def _code_blocks_kernel(
 @jit
 def _scale_of(b_bits):
     """From the bits of the largest magnitude."""
-    b_peak = b_bits.to(tl.float32, bitcast=True)
-    b_scale = tl.maximum(tl.div_rn(b_peak, b_peak * 0 + 448.0), LEAST)
+    b_amax = b_bits.to(tl.float32, bitcast=True)
+    b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST)
     return tl.where(b_bits < 0x7F800000, b_scale, float("nan"))

@@ -1,4 +1,4 @@
-"""Products with coded weights in tiles: codes become numbers where they are multiplied, for any scheme and any number of rows.
+"""Products with quantized weights in tiles: codes become numbers where they are multiplied, for any scheme and any number of rows.
 
 M rows, N outputs, K inputs
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
@@ -27,13 +27,13 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
 
 
-class Coding(IntEnum):
+class OperandKind(IntEnum):
     """What a product is made of."""
 
-    PLAIN_NUMBERS = 0
-    CODED_ROWS = 1
+    PLAIN = 0
+    FP8_ROWS = 1
     """e4m3 by e4m3, with a scale for each row of the weight and each row of x."""
-    CODED_BLOCKS = 2
+    FP8_BLOCKS = 2
     """The same, with scales for blocks of columns too."""
     INT8_ROWS = 3
     """x by int8, with a scale for each row of the weight."""
@@ -41,9 +41,9 @@ class Coding(IntEnum):
     """x by e2m1, two to a byte, with a power of two for every 32 columns."""
 
 
-CODED_ROWS, CODED_BLOCKS, INT8_ROWS, E2M1_GROUPS = (
+FP8_ROWS, FP8_BLOCKS, INT8_ROWS, E2M1_GROUPS = (
     kernel_constant(int(coding))
-    for coding in (Coding.CODED_ROWS, Coding.CODED_BLOCKS, Coding.INT8_ROWS, Coding.E2M1_GROUPS)
+    for coding in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS, OperandKind.INT8_ROWS, OperandKind.E2M1_GROUPS)
 )
 _E2M1_ASM = """{
 .reg .b32 m, s, t, u;
@@ -83,7 +83,7 @@ class WeightOperands(NamedTuple):
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     """Rows and their scales, weight and its scales; anything in the place of scales that are not there."""
-    coding: Coding
+    coding: OperandKind
     block_rows: int = 1
     """Rows of the weight that share a scale."""
     group: int = 0
@@ -91,21 +91,23 @@ class WeightOperands(NamedTuple):
     scale_columns: int = 1
 
 
-def operands_of(x_XK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, coded: CodedRows | None) -> WeightOperands:
-    """The operands of x by the weight; `coded` are the same rows as codes, for a scheme that takes them so."""
+def operands_of(
+    x_XK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, quantized: QuantizedRows | None
+) -> WeightOperands:
+    """The operands of x by the weight; `quantized` are the same rows as codes, for a scheme that takes them so."""
     if isinstance(weight, torch.Tensor):
-        return WeightOperands((x_XK, x_XK, weight, weight), Coding.PLAIN_NUMBERS)
+        return WeightOperands((x_XK, x_XK, weight, weight), OperandKind.PLAIN)
     scheme = weight.scheme
-    assert (coded is not None) == scheme.codes_activations, f"{scheme.name} with {coded=}"
-    if coded is None:
-        coding = Coding.E2M1_GROUPS if scheme.codes_per_byte == 2 else Coding.INT8_ROWS
+    assert (quantized is not None) == scheme.quantizes_activations, f"{scheme.name} with {quantized=}"
+    if quantized is None:
+        coding = OperandKind.E2M1_GROUPS if scheme.codes_per_byte == 2 else OperandKind.INT8_ROWS
         return WeightOperands((x_XK, x_XK, weight.codes, weight.scales), coding)
-    tensors = (kernel_codes(coded.codes_TK), coded.scales_TB, kernel_codes(weight.codes), weight.scales)
+    tensors = (kernel_codes(quantized.codes_TK), quantized.scales_TB, kernel_codes(weight.codes), weight.scales)
     if scheme.block_columns == 0:
-        return WeightOperands(tensors, Coding.CODED_ROWS)
-    num_columns = coded.scales_TB.shape[1]
-    assert weight.scales.shape[-1] == num_columns, f"{weight.scales.shape=} {coded.scales_TB.shape=}"
-    return WeightOperands(tensors, Coding.CODED_BLOCKS, scheme.block_rows, scheme.block_columns, num_columns)
+        return WeightOperands(tensors, OperandKind.FP8_ROWS)
+    num_columns = quantized.scales_TB.shape[1]
+    assert weight.scales.shape[-1] == num_columns, f"{weight.scales.shape=} {quantized.scales_TB.shape=}"
+    return WeightOperands(tensors, OperandKind.FP8_BLOCKS, scheme.block_rows, scheme.block_columns, num_columns)
 
 
 @jit
@@ -163,14 +165,14 @@ def tile_linear(
     weight: QuantizedWeight,
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
-    coded: CodedRows | None,
+    quantized: QuantizedRows | None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias into `out_MN`, in its type. `coded` are the same rows as codes, for schemes that take them so."""
+    """x @ weight.T + bias into `out_MN`, in its type. `quantized` are the same rows as codes, for schemes that take them so."""
     num_rows, size_k = x_MK.shape
-    size_n, operands = weight.shape[0], operands_of(x_MK, weight, coded)
+    size_n, operands = weight.shape[0], operands_of(x_MK, weight, quantized)
     assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
     block_m = row_form(num_rows)
-    block_n = 64 if block_m <= 64 or operands.coding == Coding.CODED_BLOCKS else 128
+    block_n = 64 if block_m <= 64 or operands.coding == OperandKind.FP8_BLOCKS else 128
     if block_m == 16 and -(-size_n // block_n) < FEW_PROGRAMS:
         block_n = 32
     tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
@@ -264,7 +266,7 @@ def tile_kernel(
             b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
             if CODING == INT8_ROWS:
                 b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
-            elif CODING == CODED_ROWS:
+            elif CODING == FP8_ROWS:
                 # Tensor cores add e4m3 products in few bits: the sum goes on in float32 after every block.
                 b_w, b_x = loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN)
                 b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=128)
@@ -277,7 +279,7 @@ def tile_kernel(
                 b_y += b_block * b_scales[:, None] * b_x_scales[None, :]
     if CODING == INT8_ROWS:
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None]
-    if CODING == CODED_ROWS:
+    if CODING == FP8_ROWS:
         b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64), mask=m_m, other=0.0)
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
     if HAS_BIAS:

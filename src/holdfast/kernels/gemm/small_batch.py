@@ -19,16 +19,16 @@ a row's bits do not depend on the others.
 
 import torch
 
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowPeaks, SkinnyScratch, begin_rows_reference
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch, defer_rms_norm_reference
 from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_ROWS, leave_row, leave_rows, num_parts, row_form, summed_parts
-from holdfast.kernels.gemm.small_batch_quantized import coded_sums_reference, gate_peaks_reference, launch_coded
+from holdfast.kernels.gemm.small_batch_quantized import gate_amax_reference, launch_quantized, quantized_sums_reference
 from holdfast.kernels.triton_compat import (
-    can_launch_early,
     constexpr,
     jit,
     jit_counting,
-    launched_early,
     next_power_of_two,
+    pdl_launch,
+    supports_pdl,
     tl,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -48,11 +48,11 @@ def normed_linear(
     bias_N: torch.Tensor | None,
     gated: bool,
     y_MN: torch.Tensor,
-    scratch: SkinnyScratch,
+    scratch: SmallBatchScratch,
 ) -> torch.Tensor:
     """norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
     if isinstance(weight, QuantizedWeight):
-        launch_coded(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
+        launch_quantized(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
     else:
         _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
     return y_MN
@@ -64,15 +64,15 @@ def normed_linear_reference(
     bias_N: torch.Tensor | None,
     gated: bool,
     y_MN: torch.Tensor,
-    scratch: SkinnyScratch,
+    scratch: SmallBatchScratch,
 ) -> torch.Tensor:
     """The same in plain torch."""
     num_rows, size_k = rows.scaled_MK.shape
     squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
     scale_M1 = (squares_MJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
     if isinstance(weight, QuantizedWeight):
-        assert scratch.peaks is not None, "a coded product needs peaks"
-        sums = coded_sums_reference(rows.scaled_MK, weight, RowPeaks(scratch.peaks.normed, rows.num_squares))
+        assert scratch.amax is not None, "a quantized product needs amax"
+        sums = quantized_sums_reference(rows.scaled_MK, weight, RowAmax(scratch.amax.normed, rows.num_squares))
     else:
         sums = rows.scaled_MK.float() @ weight.float().t()
     y = sums * scale_M1
@@ -83,7 +83,7 @@ def normed_linear_reference(
         y = torch.nn.functional.silu(gate) * up
     y_MN.copy_(y.to(y_MN.dtype))
     if gated and isinstance(weight, QuantizedWeight):
-        gate_peaks_reference(y_MN, weight, scratch)
+        gate_amax_reference(y_MN, weight, scratch)
     return y_MN
 
 
@@ -95,13 +95,13 @@ def linear_add(
     norm_weight_N: torch.Tensor,
     eps: float,
     scaled_MN: torch.Tensor,
-    scratch: SkinnyScratch,
-    peaks: RowPeaks | None = None,
+    scratch: SmallBatchScratch,
+    amax: RowAmax | None = None,
 ) -> NormedRows:
-    """x += a @ weight.T + bias, and x as the next norm's half-done input; `peaks` are those of `a`, for a weight that wants codes."""
+    """x += a @ weight.T + bias, and x as the next norm's half-done input; `amax` are those of `a`, for a weight that wants codes."""
     if isinstance(weight, QuantizedWeight):
-        num_blocks = launch_coded(
-            a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, peaks=peaks
+        num_blocks = launch_quantized(
+            a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, amax=amax
         )
     else:
         num_blocks = _launch(a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN)
@@ -116,18 +116,18 @@ def linear_add_reference(
     norm_weight_N: torch.Tensor,
     eps: float,
     scaled_MN: torch.Tensor,
-    scratch: SkinnyScratch,
-    peaks: RowPeaks | None = None,
+    scratch: SmallBatchScratch,
+    amax: RowAmax | None = None,
 ) -> NormedRows:
     """The same in plain torch; the squares of a row are summed as one block."""
     if isinstance(weight, QuantizedWeight):
-        y = coded_sums_reference(a_MK, weight, peaks)
+        y = quantized_sums_reference(a_MK, weight, amax)
     else:
         y = a_MK.float() @ weight.float().t()
     if bias_N is not None:
         y = y + bias_N.float()
     x_MN.copy_((x_MN.float() + y.to(x_MN.dtype).float()).to(x_MN.dtype))
-    return begin_rows_reference(x_MN, norm_weight_N, eps, scaled_MN, scratch)
+    return defer_rms_norm_reference(x_MN, norm_weight_N, eps, scaled_MN, scratch)
 
 
 def _launch(
@@ -135,7 +135,7 @@ def _launch(
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
     y_MN: torch.Tensor,
-    scratch: SkinnyScratch,
+    scratch: SmallBatchScratch,
     rows: NormedRows | None = None,
     gated: bool = False,
     norm_weight_N: torch.Tensor | None = None,
@@ -145,7 +145,7 @@ def _launch(
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
     num_squares, eps = (rows.num_squares, rows.eps) if rows else (1, 0.0)
-    early = can_launch_early(x_MK)
+    pdl = supports_pdl(x_MK)
     arguments = (
         x_MK,
         weight_NK,
@@ -166,8 +166,8 @@ def _launch(
         "RESIDUAL": norm_weight_N is not None,
         "SCALED": rows is not None,
         "BLOCK_J": next_power_of_two(num_squares),
-        "EARLY": early,
-        **launched_early(early),
+        "PDL": pdl,
+        **pdl_launch(pdl),
     }
     if row_form(num_rows):
         block_n, block_k, num_warps = _row_blocks(size_k, gated)
@@ -236,7 +236,7 @@ def _row_kernel(
     RESIDUAL: constexpr,
     SCALED: constexpr,
     BLOCK_J: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -252,7 +252,7 @@ def _row_kernel(
     b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
     if GATED:
         b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if SCALED:
@@ -323,7 +323,7 @@ def _rows_kernel(
     RESIDUAL: constexpr,
     SCALED: constexpr,
     BLOCK_J: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     i_part = tl.program_id(1)
@@ -338,7 +338,7 @@ def _rows_kernel(
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if SCALED:

@@ -2,35 +2,35 @@
 
 M rows, N outputs, K inputs, J blocks of K or N
 
-The fusions are the same. With e4m3 weights rows are coded as e4m3 on their way in: a row's scale follows from its largest
+The fusions are the same. With e4m3 weights rows are quantized as e4m3 on their way in: a row's scale follows from its largest
 magnitude, which its producer has left by block, so that no kernel stands between. With int8 weights rows stay as they are.
 A norm that is not finished changes nothing in a row's codes: 1 / rms is a factor of the whole row, as its scale is.
 """
 
 import torch
 
-from holdfast.kernels.fp8 import coded_numbers, kernel_codes, loaded_numbers
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowPeaks, SkinnyScratch
+from holdfast.kernels.fp8 import kernel_codes, loaded_numbers, quantized_numbers
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import (
     BLOCK_N,
-    GATE_PEAKS,
+    GATE_AMAX,
     LEAST_SCALE,
     MAX_ROWS,
-    NUM_GATE_PEAKS,
-    coded_row_kernel,
+    NUM_GATE_AMAX,
     leave_rows,
     num_parts,
+    quantized_gemv_kernel,
     row_blocks,
     row_form,
     summed_parts,
 )
 from holdfast.kernels.triton_compat import (
-    can_launch_early,
     constexpr,
     is_interpreted,
     jit_counting,
-    launched_early,
     next_power_of_two,
+    pdl_launch,
+    supports_pdl,
     tl,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -44,37 +44,37 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 BLOCK_K = 256
 
 
-def can_code(weight: QuantizedWeight | torch.Tensor) -> bool:
+def can_quantize(weight: QuantizedWeight | torch.Tensor) -> bool:
     """Whether these kernels take the weight: eight bits, and a scale for every row of it."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
 
-def launch_coded(
+def launch_quantized(
     x_MK: torch.Tensor,
     weight: QuantizedWeight,
     bias_N: torch.Tensor | None,
     y_MN: torch.Tensor,
-    scratch: SkinnyScratch,
+    scratch: SmallBatchScratch,
     rows: NormedRows | None = None,
     gated: bool = False,
     norm_weight_N: torch.Tensor | None = None,
     scaled_MN: torch.Tensor | None = None,
-    peaks: RowPeaks | None = None,
+    amax: RowAmax | None = None,
 ) -> int:
     """Launch the kernel for this many rows; how many blocks of outputs it was cut into.
 
-    `rows` is the unfinished norm that x_MK comes with; otherwise `peaks` are those of x_MK.
+    `rows` is the unfinished norm that x_MK comes with; otherwise `amax` are those of x_MK.
     """
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
-    own = scratch.peaks
-    assert own is not None, "a coded product needs room for peaks"
-    codes_rows = weight.scheme.codes_activations
+    own = scratch.amax
+    assert own is not None, "a quantized product needs room for amax"
+    quantizes_rows = weight.scheme.quantizes_activations
     if rows is not None:
-        peaks = RowPeaks(own.normed, rows.num_squares)
-    assert peaks is not None or not codes_rows, "the peaks of rows that are to be coded are missing"
-    num_squares, num_peaks = rows.num_squares if rows else 1, peaks.num_peaks if peaks else 1
-    early = can_launch_early(x_MK)
+        amax = RowAmax(own.normed, rows.num_squares)
+    assert amax is not None or not quantizes_rows, "the amax of rows that are to be quantized are missing"
+    num_squares, num_amax = rows.num_squares if rows else 1, amax.num_amax if amax else 1
+    pdl = supports_pdl(x_MK)
     arguments = (
         x_MK,
         kernel_codes(weight.codes),
@@ -84,7 +84,7 @@ def launch_coded(
         norm_weight_N if norm_weight_N is not None else weight.scales,
         scaled_MN if scaled_MN is not None else y_MN,
         scratch.squares,
-        peaks.values if peaks is not None else own.normed,
+        amax.values if amax is not None else own.normed,
         own.normed,
         own.gated,
         scratch.parts,
@@ -98,20 +98,20 @@ def launch_coded(
         "GATED": gated,
         "RESIDUAL": norm_weight_N is not None,
         "SCALED": rows is not None,
-        "CODES_ROWS": codes_rows,
+        "CODES_ROWS": quantizes_rows,
         "BLOCK_J": next_power_of_two(num_squares),
-        "BLOCK_P": next_power_of_two(num_peaks),
+        "BLOCK_P": next_power_of_two(num_amax),
         "PLAIN": is_interpreted(),
-        "EARLY": early,
+        "PDL": pdl,
     }
-    eps, options = rows.eps if rows else 0.0, launched_early(early)
+    eps, options = rows.eps if rows else 0.0, pdl_launch(pdl)
     if row_form(num_rows):
-        blocks = row_blocks(size_k, gated, norm_weight_N is not None, codes_rows)
+        blocks = row_blocks(size_k, gated, norm_weight_N is not None, quantizes_rows)
         num_blocks = -(-size_n // blocks.block_n)
-        coded_row_kernel[(num_blocks,)](
+        quantized_gemv_kernel[(num_blocks,)](
             *arguments,
             num_squares,
-            num_peaks,
+            num_amax,
             eps,
             BLOCK_N=blocks.block_n,
             BLOCK_K=blocks.block_k,
@@ -123,11 +123,11 @@ def launch_coded(
         return num_blocks
     parts = 1 if gated else num_parts(size_n, size_k, BLOCK_K)
     num_blocks = -(-size_n // BLOCK_N)
-    coded_rows_kernel[(num_blocks, parts)](
+    small_batch_quantized_kernel[(num_blocks, parts)](
         *arguments,
         size_k // parts,
         num_squares,
-        num_peaks,
+        num_amax,
         eps,
         EVEN_K=size_k % BLOCK_K == 0,
         NUM_PARTS=parts,
@@ -142,29 +142,29 @@ def launch_coded(
     return num_blocks
 
 
-def coded_sums_reference(x_MK: torch.Tensor, weight: QuantizedWeight, peaks: RowPeaks | None) -> torch.Tensor:
+def quantized_sums_reference(x_MK: torch.Tensor, weight: QuantizedWeight, amax: RowAmax | None) -> torch.Tensor:
     """float32 x @ weight.T in plain torch, in the rounding of these kernels: rows times the inverse of their scale."""
     x = x_MK.float()
     scale_M1 = torch.ones(len(x), 1, device=x.device)
-    if weight.scheme.codes_activations:
-        assert peaks is not None, "the peaks of rows that are to be coded are missing"
-        values = peaks.values[: len(x) * peaks.num_peaks].view(torch.float32).view(len(x), peaks.num_peaks)
+    if weight.scheme.quantizes_activations:
+        assert amax is not None, "the amax of rows that are to be quantized are missing"
+        values = amax.values[: len(x) * amax.num_amax].view(torch.float32).view(len(x), amax.num_amax)
         scale_M1 = (values.amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
         x = (x * (1.0 / scale_M1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     return x @ weight.codes.float().t() * scale_M1 * weight.scales
 
 
-def gate_peaks_reference(y_MN: torch.Tensor, weight: QuantizedWeight, scratch: SkinnyScratch) -> None:
-    """The peaks of what a gated product has left, raised in plain torch: the first of each row's places."""
-    if not weight.scheme.codes_activations:
+def gate_amax_reference(y_MN: torch.Tensor, weight: QuantizedWeight, scratch: SmallBatchScratch) -> None:
+    """The amax of what a gated product has left, raised in plain torch: the first of each row's places."""
+    if not weight.scheme.quantizes_activations:
         return
-    assert scratch.peaks is not None, "a coded product needs room for peaks"
-    first_M = scratch.peaks.gated[: len(y_MN) * NUM_GATE_PEAKS].view(len(y_MN), NUM_GATE_PEAKS)[:, 0]
+    assert scratch.amax is not None, "a quantized product needs room for amax"
+    first_M = scratch.amax.gated[: len(y_MN) * NUM_GATE_AMAX].view(len(y_MN), NUM_GATE_AMAX)[:, 0]
     first_M.copy_(torch.maximum(first_M, y_MN.float().abs().amax(-1).view(torch.int32)))
 
 
 @jit_counting("num_rows")
-def coded_rows_kernel(
+def small_batch_quantized_kernel(
     p_x,
     p_codes,
     p_scales,
@@ -173,9 +173,9 @@ def coded_rows_kernel(
     p_norm_weight,
     p_scaled,
     p_squares,
-    p_peaks,
-    p_new_peaks,
-    p_gate_peaks,
+    p_amax,
+    p_new_amax,
+    p_gate_amax,
     p_parts,
     p_arrived,
     num_rows,
@@ -183,7 +183,7 @@ def coded_rows_kernel(
     size_k,
     part_k,
     num_squares,
-    num_peaks,
+    num_amax,
     eps,
     EVEN_K: constexpr,
     NUM_PARTS: constexpr,
@@ -199,7 +199,7 @@ def coded_rows_kernel(
     BLOCK_J: constexpr,
     BLOCK_P: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     i_part = tl.program_id(1)
@@ -214,16 +214,16 @@ def coded_rows_kernel(
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     b_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
     if CODES_ROWS:
         o_p = tl.arange(0, BLOCK_P)
-        m_p = m_m[:, None] & (o_p < num_peaks)[None, :]
-        b_peaks = tl.load(p_peaks + o_m[:, None] * num_peaks + o_p[None, :], mask=m_p, other=0.0)
-        if b_peaks.dtype == tl.int32:
-            b_peaks = b_peaks.to(tl.float32, bitcast=True)
-        b_scale = tl.maximum(tl.max(b_peaks, axis=1) / 448.0, LEAST_SCALE)
+        m_p = m_m[:, None] & (o_p < num_amax)[None, :]
+        b_row_amax = tl.load(p_amax + o_m[:, None] * num_amax + o_p[None, :], mask=m_p, other=0.0)
+        if b_row_amax.dtype == tl.int32:
+            b_row_amax = b_row_amax.to(tl.float32, bitcast=True)
+        b_scale = tl.maximum(tl.max(b_row_amax, axis=1) / 448.0, LEAST_SCALE)
     b_factor = 1.0 / b_scale
     if SCALED:
         o_j = tl.arange(0, BLOCK_J)
@@ -239,7 +239,7 @@ def coded_rows_kernel(
         b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
         if CODES_ROWS:
-            b_x = coded_numbers(b_x.to(tl.float32) * b_factor[None, :], PLAIN)
+            b_x = quantized_numbers(b_x.to(tl.float32) * b_factor[None, :], PLAIN)
             b_y = tl.dot(loaded_numbers(b_w, PLAIN), b_x, b_y, max_num_imprecise_acc=128)
         else:
             b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
@@ -249,7 +249,7 @@ def coded_rows_kernel(
                 b_up_y = tl.dot(loaded_numbers(b_up, PLAIN), b_x, b_up_y, max_num_imprecise_acc=128)
             else:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y)
-    if EARLY:
+    if PDL:
         # Not sooner: the programs of the next kernel would take places from those of this one.
         tl.extra.cuda.gdc_launch_dependents()
     m_nm = m_n[:, None] & m_m[None, :]
@@ -273,11 +273,11 @@ def coded_rows_kernel(
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
         if CODES_ROWS:
             b_size = tl.abs(tl.where(m_n[:, None], b_y, 0.0).to(p_y.dtype.element_ty).to(tl.float32))
-            b_peak = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
-            tl.atomic_max(p_gate_peaks + o_m * GATE_PEAKS + i_n % GATE_PEAKS, b_peak, mask=m_m, sem="relaxed")
+            b_amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
+            tl.atomic_max(p_gate_amax + o_m * GATE_AMAX + i_n % GATE_AMAX, b_amax, mask=m_m, sem="relaxed")
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
         b_y, b_scaled = leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
-        b_peak = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)
-        tl.store(p_new_peaks + o_m * tl.num_programs(0) + i_n, b_peak, mask=m_m)
+        b_amax = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)
+        tl.store(p_new_amax + o_m * tl.num_programs(0) + i_n, b_amax, mask=m_m)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_nm)

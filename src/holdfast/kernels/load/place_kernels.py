@@ -57,7 +57,7 @@ def report_rows(p_finding, i_row, m_row):
     tl.atomic_min(p_finding + tl.zeros_like(i_row), i_row, mask=m_row, sem="relaxed")
 
 
-UNSPECIALIZED = ("first_row", "num_rows", "p_scales", "p_peak", "p_nonfinite", "p_differing")
+UNSPECIALIZED = ("first_row", "num_rows", "p_scales", "p_amax", "p_nonfinite", "p_differing")
 """Arguments that differ from call to call and tell the compiler nothing that matters: what they point to is small."""
 ALIGNMENT_BYTES = 16
 """What the compiler makes use of, where an address is a multiple of it."""
@@ -178,17 +178,17 @@ def plain_launch(
     )
 
 
-def find_peak_triton(rows_RC: torch.Tensor, peak: torch.Tensor) -> None:
-    """`find_peak`; magnitudes are compared as integers."""
-    launch = peak_launch(rows_RC.shape[1], rows_RC.stride())
-    launch.start(rows_RC.shape[0], as_kernels_read(rows_RC), as_bits(peak))
+def find_amax_triton(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
+    """`find_amax`; magnitudes are compared as integers."""
+    launch = amax_launch(rows_RC.shape[1], rows_RC.stride())
+    launch.start(rows_RC.shape[0], as_kernels_read(rows_RC), as_bits(amax))
 
 
-def peak_launch(num_columns: int, strides: tuple[int, ...]) -> RowLaunch:
-    """The launch for rows of one kind, which leads with p_x and p_peak."""
+def amax_launch(num_columns: int, strides: tuple[int, ...]) -> RowLaunch:
+    """The launch for rows of one kind, which leads with p_x and p_amax."""
     tile = _plain_tile(num_columns, strides)
     column_tiles = -(-num_columns // tile.columns)
-    return RowLaunch(_find_peak_kernel, tile, column_tiles, (num_columns, *strides), (tile.rows, tile.columns))
+    return RowLaunch(_find_amax_kernel, tile, column_tiles, (num_columns, *strides), (tile.rows, tile.columns))
 
 
 def _plain_tile(num_columns: int, strides: tuple[int, ...]) -> Tile:
@@ -235,12 +235,12 @@ def _place_plain_kernel(
 
 
 @jit_for_rows
-def _find_peak_kernel(p_x, p_peak, num_rows, num_columns, row_stride, column_stride, ROWS: constexpr, BLOCK: constexpr):
+def _find_amax_kernel(p_x, p_amax, num_rows, num_columns, row_stride, column_stride, ROWS: constexpr, BLOCK: constexpr):
     i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
     i_column = i_start + tl.arange(0, BLOCK)
     p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride
     b_x = numbers_at(p_rows, i_column, i_row < num_rows, num_columns, column_stride)
-    tl.atomic_max(p_peak, tl.max(tl.max(finite_bits(b_x), axis=1), axis=0), sem="relaxed")
+    tl.atomic_max(p_amax, tl.max(tl.max(finite_bits(b_x), axis=1), axis=0), sem="relaxed")
 
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -268,7 +268,7 @@ def place_quantized_triton(
     scheme: WeightScheme,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    peak: torch.Tensor | None,
+    amax: torch.Tensor | None,
     first_row: int,
     nonfinite: torch.Tensor,
     differing: torch.Tensor,
@@ -280,9 +280,9 @@ def place_quantized_triton(
     if codes.numel() == 0:
         return
     planes = as_kernels_read(rows_RC), as_bits(codes), as_bits(scales)
-    peaks = () if scheme.block_columns else (None if peak is None else as_bits(peak),)
+    row_amax = () if scheme.block_columns else (None if amax is None else as_bits(amax),)
     launch = codes_launch(scheme, rows_RC.shape[1], kept, rows_RC.stride(), verify)
-    launch.start(rows_RC.shape[0], *planes, *peaks, nonfinite, differing, first_row)
+    launch.start(rows_RC.shape[0], *planes, *row_amax, nonfinite, differing, first_row)
 
 
 def codes_launch(
@@ -290,7 +290,7 @@ def codes_launch(
 ) -> RowLaunch:
     """The launch for rows of one kind: it leads with p_x, p_codes, p_scales, p_nonfinite, p_differing and first_row.
 
-    For a scheme without blocks of columns p_peak, or None, comes before p_nonfinite.
+    For a scheme without blocks of columns p_amax, or None, comes before p_nonfinite.
     """
     counts = (num_columns, kept[0], kept[1] - kept[0], *strides)
     if scheme.block_columns == 0:
@@ -318,7 +318,7 @@ def _by_row_kernel(
     p_x,
     p_codes,
     p_scales,
-    p_peak,
+    p_amax,
     p_nonfinite,
     p_differing,
     first_row,
@@ -334,25 +334,25 @@ def _by_row_kernel(
     ROWS: constexpr,
     BLOCK: constexpr,
 ):
-    """A scale for every row, from its largest number or from the peak of the tensor."""
+    """A scale for every row, from its largest number or from the amax of the tensor."""
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = i_row < num_rows
     p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride
     p_out = p_codes + i_row.to(tl.int64)[:, None] * num_kept
     o_block = tl.arange(0, BLOCK)
-    b_peak, b_largest = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
+    b_amax, b_largest = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
     if IS_ONE_SWEEP:
         b_x = numbers_at(p_rows, o_block, m_row, num_columns, column_stride)
         b_largest = tl.max(size_bits(b_x), axis=1)
-        b_peak = tl.max(finite_bits(b_x), axis=1)
-    elif p_peak is None:
+        b_amax = tl.max(finite_bits(b_x), axis=1)
+    elif p_amax is None:
         for start in range(0, num_columns, BLOCK):
             b_x = numbers_at(p_rows, start + o_block, m_row, num_columns, column_stride)
             b_largest = tl.maximum(b_largest, tl.max(size_bits(b_x), axis=1))
-            b_peak = tl.maximum(b_peak, tl.max(finite_bits(b_x), axis=1))
-    if p_peak is not None:
-        b_peak = tl.zeros_like(b_peak) + tl.load(p_peak)
-    b_scale = _scale_of(b_peak.to(tl.float32, bitcast=True), IS_INT8)
+            b_amax = tl.maximum(b_amax, tl.max(finite_bits(b_x), axis=1))
+    if p_amax is not None:
+        b_amax = tl.zeros_like(b_amax) + tl.load(p_amax)
+    b_scale = _scale_of(b_amax.to(tl.float32, bitcast=True), IS_INT8)
     b_differs = tl.zeros((ROWS,), tl.int32)
     if IS_ONE_SWEEP:
         b_differs = _put_codes(p_out, b_x, b_scale, o_block - kept_start, num_kept, m_row, IS_INT8, VERIFY)
@@ -360,7 +360,7 @@ def _by_row_kernel(
         for start in range(0, num_columns, BLOCK):
             i_column = start + o_block
             b_x = numbers_at(p_rows, i_column, m_row, num_columns, column_stride)
-            if p_peak is not None:
+            if p_amax is not None:
                 b_largest = tl.maximum(b_largest, tl.max(size_bits(b_x), axis=1))
             b_differs |= _put_codes(p_out, b_x, b_scale, i_column - kept_start, num_kept, m_row, IS_INT8, VERIFY)
     _put_scales(
@@ -393,8 +393,8 @@ def _by_block_kernel(
     m_row = i_row < num_rows
     i_row64 = i_row.to(tl.int64)[:, None]
     b_x = numbers_at(p_x + i_row64 * row_stride, i_column, m_row, num_columns, column_stride)
-    b_peak = tl.max(tl.max(finite_bits(b_x), axis=1), axis=0)
-    b_scale = _scale_of((tl.zeros((ROWS,), tl.int32) + b_peak).to(tl.float32, bitcast=True), False)
+    b_amax = tl.max(tl.max(finite_bits(b_x), axis=1), axis=0)
+    b_scale = _scale_of((tl.zeros((ROWS,), tl.int32) + b_amax).to(tl.float32, bitcast=True), False)
     p_out = p_codes + i_row64 * num_kept
     b_differs = _put_codes(p_out, b_x, b_scale, i_column - kept_start, num_kept, m_row, False, VERIFY)
     # The scale is one number; the first row stands for all.
@@ -455,9 +455,9 @@ def _by_power_kernel(
 
 
 @jit
-def _scale_of(b_peak, IS_INT8: constexpr):
-    """The scale that takes a peak to the largest code, and is never 0."""
-    b_scale = tl.div_rn(b_peak, tl.full(b_peak.shape, 127.0 if IS_INT8 else 448.0, tl.float32))
+def _scale_of(b_amax, IS_INT8: constexpr):
+    """The scale that takes an amax to the largest code, and is never 0."""
+    b_scale = tl.div_rn(b_amax, tl.full(b_amax.shape, 127.0 if IS_INT8 else 448.0, tl.float32))
     return tl.maximum(b_scale, LEAST_INT8 if IS_INT8 else LEAST_E4M3)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.load.place_kernels import find_peak_triton, place_plain_triton, place_quantized_triton
+from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton, place_quantized_triton
 from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.weight_quantize import E8M0_NAN, e8m0_values, encode, find_scales, largest_finite
 from holdfast.quant.weight_schemes import WeightScheme
@@ -69,14 +69,14 @@ def place_quantized(
     scheme: WeightScheme,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    peak: torch.Tensor | None,
+    amax: torch.Tensor | None,
     first_row: int,
     findings: Findings,
     verify: bool,
 ) -> None:
     """Quantize rows into their codes and scales (views of exactly these rows); with `verify`, compare instead.
 
-    A scale by row follows from all C columns, whichever are kept. `peak` [1] float32 is the largest magnitude of the whole
+    A scale by row follows from all C columns, whichever are kept. `amax` [1] float32 is the largest magnitude of the whole
     tensor for a scheme that needs it. R is a multiple of the scheme's block_rows, but for the last rows of a weight. Of a
     scheme with blocks of columns the kept ones begin with a block or lie in a single one; scales follow from whole blocks.
     """
@@ -86,24 +86,24 @@ def place_quantized(
     shapes = tuple(plane.shape for plane in scheme.planes((rows_RC.shape[0], columns[1] - columns[0])))
     assert (codes.shape, scales.shape) == shapes, f"{rows_RC.shape=} {columns=} {codes.shape=} {scales.shape=}"
     assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} is not quantized"
-    assert scheme.is_whole_tensor == (peak is not None), f"{scheme.name}: {peak=}"
+    assert scheme.is_whole_tensor == (amax is not None), f"{scheme.name}: {amax=}"
     if can_run(rows_RC):
         findings_pair = findings.nonfinite, findings.differing
-        place_quantized_triton(seen_RC, kept, scheme, codes, scales, peak, first_row, *findings_pair, verify)
+        place_quantized_triton(seen_RC, kept, scheme, codes, scales, amax, first_row, *findings_pair, verify)
     else:
-        place_quantized_reference(seen_RC, kept, scheme, codes, scales, peak, first_row, findings, verify)
+        place_quantized_reference(seen_RC, kept, scheme, codes, scales, amax, first_row, findings, verify)
 
 
-def find_peak(rows_RC: torch.Tensor, peak: torch.Tensor) -> None:
-    """Raise `peak` [1] float32 to the largest magnitude of these rows; the order of calls does not matter.
+def find_amax(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
+    """Raise `amax` [1] float32 to the largest magnitude of these rows; the order of calls does not matter.
 
     What is not finite does not count: `place_quantized` reports it.
     """
-    assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} has no peak"
+    assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} has no amax"
     if can_run(rows_RC):
-        find_peak_triton(rows_RC, peak)
+        find_amax_triton(rows_RC, amax)
     else:
-        find_peak_reference(rows_RC, peak)
+        find_amax_reference(rows_RC, amax)
 
 
 def place_plain_reference(
@@ -126,7 +126,7 @@ def place_quantized_reference(
     scheme: WeightScheme,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    peak: torch.Tensor | None,
+    amax: torch.Tensor | None,
     first_row: int,
     findings: Findings,
     verify: bool,
@@ -138,7 +138,7 @@ def place_quantized_reference(
         for left, right in _column_pieces(end - start, rows_RC.shape[1], width):
             values = rows_RC[start:end, left:right].to(torch.float32)
             _report(findings.nonfinite, _nonfinite_rows(values), first_row + start)
-            new_scales = find_scales(values, scheme, peak)
+            new_scales = find_scales(values, scheme, amax)
             into = slice(max(kept[0], left) - kept[0], min(kept[1], right) - kept[0])
             if width:
                 new_codes = encode(values, new_scales, scheme)
@@ -158,12 +158,12 @@ def place_quantized_reference(
                 scales_there.copy_(new_scales)
 
 
-def find_peak_reference(rows_RC: torch.Tensor, peak: torch.Tensor) -> None:
+def find_amax_reference(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
     """The same in plain torch."""
     for start, end in _pieces(rows_RC.shape[0], rows_RC.shape[1]):
         for left, right in _column_pieces(end - start, rows_RC.shape[1], 1):
             values = rows_RC[start:end, left:right].to(torch.float32)
-            torch.maximum(peak, largest_finite(values).amax(0, keepdim=True), out=peak)
+            torch.maximum(amax, largest_finite(values).amax(0, keepdim=True), out=amax)
 
 
 def is_placeable(source: torch.dtype, target: torch.dtype) -> bool:

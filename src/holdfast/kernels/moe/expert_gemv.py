@@ -6,24 +6,24 @@ T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 import torch
 
 from holdfast.kernels.fp8 import loaded_numbers
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import (
-    CODED_BLOCKS,
-    CODED_ROWS,
+    FP8_BLOCKS,
+    FP8_ROWS,
     INT8_ROWS,
-    Coding,
+    OperandKind,
     e2m1_parts,
     e8m0_numbers,
     operands_of,
 )
 from holdfast.kernels.moe.routing import ExpertOrder
 from holdfast.kernels.triton_compat import (
-    can_launch_early,
     constexpr,
     is_interpreted,
     jit,
-    launched_early,
     next_power_of_two,
+    pdl_launch,
+    supports_pdl,
     tl,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -44,23 +44,23 @@ def expert_pairs(
     order: ExpertOrder,
     out_PN: torch.Tensor,
     gated: bool,
-    coded: CodedRows | None,
+    quantized: QuantizedRows | None,
 ) -> torch.Tensor:
-    """Each pair's row by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
+    """Each pair's row by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
-    size_k, early = x_XK.shape[1], can_launch_early(x_XK)
-    operands = operands_of(x_XK, weight, coded)
+    size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
+    operands = operands_of(x_XK, weight, quantized)
     arguments = (*operands.tensors, order.expert_ids_TS, out_PN, size_n, size_k)
     flags = {
         "GATED": gated,
         "PAIRS_PER_ROW": num_pairs // len(x_XK),
         "PLAIN": is_interpreted(),
-        "EARLY": early,
-        **launched_early(early),
+        "PDL": pdl,
+        **pdl_launch(pdl),
     }
-    if operands.coding == Coding.E2M1_GROUPS:
+    if operands.coding == OperandKind.E2M1_GROUPS:
         groups = min(MXFP4_GROUPS, next_power_of_two(size_k // 32))
         _nibble_kernel[(-(-size_n // MXFP4_ROWS), num_pairs)](
             *arguments,
@@ -123,7 +123,7 @@ def _pair_kernel(
     BLOCK_G: constexpr,
     GROUP: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     i_pair = tl.program_id(1)
@@ -135,7 +135,7 @@ def _pair_kernel(
     m_n = o_n < size_n
     b_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
@@ -143,7 +143,7 @@ def _pair_kernel(
     p_rows = p_x + i_row * size_k + o_k
     p_w = p_weight + (first_row + o_n)[:, None, None] * size_k + o_k[None, :, :]
     up_offset = size_n.to(tl.int64) * size_k
-    if CODING == CODED_BLOCKS:
+    if CODING == FP8_BLOCKS:
         p_x_s = p_x_scales + i_row * scale_columns + o_g
         p_s = p_scales + (first_row + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
         p_up_s = p_scales + (first_row + size_n + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
@@ -161,7 +161,7 @@ def _pair_kernel(
             if GATED:
                 b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = _single(b_x, CODING, PLAIN)
-        if CODING == CODED_BLOCKS:
+        if CODING == FP8_BLOCKS:
             m_g = k // GROUP + o_g < scale_columns
             b_x_s = tl.load(p_x_s + k // GROUP, mask=m_g, other=0.0)
             b_s = tl.load(p_s + k // GROUP, mask=m_g, other=0.0) * b_x_s
@@ -175,8 +175,8 @@ def _pair_kernel(
                 b_up_sum += _single(b_up, CODING, PLAIN) * b_x[None, :, :]
     b_y = tl.sum(tl.reshape(b_sum, (BLOCK_N, BLOCK_K)), axis=1)
     b_up_y = tl.sum(tl.reshape(b_up_sum, (BLOCK_N, BLOCK_K)), axis=1)
-    if CODING == CODED_ROWS or CODING == INT8_ROWS:
-        if CODING == CODED_ROWS:
+    if CODING == FP8_ROWS or CODING == INT8_ROWS:
+        if CODING == FP8_ROWS:
             x_scale = tl.load(p_x_scales + i_row)
             b_y *= x_scale
             b_up_y *= x_scale
@@ -191,7 +191,7 @@ def _pair_kernel(
 @jit
 def _single(b_numbers, CODING: constexpr, PLAIN: constexpr):
     """Numbers or codes, of a weight or of rows, as float32."""
-    if CODING == CODED_ROWS or CODING == CODED_BLOCKS:
+    if CODING == FP8_ROWS or CODING == FP8_BLOCKS:
         b_numbers = loaded_numbers(b_numbers, PLAIN)
     return b_numbers.to(tl.float32)
 
@@ -212,7 +212,7 @@ def _nibble_kernel(
     BLOCK_N: constexpr,
     BLOCK_G: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     i_pair = tl.program_id(1)
@@ -224,7 +224,7 @@ def _nibble_kernel(
     num_groups = size_k // 32
     b_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.kernels.activation import silu_mul
-from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, coded_view, plain_linear, plain_linear_float32
-from holdfast.kernels.gemm.quantize_activations import CodedRows, quantize_rows, quantize_rows_reference
+from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.kernels.moe.expert_gemv import expert_pairs
 from holdfast.kernels.moe.grouped_gemm import expert_rows
 from holdfast.kernels.moe.routing import ExpertOrder
-from holdfast.kernels.triton_compat import can_launch_early, can_run, constexpr, jit, launched_early, tl
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, pdl_launch, supports_pdl, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
@@ -28,17 +28,17 @@ def expert_linear(
     order: ExpertOrder,
     out_PN: torch.Tensor,
     gated: bool,
-    coded: CodedRows | None,
+    quantized: QuantizedRows | None,
 ) -> torch.Tensor:
     """Each pair's row by the weight [E, N, K] of its expert, into `out_PN`; gated: [P, N / 2], gates in the upper rows.
 
-    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that codes activations gets room in `coded`
+    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that codes activations gets room in `quantized`
     for all rows of x at least. On CPU a row's result does not depend, to the bit, on the other rows.
     """
     if not can_run(x_XK):
-        return expert_linear_reference(x_XK, weight, order, out_PN, gated, coded)
-    check_operands(x_XK, weight, order, out_PN, gated, coded)
-    room = _room(coded, weight, len(x_XK))
+        return expert_linear_reference(x_XK, weight, order, out_PN, gated, quantized)
+    check_operands(x_XK, weight, order, out_PN, gated, quantized)
+    room = _room(quantized, weight, len(x_XK))
     rows = None if room is None else quantize_rows(x_XK, room)
     launch = expert_pairs if order.block_rows == 1 else expert_rows
     return launch(x_XK, weight, order, out_PN, gated, rows)
@@ -50,11 +50,11 @@ def expert_linear_reference(
     order: ExpertOrder,
     out_PN: torch.Tensor,
     gated: bool,
-    coded: CodedRows | None,
+    quantized: QuantizedRows | None,
 ) -> torch.Tensor:
     """The same in plain torch: one expert after the other, and of each only if it has rows."""
-    check_operands(x_XK, weight, order, out_PN, gated, coded)
-    room = _room(coded, weight, len(x_XK))
+    check_operands(x_XK, weight, order, out_PN, gated, quantized)
+    room = _room(quantized, weight, len(x_XK))
     rows = None if room is None else quantize_rows_reference(x_XK, room)
     pairs_per_row = order.num_pairs // max(1, len(x_XK))
     ids_P = order.expert_ids_TS.flatten()
@@ -67,7 +67,7 @@ def expert_linear_reference(
         elif rows is None:
             y = _widened(x_XK[chosen].float(), weight, expert)
         else:
-            y = _coded(rows.codes_TK[chosen].float(), rows.scales_TB[chosen], weight, expert)
+            y = _quantized(rows.codes_TK[chosen].float(), rows.scales_TB[chosen], weight, expert)
         if gated:
             y = silu_mul(y)
         out_PN[pairs] = y.to(out_PN.dtype)
@@ -80,7 +80,7 @@ def check_operands(
     order: ExpertOrder,
     out_PN: torch.Tensor,
     gated: bool,
-    coded: CodedRows | None,
+    quantized: QuantizedRows | None,
 ) -> None:
     """Sizes go together, and rows lie one after the other."""
     num_experts, size_n, size_k = weight.shape
@@ -91,13 +91,15 @@ def check_operands(
     assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
     assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
     tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.codes, weight.scales)
-    for tensor in (x_XK, out_PN, *tensors, *(coded or ())):
+    for tensor in (x_XK, out_PN, *tensors, *(quantized or ())):
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
 
 
-def _room(coded: CodedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int) -> CodedRows | None:
+def _room(
+    quantized: QuantizedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int
+) -> QuantizedRows | None:
     """Room for rows as codes; None where the weight takes them as they are."""
-    return None if isinstance(weight, torch.Tensor) else coded_view(coded, weight, num_rows)
+    return None if isinstance(weight, torch.Tensor) else quantized_view(quantized, weight, num_rows)
 
 
 def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
@@ -109,7 +111,7 @@ def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.
     return y_RN
 
 
-def _coded(codes_RK: torch.Tensor, scales_RB: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
+def _quantized(codes_RK: torch.Tensor, scales_RB: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
     """Codes by codes, then the scales of both; block by block of columns where these have scales of their own."""
     scheme, (_, size_n, size_k) = weight.scheme, weight.shape
     width = scheme.block_columns or size_k
@@ -216,7 +218,7 @@ def sum_experts_triton(
     if not out_TH.numel():
         return out_TH
     columns = row_form(num_rows)
-    early = can_launch_early(routed_PH)
+    pdl = supports_pdl(routed_PH)
     _sum_kernel[(num_rows, -(-size // columns))](
         routed_PH,
         shares_TS,
@@ -228,9 +230,9 @@ def sum_experts_triton(
         HAS_SHARED=shared_TH is not None,
         HAS_GATE=shared_logit_T1 is not None,
         BLOCK=columns,
-        EARLY=early,
+        PDL=pdl,
         num_warps=columns // 256,
-        **launched_early(early),
+        **pdl_launch(pdl),
     )
     return out_TH
 
@@ -247,12 +249,12 @@ def _sum_kernel(
     HAS_SHARED: constexpr,
     HAS_GATE: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     p_first = p_routed + i_row * TOP_K * size + o_h

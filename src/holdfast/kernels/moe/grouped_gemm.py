@@ -11,19 +11,19 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.fp8 import loaded_numbers
-from holdfast.kernels.gemm.quantize_activations import CodedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import (
-    CODED_BLOCKS,
-    CODED_ROWS,
+    FP8_BLOCKS,
+    FP8_ROWS,
     INT8_ROWS,
-    Coding,
+    OperandKind,
     e2m1_parts,
     e2m1_wide_parts,
     e8m0_numbers,
     operands_of,
 )
 from holdfast.kernels.moe.routing import ExpertOrder
-from holdfast.kernels.triton_compat import can_launch_early, constexpr, is_interpreted, jit, launched_early, tl
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile_for(block_rows: int, gated: bool, coding: Coding, element_bytes: int) -> Tile:
+def tile_for(block_rows: int, gated: bool, coding: OperandKind, element_bytes: int) -> Tile:
     """The tile of a program over blocks of so many rows, so that nothing leaves the registers.
 
     Few rows wait for memory: two programs a processor, with many blocks of K on their way. Many rows wait for the tensor
@@ -49,7 +49,7 @@ def tile_for(block_rows: int, gated: bool, coding: Coding, element_bytes: int) -
     """
     if element_bytes == 4:
         return Tile(32, 32, 2, 4)
-    is_plain = coding == Coding.PLAIN_NUMBERS
+    is_plain = coding == OperandKind.PLAIN
     if block_rows <= 32:
         return Tile(64, 128, 3 if is_plain and gated else 5, 4)
     block_k = 64 if is_plain else 128
@@ -64,14 +64,14 @@ def expert_rows(
     order: ExpertOrder,
     out_PN: torch.Tensor,
     gated: bool,
-    coded: CodedRows | None,
+    quantized: QuantizedRows | None,
 ) -> torch.Tensor:
-    """Each block's rows by its expert's weight; `coded` are the rows of x as codes, for a scheme that takes them so."""
+    """Each block's rows by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
-    size_k, early = x_XK.shape[1], can_launch_early(x_XK)
-    operands = operands_of(x_XK, weight, coded)
+    size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
+    operands = operands_of(x_XK, weight, quantized)
     tile = tile_for(order.block_rows, gated, operands.coding, operands.tensors[0].element_size())
     assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
     grid = (-(-size_n // tile.block_n), len(order.block_experts_B))
@@ -86,11 +86,11 @@ def expert_rows(
         "BLOCK_K": tile.block_k,
         "NUM_STAGES": tile.num_stages,
         "PLAIN": is_interpreted(),
-        "EARLY": early,
+        "PDL": pdl,
         "num_warps": tile.num_warps,
-        **launched_early(early),
+        **pdl_launch(pdl),
     }
-    if operands.coding == Coding.E2M1_GROUPS:
+    if operands.coding == OperandKind.E2M1_GROUPS:
         # Four exponents are loaded as a word, with a whole block of K; bfloat16 holds all products of codes and scales.
         by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or size_k % tile.block_k != 0
         _nibble_rows_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
@@ -124,7 +124,7 @@ def _rows_kernel(
     BLOCK_K: constexpr,
     NUM_STAGES: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
@@ -132,7 +132,7 @@ def _rows_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < size_n
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_block_experts + i_block).to(tl.int64)
@@ -145,7 +145,7 @@ def _rows_kernel(
     p_rows = p_x + b_rows[None, :] * size_k + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if CODING == CODED_BLOCKS:
+    if CODING == FP8_BLOCKS:
         p_x_s = p_x_scales + b_rows * scale_columns
         p_s = p_scales + first_row // BLOCK_ROWS * scale_columns
         p_up_s = p_s + size_n // BLOCK_ROWS * scale_columns
@@ -161,7 +161,7 @@ def _rows_kernel(
         b_w = _loaded(p_w + k, m_w, CODING, PLAIN)
         if GATED:
             b_up = _loaded(p_w + up_offset + k, m_w, CODING, PLAIN)
-        if CODING == CODED_BLOCKS:
+        if CODING == FP8_BLOCKS:
             i_k = k // BLOCK_K
             b_x_s = tl.load(p_x_s + i_k)[None, :]
             b_s = _block_scales(p_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
@@ -169,7 +169,7 @@ def _rows_kernel(
             if GATED:
                 b_s = _block_scales(p_up_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
                 b_up_y += tl.dot(b_up, b_x) * (b_s * b_x_s)
-        elif CODING == CODED_ROWS:
+        elif CODING == FP8_ROWS:
             b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=BLOCK_K)
             if GATED:
                 b_up_y = tl.dot(b_up, b_x, b_up_y, max_num_imprecise_acc=BLOCK_K)
@@ -177,8 +177,8 @@ def _rows_kernel(
             b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y, input_precision="ieee")
             if GATED:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
-    if CODING == CODED_ROWS or CODING == INT8_ROWS:
-        if CODING == CODED_ROWS:
+    if CODING == FP8_ROWS or CODING == INT8_ROWS:
+        if CODING == FP8_ROWS:
             b_x_s = tl.load(p_x_scales + b_rows)[None, :]
             b_y *= b_x_s
             b_up_y *= b_x_s
@@ -211,7 +211,7 @@ def _loaded(p_numbers, m_numbers, CODING: constexpr, PLAIN: constexpr):
         b_numbers = tl.load(p_numbers)
     else:
         b_numbers = tl.load(p_numbers, mask=m_numbers, other=0.0)
-    if (CODING == CODED_ROWS or CODING == CODED_BLOCKS) and PLAIN:
+    if (CODING == FP8_ROWS or CODING == FP8_BLOCKS) and PLAIN:
         b_numbers = loaded_numbers(b_numbers, PLAIN)
     return b_numbers
 
@@ -247,14 +247,14 @@ def _nibble_rows_kernel(
     NUM_STAGES: constexpr,
     BY_HAND: constexpr,
     PLAIN: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     m_n = o_n < size_n
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_block_experts + i_block).to(tl.int64)

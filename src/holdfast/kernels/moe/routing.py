@@ -15,13 +15,13 @@ import torch
 
 from holdfast.kernels.geometry import CUT_PAIRS, block_rows_for, order_specs, row_form
 from holdfast.kernels.triton_compat import (
-    can_launch_early,
     can_run,
     constexpr,
     jit,
     jit_counting,
-    launched_early,
     next_power_of_two,
+    pdl_launch,
+    supports_pdl,
     tl,
 )
 
@@ -76,7 +76,7 @@ def route_tokens_triton(
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
         return
-    early, block = can_launch_early(logits_TE), next_power_of_two(num_experts)
+    pdl, block = supports_pdl(logits_TE), next_power_of_two(num_experts)
     _route_kernel[(num_rows,)](
         logits_TE,
         expert_ids_TS,
@@ -86,9 +86,9 @@ def route_tokens_triton(
         TOP_K=top_k,
         BLOCK_E=block,
         BLOCK_S=next_power_of_two(top_k),
-        EARLY=early,
+        PDL=pdl,
         num_warps=max(1, min(4, block // 256)),
-        **launched_early(early),
+        **pdl_launch(pdl),
     )
 
 
@@ -102,13 +102,13 @@ def _route_kernel(
     TOP_K: constexpr,
     BLOCK_E: constexpr,
     BLOCK_S: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
     o_s = tl.arange(0, BLOCK_S)
     m_e = o_e < num_experts
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
@@ -223,8 +223,8 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
     form = row_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)
     block_e = next_power_of_two(num_experts)
-    early = can_launch_early(order.expert_ids_TS)
-    flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, "EARLY": early, **launched_early(early)}
+    pdl = supports_pdl(order.expert_ids_TS)
+    flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, "PDL": pdl, **pdl_launch(pdl)}
     if num_cuts > 1:
         _count_kernel[(num_cuts,)](order.expert_ids_TS, counts_CE, num_pairs, num_experts, num_warps=4, **flags)
     _order_kernel[(num_experts, num_cuts)](
@@ -246,10 +246,10 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
 
 
 @jit
-def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, CUT_PAIRS: constexpr, EARLY: constexpr):
+def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, CUT_PAIRS: constexpr, PDL: constexpr):
     i_cut = tl.program_id(0)
     o_e = tl.arange(0, BLOCK_E)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     o_p = i_cut * CUT_PAIRS + tl.arange(0, CUT_PAIRS)
@@ -274,13 +274,13 @@ def _order_kernel(
     BLOCK_ROWS: constexpr,
     BLOCK_E: constexpr,
     CUT_PAIRS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
     i_expert = tl.program_id(0)
     i_cut = tl.program_id(1)
     o_e = tl.arange(0, BLOCK_E)
     o_p = tl.arange(0, BLOCK_P)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # Pairs of every expert, and of this one in the cuts before.

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits."""
+"""The most likely token of each row of logits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class LogitScratch:
     chunk_tokens: int
     """A power of two."""
     chunk_largest_SP: torch.Tensor
-    chunk_likeliest_SP: torch.Tensor
+    chunk_argmax_SP: torch.Tensor
     chunk_weights_RP: torch.Tensor
     chunk_nearer_RP: torch.Tensor
     chunk_counts_RPB: torch.Tensor
@@ -48,22 +48,22 @@ class LogitScratch:
 # S rows, V vocabulary
 
 
-def likeliest(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
     """out = the id of a row's largest logit, the smallest among equals; NO_TOKEN in a row that holds NaN or only -inf."""
     if can_run(logits_SV):
-        likeliest_triton(logits_SV, out_S, scratch)
+        argmax_triton(logits_SV, out_S, scratch)
     else:
-        likeliest_reference(logits_SV, out_S, scratch)
+        argmax_reference(logits_SV, out_S, scratch)
 
 
-def likeliest_reference(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_reference(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
     """The same in plain torch."""
     largest_S = logits_SV.amax(dim=1)
     ids_S = (logits_SV == largest_S.unsqueeze(1)).to(torch.int8).argmax(dim=1)
     out_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
 
 
-def likeliest_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
     """The same as two Triton kernels: a program a chunk of a row, then a program a row."""
     num_rows, vocab_size = logits_SV.shape
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
@@ -74,7 +74,7 @@ def likeliest_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: Logi
     assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
     if not num_rows:
         return
-    partials = scratch.chunk_largest_SP, scratch.chunk_likeliest_SP
+    partials = scratch.chunk_largest_SP, scratch.chunk_argmax_SP
     _chunk_kernel[(num_rows, chunks)](
         logits_SV,
         *partials,
@@ -94,7 +94,7 @@ def likeliest_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: Logi
 def _chunk_kernel(
     p_logits,
     p_largest,
-    p_likeliest,
+    p_argmax,
     row_stride,
     vocab_size,
     num_chunks,
@@ -113,13 +113,13 @@ def _chunk_kernel(
     token = tl.min(tl.where(b_logits == largest, o_token, vocab_size), axis=0)
     token = tl.where(tl.max(m_nan.to(tl.int32), axis=0) > 0, NO_TOKEN, token)
     tl.store(p_largest + i_row * num_chunks + i_chunk, largest)
-    tl.store(p_likeliest + i_row * num_chunks + i_chunk, token)
+    tl.store(p_argmax + i_row * num_chunks + i_chunk, token)
 
 
 @jit
 def _row_kernel(
     p_largest,
-    p_likeliest,
+    p_argmax,
     p_out,
     vocab_size,
     num_chunks,
@@ -130,7 +130,7 @@ def _row_kernel(
     o_chunk = tl.arange(0, CHUNKS)
     m_chunk = o_chunk < num_chunks
     b_largest = tl.load(p_largest + i_row * num_chunks + o_chunk, mask=m_chunk, other=float("-inf"))
-    b_token = tl.load(p_likeliest + i_row * num_chunks + o_chunk, mask=m_chunk, other=vocab_size)
+    b_token = tl.load(p_argmax + i_row * num_chunks + o_chunk, mask=m_chunk, other=vocab_size)
     largest = tl.max(b_largest, axis=0)
     token = tl.min(tl.where(b_largest == largest, b_token, vocab_size), axis=0)
     is_empty = (largest == float("-inf")) | (tl.min(b_token, axis=0) == NO_TOKEN)

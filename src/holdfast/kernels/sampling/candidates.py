@@ -1,4 +1,4 @@
-"""The tokens of a row that can matter, listed: the likeliest ones, as far as top_k, top_p or log-probabilities may reach.
+"""The tokens of a row that can matter, listed: the most likely ones, as far as top_k, top_p or log-probabilities may reach.
 
 distance   how far a logit lies below the largest one of its row: 0 or more, inf for a token that cannot be
 key        the bits of a distance as int32: they sort as the distances do
@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def reference_distances(logits_V: torch.Tensor, token_id: int) -> torch.Tensor:
-    """Distances of one row below its likeliest token, in plain torch."""
+    """Distances of one row below its most likely token, in plain torch."""
     return logits_V[token_id].clamp(max=LARGEST) + 0.0 - logits_V.clamp(max=LARGEST)
 
 
@@ -39,7 +39,7 @@ def reference_weights(distance_V: torch.Tensor, negative_temperature: float, min
 
 def list_near_tokens(
     logits_XV: torch.Tensor,
-    likeliest_X: torch.Tensor,
+    argmax_X: torch.Tensor,
     rows_RF: torch.Tensor,
     tokens_S: torch.Tensor | None,
     scratch: LogitScratch,
@@ -58,9 +58,9 @@ def list_near_tokens(
     grid = (num_rows, chunks)
     _count_kernel[grid](
         logits_XV,
-        likeliest_X,
+        argmax_X,
         rows_RF,
-        likeliest_X if tokens_S is None else tokens_S,
+        argmax_X if tokens_S is None else tokens_S,
         scratch.chunk_weights_RP,
         scratch.chunk_nearer_RP,
         scratch.chunk_counts_RPB,
@@ -75,7 +75,7 @@ def list_near_tokens(
     )
     _list_kernel[grid](
         logits_XV,
-        likeliest_X,
+        argmax_X,
         rows_RF,
         scratch.chunk_weights_RP,
         scratch.chunk_counts_RPB,
@@ -120,7 +120,7 @@ def weights(b_distance, negative_temperature, min_p):
 
 @jit
 def nucleus_weight(total, top_p):
-    """The weight that the likeliest tokens have to reach: ceil(top_p * total), and all of it where top_p is 1."""
+    """The weight that the most likely tokens have to reach: ceil(top_p * total), and all of it where top_p is 1."""
     needed = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
     return tl.where(top_p < 1.0, tl.minimum(needed, total), total)
 
@@ -141,7 +141,7 @@ def bucket_starts(o_bucket):
 @jit
 def _count_kernel(
     p_logits,
-    p_likeliest,
+    p_argmax,
     p_rows,
     p_tokens,
     p_weights,
@@ -159,7 +159,7 @@ def _count_kernel(
     i_chunk = tl.program_id(1)
     p_row = p_rows + i_row * FIELDS
     source = tl.load(p_row).to(tl.int64)
-    top_token = tl.load(p_likeliest + source)
+    top_token = tl.load(p_argmax + source)
     negative_temperature = tl.load(p_row + 2).to(tl.float32)
     if (top_token < 0) | (negative_temperature == 0.0):
         return
@@ -187,7 +187,7 @@ def _count_kernel(
 @jit
 def _list_kernel(
     p_logits,
-    p_likeliest,
+    p_argmax,
     p_rows,
     p_weights,
     p_counts,
@@ -207,7 +207,7 @@ def _list_kernel(
     i_chunk = tl.program_id(1)
     p_row = p_rows + i_row * FIELDS
     source = tl.load(p_row).to(tl.int64)
-    top_token = tl.load(p_likeliest + source)
+    top_token = tl.load(p_argmax + source)
     negative_temperature = tl.load(p_row + 2).to(tl.float32)
     top_p = tl.load(p_row + 4)
     top_k = tl.load(p_row + 5).to(tl.int32)

@@ -27,7 +27,7 @@ ROW_TILE = 4096
 
 def logprob_rows(
     logits_SV: torch.Tensor,
-    likeliest_S: torch.Tensor,
+    argmax_S: torch.Tensor,
     tokens_S: torch.Tensor,
     rows_RF: torch.Tensor,
     columns_RC: torch.Tensor,
@@ -39,14 +39,14 @@ def logprob_rows(
     other is written. NO_TOKEN is taken for token 0.
     """
     if can_run(logits_SV):
-        logprob_rows_triton(logits_SV, likeliest_S, tokens_S, rows_RF, columns_RC, scratch)
+        logprob_rows_triton(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, scratch)
     else:
-        logprob_rows_reference(logits_SV, likeliest_S, tokens_S, rows_RF, columns_RC, scratch)
+        logprob_rows_reference(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, scratch)
 
 
 def logprob_rows_reference(
     logits_SV: torch.Tensor,
-    likeliest_S: torch.Tensor,
+    argmax_S: torch.Tensor,
     tokens_S: torch.Tensor,
     rows_RF: torch.Tensor,
     columns_RC: torch.Tensor,
@@ -55,7 +55,7 @@ def logprob_rows_reference(
     """The same in plain torch, by sorting."""
     max_top = (columns_RC.shape[1] - FIXED_COLUMNS) // 2
     for (source, target, _, _, _, num_top, *_), column_C in zip(rows_RF.tolist(), columns_RC, strict=True):
-        top_token = int(likeliest_S[int(source)])
+        top_token = int(argmax_S[int(source)])
         if top_token == NO_TOKEN:
             column_C[0] = 0.0
             continue
@@ -72,7 +72,7 @@ def logprob_rows_reference(
 
 def logprob_rows_triton(
     logits_SV: torch.Tensor,
-    likeliest_S: torch.Tensor,
+    argmax_S: torch.Tensor,
     tokens_S: torch.Tensor,
     rows_RF: torch.Tensor,
     columns_RC: torch.Tensor,
@@ -84,12 +84,12 @@ def logprob_rows_triton(
     assert columns_RC.is_contiguous(), f"{columns_RC.stride()=}: columns must be dense"
     if not num_rows:
         return
-    list_near_tokens(logits_SV, likeliest_S, rows_RF, tokens_S, scratch)
+    list_near_tokens(logits_SV, argmax_S, rows_RF, tokens_S, scratch)
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     max_listed = scratch.listed_ids_RC.shape[1]
     _logprob_kernel[(num_rows,)](
         logits_SV,
-        likeliest_S,
+        argmax_S,
         tokens_S,
         rows_RF,
         columns_RC,
@@ -115,7 +115,7 @@ def logprob_rows_triton(
 @jit
 def _logprob_kernel(
     p_logits,
-    p_likeliest,
+    p_argmax,
     p_tokens,
     p_rows,
     p_columns,
@@ -140,7 +140,7 @@ def _logprob_kernel(
     p_column = p_columns + i_row * COLUMNS
     source = tl.load(p_row).to(tl.int64)
     num_top = tl.load(p_row + 5).to(tl.int32)
-    top_token = tl.load(p_likeliest + source)
+    top_token = tl.load(p_argmax + source)
     tl.store(p_column, (top_token >= 0).to(tl.float64))
     if top_token < 0:
         return

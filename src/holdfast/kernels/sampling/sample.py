@@ -34,35 +34,35 @@ NUM_WAYS = 8
 
 def sample_tokens(
     logits_XV: torch.Tensor,
-    likeliest_X: torch.Tensor,
+    argmax_X: torch.Tensor,
     rows_RF: torch.Tensor,
-    raw_likeliest_S: torch.Tensor,
+    raw_argmax_S: torch.Tensor,
     chosen_S: torch.Tensor,
     scratch: LogitScratch,
 ) -> None:
-    """chosen[target] = a token of logits[source] for each row of the table; a temperature of 0 takes the likeliest.
+    """chosen[target] = a token of logits[source] for each row of the table; a temperature of 0 takes the argmax.
 
-    A row whose likeliest token is NO_TOKEN, here or in its raw form, gives NO_TOKEN. Other places of `chosen` stay.
+    A row whose most likely token is NO_TOKEN, here or in its raw form, gives NO_TOKEN. Other places of `chosen` stay.
     """
     if can_run(logits_XV):
-        sample_tokens_triton(logits_XV, likeliest_X, rows_RF, raw_likeliest_S, chosen_S, scratch)
+        sample_tokens_triton(logits_XV, argmax_X, rows_RF, raw_argmax_S, chosen_S, scratch)
     else:
-        sample_tokens_reference(logits_XV, likeliest_X, rows_RF, raw_likeliest_S, chosen_S, scratch)
+        sample_tokens_reference(logits_XV, argmax_X, rows_RF, raw_argmax_S, chosen_S, scratch)
 
 
 def sample_tokens_reference(
     logits_XV: torch.Tensor,
-    likeliest_X: torch.Tensor,
+    argmax_X: torch.Tensor,
     rows_RF: torch.Tensor,
-    raw_likeliest_S: torch.Tensor,
+    raw_argmax_S: torch.Tensor,
     chosen_S: torch.Tensor,
     scratch: LogitScratch,
 ) -> None:
     """The same in plain torch, by sorting."""
     for fields in rows_RF.tolist():
         row = LogitRow(*fields)._replace(source=int(fields[0]), target=int(fields[1]), top_k=int(fields[5]))
-        top_token = int(likeliest_X[row.source])
-        if top_token == NO_TOKEN or raw_likeliest_S[row.target] == NO_TOKEN:
+        top_token = int(argmax_X[row.source])
+        if top_token == NO_TOKEN or raw_argmax_S[row.target] == NO_TOKEN:
             chosen_S[row.target] = NO_TOKEN
         elif row.negative_temperature == 0.0:
             chosen_S[row.target] = top_token
@@ -87,9 +87,9 @@ def _reference_choice(distance_V: torch.Tensor, row: LogitRow) -> int:
 
 def sample_tokens_triton(
     logits_XV: torch.Tensor,
-    likeliest_X: torch.Tensor,
+    argmax_X: torch.Tensor,
     rows_RF: torch.Tensor,
-    raw_likeliest_S: torch.Tensor,
+    raw_argmax_S: torch.Tensor,
     chosen_S: torch.Tensor,
     scratch: LogitScratch,
 ) -> None:
@@ -97,14 +97,14 @@ def sample_tokens_triton(
     num_rows, vocab_size = rows_RF.shape[0], logits_XV.shape[1]
     if not num_rows:
         return
-    list_near_tokens(logits_XV, likeliest_X, rows_RF, None, scratch)
+    list_near_tokens(logits_XV, argmax_X, rows_RF, None, scratch)
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     max_listed = scratch.listed_ids_RC.shape[1]
     _choose_kernel[(num_rows,)](
         logits_XV,
-        likeliest_X,
+        argmax_X,
         rows_RF,
-        raw_likeliest_S,
+        raw_argmax_S,
         chosen_S,
         scratch.chunk_weights_RP,
         scratch.num_listed_R,
@@ -128,9 +128,9 @@ def sample_tokens_triton(
 @jit
 def _choose_kernel(
     p_logits,
-    p_likeliest,
+    p_argmax,
     p_rows,
-    p_raw_likeliest,
+    p_raw_argmax,
     p_chosen,
     p_weights,
     p_num_listed,
@@ -157,9 +157,9 @@ def _choose_kernel(
     top_p = tl.load(p_row + 4)
     top_k = tl.load(p_row + 5).to(tl.int32)
     uniform = tl.load(p_row + 6)
-    top_token = tl.load(p_likeliest + source)
+    top_token = tl.load(p_argmax + source)
     # An edit may hide the only NaN of a row, so the raw logits have the last word.
-    top_token = tl.where(tl.load(p_raw_likeliest + target) == NO_TOKEN, NO_TOKEN, top_token)
+    top_token = tl.where(tl.load(p_raw_argmax + target) == NO_TOKEN, NO_TOKEN, top_token)
     if (top_token == NO_TOKEN) | (negative_temperature == 0.0):
         tl.store(p_chosen + target, top_token)
         return

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read
-from holdfast.kernels.load.place_kernels import Pointer, RowLaunch, codes_launch, peak_launch, plain_launch
+from holdfast.kernels.load.place_kernels import Pointer, RowLaunch, amax_launch, codes_launch, plain_launch
 from holdfast.kernels.load.place_rows import (
     E8M0,
     FLOATS,
     UNSEEN,
     Findings,
-    find_peak,
+    find_amax,
     is_placeable,
     place_plain,
     place_quantized,
@@ -32,14 +32,14 @@ from holdfast.loading.planning.moves import Move
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
-FINDING_BYTES = PEAK_BYTES = 4
+FINDING_BYTES = AMAX_BYTES = 4
 
 
 class _Lane(NamedTuple):
     """Rows of one kind on their way to one target."""
 
     launch: RowLaunch
-    find_peak: RowLaunch | None
+    find_amax: RowLaunch | None
     shift: int
     """Bytes from the begin of a row to the first column that the kernel sees."""
     target: int
@@ -53,7 +53,7 @@ class _Lane(NamedTuple):
     p_x: Pointer
     p_y: Pointer
     p_scales: Pointer | None
-    p_peak: Pointer | None
+    p_amax: Pointer | None
     p_nonfinite: Pointer
     p_differing: Pointer
 
@@ -91,12 +91,12 @@ class AddressPlacer:
             lane = self._lanes[key] = self._new_lane(move, verify)
         row = piece.row - (part.rows[0] if part.rows else 0)
         x = chunk + piece.offset
-        if lane.p_peak is not None:
-            lane.p_peak.address = self._peaks + PEAK_BYTES * index
-            if piece.finds_peak:
-                assert lane.find_peak is not None, f"{move} has no peak"
+        if lane.p_amax is not None:
+            lane.p_amax.address = self._peaks + AMAX_BYTES * index
+            if piece.finds_amax:
+                assert lane.find_amax is not None, f"{move} has no peak"
                 lane.p_x.address = x
-                lane.find_peak.start_at(piece.num_rows, x, lane.p_x, lane.p_peak)
+                lane.find_amax.start_at(piece.num_rows, x, lane.p_x, lane.p_amax)
         if not piece.places:
             return True
         place = part.row_start + row
@@ -124,7 +124,7 @@ class AddressPlacer:
         width = kept[1] - kept[0]
         return _Lane(
             launch=plain_launch(x.dtype, target.dtype, width, (num_columns, 1), (width, 1), verify),
-            find_peak=None,
+            find_amax=None,
             shift=kept[0] * x.element_size(),
             target=target.data_ptr(),
             row_bytes=width * target.element_size(),
@@ -135,7 +135,7 @@ class AddressPlacer:
             p_x=p_x,
             p_y=p_y,
             p_scales=None,
-            p_peak=None,
+            p_amax=None,
             p_nonfinite=p_nonfinite,
             p_differing=p_differing,
         )
@@ -152,13 +152,13 @@ class AddressPlacer:
         assert not (verify and scheme.is_whole_tensor), f"{move}: a twin has no peak"
         p_x, p_y, p_scales = (Pointer(read.dtype) for read in (as_kernels_read(x), as_bits(target), as_bits(scales)))
         p_nonfinite, p_differing = Pointer(torch.int32), Pointer(torch.int32)
-        p_peak = Pointer(torch.int32) if scheme.is_whole_tensor else None
-        peaks = () if width else (p_peak,)
+        p_amax = Pointer(torch.int32) if scheme.is_whole_tensor else None
+        peaks = () if width else (p_amax,)
         return _Lane(
             launch=codes_launch(
                 scheme, seen[1] - seen[0], (kept[0] - seen[0], kept[1] - seen[0]), (num_columns, 1), verify
             ),
-            find_peak=peak_launch(num_columns, (num_columns, 1)) if scheme.is_whole_tensor else None,
+            find_amax=amax_launch(num_columns, (num_columns, 1)) if scheme.is_whole_tensor else None,
             shift=seen[0] * x.element_size(),
             target=target.data_ptr(),
             row_bytes=(kept[1] - kept[0]) // scheme.codes_per_byte,
@@ -169,7 +169,7 @@ class AddressPlacer:
             p_x=p_x,
             p_y=p_y,
             p_scales=p_scales,
-            p_peak=p_peak,
+            p_amax=p_amax,
             p_nonfinite=p_nonfinite,
             p_differing=p_differing,
         )
@@ -249,9 +249,9 @@ class Placer:
         rows_RC = _rows_of(piece, route, views[route.dtype])
         if route.target.dtype == E8M0:
             rows_RC = rows_RC.view(E8M0)
-        if piece.finds_peak:
+        if piece.finds_amax:
             assert route.peak is not None, f"{self._jobs[piece.move]} has no peak"
-            find_peak(rows_RC, route.peak)
+            find_amax(rows_RC, route.peak)
         if not piece.places:
             return
         row = piece.row - route.first_row

@@ -67,7 +67,7 @@ class Piece(NamedTuple):
     offset: int
     """Where its bytes begin in the chunk."""
     num_bytes: int
-    finds_peak: bool
+    finds_amax: bool
     """Whether the largest magnitude of its rows is wanted, before any of the move's rows is placed."""
     places: bool
 
@@ -121,15 +121,15 @@ class _Cutter:
         """The chunks that this move fills; its last rows may wait for the next move's."""
         rows, peak_rows = move.part.row_range, move.peak_rows
         if peak_rows is None:
-            yield from self._add(index, move, rows, finds_peak=False, places=True)
+            yield from self._add(index, move, rows, finds_amax=False, places=True)
             return
         if rows == peak_rows and self._is_one_piece(move):
-            yield from self._add(index, move, rows, finds_peak=True, places=True)
+            yield from self._add(index, move, rows, finds_amax=True, places=True)
             return
         # All of it is looked at before the first row is placed, whatever the move takes of it.
-        yield from self._add(index, move, peak_rows, finds_peak=True, places=False)
+        yield from self._add(index, move, peak_rows, finds_amax=True, places=False)
         before, self._barrier = self._barrier, self._number + 1
-        yield from self._add(index, move, rows, finds_peak=False, places=True)
+        yield from self._add(index, move, rows, finds_amax=False, places=True)
         self._barrier = before
 
     def flush(self) -> Iterator[Chunk]:
@@ -147,7 +147,7 @@ class _Cutter:
             return iter((rows,))
         return move.row_ranges(self._chunk_bytes, rows)
 
-    def _add(self, index: int, move: Move, rows: tuple[int, int], finds_peak: bool, places: bool) -> Iterator[Chunk]:
+    def _add(self, index: int, move: Move, rows: tuple[int, int], finds_amax: bool, places: bool) -> Iterator[Chunk]:
         row_bytes = move.row_bytes
         done_bytes = move.num_bytes / max(1, move.num_source_rows) if places else 0.0
         for start, end in self._row_ranges(move, rows, row_bytes):
@@ -155,7 +155,7 @@ class _Cutter:
             if self._used and self._used + num_bytes > self._chunk_bytes:
                 yield from self.flush()
             read = move.read(start, end)
-            self._pieces.append(Piece(index, start, end - start, read, self._used, num_bytes, finds_peak, places))
+            self._pieces.append(Piece(index, start, end - start, read, self._used, num_bytes, finds_amax, places))
             self._used += aligned(num_bytes)
             self._done_bytes += (end - start) * done_bytes
             # Pieces of one chunk are placed in order, so that a chunk need not wait for itself.

@@ -151,7 +151,7 @@ class GGUFSource:
         from holdfast.loading.gguf.dequantize import dequantize
 
         ggml_type = table.tensor.type
-        if table.is_coded_vector:
+        if table.is_quantized_vector:
             # Elements have no bytes of their own: the blocks around them, as one row.
             places = torch.arange(start, end) if head_dim is None else _places(start, end, head_dim)
             low, high = int(places.min()), int(places.max()) + 1
@@ -224,7 +224,7 @@ class _Table(NamedTuple):
     num_columns: int
 
     @property
-    def is_coded_vector(self) -> bool:
+    def is_quantized_vector(self) -> bool:
         return len(self.tensor.shape) == 1 and self.tensor.type.block_elements > 1
 
 

@@ -96,7 +96,7 @@ class LoadPlan:
     def staging_specs(self, device_kind: str) -> tuple[TensorSpec, ...]:
         """What a load holds on the device ("cpu" or "cuda") beside the final tensors.
 
-        The tensors of a source that writes rows itself take the place of the last chunk, so that made-up weights peak where
+        The tensors of a source that writes rows itself take the place of the last chunk, so that dummy weights peak where
         real ones do.
         """
         num_chunks = CPU_CHUNKS if device_kind == "cpu" else DEVICE_CHUNKS
@@ -135,7 +135,7 @@ class LoadPlan:
         (first, num_first), *others = counts.most_common() or [(self.dtype, 0)]
         noun = "tensor" if num_first == 1 else "tensors"
         stored = ", ".join([f"{num_first} {noun} in {first}", *(f"{count} in {name}" for name, count in others)])
-        reason = "made-up rows" if self.writer_specs else "rows on their way to their place"
+        reason = "dummy rows" if self.writer_specs else "rows on their way to their place"
         if pinned_bytes := self.pinned_bytes(device_kind):
             reason += f", through {format_bytes(pinned_bytes)} of pinned host memory"
         return (

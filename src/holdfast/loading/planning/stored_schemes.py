@@ -1,4 +1,4 @@
-"""Made-up weights of a checkpoint that its settings call quantized: the codes and scales that its files would hold; no torch.
+"""Dummy weights of a checkpoint that its settings call quantized: the codes and scales that its files would hold; no torch.
 
 They come from files that nobody vouches for, and an expression can be made to run for ever. So those are followed that
 consist of names, dots (each stands for itself), ".*", groups of alternatives, and "^" and "$" at the ends; of others it is
@@ -321,7 +321,7 @@ class StoredSchemes:
         """
         return kind in self.kinds and kind != "head" and not self.leaves_alone(tensors)
 
-    def made_up_codes(self, parameter: Parameter) -> tuple[Part, ...]:
+    def dummy_codes(self, parameter: Parameter) -> tuple[Part, ...]:
         """What a checkpoint stores of a parameter as codes, as far as its settings say; nothing: it leaves it plain."""
         whole = parameter.whole or parameter
         if not self.is_said_of(whole.kind, (part.tensor for part in whole.parts)):
@@ -547,7 +547,7 @@ def make_up_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSc
     plain: list[Parameter] = []
     planes: dict[str, DummyPlane] = {}
     for parameter in parameters:
-        codes = () if stored is None else stored.made_up_codes(parameter)
+        codes = () if stored is None else stored.dummy_codes(parameter)
         if stored is None or not codes:
             plain.append(parameter)
             continue

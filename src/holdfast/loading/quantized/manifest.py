@@ -87,7 +87,7 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def identify_source(model: OpenModel) -> SourceIdentity | None:
-    """What the model's files are now; None for made-up weights, which are in none."""
+    """What the model's files are now; None for dummy weights, which are in none."""
     if isinstance(model.source, WritingSource):
         return None
     names = sorted({entry.file for entry in model.source.entries.values()})

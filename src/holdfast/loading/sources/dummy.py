@@ -1,4 +1,4 @@
-"""Made-up weights for load_format="dummy": values that depend on a tensor's name and an element's place alone."""
+"""Dummy weights for load_format="dummy": values that depend on a tensor's name and an element's place alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READ_VALUES = 2**18
 SPREAD = 0.1
 """Standard deviation of biases, and of norm weights around 1; of scales, as a share of them."""
 E4M3_SPREAD = 256.0
-"""Standard deviation of made-up e4m3 codes: the largest is then 443, which becomes 448 and never NaN."""
+"""Standard deviation of dummy e4m3 codes: the largest is then 443, which becomes 448 and never NaN."""
 E2M1_SPREAD = sqrt(68.5 / 8)
 """The same of e2m1 where all codes are equally common: 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 EXPONENT_BIAS = 127

@@ -1,9 +1,10 @@
-"""RowRead: what a source is asked for; and sources that several are asked of at once, for less than one by one; no torch."""
+"""WeightSource: tensors as headers have them, whose rows are read by position; RowRead: what is asked; no torch until then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from holdfast.memory.workspace_plan import TensorSpec
@@ -94,3 +95,21 @@ class TogetherSource(Protocol):
     def read_together(self, reads: Sequence[RowRead]) -> None:
         """`read_into` for each of them; any number of threads may call it at once."""
         ...
+
+
+def read_rows(
+    source: WeightSource, name: str, row_start: int, row_end: int, columns: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Rows [row_start, row_end) as a tensor of their own; of a vector, elements. Leading dimensions are rows."""
+    import torch
+
+    entry = source.entries[name]
+    is_vector = len(entry.shape) < 2
+    width = 1 if is_vector else entry.shape[-1]
+    first, last = columns or (0, width)
+    num_rows = prod(entry.shape[:-1]) if not is_vector else prod(entry.shape)
+    assert 0 <= row_start <= row_end <= num_rows, f"{name}: rows {row_start} to {row_end} of {num_rows}"
+    rows = torch.empty((row_end - row_start, last - first), dtype=getattr(torch, entry.dtype))
+    if rows.numel():
+        source.read_into(name, row_start, row_end, rows.view(-1).view(torch.uint8).numpy().data, columns)
+    return rows.view(-1) if is_vector else rows

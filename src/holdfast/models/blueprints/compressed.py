@@ -71,7 +71,7 @@ class CompressedAnatomy(NamedTuple):
         return tuple(weights)
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
-        if not kv_format.is_coded or kv_format.name == "fp8":
+        if not kv_format.is_quantized or kv_format.name == "fp8":
             return None
         return f"{kv_format.name} keeps keys and values by head, and this model keeps compressed vectors"
 

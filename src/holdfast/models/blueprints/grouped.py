@@ -8,20 +8,20 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import (
     Request,
     attention_request,
-    codes_request,
     embed_request,
     experts_request,
-    few_request,
+    fused_decode_request,
     head_request,
     mlp_request,
+    quantized_rows_request,
     stream_request,
-    takes_few,
+    takes_fused_decode,
 )
 from holdfast.models.blueprints.anatomy import CacheRows, HeadGeometry, StepShape, indivisible_experts, split
 from holdfast.models.blueprints.weights import Weight, weight_of
 from holdfast.models.parameters import CheckpointNames, list_parameters
 from holdfast.models.spec import ExpertsSpec, ModelSpec
-from holdfast.quant.formats import CODED_HEAD_DIM, KVFormat
+from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
 
 
 class GroupedAnatomy(NamedTuple):
@@ -56,8 +56,8 @@ class GroupedAnatomy(NamedTuple):
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         head_dim = self.decoder.head_dim
-        if kv_format.is_coded and head_dim % CODED_HEAD_DIM:
-            return f"head_dim is {head_dim}, and heads of a multiple of {CODED_HEAD_DIM} elements can be quantized"
+        if kv_format.is_quantized and head_dim % QUANTIZED_HEAD_DIM:
+            return f"head_dim is {head_dim}, and heads of a multiple of {QUANTIZED_HEAD_DIM} elements can be quantized"
         return None
 
     def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
@@ -83,9 +83,9 @@ class GroupedAnatomy(NamedTuple):
             requests.append(mlp_request(spec, step.num_rows, step.dtype))
         if spec.experts is not None:
             requests.append(experts_request(spec.experts, spec.hidden_size, step.num_rows, step.dtype))
-        requests.append(codes_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
-        if takes_few(spec, step.dtype, step.device_kind, step.recipe):
-            requests.append(few_request(spec, step.recipe))
+        requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
+        if takes_fused_decode(spec, step.dtype, step.device_kind, step.recipe):
+            requests.append(fused_decode_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]
         # Logits are gathered from all ranks before one of them samples.
         return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))

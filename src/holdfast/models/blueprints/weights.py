@@ -176,11 +176,11 @@ def _refuse_stored_patterns(weights: tuple[Weight, ...], asked: WeightRecipe) ->
         matched = [weight for weight in weights if alone.is_ignored(weight.names)]
         if not matched:
             raise _nothing_matches(pattern, weights)
-        coded = next((weight for weight in matched if weight.stored_scheme is not None), None)
-        if coded is not None and coded.stored_scheme is not None:
+        quantized = next((weight for weight in matched if weight.stored_scheme is not None), None)
+        if quantized is not None and quantized.stored_scheme is not None:
             raise ConfigError(
                 f"quantization_ignore: the pattern {shown(pattern)} was asked",
-                f"{coded.name} is stored as {coded.stored_scheme.name} already",
+                f"{quantized.name} is stored as {quantized.stored_scheme.name} already",
                 f"leave quantization and quantization_ignore out to load it as it is, or {BEFORE}",
             )
 
@@ -212,7 +212,7 @@ def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
     if not schemes:
         return None
     layers = [one.stored_scheme for one in weights if one.stored_scheme and one.kind in ("linear", "expert")]
-    first = next((scheme for scheme in schemes if scheme.codes_activations), (layers or schemes)[0])
+    first = next((scheme for scheme in schemes if scheme.quantizes_activations), (layers or schemes)[0])
     kinds = {weight.kind for weight in weights if weight.stored_scheme is not None}
     embeddings: QuantizedEmbeddings = "all" if "embedding" in kinds else "head" if "head" in kinds else "none"
     plain = tuple(weight.name for weight in weights if weight.stored_scheme is None)

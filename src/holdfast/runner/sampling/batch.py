@@ -51,7 +51,7 @@ class SamplingBatch:
 
     num_rows: int
     edited_greedy: tuple[int, ...]
-    """The likeliest token, after penalties, biases or bans."""
+    """The most likely token, after penalties, biases or bans."""
     unfiltered: tuple[int, ...]
     """A random token of the whole vocabulary, or of what min_p leaves."""
     narrow: tuple[int, ...]
@@ -61,11 +61,11 @@ class SamplingBatch:
     logprobs: tuple[int, ...]
     """Rows that asked for log-probabilities; they are of one of the kinds above as well, or plain greedy."""
     num_top: int
-    """The most likeliest tokens that any of them asked for."""
+    """The largest number of most likely tokens that any of them asked for."""
 
     @property
     def is_plain(self) -> bool:
-        """Does every row just take the likeliest token of its raw logits?"""
+        """Does every row just take the most likely token of its raw logits?"""
         return not (self.edited_greedy or self.unfiltered or self.narrow or self.wide)
 
     @classmethod
@@ -134,7 +134,7 @@ def is_edited(sequence: Sequence) -> bool:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Does the sequence just take the likeliest token of its raw logits, and ask nothing more?"""
+    """Does the sequence just take the most likely token of its raw logits, and ask nothing more?"""
     params = sequence.params
     return params.temperature == 0.0 and params.logprobs is None and not is_edited(sequence)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.geometry import NUM_FIELDS, LogitRow
-from holdfast.kernels.sampling.argmax import LogitScratch, likeliest
+from holdfast.kernels.sampling.argmax import LogitScratch, argmax
 from holdfast.kernels.sampling.edit_logits import copy_rows
 from holdfast.kernels.sampling.logprobs import logprob_rows
 from holdfast.kernels.sampling.sample import sample_tokens
@@ -32,8 +32,8 @@ class DeviceSampler:
 
     def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
         tensors = Arena("sampling", device_specs(max_rows, vocab_size), device, ledger, "fixed buffers").tensors
-        self.likeliest_S, self._chosen_S = tensors["argmax"], tensors["chosen"]
-        self._block_likeliest_R, self._block_RV = tensors["block_argmax"], tensors["block"]
+        self.argmax_S, self._chosen_S = tensors["argmax"], tensors["chosen"]
+        self._block_argmax_R, self._block_RV = tensors["block_argmax"], tensors["block"]
         self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
         self._scratch = LogitScratch.of(tensors)
         is_cuda = device.type == "cuda"
@@ -47,16 +47,16 @@ class DeviceSampler:
         self._done = torch.cuda.Event() if is_cuda else None
         self._is_busy = False
         self._vocab_size, self._device = vocab_size, device
-        self._rows_at_once = self._block_likeliest_R.shape[0]
+        self._rows_at_once = self._block_argmax_R.shape[0]
         self._edited_at_once = edited_rows_per_block(vocab_size, max_rows)
         self._seen = SeenTokens(vocab_size, max_rows)
 
-    def find_likeliest(self, logits_SV: torch.Tensor) -> None:
-        """Into the first places of `likeliest_S`."""
-        likeliest(logits_SV, self.likeliest_S[: logits_SV.shape[0]], self._scratch)
+    def find_argmax(self, logits_SV: torch.Tensor) -> None:
+        """Into the first places of `argmax_S`."""
+        argmax(logits_SV, self.argmax_S[: logits_SV.shape[0]], self._scratch)
 
     def read_greedy(self, num_rows: int) -> list[SequenceSample]:
-        token_ids, _ = self._read(self.likeliest_S[:num_rows], 0)
+        token_ids, _ = self._read(self.argmax_S[:num_rows], 0)
         return list(map(SequenceSample, token_ids, repeat(None)))
 
     def sample(
@@ -68,30 +68,30 @@ class DeviceSampler:
     ) -> list[SequenceSample]:
         self._begin()
         num_rows = len(sequences)
-        likeliest_S = (self.likeliest_S if chosen_by_graph is None else chosen_by_graph)[:num_rows]
+        argmax_S = (self.argmax_S if chosen_by_graph is None else chosen_by_graph)[:num_rows]
         if chosen_by_graph is None:
-            self.find_likeliest(logits_SV)
+            self.find_argmax(logits_SV)
         table = _Table.of(sequences, self._vocab_size, self._edited_at_once)
         direct_XF, edited_XF, asked_XF = self._send(table.fields).split(
             (table.num_direct, len(table.edited), len(table.asked))
         )
-        chosen_S = likeliest_S
+        chosen_S = argmax_S
         if table.num_direct or table.edited:
             chosen_S = self._chosen_S[:num_rows]
-            chosen_S.copy_(likeliest_S)
+            chosen_S.copy_(argmax_S)
         for start in range(0, table.num_direct, self._rows_at_once):
             rows_RF = direct_XF[start : start + self._rows_at_once]
-            sample_tokens(logits_SV, likeliest_S, rows_RF, likeliest_S, chosen_S, self._scratch)
+            sample_tokens(logits_SV, argmax_S, rows_RF, argmax_S, chosen_S, self._scratch)
         for start in range(0, len(table.edited), self._edited_at_once):
             rows_RF = edited_XF[start : start + self._edited_at_once]
             block_RV = self._block_RV[: rows_RF.shape[0]]
-            block_likeliest_R = self._block_likeliest_R[: rows_RF.shape[0]]
+            block_argmax_R = self._block_argmax_R[: rows_RF.shape[0]]
             copy_rows(logits_SV, rows_RF, block_RV)
             block = table.edited[start : start + self._edited_at_once]
             self._edit(block_RV, [sequences[row] for row in block], eos_token_ids)
-            likeliest(block_RV, block_likeliest_R, self._scratch)
-            sample_tokens(block_RV, block_likeliest_R, rows_RF, likeliest_S, chosen_S, self._scratch)
-        self._measure(logits_SV, likeliest_S, chosen_S, asked_XF)
+            argmax(block_RV, block_argmax_R, self._scratch)
+            sample_tokens(block_RV, block_argmax_R, rows_RF, argmax_S, chosen_S, self._scratch)
+        self._measure(logits_SV, argmax_S, chosen_S, asked_XF)
         token_ids, columns = self._read(chosen_S, len(table.asked))
         samples = list(map(SequenceSample, token_ids, repeat(None)))
         for row, column in zip(table.asked, columns, strict=True):
@@ -110,11 +110,11 @@ class DeviceSampler:
             targets = target_ids[start : start + PROMPT_ROWS]
             logits_RV = logits_TV[start : start + PROMPT_ROWS]
             self._host_chosen_S.numpy()[: len(targets)] = targets
-            tokens_R, likeliest_R = self._chosen_S[: len(targets)], self._block_likeliest_R[: len(targets)]
+            tokens_R, argmax_R = self._chosen_S[: len(targets)], self._block_argmax_R[: len(targets)]
             tokens_R.copy_(self._host_chosen_S[: len(targets)], non_blocking=True)
-            likeliest(logits_RV, likeliest_R, self._scratch)
+            argmax(logits_RV, argmax_R, self._scratch)
             rows_RF = self._send([field for row in range(len(targets)) for field in _logprob_row(row, num_top)])
-            self._measure(logits_RV, likeliest_R, tokens_R, rows_RF)
+            self._measure(logits_RV, argmax_R, tokens_R, rows_RF)
             _, columns = self._read(tokens_R, len(targets))
             results += [read_logprobs(token_id, row, num_top) for token_id, row in zip(targets, columns, strict=True)]
         return results
@@ -145,12 +145,12 @@ class DeviceSampler:
         self._staging.apply(block_RV)
 
     def _measure(
-        self, logits_SV: torch.Tensor, likeliest_S: torch.Tensor, tokens_S: torch.Tensor, rows_XF: torch.Tensor
+        self, logits_SV: torch.Tensor, argmax_S: torch.Tensor, tokens_S: torch.Tensor, rows_XF: torch.Tensor
     ) -> None:
         for start in range(0, rows_XF.shape[0], self._rows_at_once):
             rows_RF = rows_XF[start : start + self._rows_at_once]
             columns_RC = self._columns_SC[start : start + rows_RF.shape[0]]
-            logprob_rows(logits_SV, likeliest_S, tokens_S, rows_RF, columns_RC, self._scratch)
+            logprob_rows(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, self._scratch)
 
     def _read(self, ids_S: torch.Tensor, num_columns: int) -> tuple[list[int], list[list[float]]]:
         """Token ids and the first columns, on the host: the only wait of a step."""
@@ -169,7 +169,7 @@ class _Table(NamedTuple):
     """What is asked of the rows of a step."""
 
     fields: list[float]
-    """Of random rows that are read where they are, then `edited`, then `asked`. The likeliest raw token takes no row."""
+    """Of random rows that are read where they are, then `edited`, then `asked`. The most likely raw token takes no row."""
     num_direct: int
     edited: list[int]
     """Rows of the step whose logits are edited."""

@@ -143,18 +143,18 @@ class HostSampler:
     """Chooses tokens. From one step to the next it keeps counts of tokens and nothing else."""
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
-        self.likeliest_S = torch.zeros(max_rows, dtype=torch.int64)
+        self.argmax_S = torch.zeros(max_rows, dtype=torch.int64)
         self._vocab_size = vocab_size
         self._rows_per_block = rows_per_block(vocab_size, max_rows)
         self._vocabulary_V = torch.arange(vocab_size, dtype=torch.int32)
         self._seen = SeenTokens(vocab_size, max_rows)
 
-    def find_likeliest(self, logits_SV: torch.Tensor) -> None:
-        """Into the first places of `likeliest_S`."""
-        self.likeliest_S[: logits_SV.shape[0]] = _likeliest(logits_SV)
+    def find_argmax(self, logits_SV: torch.Tensor) -> None:
+        """Into the first places of `argmax_S`."""
+        self.argmax_S[: logits_SV.shape[0]] = _argmax(logits_SV)
 
     def read_greedy(self, num_rows: int) -> list[SequenceSample]:
-        return [SequenceSample(token_id, None) for token_id in self.likeliest_S[:num_rows].tolist()]
+        return [SequenceSample(token_id, None) for token_id in self.argmax_S[:num_rows].tolist()]
 
     def sample(
         self,
@@ -164,10 +164,10 @@ class HostSampler:
         chosen_by_graph: torch.Tensor | None,
     ) -> list[SequenceSample]:
         batch = SamplingBatch.of(sequences, self._vocab_size)
-        likeliest_S = _likeliest(logits_SV) if chosen_by_graph is None else chosen_by_graph[: len(sequences)]
-        chosen_S = likeliest_S
+        argmax_S = _argmax(logits_SV) if chosen_by_graph is None else chosen_by_graph[: len(sequences)]
+        chosen_S = argmax_S
         if not batch.is_plain:
-            chosen_S = self._choose(logits_SV, likeliest_S, sequences, eos_token_ids, batch)
+            chosen_S = self._choose(logits_SV, argmax_S, sequences, eos_token_ids, batch)
         if not batch.logprobs:
             return [SequenceSample(token_id, None) for token_id in chosen_S.tolist()]
         return _read(self._measure(logits_SV, chosen_S, batch), sequences)
@@ -187,17 +187,17 @@ class HostSampler:
     def _choose(
         self,
         logits_SV: torch.Tensor,
-        likeliest_S: torch.Tensor,
+        argmax_S: torch.Tensor,
         sequences: SequenceABC[Sequence],
         eos_token_ids: frozenset[int],
         batch: SamplingBatch,
     ) -> torch.Tensor:
         """int64 [S]: token ids or NO_TOKEN; the logits stay as they are."""
-        chosen_S = likeliest_S.clone()
+        chosen_S = argmax_S.clone()
         for rows in self._blocks(batch.edited_greedy):
             rows_R = torch.tensor(rows, dtype=torch.int64)
             logits_RV = self._edited(logits_SV, rows, rows_R, sequences, eos_token_ids)
-            chosen_S.index_copy_(0, rows_R, _likeliest(logits_RV))
+            chosen_S.index_copy_(0, rows_R, _argmax(logits_RV))
             del logits_RV
         for kind, choose_tokens in (
             (batch.unfiltered, choose_unfiltered),
@@ -212,7 +212,7 @@ class HostSampler:
                 chosen_S.index_copy_(0, params.rows, chosen_R1.squeeze(1))
                 del logits_RV, distance_RV  # the next block takes its memory before these names are bound again
         # A ban may hide the only NaN of a row, so the raw logits have the last word.
-        return torch.where(likeliest_S == NO_TOKEN, NO_TOKEN, chosen_S)
+        return torch.where(argmax_S == NO_TOKEN, NO_TOKEN, chosen_S)
 
     def _measure(self, logits_SV: torch.Tensor, chosen_S: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """float64 [S, 1 + columns of logprob_columns]: token ids, and numbers from raw logits where somebody asked."""
@@ -248,7 +248,7 @@ class HostSampler:
         return logits_RV
 
 
-def _likeliest(logits_SV: torch.Tensor) -> torch.Tensor:
+def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
     """int64 [S]: the id of a row's largest logit, the smallest among equals; NO_TOKEN where there is none.
 
     Torch takes three to ten times longer than numpy to find an index, and this is all that greedy sampling does.

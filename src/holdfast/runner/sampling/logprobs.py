@@ -1,6 +1,6 @@
-"""Log-probabilities, ranks and likeliest tokens from raw logits: numbers on the device, logarithms on the host.
+"""Log-probabilities, ranks and most likely tokens from raw logits: numbers on the device, logarithms on the host.
 
-distance   how far a logit lies below the likeliest one of its row: 0 or more, inf for a token that cannot be
+distance   how far a logit lies below the most likely one of its row: 0 or more, inf for a token that cannot be
 key        the bits of a distance as int32: they sort as the distances do
 weight     exp(-distance / temperature) in units of 2**-40; a vocabulary of 2**22 stays below 2**62
 """
@@ -40,14 +40,14 @@ def distances_(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     its own place only. A logit of +inf is taken for the largest finite number, so that its distance is 0 and not NaN.
     """
     logits_RV.clamp_(max=_LARGEST)
-    likeliest_R1 = logits_RV.amax(dim=1, keepdim=True) + 0.0  # -0.0 - 0.0 would be -0.0, whose bits sort before 0.0
-    return torch.sub(likeliest_R1, logits_RV, out=logits_RV), likeliest_R1 > -torch.inf
+    argmax_R1 = logits_RV.amax(dim=1, keepdim=True) + 0.0  # -0.0 - 0.0 would be -0.0, whose bits sort before 0.0
+    return torch.sub(argmax_R1, logits_RV, out=logits_RV), argmax_R1 > -torch.inf
 
 
 def weights(
     distance_RX: torch.Tensor, negative_temperature_R1: torch.Tensor, min_p_R1: torch.Tensor | None
 ) -> torch.Tensor:
-    """Weights of tokens; those below a share `min_p` of the likeliest one weigh nothing."""
+    """Weights of tokens; those below a share `min_p` of the most likely one weigh nothing."""
     share_RX = torch.div(distance_RX, negative_temperature_R1).exp_()
     if min_p_R1 is not None:
         share_RX.masked_fill_(share_RX < min_p_R1, 0)
@@ -55,7 +55,7 @@ def weights(
 
 
 def nucleus_weight(total_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """The weight that the likeliest tokens have to reach: ceil(top_p * total), and all of it where top_p is 1."""
+    """The weight that the most likely tokens have to reach: ceil(top_p * total), and all of it where top_p is 1."""
     needed_R1 = (total_R1.to(torch.float64) * top_p_R1).ceil_().to(torch.int64).clamp_(min=1)
     return torch.where(top_p_R1 < 1, torch.minimum(needed_R1, total_R1), total_R1)
 
@@ -74,7 +74,7 @@ def draw_(weight_RX: torch.Tensor, uniform_R1: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(running_RX, looked_for_R1, right=True).clamp_(max=weight_RX.shape[1] - 1)
 
 
-# R rows of a block, V vocabulary, K likeliest tokens
+# R rows of a block, V vocabulary, K most likely tokens
 
 _UNIT = 2.0**-WEIGHT_BITS
 

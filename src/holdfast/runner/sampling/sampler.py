@@ -44,7 +44,7 @@ class Sampler:
             if self._has_kernels
             else HostSampler(vocab_size, max_rows)
         )
-        self.likeliest_S = self._chooser.likeliest_S
+        self.argmax_S = self._chooser.argmax_S
         """int64, at least `max_rows` long, and always in the same place."""
 
     def warm(self, logits_SV: torch.Tensor) -> None:
@@ -55,12 +55,12 @@ class Sampler:
             self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
         self.prompt_logprobs(logits_SV[:1], [0], 1)
 
-    def find_likeliest(self, logits_SV: torch.Tensor) -> None:
-        """The likeliest token of each row into the first places of `likeliest_S`; a CUDA graph may capture this."""
-        self._chooser.find_likeliest(logits_SV)
+    def find_argmax(self, logits_SV: torch.Tensor) -> None:
+        """The most likely token of each row into the first places of `argmax_S`; a CUDA graph may capture this."""
+        self._chooser.find_argmax(logits_SV)
 
     def read_greedy(self, num_rows: int) -> list[SequenceSample]:
-        """What `find_likeliest` has left for the first rows, where every sequence takes the likeliest token."""
+        """What `find_argmax` has left for the first rows, where every sequence takes the most likely token."""
         return self._chooser.read_greedy(num_rows)
 
     def sample(
@@ -72,7 +72,7 @@ class Sampler:
     ) -> list[SequenceSample]:
         """One token for each sequence; row i of the float32 logits follows everything in sequences[i].token_ids.
 
-        `chosen_by_graph` holds what `find_likeliest` would find, where a graph has found it already.
+        `chosen_by_graph` holds what `find_argmax` would find, where a graph has found it already.
         """
         self._check(logits_SV, len(sequences), "sequences")
         return self._chooser.sample(logits_SV, sequences, eos_token_ids, chosen_by_graph) if sequences else []
