@@ -17,7 +17,7 @@ class SourceMutant:
     """Stands there exactly once."""
     new: str
     test: str
-    """A test as pytest names it, or a whole file of them; at least one fails, none breaks in another way."""
+    """A test as pytest names it, with all its parameters; at least one case fails, none breaks in another way."""
     says: str
     """Found in what a failing test says: a regular expression, so that it fails for the reason that is meant."""
 
@@ -87,10 +87,10 @@ SOURCE_MUTANTS = {
         says=r"\[\(1, 4, 1\)\] == \[\(1, 4, 1\), \(2, 0, 16\)\]",
     ),
     "a text goes on from two bytes of its prompt": SourceMutant(
-        file="text/token_pieces.py",
+        file="text/detokenizer.py",
         old="MIN_CONTEXT_BYTES = 8",
         new="MIN_CONTEXT_BYTES = 2",
-        test="tests/text/test_detokenizer.py",
-        says="assert",
+        test="tests/text/test_detokenizer.py::test_every_byte_that_a_prompt_has_of_its_last_character_counts",
+        says="== '😀'",
     ),
 }
