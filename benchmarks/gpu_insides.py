@@ -21,7 +21,7 @@ POISON_BYTE = 0xFF
 FINGERPRINT_WEIGHTS = 4093
 """A prime: weights repeat after so many columns. 32 bits x 12 bits x a vocabulary below 2**19 stay exact in 63 bits."""
 POISONED_LANES = ("stream", "layers")
-"""Lanes whose owners write before they read; what products of few rows share is zeros between launches, by contract."""
+"""Lanes whose owners write before they read; what small-batch GEMMs share is zeros between launches, by contract."""
 
 
 def replace(thing: object, name: str, function: Callable[..., Any]) -> None:

@@ -27,7 +27,7 @@ NEEDLE = 0
 TALKERS = range(POOL_SIZE - 8, POOL_SIZE)
 """Requests with short prompts and long outputs, which take pages from those that came after them."""
 LEAST_GAP = 1e-4
-"""Between the two likeliest tokens of every step, so that torch, which is near but not the same, chooses alike."""
+"""Between the two most likely tokens of every step, so that torch, which is near but not the same, chooses alike."""
 NAN_TOKEN = VOCAB - 1
 
 

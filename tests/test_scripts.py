@@ -167,7 +167,7 @@ def test_every_committed_record_has_a_section_of_the_documents() -> None:
 
 
 def test_older_records_are_told_in_words_of_today(tmp_path: Path) -> None:
-    old = {**RECORD, "settings": "dummy weights", "note": "It took the kernels for few rows."}
+    old = {**RECORD, "settings": "made-up weights", "note": "It took the kernels for few rows."}
     (tmp_path / "a.json").write_text(json.dumps({**old, "section": "gpu-decode"}))
     text = doc_tables.section_tables(tmp_path, "gpu-decode")
     assert "A-Model, dummy weights, on 2 ARM cores" in text

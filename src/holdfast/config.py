@@ -1,4 +1,4 @@
-"""EngineConfig: every setting of an engine, frozen and validated; unknown names raise and suggest the nearest; no torch."""
+"""EngineConfig: every setting of an engine, frozen and validated; unknown names suggest the nearest; no torch."""
 
 import dataclasses
 import difflib

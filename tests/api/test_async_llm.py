@@ -1,4 +1,4 @@
-""""""
+"""AsyncLLM: many readers of one batch; whoever leaves takes its request along, and every end reaches its reader."""
 
 import asyncio
 import gc

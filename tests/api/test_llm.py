@@ -1,4 +1,4 @@
-""""""
+"""LLM: generate, chat and stream; options shared with AsyncLLM; what the makers advise; progress on a terminal."""
 
 import inspect
 import io

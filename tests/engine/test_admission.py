@@ -1,4 +1,4 @@
-""""""
+"""Admission: prompts and salts of every kind, refusals in one line before anything is spent, and derived seeds."""
 
 import time
 from array import array

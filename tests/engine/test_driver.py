@@ -1,3 +1,5 @@
+"""Driver: calls share steps and read their own; whatever ends a call, nothing of it is left behind."""
+
 import signal
 import threading
 

@@ -1,4 +1,4 @@
-""""""
+"""Engine over a fake runner: endings, seeds, log-probabilities, names, statistics, and aborts at every token."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -244,7 +244,7 @@ def test_completions_of_one_request_end_one_by_one():
     assert_at_rest(engine)
 
 
-def test_logprobs_hold_the_chosen_token_and_the_likeliest_with_texts():
+def test_logprobs_hold_the_chosen_token_and_the_most_likely_with_texts():
     deltas, _ = scripted(list(b"ab"), SamplingParams(max_tokens=2, logprobs=3))
     for position, (delta, token) in enumerate(zip(deltas, b"ab", strict=True), start=1):
         (found,) = delta.logprobs

@@ -1,4 +1,4 @@
-""""""
+"""From tokens to outputs: text and endings, log-probabilities by place, deltas that add up, merged or not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-""""""
+"""EngineThread and Mailbox: commands between two steps, readers in any loop, and an end for everybody."""
 
 import asyncio
 import threading

@@ -1,3 +1,5 @@
+"""InterruptShield: an interrupt waits for the end of a block, or for the part that lets it through."""
+
 import signal
 import threading
 

@@ -1,4 +1,4 @@
-"""Scheduler with prefix caching: which pages are shared, which must never be, and what is counted."""
+"""Scheduler: page needs and queues; order, budget, preemption and finishing; which pages are shared and which never."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-""""""
+"""Arena and MirroredTensor: tensors apart and aligned, bytes held and given back, copies that arrive in order."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-""""""
+"""GPUs by name, and what a host can still give, with and without a limit on the group of processes."""
 
 import os
 

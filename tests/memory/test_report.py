@@ -1,3 +1,5 @@
+"""The memory table: planned, held and measured, owner by owner."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""Families: every config.json to its spec as transformers reads it, and what is declined in words."""
+
 import json
 from typing import Any
 

@@ -1,4 +1,4 @@
-""""""
+"""Parameters: parts tile every tensor, names are those of checkpoints, and experts come in every layout."""
 
 import dataclasses
 from collections import Counter

@@ -1,3 +1,5 @@
+"""Rotary tables of every scaling kind against transformers, at any length."""
+
 from typing import Any
 
 import pytest

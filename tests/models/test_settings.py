@@ -1,4 +1,4 @@
-""""""
+"""Settings: values of a config.json are checked as they are read; experts and rotary positions from them."""
 
 import copy
 from typing import Any

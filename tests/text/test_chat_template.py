@@ -1,3 +1,5 @@
+"""ChatTemplate: messages to prompts as transformers writes them; what is no conversation is refused in one line."""
+
 import json
 import threading
 import time

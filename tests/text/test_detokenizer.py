@@ -1,3 +1,5 @@
+"""IncrementalDetokenizer: deltas add up to what decoding at once gives, for every decoder that can be streamed."""
+
 import random
 from itertools import pairwise
 from pathlib import Path

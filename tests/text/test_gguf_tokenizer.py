@@ -1,3 +1,5 @@
+"""Tokenizers in GGUF metadata: the ids of transformers and of llama.cpp's rules; hostile files in one line."""
+
 import array
 import random
 import re

@@ -1,3 +1,5 @@
+"""The Jinja sandbox: templates write what transformers writes; those that burn time or memory or escape are refused."""
+
 import builtins
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""StopStrings: the result of a search in the whole text, however it is cut, and nothing shown that is taken back."""
+
 import time
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""Tokenizer: the ids of transformers for every form; special tokens; broken and missing files in one line."""
+
 import json
 import os
 import subprocess

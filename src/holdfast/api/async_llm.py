@@ -1,4 +1,4 @@
-"""AsyncLLM: a model for asyncio programs; many callers, one batch, one engine thread; torch is imported when a model is opened."""
+"""AsyncLLM: a model for asyncio programs: many callers, one batch; torch is imported when a model is opened."""
 
 import asyncio
 import weakref

@@ -1,4 +1,4 @@
-"""`holdfast chat`: what is typed or piped, turn by turn; /commands; the history, taken back or kept in a file; no torch."""
+"""`holdfast chat`: what is typed or piped, turn by turn; /commands; the history, taken back or kept; no torch."""
 
 import difflib
 import re

@@ -1,4 +1,7 @@
-"""Every command: its help page, its options, and what runs it; argparse is made of that. Imports little, so that help and plans come at once; no torch."""
+"""Every command: its help page, its options, and what runs it; argparse is made of that; no torch.
+
+Little is imported here, so that help and plans come at once.
+"""
 
 import argparse
 import difflib

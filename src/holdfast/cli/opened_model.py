@@ -1,4 +1,4 @@
-"""A model that a command opens: progress while it loads, prompts from options and pipes, answers, and how fast they came; no torch."""
+"""A model that a command opens: progress, prompts from options and pipes, answers, and how fast they came; no torch."""
 
 import math
 import select

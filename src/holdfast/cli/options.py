@@ -1,4 +1,4 @@
-"""The options of every command: a row for each setting of an engine and of a request, and how values are read that people type; no torch.
+"""The options of every command: a row for each setting of an engine and a request; values as typed; no torch.
 
 A value that cannot be read stays as it was typed: the setting that it is for refuses it in its own words.
 """

@@ -1,4 +1,4 @@
-"""Pages in one file each: building blocks (table, strips to scale, bars, charts) and the pages of memory, plan and quality; no torch.
+"""Pages in one file each: table, strips to scale, bars and charts, and the pages of memory, plan and quality; no torch.
 
 Style and script lie inside, light and dark; nothing is loaded from anywhere, and every text is escaped.
 """

@@ -1,4 +1,4 @@
-"""`holdfast plan`: what a model would take of a device that need not be there, before anything is read or taken; no torch."""
+"""`holdfast plan`: what a model would take of a device that need not be there, before anything is read; no torch."""
 
 from typing import NamedTuple
 

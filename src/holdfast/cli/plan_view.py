@@ -1,4 +1,4 @@
-"""A plan as everybody shows it, whether it fits or not: one value behind table, JSON and page; its words; the sweep; no torch."""
+"""PlanView: one value behind table, JSON and page of a plan, whether it fits or not; its words; the sweep; no torch."""
 
 import shlex
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Text for people: columns, bars and lines for a terminal, and the tables of memory, a plan, its sweep and an evaluation; no torch."""
+"""Text for a terminal: columns, bars, lines, and the tables of memory, a plan, its sweep, an evaluation; no torch."""
 
 import math
 import sys

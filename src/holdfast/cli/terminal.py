@@ -1,4 +1,4 @@
-"""The process of a command: Ctrl-C, exit codes, answers to stdout, lines and the log to stderr, JSON that every parser takes; no torch."""
+"""The process of a command: Ctrl-C, exit codes, answers to stdout, lines and log to stderr, strict JSON; no torch."""
 
 import json
 import math

@@ -1,7 +1,9 @@
-"""Seeds of sequences, derived so that a completion depends on its request's seed and its index and on nothing else; no torch.
+"""Admission: what can be wrong with a request is found before it costs anything; prompts, salts, seeds; no torch.
 
 Nothing is changed: a request that passes is a `PreparedRequest`, which the engine can take at once. May be called from
 any thread.
+
+A completion depends on its request's seed and its index, and on nothing else:
 
     request seed   params.seed, or derive_seed(engine seed, number of the request)
     sequence seed  derive_seed(request seed, index of the completion)

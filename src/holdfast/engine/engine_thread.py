@@ -1,4 +1,7 @@
-"""EngineThread: one thread that owns an engine; commands go in between two steps, deltas come out after each; no torch."""
+"""EngineThread: a thread that owns an engine; commands go in between two steps, deltas come out after each; no torch.
+
+A reader in an event loop has a Mailbox, which the thread fills and wakes it for.
+"""
 
 import asyncio
 import threading

@@ -1,4 +1,8 @@
-"""From deltas to outputs: the answer so far of one request, and deltas that wait for a slow reader; no torch."""
+"""From tokens to outputs: text and ending of a completion, and its deltas, merged or added up; no torch.
+
+SequenceResult -> Completion -> CompletionDelta -> OutputAssembler -> RequestOutput
+                                                -> DeltaBuffer, until a reader takes them
+"""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +22,7 @@ from holdfast.text.tokenizer import Tokenizer
 
 
 def position_logprobs(measured: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """The token at a place first, then the `num_top` likeliest ones; a token that is both is there once."""
+    """The token at a place first, then the `num_top` most likely ones; a token that is both is there once."""
     found = {measured.token_id: (measured.logprob, measured.rank)}
     for place, (token_id, logprob) in enumerate(measured.top[:num_top]):
         found.setdefault(token_id, (logprob, place + 1))

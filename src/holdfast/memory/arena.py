@@ -1,4 +1,4 @@
-"""Arena: one allocation for many tensors, each a view with a line in the ledger; MirroredTensor: a device tensor with a pinned host double."""
+"""Arena: one allocation for many tensors, each a view and a line of the ledger; MirroredTensor: a pinned double."""
 
 from collections.abc import Iterable
 

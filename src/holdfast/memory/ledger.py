@@ -1,4 +1,7 @@
-"""Who holds how many bytes, how many at most, and why: one ledger per engine, owners as paths such as weights/layers.3.qkv.weight; no torch."""
+"""Ledger: who holds how many bytes, how many at most, and why; no torch.
+
+One for each engine; owners are paths such as weights/layers.3.qkv.weight.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Rotary settings of a config.json, in the old spelling (rope_theta, rope_scaling) and the new (rope_parameters); no torch."""
+"""Settings: values of a config.json, checked as they are read; its experts and its rotary positions; no torch.
+
+Rotary settings come in an old spelling (rope_theta, rope_scaling) and a new one (rope_parameters).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

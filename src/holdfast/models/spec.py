@@ -32,7 +32,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts in the place of a layer's MLP: a router sends every token through the likeliest `top_k`."""
+    """A mixture of experts in the place of a layer's MLP: a router sends every token through the `top_k` with the largest logits."""
 
     num_experts: int
     top_k: int

@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability at one place, its rank there (1 is the likeliest), and its text."""
+    """One token's log-probability at one place, its rank there (1 is the argmax), and its text."""
 
     logprob: float
     rank: int
@@ -16,7 +16,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id: the token at this place, and the likeliest ones."""
+"""By token id: the token at this place, and the most likely ones."""
 
 
 @dataclass(slots=True)

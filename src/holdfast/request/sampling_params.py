@@ -21,13 +21,13 @@ class SamplingParams:
     n: int = 1
     """How many completions of the same prompt."""
     temperature: float = 1.0
-    """0 takes the likeliest token; otherwise logits are divided by this."""
+    """0 takes the most likely token (argmax); otherwise logits are divided by this."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches this."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest one."""
+    """Drop tokens less likely than this share of the most likely one."""
     repetition_penalty: float = 1.0
     """Divide positive and multiply negative logits of every token seen in prompt or output."""
     presence_penalty: float = 0.0
@@ -49,7 +49,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Before this many tokens neither an end token nor a stop string ends the generation."""
     logprobs: int | None = None
-    """Report the log-probability of each chosen token and of this many likeliest ones."""
+    """Report the log-probability of each chosen token and of this many most likely ones."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt."""
     skip_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""Sequence: one completion being computed, as the scheduler sees it; Step, what runs next; StepResult, what came of it; no torch.
+"""Sequence: a completion as the scheduler sees it; Step: what runs next; StepResult: what came of it; no torch.
 
 token_ids   [ prompt ......................... | output ........ ]
             [0, num_computed)  have their keys and values in `pages`
@@ -93,13 +93,13 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's log-probability and rank among all tokens (1 is the likeliest), and the likeliest tokens there."""
+    """One token's log-probability and rank among all tokens (1 is the argmax), and the most likely tokens there."""
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), likeliest first."""
+    """(token id, log-probability), most likely first."""
 
 
 @dataclass(frozen=True, slots=True)

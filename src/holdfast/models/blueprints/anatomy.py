@@ -1,4 +1,4 @@
-"""The sparse part of a mixture of experts that is planned and not run, as weights and as tensors of a step; no torch."""
+"""Anatomy: what a plan asks of one kind of model (weights, cache, workspace of a step), and its experts; no torch."""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""A recipe of quantization held against the weights of a model: what it covers, and what of it cannot be meant; no torch."""
+"""Weights of a plan: how each is stored and what it takes, and a recipe of quantization held against them; no torch."""
 
 import difflib
 from collections import Counter
