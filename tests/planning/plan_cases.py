@@ -24,22 +24,22 @@ def blueprint(name: str) -> Blueprint:
     return read_blueprint(CATALOGUE[name], name)
 
 
-def wish(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> PlanRequest:
-    """A wish; options that no config has go beside it."""
+def plan_request(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> PlanRequest:
+    """A request; options that no config has go beside it."""
     beside = {key: options.pop(key) for key in ("tensor_parallel_size", "staging") if key in options}
     return PlanRequest(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
 
 
-def changed(wish: PlanRequest, alternative: Alternative) -> PlanRequest:
-    """The wish of somebody who takes the advice."""
+def changed(request: PlanRequest, alternative: Alternative) -> PlanRequest:
+    """The request of somebody who takes the advice."""
     option, value = alternative.option, alternative.value
     if option == "gpu":
-        config = replace(wish.config, memory_limit=None)
-        return wish._replace(target=gpu_target(GPUS[value]), config=config, staging=None)
+        config = replace(request.config, memory_limit=None)
+        return request._replace(target=gpu_target(GPUS[value]), config=config, staging=None)
     if option == "quantization":
-        return wish._replace(config=wish.config.with_quantization(value))
+        return request._replace(config=request.config.with_quantization(value))
     if option == "tensor_parallel_size":
-        return wish._replace(tensor_parallel_size=int(value))
+        return request._replace(tensor_parallel_size=int(value))
     typed: object = value or None
     if option in NUMBERS:
         typed = int(value)
@@ -47,4 +47,4 @@ def changed(wish: PlanRequest, alternative: Alternative) -> PlanRequest:
         typed = float(value)
     elif option == "enforce_eager":
         typed = value == "true"
-    return wish._replace(config=replace(wish.config, **{option: typed}))
+    return request._replace(config=replace(request.config, **{option: typed}))

@@ -17,15 +17,15 @@ from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
-from holdfast.planning.plan import RunnerPlan, plan_runner, plan_unfitting
+from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.target import memory_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
-from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, wish
+from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, plan_request
 
 
 def test_a_plan_of_a_model_that_runs() -> None:
-    plan = fit_runner(wish("Qwen3-32B", H200, memory_utilization=0.98))
+    plan = fit_runner(plan_request("Qwen3-32B", H200, memory_utilization=0.98))
     assert plan.kv_bytes_per_token == 262144
     assert plan.kv_tokens == 16 * plan.memory.num_pages
     assert plan.max_concurrency == plan.kv_tokens / 40960
@@ -40,7 +40,9 @@ def test_a_plan_of_a_model_that_runs() -> None:
 
 
 def test_a_plan_of_a_model_that_does_not_run() -> None:
-    plan = fit_runner(wish("DeepSeek-V4-Flash", memory_target("400GiB"), kv_cache_dtype="fp8", max_model_len=100_000))
+    plan = fit_runner(
+        plan_request("DeepSeek-V4-Flash", memory_target("400GiB"), kv_cache_dtype="fp8", max_model_len=100_000)
+    )
     assert plan.cache is None
     assert plan.declaration is None
     assert plan.attention_specs == ()
@@ -54,7 +56,7 @@ def test_a_plan_of_a_model_that_does_not_run() -> None:
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_every_model_in_every_format(name: str, kv_format: str) -> None:
-    wanted = wish(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
+    wanted = plan_request(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
     if blueprint(name).anatomy.unsupported_format(KV_FORMATS[kv_format]) is not None:
         with pytest.raises(ConfigError, match=r"this model keeps .*; try bfloat16 or fp8"):
             fit_runner(wanted)
@@ -88,7 +90,7 @@ MOST = {"turboquant_k8v4": 196, "turboquant_4bit_nc": 134, "turboquant_k3v4_nc":
 @pytest.mark.parametrize(("kv_format", "sizes"), QWEN3_32B.items())
 def test_bytes_of_a_token_by_hand(kv_format: str, sizes: tuple[int, int]) -> None:
     def token_bytes(**options: object) -> Fraction:
-        plan = fit_runner(wish("Qwen3-32B", H200, kv_cache_dtype=kv_format, **options))
+        plan = fit_runner(plan_request("Qwen3-32B", H200, kv_cache_dtype=kv_format, **options))
         assert plan.cache is not None
         assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
         return plan.kv_bytes_per_token
@@ -106,14 +108,14 @@ def test_bytes_of_a_token_by_hand(kv_format: str, sizes: tuple[int, int]) -> Non
 
 
 def test_a_whole_model_in_k8v4_holds_what_an_h200_should() -> None:
-    plan = fit_runner(wish("Qwen3-32B", H200, kv_cache_dtype="turboquant_k8v4", memory_utilization=0.98))
+    plan = fit_runner(plan_request("Qwen3-32B", H200, kv_cache_dtype="turboquant_k8v4", memory_utilization=0.98))
     assert plan.kv_tokens >= 720_000
     assert plan.kv_tokens == 64 * plan.memory.num_pages
     assert plan.not_in_this_version == ()
 
 
 def test_other_layers_in_the_wider_format_take_as_much() -> None:
-    plan = fit_runner(wish("Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc"))
+    plan = fit_runner(plan_request("Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc"))
     assert plan.cache is not None
     assert plan.resolved.protected.is_open
     moved = plan.with_protected((3, 7, 8, 20), "made up")
@@ -134,7 +136,7 @@ def test_other_layers_in_the_wider_format_take_as_much() -> None:
 
 
 MIXED = st.builds(
-    lambda name, kv_format, layers, page: wish(
+    lambda name, kv_format, layers, page: plan_request(
         name, H200, kv_cache_dtype=kv_format, kv_protected_layers=layers, kv_protected_dtype="auto", page_tokens=page
     ),
     st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen2.5-0.5B-Instruct"]),
@@ -166,7 +168,7 @@ def test_pages_of_any_mix_take_what_was_planned(wanted: PlanRequest, num_pages: 
 
 
 MODELS = st.sampled_from(["SmolLM2-135M", "Qwen3-0.6B", "Qwen3-8B", "OPT-125m", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
-WISHES = st.builds(
+REQUESTS = st.builds(
     lambda name, gib, util, seqs, tokens, length, page, eager: PlanRequest(
         EngineConfig(
             memory_utilization=util,
@@ -190,7 +192,7 @@ WISHES = st.builds(
 )
 
 
-@given(WISHES)
+@given(REQUESTS)
 @settings(max_examples=150)
 def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
     fit = try_fit(wanted)
@@ -217,7 +219,7 @@ def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
     assert fit_runner(wanted).kv_tokens == fit.kv_tokens
 
 
-@given(WISHES, st.integers(1, 64))
+@given(REQUESTS, st.integers(1, 64))
 @settings(max_examples=50)
 def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) -> None:
     fit = try_fit(wanted)
@@ -228,7 +230,7 @@ def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) ->
 
 
 def test_an_open_context_shrinks_with_a_reason() -> None:
-    plan = fit_runner(wish("Llama-3.1-8B", RTX4090))
+    plan = fit_runner(plan_request("Llama-3.1-8B", RTX4090))
     assert plan.resolved.limits.max_model_len == plan.kv_tokens < 131072
     choice = next(choice for choice in plan.resolved.choices if choice.name == "max_model_len")
     assert choice.reason == "the longest context that fits the memory"
@@ -236,12 +238,12 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
 
 def test_a_context_that_was_asked_does_not_shrink() -> None:
     with pytest.raises(MemoryPlanError, match="short"):
-        fit_runner(wish("Llama-3.1-8B", RTX4090, max_model_len=131072))
+        fit_runner(plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072))
 
 
 def test_an_open_context_of_which_not_even_one_token_fits_is_refused_by_the_least_it_needs() -> None:
     with pytest.raises(MemoryPlanError) as caught:
-        fit_runner(wish("Llama-3.1-70B", A100))
+        fit_runner(plan_request("Llama-3.1-70B", A100))
     table = caught.value.table
     assert table is not None
     pages = next(row for row in table.rows if row.owner == "kv pages")
@@ -249,33 +251,33 @@ def test_an_open_context_of_which_not_even_one_token_fits_is_refused_by_the_leas
 
 
 def test_pages_on_a_host_are_bounded_unless_one_sequence_needs_more() -> None:
-    plan = fit_runner(wish("Qwen3-0.6B", HOST, max_model_len=2048))
+    plan = fit_runner(plan_request("Qwen3-0.6B", HOST, max_model_len=2048))
     assert GIB - plan.memory.page_bytes < plan.memory.kv_bytes <= GIB
     assert "on a CPU, unless an option asks for more" in plan.memory.pages_reason
-    long = fit_runner(wish("Qwen3-0.6B", HOST, max_model_len=40960))
+    long = fit_runner(plan_request("Qwen3-0.6B", HOST, max_model_len=40960))
     assert long.memory.kv_bytes == 40960 * 229376 > GIB
 
 
 def test_memory_for_pages_alone() -> None:
-    plan = fit_runner(wish("Qwen3-8B", H200, kv_cache_memory="7GiB", max_model_len=4096))
+    plan = fit_runner(plan_request("Qwen3-8B", H200, kv_cache_memory="7GiB", max_model_len=4096))
     assert plan.memory.kv_bytes == 7 * GIB // plan.memory.page_bytes * plan.memory.page_bytes
     assert plan.memory.pages_reason == "kv_cache_memory"
     with pytest.raises(
         MemoryPlanError, match=r"kv_cache_memory of 1.00 MiB was asked; one sequence of 4096 tokens takes"
     ):
-        fit_runner(wish("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096))
-    shrunk = fit_runner(wish("Qwen3-8B", H200, kv_cache_memory="1GiB"))
+        fit_runner(plan_request("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096))
+    shrunk = fit_runner(plan_request("Qwen3-8B", H200, kv_cache_memory="1GiB"))
     assert shrunk.resolved.limits.max_model_len == GIB // 147456 // 16 * 16
 
 
 def test_no_more_pages_than_could_be_used() -> None:
-    plan = fit_runner(wish("Qwen3-0.6B", H200, max_num_seqs=2, max_model_len=1000))
+    plan = fit_runner(plan_request("Qwen3-0.6B", H200, max_num_seqs=2, max_model_len=1000))
     assert plan.kv_tokens == 2 * 1008
     assert plan.max_concurrency == 2.016
 
 
 def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
-    wanted = wish("Qwen3-32B", RTX4090, max_model_len=4096)
+    wanted = plan_request("Qwen3-32B", RTX4090, max_model_len=4096)
     plan = unfitting_runner(wanted)
     assert plan.kv_tokens == 4096
     with pytest.raises(MemoryPlanError) as caught:
@@ -295,14 +297,14 @@ def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
     ],
 )
 def test_what_this_version_does_not_do(options, words) -> None:
-    wanted = wish(**options)
+    wanted = plan_request(**options)
     assert missing_here(wanted) == words
     assert fit_runner(wanted).not_in_this_version == words
 
 
 @pytest.mark.parametrize("target", [H200, HOST])
 def test_quantized_weights_leave_more_room(target) -> None:
-    plans = [fit_runner(wish("Qwen3-0.6B", target, quantization=name)) for name in (None, "fp8")]
+    plans = [fit_runner(plan_request("Qwen3-0.6B", target, quantization=name)) for name in (None, "fp8")]
     tokens = [plan.kv_tokens for plan in plans]
     assert tokens[0] < tokens[1] if target is H200 else tokens[0] == tokens[1], (
         "pages on a CPU have a bound of their own"
@@ -310,7 +312,7 @@ def test_quantized_weights_leave_more_room(target) -> None:
 
 
 def test_staging_costs_no_pages() -> None:
-    plan = fit_runner(wish("Qwen3-8B", H200))
+    plan = fit_runner(plan_request("Qwen3-8B", H200))
     assert plan.memory.phase_bytes["load"] < plan.memory.phase_bytes["serve"]
     assert {phase for term in plan.memory.terms for phase in term.phases} == set(PHASES)
 
@@ -318,27 +320,29 @@ def test_staging_costs_no_pages() -> None:
 def test_absurd_limits_are_refused_and_not_tried() -> None:
     with pytest.raises(MemoryPlanError):
         fit_runner(
-            wish("Qwen3-8B", H200, max_num_seqs=2**31 - 1, max_num_batched_tokens=2**31 - 1, max_model_len=2**31 - 1)
+            plan_request(
+                "Qwen3-8B", H200, max_num_seqs=2**31 - 1, max_num_batched_tokens=2**31 - 1, max_model_len=2**31 - 1
+            )
         )
 
 
 def test_a_budget_smaller_than_the_weights() -> None:
     with pytest.raises(MemoryPlanError, match=r"needs \d+\.\d\d GiB in its serve phase \(weights 15\.26 GiB"):
-        fit_runner(wish("Qwen3-8B", memory_target("8GiB")))
+        fit_runner(plan_request("Qwen3-8B", memory_target("8GiB")))
     with pytest.raises(MemoryPlanError):
-        fit_runner(wish("Qwen3-8B", memory_target(1)))
+        fit_runner(plan_request("Qwen3-8B", memory_target(1)))
 
 
 def test_ranks_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size=3 was asked"):
-        fit_runner(wish("Qwen3-8B", tensor_parallel_size=3))
+        fit_runner(plan_request("Qwen3-8B", tensor_parallel_size=3))
     for ranks in (0, -2):
         with pytest.raises(ConfigError, match="a whole number from 1"):
-            fit_runner(wish("Qwen3-8B", tensor_parallel_size=ranks))
+            fit_runner(plan_request("Qwen3-8B", tensor_parallel_size=ranks))
 
 
 def test_two_ranks_hold_half_each() -> None:
-    one, two = (fit_runner(wish("Qwen3-32B", H200, tensor_parallel_size=ranks)) for ranks in (1, 2))
+    one, two = (fit_runner(plan_request("Qwen3-32B", H200, tensor_parallel_size=ranks)) for ranks in (1, 2))
     assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
     assert two.attention_specs[0].num_heads == 32
     weights = [sum(term.num_bytes for term in plan.memory.terms if term.group == "weights") for plan in (one, two)]
@@ -382,7 +386,7 @@ def test_a_refusal_ends_with_the_smallest_change(name, target, options, do) -> N
     assert error.args == (error.asked, error.has, error.do)
     assert error.table is not None, "the table comes along"
     assert error.table.short_bytes > 0
-    plan = plan_unfitting(EngineConfig(**options), blueprint(name), target)
+    plan = unfitting_runner(PlanRequest(EngineConfig(**options), blueprint(name), target))
     assert plan.memory.peak_bytes - plan.memory.budget_bytes == error.table.short_bytes
 
 
@@ -398,7 +402,8 @@ from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.memory.devices import find_gpu
-from holdfast.planning.alternatives import alternatives
+from holdfast.planning.alternatives import list_alternatives
+from holdfast.planning.fit import PlanRequest
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.target import cpu_target, gpu_target
 for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
@@ -407,7 +412,7 @@ for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
             plan_runner(EngineConfig(), open_blueprint(name), target)
         except MemoryPlanError:
             pass
-        alternatives(EngineConfig(), open_blueprint(name), target)
+        list_alternatives(PlanRequest(EngineConfig(), open_blueprint(name), target))
 print(json.dumps([name for name in ("torch", "triton", "numpy", "transformers") if name in sys.modules]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -16,7 +16,6 @@ from holdfast.planning.resolve import (
     CPU_KV_BYTES,
     ProtectedLayers,
     Resolved,
-    _from_the_ends,
     by_key_bias,
     by_position,
     choose_protected,
@@ -36,7 +35,7 @@ from holdfast.quant.weight_schemes import (
     QuantizedEmbeddings,
     WeightRecipe,
 )
-from planning.plan_cases import A100, H200, HOST, RTX4090, blueprint
+from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint
 
 SMOL = blueprint("SmolLM2-135M")
 NARROW = "turboquant_4bit_nc"
@@ -157,11 +156,14 @@ def test_models_without_heads_protect_nothing() -> None:
 @given(st.integers(1, 80).flatmap(lambda number: st.tuples(st.integers(0, number), st.just(number))))
 def test_positions_are_the_two_ends(sizes: tuple[int, int]) -> None:
     count, num_layers = sizes
-    layers = by_position(count, num_layers)
-    assert len(set(layers)) == count
-    assert list(layers) == sorted(layers)
-    assert set(layers) == set(_from_the_ends(num_layers)[:count])
-    assert sorted(_from_the_ends(num_layers)) == list(range(num_layers))
+    first, last = (count + 1) // 2, count // 2
+    assert by_position(count, num_layers) == tuple(
+        layer for layer in range(num_layers) if layer < first or layer >= num_layers - last
+    )
+    if count < num_layers:
+        norms = [1.0] * num_layers
+        norms[num_layers // 2] = 0.5
+        assert by_key_bias(count, norms)[0] == by_position(count, num_layers), "equals are taken by position"
 
 
 @given(
@@ -201,7 +203,7 @@ def test_a_list_is_written_as_it_is_read(layers: list[int]) -> None:
     assert parse_layers(listed(sorted(layers)), "x") == tuple(sorted(layers))
 
 
-CODED = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.quantizes_activations]
+QUANTIZE_ACTIVATIONS = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.quantizes_activations]
 
 
 def choose(model: str | Blueprint = "Qwen3-8B", target: Target = H200, **options):
@@ -223,7 +225,7 @@ def test_every_scheme_runs_here(name: str, target: Target) -> None:
     assert notes == (("quantization", name, "asked: 145 of 291 weights are quantized as they load"),)
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", QUANTIZE_ACTIVATIONS)
 def test_a_gpu_without_products_in_fp8_says_so_and_what_it_has(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(target=A100, quantization=name)
@@ -330,7 +332,6 @@ def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None
         choose(stored, A100, quantization="int8")  # to leave that out would not help
 
 
-GIB = 1024**3
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
     family="llama",
@@ -346,12 +347,12 @@ SPEC = ModelSpec(
     norm_eps=1e-5,
     rope=RopeSpec(10_000.0),
 )
-HOST_RESOLVE = Target("cpu", "cpu", 10 * GIB, 10 * GIB, 0, "")
+SMALL_HOST = Target("cpu", "cpu", 10 * GIB, 10 * GIB, 0, "")
 SHARED = Target("cuda", "cuda:0", 80 * GIB, 60 * GIB, GIB // 2, "20.00 GiB of 80.00 GiB are held by others")
 FREE = Target("cuda", "cuda:1", 80 * GIB, 80 * GIB, GIB // 2, "")
 
 
-def settle(spec: ModelSpec = SPEC, target: Target = HOST_RESOLVE, **options: object) -> Resolved:
+def settle(spec: ModelSpec = SPEC, target: Target = SMALL_HOST, **options: object) -> Resolved:
     resolved = resolve(EngineConfig.from_options(**options), spec, target)
     blueprint = spec_blueprint(spec, "the same")
     assert resolve(EngineConfig.from_options(**options), blueprint, target) == resolved
@@ -424,7 +425,7 @@ def test_every_format_is_taken(name: str) -> None:
     assert "kv_cache_dtype" not in reasons(resolved)
 
 
-def test_pages_of_coded_formats_are_a_tile_unless_somebody_says_otherwise() -> None:
+def test_pages_of_quantized_formats_are_a_tile_unless_somebody_says_otherwise() -> None:
     resolved = settle(kv_cache_dtype="fp8")
     assert resolved.limits.page_tokens == 64
     assert reasons(resolved)["page_tokens"] == ("64", "attention over quantized pages works in tiles of 64 tokens")
@@ -455,7 +456,7 @@ def test_other_layers_replace_the_choice() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, value in KV_FORMATS.items() if value.is_quantized])
-def test_heads_that_cannot_be_coded_are_told_what_works(name: str) -> None:
+def test_heads_that_cannot_be_quantized_are_told_what_works(name: str) -> None:
     odd = replace(SPEC, head_dim=72)
     with pytest.raises(ConfigError) as caught:
         settle(odd, kv_cache_dtype=name)
@@ -523,8 +524,8 @@ def test_learned_positions_cannot_be_exceeded() -> None:
     learned = read_blueprint(CATALOGUE["OPT-125m"], "opt")
     for model, longest in ((replace(SPEC, rope=None), 512), (learned, 2048)):
         with pytest.raises(ConfigError, match=f"the model has learned {longest} positions; ask for at most {longest}"):
-            resolve(EngineConfig(max_model_len=longest + 1), model, HOST_RESOLVE)
-        assert resolve(EngineConfig(max_model_len=longest), model, HOST_RESOLVE).limits.max_model_len == longest
+            resolve(EngineConfig(max_model_len=longest + 1), model, SMALL_HOST)
+        assert resolve(EngineConfig(max_model_len=longest), model, SMALL_HOST).limits.max_model_len == longest
 
 
 def test_a_model_that_does_not_run_is_settled_too() -> None:

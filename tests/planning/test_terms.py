@@ -46,7 +46,7 @@ from holdfast.planning.terms import (
 )
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
-from planning.plan_cases import H200, HOST, blueprint, wish
+from planning.plan_cases import H200, HOST, blueprint, plan_request
 
 INPUTS = ["inputs/token_ids", "inputs/positions", "inputs/slots", "inputs/logit_rows"]
 
@@ -194,7 +194,7 @@ NARROW = "turboquant_4bit_nc"
 
 
 def needs(*args, **options) -> Needs:
-    return list_needs(*settle(wish(*args, **options)))
+    return list_needs(*settle(plan_request(*args, **options)))
 
 
 def by_owner(found: Needs) -> dict[str, Term]:
@@ -207,7 +207,7 @@ def by_owner(found: Needs) -> dict[str, Term]:
 def test_weights_add_up_to_their_arena(name: str) -> None:
     is_stored = blueprint(name).stored_recipe is not None
     for quantization in (None, *(() if is_stored else WEIGHT_SCHEMES)):
-        wanted = wish(name, quantization=quantization)
+        wanted = plan_request(name, quantization=quantization)
         layout, resolved = settle(wanted)
         weights = [term for term in list_needs(layout, resolved).terms if term.group == "weights"]
         assert sum(term.num_bytes for term in weights) == wanted.blueprint.weight_bytes(resolved.dtype, resolved.recipe)
@@ -252,7 +252,7 @@ def test_owners_on_a_cpu() -> None:
 
 
 def test_neighbours_are_asked_for_their_own_terms() -> None:
-    wanted = wish("Qwen3-8B", H200, max_num_seqs=17, max_num_batched_tokens=99)
+    wanted = plan_request("Qwen3-8B", H200, max_num_seqs=17, max_num_batched_tokens=99)
     found = list_needs(*settle(wanted))
     limits = settle(wanted)[1].limits
     assert set(batch_terms(limits, "cuda")) <= set(found.terms)
@@ -300,7 +300,7 @@ def test_planes_that_need_padding_say_so() -> None:
 
 
 def test_what_a_sequence_keeps_whatever_its_length() -> None:
-    wanted = wish("DeepSeek-V4-Flash", H200, max_num_seqs=10)
+    wanted = plan_request("DeepSeek-V4-Flash", H200, max_num_seqs=10)
     state = by_owner(list_needs(*settle(wanted)))["kv state"]
     assert state.num_bytes == 10 * wanted.blueprint.kv_bytes_per_sequence("bfloat16")
     assert state.phases == ("capture", "serve")
@@ -308,7 +308,7 @@ def test_what_a_sequence_keeps_whatever_its_length() -> None:
 
 
 def test_scratch_of_a_backend_is_part_of_attention() -> None:
-    wanted = wish("Qwen3-8B", H200)
+    wanted = plan_request("Qwen3-8B", H200)
     layout, resolved = settle(wanted)
     found = list_needs(layout, resolved)
     assert isinstance(found.declaration, TritonPagedDeclaration)
@@ -324,9 +324,9 @@ def test_scratch_of_a_backend_is_part_of_attention() -> None:
 
 @pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
-def test_whoever_reads_coded_pages_takes_every_layer(target: Target, kv_format: str) -> None:
+def test_whoever_reads_quantized_pages_takes_every_layer(target: Target, kv_format: str) -> None:
     for options in ({}, {"kv_protected_layers": 3, "kv_protected_dtype": "auto"}):
-        layout, resolved = settle(wish("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
+        layout, resolved = settle(plan_request("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
         found, cache, heads = list_needs(layout, resolved), layout.cache(resolved), layout.heads()
         assert found.declaration is not None
         assert cache is not None

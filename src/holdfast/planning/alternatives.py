@@ -5,14 +5,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.memory.devices import GPUS, MIB
-from holdfast.memory.planner import Term
-from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.fit import NO_RANKS, Fit, PlanRequest, longest_that_fits, settle, try_fit, unfitting_runner
 from holdfast.planning.resolve import DEFAULT_UTILIZATION
-from holdfast.planning.target import Target, gpu_target
+from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 
@@ -49,23 +46,11 @@ class _Change(NamedTuple):
     words: str
     option: str
     value: str
-    wish: PlanRequest
+    request: PlanRequest
     missing: str | None = None
 
 
-def alternatives(
-    config: EngineConfig,
-    blueprint: Blueprint,
-    target: Target,
-    *,
-    tensor_parallel_size: int = 1,
-    staging: Term | None = None,
-) -> tuple[Alternative, ...]:
-    """Changes of a plan, each of one option; see `list_alternatives`."""
-    return list_alternatives(PlanRequest(config, blueprint, target, tensor_parallel_size, staging))
-
-
-def list_alternatives(wish: PlanRequest) -> tuple[Alternative, ...]:
+def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     """Changes in the order in which a person would rather accept them.
 
     Where the plan does not fit, the first that does, and that this version can do, is the smallest change:
@@ -78,16 +63,16 @@ def list_alternatives(wish: PlanRequest) -> tuple[Alternative, ...]:
 
     Where the plan fits, no change is needed and none is marked.
     """
-    fit = try_fit(wish)
+    fit = try_fit(request)
     listed: list[Alternative] = []
     if fit is None:
-        changes = (*_memory_changes(wish), *_step_changes(wish))
+        changes = (*_memory_changes(request), *_step_changes(request))
         listed += (item for item in _possible(changes) if item.fits)
-    listed += _possible(_context_changes(wish, fit))
-    listed += _possible(_format_changes(wish))
-    listed += _possible(_weight_changes(wish))
-    listed += _gpu_alternatives(wish)
-    listed += _possible(_later_changes(wish))
+    listed += _possible(_context_changes(request, fit))
+    listed += _possible(_format_changes(request))
+    listed += _possible(_weight_changes(request))
+    listed += _gpu_alternatives(request)
+    listed += _possible(_later_changes(request))
     if fit is not None:
         return tuple(listed)
     smallest = next((item for item in listed if item.fits and item.not_in_this_version is None), None)
@@ -113,8 +98,8 @@ def _possible(changes: Iterable[_Change]) -> Iterator[Alternative]:
 
 
 def _tried(change: _Change) -> Alternative:
-    fit = try_fit(change.wish)
-    if fit is not None and fit.resolved.limits.max_model_len < _shortest_useful(change.wish):
+    fit = try_fit(change.request)
+    if fit is not None and fit.resolved.limits.max_model_len < _shortest_useful(change.request):
         fit = None
     return Alternative(
         change=change.words,
@@ -128,57 +113,57 @@ def _tried(change: _Change) -> Alternative:
     )
 
 
-def _shortest_useful(wish: PlanRequest) -> int:
+def _shortest_useful(request: PlanRequest) -> int:
     """The context that a change must give: what was asked, or one that is worth starting an engine for."""
-    return wish.config.max_model_len or min(USEFUL_TOKENS, wish.blueprint.max_position)
+    return request.config.max_model_len or min(USEFUL_TOKENS, request.blueprint.max_position)
 
 
-def _set(wish: PlanRequest, words: str, option: str, value: object) -> _Change:
+def _set(request: PlanRequest, words: str, option: str, value: object) -> _Change:
     """A change of one option of the config."""
-    changed = wish._replace(config=replace(wish.config, **{option: value}))
+    changed = request._replace(config=replace(request.config, **{option: value}))
     return _Change(words, option, "" if value is None else str(value).lower(), changed)
 
 
-def _memory_changes(wish: PlanRequest) -> Iterator[_Change]:
+def _memory_changes(request: PlanRequest) -> Iterator[_Change]:
     """More of the memory that is there: just as much as is short of a useful context."""
-    config, target = wish.config, wish.target
+    config, target = request.config, request.target
     if config.kv_cache_memory is not None:
-        yield _set(wish, "leave out kv_cache_memory", "kv_cache_memory", None)
-    asked = wish._replace(config=replace(config, max_model_len=_shortest_useful(wish), kv_cache_memory=None))
+        yield _set(request, "leave out kv_cache_memory", "kv_cache_memory", None)
+    asked = request._replace(config=replace(config, max_model_len=_shortest_useful(request), kv_cache_memory=None))
     needed_bytes = unfitting_runner(asked).memory.peak_bytes
     if config.memory_limit is not None:
         limit = f"{-(-needed_bytes // MIB)}MiB"
         if needed_bytes <= target.available_bytes:
-            yield _set(wish, f"raise memory_limit to {limit}", "memory_limit", limit)
+            yield _set(request, f"raise memory_limit to {limit}", "memory_limit", limit)
         return
     share = -(-100 * needed_bytes // target.total_bytes) / 100
     if (config.memory_utilization or DEFAULT_UTILIZATION) < share <= MAX_UTILIZATION:
-        yield _set(wish, f"raise memory_utilization to {share:.2f}", "memory_utilization", share)
+        yield _set(request, f"raise memory_utilization to {share:.2f}", "memory_utilization", share)
 
 
-def _step_changes(wish: PlanRequest) -> Iterator[_Change]:
+def _step_changes(request: PlanRequest) -> Iterator[_Change]:
     """The largest powers of two that fit, and no graphs."""
-    limits = settle(wish)[1].limits
+    limits = settle(request)[1].limits
     for option, value, smallest in (
         ("max_num_batched_tokens", limits.max_num_batched_tokens, MIN_BATCHED_TOKENS),
         ("max_num_seqs", limits.max_num_seqs, 1),
     ):
         powers = [2**power for power in range(31) if smallest <= 2**power < value]
-        changes = (_set(wish, f"lower {option} to {power}", option, power) for power in reversed(powers))
+        changes = (_set(request, f"lower {option} to {power}", option, power) for power in reversed(powers))
         fitting = next((change for change in changes if _tried(change).fits), None)
         if fitting is not None:
             yield fitting
-    if wish.target.kind == "cuda" and not wish.config.enforce_eager:
-        yield _set(wish, "set enforce_eager", "enforce_eager", True)
+    if request.target.kind == "cuda" and not request.config.enforce_eager:
+        yield _set(request, "set enforce_eager", "enforce_eager", True)
 
 
-def _context_changes(wish: PlanRequest, fit: Fit | None) -> Iterator[_Change]:
+def _context_changes(request: PlanRequest, fit: Fit | None) -> Iterator[_Change]:
     """The longest context that fits, and the power of two below it: shorter than asked, or longer where there is room."""
-    layout, resolved = settle(wish)
+    layout, resolved = settle(request)
     if fit is None:
         low, high = 1, 0 if resolved.may_shorten else resolved.limits.max_model_len - 1
     else:
-        low, high = fit.resolved.limits.max_model_len + 1, 0 if resolved.may_shorten else wish.blueprint.max_position
+        low, high = fit.resolved.limits.max_model_len + 1, 0 if resolved.may_shorten else request.blueprint.max_position
     longest = longest_that_fits(layout, resolved, low, high)
     if longest is None:
         return
@@ -187,38 +172,38 @@ def _context_changes(wish: PlanRequest, fit: Fit | None) -> Iterator[_Change]:
     verb = "lower" if fit is None else "raise"
     for value in dict.fromkeys((length, rounded)):
         if value >= low:
-            yield _set(wish, f"{verb} max_model_len to {value}", "max_model_len", value)
+            yield _set(request, f"{verb} max_model_len to {value}", "max_model_len", value)
 
 
-def _format_changes(wish: PlanRequest) -> Iterator[_Change]:
+def _format_changes(request: PlanRequest) -> Iterator[_Change]:
     """Half of float32, for pages or for everything; then pages in fewer and fewer bits."""
-    resolved = settle(wish)[1]
-    half = "float16" if wish.blueprint.checkpoint_dtype == "float16" else "bfloat16"
+    resolved = settle(request)[1]
+    half = "float16" if request.blueprint.checkpoint_dtype == "float16" else "bfloat16"
     current = resolved.kv_format.name
     if current not in ("float16", "bfloat16"):
-        yield _set(wish, f"keep KV pages in {half}", "kv_cache_dtype", half)
+        yield _set(request, f"keep KV pages in {half}", "kv_cache_dtype", half)
     if resolved.dtype == "float32":
-        yield _set(wish, f"compute in {half}", "dtype", half)
+        yield _set(request, f"compute in {half}", "dtype", half)
     for kv_format in KV_FORMATS.values():
         if kv_format.is_quantized and kv_format.name != current:
-            yield _set(wish, f"keep KV pages in {kv_format.name}", "kv_cache_dtype", kv_format.name)
+            yield _set(request, f"keep KV pages in {kv_format.name}", "kv_cache_dtype", kv_format.name)
 
 
-def _weight_changes(wish: PlanRequest) -> Iterator[_Change]:
+def _weight_changes(request: PlanRequest) -> Iterator[_Change]:
     """Weights in fewer and fewer bits."""
-    for name in narrower_schemes(wish):
-        yield _Change(f"keep weights in {name}", "quantization", name, in_scheme(wish, name))
+    for name in narrower_schemes(request):
+        yield _Change(f"keep weights in {name}", "quantization", name, in_scheme(request, name))
 
 
-def narrower_schemes(wish: PlanRequest) -> list[str]:
+def narrower_schemes(request: PlanRequest) -> list[str]:
     """The first scheme of each number of bits below the present one that the model and the device take, the widest first."""
-    present = settle(wish)[1].recipe.scheme
+    present = settle(request)[1].recipe.scheme
     found: dict[float, str] = {}
     for name, scheme in WEIGHT_SCHEMES.items():
         if present is not None and _bits(scheme) >= _bits(present):
             continue
         with suppress(ConfigError, UnsupportedModelError):
-            settle(in_scheme(wish, name))
+            settle(in_scheme(request, name))
             found.setdefault(_bits(scheme), name)
     return [found[bits] for bits in sorted(found, reverse=True)]
 
@@ -228,21 +213,21 @@ def _bits(scheme: WeightScheme) -> float:
     return 8 * DTYPE_BYTES[scheme.code_dtype] / scheme.codes_per_byte
 
 
-def in_scheme(wish: PlanRequest, name: str) -> PlanRequest:
+def in_scheme(request: PlanRequest, name: str) -> PlanRequest:
     """The same with weights in a scheme, or as they are."""
-    return wish._replace(config=wish.config.with_quantization(name))
+    return request._replace(config=request.config.with_quantization(name))
 
 
-def _gpu_alternatives(wish: PlanRequest) -> list[Alternative]:
+def _gpu_alternatives(request: PlanRequest) -> list[Alternative]:
     """The smallest GPU that fits, and the next larger ones; the largest of all where none fits."""
     fitting: list[Alternative] = []
     tried = None
     for gpu in GPUS.values():
-        if wish.target.kind == "cuda" and gpu.total_bytes == wish.target.total_bytes:
+        if request.target.kind == "cuda" and gpu.total_bytes == request.target.total_bytes:
             continue
         # A limit was meant for the device that was named first.
-        config = replace(wish.config, device="auto", memory_limit=None)
-        moved = wish._replace(config=config, target=gpu_target(gpu), staging=None)
+        config = replace(request.config, device="auto", memory_limit=None)
+        moved = request._replace(config=config, target=gpu_target(gpu), staging=None)
         tried = next(_possible([_Change(f"take {gpu.key}", "gpu", gpu.key, moved)]), None)
         fitting += [tried] if tried is not None and tried.fits else []
         if len(fitting) == NUM_GPUS:
@@ -250,9 +235,9 @@ def _gpu_alternatives(wish: PlanRequest) -> list[Alternative]:
     return fitting or ([] if tried is None else [tried])
 
 
-def _later_changes(wish: PlanRequest) -> Iterator[_Change]:
+def _later_changes(request: PlanRequest) -> Iterator[_Change]:
     """What this version does not have: several ranks."""
     for ranks in RANKS:
-        if ranks > wish.tensor_parallel_size and wish.blueprint.anatomy.indivisible(ranks) is None:
-            changed = wish._replace(tensor_parallel_size=ranks)
+        if ranks > request.tensor_parallel_size and request.blueprint.anatomy.indivisible(ranks) is None:
+            changed = request._replace(tensor_parallel_size=ranks)
             yield _Change(f"share it among {ranks} GPUs", "tensor_parallel_size", str(ranks), changed, NO_RANKS)

@@ -94,14 +94,14 @@ class RunnerPlan(NamedTuple):
         )
 
 
-def fit_runner(wish: PlanRequest) -> RunnerPlan:
+def fit_runner(request: PlanRequest) -> RunnerPlan:
     """The plan, or the planner's refusal."""
-    return _runner_plan(wish, find_fit(wish))
+    return _runner_plan(request, find_fit(request))
 
 
-def unfitting_runner(wish: PlanRequest) -> RunnerPlan:
+def unfitting_runner(request: PlanRequest) -> RunnerPlan:
     """The plan with pages for one longest sequence, however little memory there is: what a refusal is drawn from."""
-    layout, resolved = settle(wish)
+    layout, resolved = settle(request)
     if resolved.may_shorten:
         resolved = _shortest(resolved)
     limits, needs = resolved.limits, list_needs(layout, resolved)
@@ -109,17 +109,17 @@ def unfitting_runner(wish: PlanRequest) -> RunnerPlan:
     reason = "for one longest sequence"
     page_bytes = layout.page_bytes(resolved)
     memory = MemoryPlan(resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, num_pages, reason)
-    return _runner_plan(wish, Fit(layout, resolved, needs, memory))
+    return _runner_plan(request, Fit(layout, resolved, needs, memory))
 
 
-def _runner_plan(wish: PlanRequest, fit: Fit) -> RunnerPlan:
+def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
     layout, resolved = fit.layout, fit.resolved
     cache, heads = layout.cache(resolved), layout.heads()
     specs: tuple[AttentionSpec, ...] = ()
     if cache is not None and heads is not None:
         specs = tuple(layout.attention_spec(resolved, layer, heads) for layer in cache.layers)
     return RunnerPlan(
-        blueprint=wish.blueprint,
+        blueprint=request.blueprint,
         resolved=resolved,
         cache=cache,
         attention_specs=specs,
@@ -127,26 +127,26 @@ def _runner_plan(wish: PlanRequest, fit: Fit) -> RunnerPlan:
         workspace=fit.needs.workspace,
         memory=fit.memory,
         requests=fit.needs.requests,
-        target=wish.target,
-        tensor_parallel_size=wish.tensor_parallel_size,
+        target=request.target,
+        tensor_parallel_size=request.tensor_parallel_size,
         kv_bytes_per_token=layout.bytes_per_token(resolved),
-        kv_bytes_per_sequence=wish.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
-        not_in_this_version=missing_here(wish),
+        kv_bytes_per_sequence=request.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
+        not_in_this_version=missing_here(request),
     )
 
 
-def find_fit(wish: PlanRequest) -> Fit:
+def find_fit(request: PlanRequest) -> Fit:
     """Pages for the longest context that fits; a context that was asked for fits or is refused."""
-    fit = try_fit(wish)
+    fit = try_fit(request)
     if fit is not None:
         return fit
-    layout, resolved = settle(wish)
+    layout, resolved = settle(request)
     return _fit_or_refuse(layout, _shortest(resolved) if resolved.may_shorten else resolved)
 
 
-def try_fit(wish: PlanRequest) -> Fit | None:
+def try_fit(request: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
-    layout, resolved = settle(wish)
+    layout, resolved = settle(request)
     if _has_room(layout, resolved):
         return _fit_or_refuse(layout, resolved)
     if not resolved.may_shorten:
@@ -174,18 +174,18 @@ def _shortest(resolved: Resolved) -> Resolved:
     return resolved.with_max_model_len(1, "even the shortest context does not fit")
 
 
-def settle(wish: PlanRequest) -> tuple[Layout, Resolved]:
+def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
     """Everything that does not depend on what fits; what cannot be planned at all raises."""
-    wish.blueprint.check_ranks(wish.tensor_parallel_size)
-    eager = wish.config.enforce_eager
-    layout = Layout(wish.blueprint, wish.target, wish.tensor_parallel_size, eager, wish.staging)
-    return layout, resolve(wish.config, wish.blueprint, wish.target)
+    request.blueprint.check_ranks(request.tensor_parallel_size)
+    eager = request.config.enforce_eager
+    layout = Layout(request.blueprint, request.target, request.tensor_parallel_size, eager, request.staging)
+    return layout, resolve(request.config, request.blueprint, request.target)
 
 
-def missing_here(wish: PlanRequest) -> tuple[str, ...]:
-    """What of a wish an engine of this version cannot do, in words."""
-    reasons = [] if wish.blueprint.not_runnable is None else [wish.blueprint.not_runnable]
-    if wish.tensor_parallel_size > 1:
+def missing_here(request: PlanRequest) -> tuple[str, ...]:
+    """What of a request an engine of this version cannot do, in words."""
+    reasons = [] if request.blueprint.not_runnable is None else [request.blueprint.not_runnable]
+    if request.tensor_parallel_size > 1:
         reasons.append(NO_RANKS)
     return tuple(reasons)
 

@@ -5,10 +5,10 @@ from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import Term
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.alternatives import list_alternatives, smallest_change
-from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner, unfitting_runner
+from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner
 from holdfast.planning.target import Target
 
-__all__ = ["RunnerPlan", "plan_runner", "plan_unfitting"]
+__all__ = ["RunnerPlan", "plan_runner"]
 
 
 def plan_runner(
@@ -24,22 +24,10 @@ def plan_runner(
     More ranks than one are for plans: no engine of this version takes them. `staging` is what loading will hold beside
     the weights; without it a GPU is charged the most that loading may hold.
     """
-    wish = PlanRequest(config, blueprint, target, tensor_parallel_size, staging)
+    request = PlanRequest(config, blueprint, target, tensor_parallel_size, staging)
     try:
-        return fit_runner(wish)
+        return fit_runner(request)
     except MemoryPlanError as error:
-        error.do = smallest_change(list_alternatives(wish))
+        error.do = smallest_change(list_alternatives(request))
         error.args = (error.asked, error.has, error.do)
         raise
-
-
-def plan_unfitting(
-    config: EngineConfig,
-    blueprint: Blueprint,
-    target: Target,
-    *,
-    tensor_parallel_size: int = 1,
-    staging: Term | None = None,
-) -> RunnerPlan:
-    """The same with pages for one longest sequence, whether it fits or not: what a refusal can be drawn from."""
-    return unfitting_runner(PlanRequest(config, blueprint, target, tensor_parallel_size, staging))

@@ -1,4 +1,4 @@
-"""From what was asked to what will be done: types, limits and budget, each with its reason; no torch."""
+"""From what was asked to what will be done: types, limits, budget, protected layers, recipe, each with its reason; no torch."""
 
 import dataclasses
 import math
@@ -16,6 +16,26 @@ from holdfast.planning.target import Target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 
+CPU_KV_BYTES = 1024**3
+KV_IS_ASKED = "kv_cache_memory"
+"""The reason of a bound on KV pages that was asked for; our own gives way where one sequence needs more."""
+DEFAULT_UTILIZATION = 0.9
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+PAGE_TOKENS = 16
+QUANTIZED_PAGE_TOKENS = 64
+"""Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
+FP8_PRODUCTS = (8, 9)
+"""The compute capability from which on a GPU multiplies e4m3 by e4m3."""
+
+
+class Choice(NamedTuple):
+    """One setting that was left open, what it became, and why."""
+
+    name: str
+    value: str
+    reason: str
+
 
 class ProtectedLayers(NamedTuple):
     """Some layers, perhaps none, and their format."""
@@ -31,199 +51,6 @@ class ProtectedLayers(NamedTuple):
     def formats(self, kv_format: KVFormat, num_layers: int) -> tuple[KVFormat, ...]:
         """The format of every layer, where all others have `kv_format`."""
         return tuple(self.format if layer in self.layers else kv_format for layer in range(num_layers))
-
-
-def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat, dtype: str) -> ProtectedLayers:
-    """What was asked, or the default of a format; by position until the weights are there."""
-    asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
-    heads, num_layers = model.anatomy.heads(1), model.num_layers
-    if asked in (0, None) and (heads is None or not kv_format.is_quantized):
-        return ProtectedLayers((), kv_format, False, "")
-    if heads is None:
-        has = f"{model.name} keeps no keys and values by head, and all its layers have one format"
-        raise ConfigError(f"kv_protected_layers={config.kv_protected_layers} was asked", has, "leave it out")
-    _check_layers(asked, num_layers)
-    if isinstance(asked, tuple):
-        return ProtectedLayers(asked, _wider_format(config, model, kv_format, dtype), False, "")
-    default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
-    count = asked if asked is not None else min(default, num_layers // 2)
-    if count == 0:
-        reason = f"the default of {kv_format.name}" if default == 0 else f"half of {num_layers} layers is none"
-        return ProtectedLayers((), kv_format, False, "" if asked == 0 else reason)
-    wider = _wider_format(config, model, kv_format, dtype)
-    layers, is_open = by_position(count, num_layers), heads.has_key_bias and count < num_layers
-    ends = "the first" if count == 1 else "the first and the last"
-    which = "those with the largest key biases" if is_open else f"{ends} ({listed(layers)})"
-    why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"
-    why = "asked" if asked is not None else why
-    return ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
-
-
-def by_position(count: int, num_layers: int) -> tuple[int, ...]:
-    """The first half and the last half of so many layers: the ends of a model take compression worst."""
-    first = (count + 1) // 2
-    return (*range(first), *range(num_layers - (count - first), num_layers))
-
-
-def by_key_bias(count: int, norms: Sequence[float]) -> tuple[tuple[int, ...], str]:
-    """The layers whose key biases are the largest, by their norms, and the reason in words.
-
-    A bias is the same in every key, so that it takes part of the few codes without telling keys apart.
-    Equals are taken by position; what is no number counts as infinite.
-    """
-    sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
-    if len(set(sizes)) == 1:
-        layers = by_position(count, len(sizes))
-        return layers, "all key biases are alike, and these are the first and the last"
-    near_ends = {layer: place for place, layer in enumerate(_from_the_ends(len(sizes)))}
-    order = sorted(range(len(sizes)), key=lambda layer: (-sizes[layer], near_ends[layer]))
-    layers = tuple(sorted(order[:count]))
-    high, low, median = (sizes[order[place]] for place in (0, count - 1, len(order) // 2))
-    return layers, f"their key biases are the largest, {low:.3g} to {high:.3g} where the median is {median:.3g}"
-
-
-def listed(layers: Sequence[int]) -> str:
-    """Layers as the option takes them; one alone has a comma behind it."""
-    return ",".join(map(str, layers)) + ("," if len(layers) == 1 else "")
-
-
-def _from_the_ends(num_layers: int) -> list[int]:
-    """First, last, second, second last, and so on."""
-    return [place // 2 if place % 2 == 0 else num_layers - 1 - place // 2 for place in range(num_layers)]
-
-
-def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
-    if isinstance(asked, tuple) and asked[-1] >= num_layers:
-        raise ConfigError(
-            f"kv_protected_layers={listed(asked)} was asked",
-            f"the layers are 0 to {num_layers - 1}",
-            "list some of these",
-        )
-    if isinstance(asked, int) and asked > num_layers:
-        raise ConfigError(
-            f"kv_protected_layers={asked} was asked",
-            f"the model has {num_layers} layers",
-            f"ask for at most {num_layers}",
-        )
-
-
-def _wider_format(config: EngineConfig, model: Blueprint, kv_format: KVFormat, dtype: str) -> KVFormat:
-    found = KV_FORMATS[dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype]
-    sizes = {name: value.bytes_per_token(1, model.head_dim) for name, value in KV_FORMATS.items()}
-    if sizes[found.name] > sizes[kv_format.name]:
-        return found
-    wider = [name for name, size in sizes.items() if size > sizes[kv_format.name]]
-    raise ConfigError(
-        f"protected layers in {found.name} were asked",
-        f"a head takes {sizes[found.name]} bytes in it and {sizes[kv_format.name]} in {kv_format.name}",
-        f"set kv_protected_dtype to {' or '.join(wider)}"
-        if kv_format.is_quantized
-        else "set kv_cache_dtype to a narrower format, or leave out kv_protected_layers",
-    )
-
-
-FP8_PRODUCTS = (8, 9)
-"""The compute capability from which on a GPU multiplies e4m3 by e4m3."""
-Note = tuple[str, str, str]
-"""A setting, what it became, and why."""
-
-
-def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tuple[WeightRecipe, tuple[Note, ...]]:
-    """The recipe of a load, and what is worth telling of it; what cannot be done raises."""
-    recipe = config.recipe
-    if model.stored_recipe is not None:
-        return _as_stored(recipe, model.stored_recipe, model, target)
-    if recipe.scheme is None:
-        if recipe.embeddings == WeightRecipe().embeddings:
-            return recipe, ()
-        return recipe, (
-            ("quantized_embeddings", recipe.embeddings, "asked, but nothing is quantized without quantization"),
-        )
-    declined = unsupported_scheme(recipe.scheme.name, target)
-    if declined is not None:
-        raise ConfigError(f"quantization={recipe.scheme.name} was asked", declined, f"try {_works_on(target)}")
-    notes: list[Note] = []
-    found = model.review_recipe(recipe)
-    if found.num_quantized == 0:
-        reason = "asked, but no weight is quantized: quantization_ignore covers them all"
-    else:
-        reason = f"asked: {found.num_quantized} of {found.num_weights} weights are quantized as they load"
-    notes.append(("quantization", recipe.scheme.name, reason))
-    for pattern in found.idle:
-        notes.append(("quantization_ignore", pattern, "asked, but what it matches is never quantized"))
-    return recipe, tuple(notes)
-
-
-def _as_stored(
-    asked: WeightRecipe, stored: WeightRecipe, model: Blueprint, target: Target
-) -> tuple[WeightRecipe, tuple[Note, ...]]:
-    """A checkpoint that is quantized already stays as it is; its own scheme, where that is asked, is for what it left plain."""
-    assert stored.scheme is not None, f"{model.name} is stored in no scheme"
-    declined = stored.scheme.quantizes_activations and _lacks_fp8_products(target)
-    if declined and model.not_runnable is None:
-        raise ConfigError(
-            f"{model.name} was asked, whose weights are stored in {stored.scheme.name}",
-            _lack_words(target),
-            f"take the unquantized checkpoint, with {_works_on(target)}",
-        )
-    if asked.scheme is not None and asked.scheme.name != stored.scheme.name:
-        raise ConfigError(
-            f"quantization={asked.scheme.name} was asked",
-            f"{model.name} has its weights in {stored.scheme.name} already",
-            f"leave quantization out to load it as it is, or {BEFORE}",
-        )
-    if asked.scheme is not None and model.unread_pattern is not None:
-        raise ConfigError(
-            f"quantization={asked.scheme.name} was asked",
-            f"{model.name} leaves out {shown(model.unread_pattern)}, an expression that is not followed here",
-            "leave quantization out to load it as it is: which of its plain weights must stay so is not known",
-        )
-    recipe = model.review_stored(asked)
-    reason = "the checkpoint's own" if asked.scheme is None else "asked, and the checkpoint's own"
-    num_more = len(stored.ignore) - len(recipe.ignore)
-    if num_more:
-        reason += f"; {num_more} of its plain weights {'is' if num_more == 1 else 'are'} quantized on load"
-    return recipe, (("quantization", stored.scheme.name, reason),)
-
-
-def unsupported_scheme(name: str, target: Target) -> str | None:
-    """None, or why a device cannot run products of a scheme, in words. A CPU runs all of them, through their references."""
-    if not WEIGHT_SCHEMES[name].quantizes_activations or not _lacks_fp8_products(target):
-        return None
-    return _lack_words(target)
-
-
-def _works_on(target: Target) -> str:
-    return " or ".join(name for name in WEIGHT_SCHEMES if unsupported_scheme(name, target) is None)
-
-
-def _lacks_fp8_products(target: Target) -> bool:
-    return target.kind == "cuda" and target.capability is not None and target.capability < FP8_PRODUCTS
-
-
-def _lack_words(target: Target) -> str:
-    assert target.capability is not None, f"{target.name} lacks nothing that is known"
-    major, minor = target.capability
-    return f"{target.name} has compute capability {major}.{minor}, and products in fp8 take 8.9"
-
-
-CPU_KV_BYTES = 1024**3
-KV_IS_ASKED = "kv_cache_memory"
-"""The reason of a bound on KV pages that was asked for; our own gives way where one sequence needs more."""
-DEFAULT_UTILIZATION = 0.9
-DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-PAGE_TOKENS = 16
-QUANTIZED_PAGE_TOKENS = 64
-"""Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
-
-
-class Choice(NamedTuple):
-    """One setting that was left open, what it became, and why."""
-
-    name: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +94,8 @@ def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) 
         model = spec_blueprint(model, model.architecture)
     choices: list[Choice] = []
     dtype = _dtype(config, model, target.kind, choices)
-    recipe, notes = choose_recipe(config, model, target)
-    choices += (Choice(*note) for note in notes)
+    recipe, recipe_choices = choose_recipe(config, model, target)
+    choices += recipe_choices
     if config.kv_cache_dtype == "auto":
         choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
     kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
@@ -380,3 +207,171 @@ def _bounded_reason(target: Target, wanted: str) -> str:
         return f"all of the device's {format_bytes(target.total_bytes)}, less than {wanted}"
     held, total = format_bytes(target.held_by_others_bytes), format_bytes(target.total_bytes)
     return f"what others leave: they hold {held} of the device's {total}"
+
+
+def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat, dtype: str) -> ProtectedLayers:
+    """What was asked, or the default of a format; by position until the weights are there."""
+    asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
+    heads, num_layers = model.anatomy.heads(1), model.num_layers
+    if asked in (0, None) and (heads is None or not kv_format.is_quantized):
+        return ProtectedLayers((), kv_format, False, "")
+    if heads is None:
+        has = f"{model.name} keeps no keys and values by head, and all its layers have one format"
+        raise ConfigError(f"kv_protected_layers={config.kv_protected_layers} was asked", has, "leave it out")
+    _check_layers(asked, num_layers)
+    if isinstance(asked, tuple):
+        return ProtectedLayers(asked, _wider_format(config, model, kv_format, dtype), False, "")
+    default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
+    count = asked if asked is not None else min(default, num_layers // 2)
+    if count == 0:
+        reason = f"the default of {kv_format.name}" if default == 0 else f"half of {num_layers} layers is none"
+        return ProtectedLayers((), kv_format, False, "" if asked == 0 else reason)
+    wider = _wider_format(config, model, kv_format, dtype)
+    layers, is_open = by_position(count, num_layers), heads.has_key_bias and count < num_layers
+    ends = "the first" if count == 1 else "the first and the last"
+    which = "those with the largest key biases" if is_open else f"{ends} ({listed(layers)})"
+    why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"
+    why = "asked" if asked is not None else why
+    return ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
+
+
+def by_position(count: int, num_layers: int) -> tuple[int, ...]:
+    """The first half and the last half of so many layers: the ends of a model take compression worst."""
+    first = (count + 1) // 2
+    return (*range(first), *range(num_layers - (count - first), num_layers))
+
+
+def by_key_bias(count: int, norms: Sequence[float]) -> tuple[tuple[int, ...], str]:
+    """The layers whose key biases are the largest, by their norms, and the reason in words.
+
+    A bias is the same in every key, so that it takes part of the few codes without telling keys apart.
+    Equals are taken by position; what is no number counts as infinite.
+    """
+    sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
+    if len(set(sizes)) == 1:
+        layers = by_position(count, len(sizes))
+        return layers, "all key biases are alike, and these are the first and the last"
+    near_ends = {layer: place for place, layer in enumerate(_from_the_ends(len(sizes)))}
+    order = sorted(range(len(sizes)), key=lambda layer: (-sizes[layer], near_ends[layer]))
+    layers = tuple(sorted(order[:count]))
+    high, low, median = (sizes[order[place]] for place in (0, count - 1, len(order) // 2))
+    return layers, f"their key biases are the largest, {low:.3g} to {high:.3g} where the median is {median:.3g}"
+
+
+def listed(layers: Sequence[int]) -> str:
+    """Layers as the option takes them; one alone has a comma behind it."""
+    return ",".join(map(str, layers)) + ("," if len(layers) == 1 else "")
+
+
+def _from_the_ends(num_layers: int) -> list[int]:
+    """First, last, second, second last, and so on."""
+    return [place // 2 if place % 2 == 0 else num_layers - 1 - place // 2 for place in range(num_layers)]
+
+
+def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
+    if isinstance(asked, tuple) and asked[-1] >= num_layers:
+        raise ConfigError(
+            f"kv_protected_layers={listed(asked)} was asked",
+            f"the layers are 0 to {num_layers - 1}",
+            "list some of these",
+        )
+    if isinstance(asked, int) and asked > num_layers:
+        raise ConfigError(
+            f"kv_protected_layers={asked} was asked",
+            f"the model has {num_layers} layers",
+            f"ask for at most {num_layers}",
+        )
+
+
+def _wider_format(config: EngineConfig, model: Blueprint, kv_format: KVFormat, dtype: str) -> KVFormat:
+    found = KV_FORMATS[dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype]
+    sizes = {name: value.bytes_per_token(1, model.head_dim) for name, value in KV_FORMATS.items()}
+    if sizes[found.name] > sizes[kv_format.name]:
+        return found
+    wider = [name for name, size in sizes.items() if size > sizes[kv_format.name]]
+    raise ConfigError(
+        f"protected layers in {found.name} were asked",
+        f"a head takes {sizes[found.name]} bytes in it and {sizes[kv_format.name]} in {kv_format.name}",
+        f"set kv_protected_dtype to {' or '.join(wider)}"
+        if kv_format.is_quantized
+        else "set kv_cache_dtype to a narrower format, or leave out kv_protected_layers",
+    )
+
+
+def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tuple[WeightRecipe, tuple[Choice, ...]]:
+    """The recipe of a load, and what is worth telling of it; what cannot be done raises."""
+    recipe = config.recipe
+    if model.stored_recipe is not None:
+        return _as_stored(recipe, model.stored_recipe, model, target)
+    if recipe.scheme is None:
+        if recipe.embeddings == WeightRecipe().embeddings:
+            return recipe, ()
+        return recipe, (
+            Choice("quantized_embeddings", recipe.embeddings, "asked, but nothing is quantized without quantization"),
+        )
+    declined = unsupported_scheme(recipe.scheme.name, target)
+    if declined is not None:
+        raise ConfigError(f"quantization={recipe.scheme.name} was asked", declined, f"try {_works_on(target)}")
+    choices: list[Choice] = []
+    found = model.review_recipe(recipe)
+    if found.num_quantized == 0:
+        reason = "asked, but no weight is quantized: quantization_ignore covers them all"
+    else:
+        reason = f"asked: {found.num_quantized} of {found.num_weights} weights are quantized as they load"
+    choices.append(Choice("quantization", recipe.scheme.name, reason))
+    for pattern in found.idle:
+        choices.append(Choice("quantization_ignore", pattern, "asked, but what it matches is never quantized"))
+    return recipe, tuple(choices)
+
+
+def _as_stored(
+    asked: WeightRecipe, stored: WeightRecipe, model: Blueprint, target: Target
+) -> tuple[WeightRecipe, tuple[Choice, ...]]:
+    """A checkpoint that is quantized already stays as it is; its own scheme, where that is asked, is for what it left plain."""
+    assert stored.scheme is not None, f"{model.name} is stored in no scheme"
+    declined = stored.scheme.quantizes_activations and _lacks_fp8_products(target)
+    if declined and model.not_runnable is None:
+        raise ConfigError(
+            f"{model.name} was asked, whose weights are stored in {stored.scheme.name}",
+            _lack_words(target),
+            f"take the unquantized checkpoint, with {_works_on(target)}",
+        )
+    if asked.scheme is not None and asked.scheme.name != stored.scheme.name:
+        raise ConfigError(
+            f"quantization={asked.scheme.name} was asked",
+            f"{model.name} has its weights in {stored.scheme.name} already",
+            f"leave quantization out to load it as it is, or {BEFORE}",
+        )
+    if asked.scheme is not None and model.unread_pattern is not None:
+        raise ConfigError(
+            f"quantization={asked.scheme.name} was asked",
+            f"{model.name} leaves out {shown(model.unread_pattern)}, an expression that is not followed here",
+            "leave quantization out to load it as it is: which of its plain weights must stay so is not known",
+        )
+    recipe = model.review_stored(asked)
+    reason = "the checkpoint's own" if asked.scheme is None else "asked, and the checkpoint's own"
+    num_more = len(stored.ignore) - len(recipe.ignore)
+    if num_more:
+        reason += f"; {num_more} of its plain weights {'is' if num_more == 1 else 'are'} quantized on load"
+    return recipe, (Choice("quantization", stored.scheme.name, reason),)
+
+
+def unsupported_scheme(name: str, target: Target) -> str | None:
+    """None, or why a device cannot run products of a scheme, in words. A CPU runs all of them, through their references."""
+    if not WEIGHT_SCHEMES[name].quantizes_activations or not _lacks_fp8_products(target):
+        return None
+    return _lack_words(target)
+
+
+def _works_on(target: Target) -> str:
+    return " or ".join(name for name in WEIGHT_SCHEMES if unsupported_scheme(name, target) is None)
+
+
+def _lacks_fp8_products(target: Target) -> bool:
+    return target.kind == "cuda" and target.capability is not None and target.capability < FP8_PRODUCTS
+
+
+def _lack_words(target: Target) -> str:
+    assert target.capability is not None, f"{target.name} lacks nothing that is known"
+    major, minor = target.capability
+    return f"{target.name} has compute capability {major}.{minor}, and products in fp8 take 8.9"

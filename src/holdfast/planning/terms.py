@@ -1,8 +1,11 @@
 """Everything a runner holds beside its pages, as terms of a plan: from shapes, by owner and phase; no torch.
 
-On a CPU these are temporaries of a step, in blocks of rows, so that they do not grow with the number of sequences. On a GPU
-they are buffers that are taken once: kernels leave no temporaries, and only rows whose logits are edited are copied, a
-block at a time.
+`list_needs` puts them together; before it stand the terms that no other package declares. Inputs of a step: one buffer
+each, and on a GPU the page table (block table). CUDA graphs: what the driver keeps for them. Sampling: on a CPU
+temporaries of a step, in blocks of rows, so that they do not grow with the number of sequences; on a GPU buffers that are
+taken once: kernels leave no temporaries, and only rows whose logits are edited are copied, a block at a time.
+
+T rows of a step, N sequences, P pages of the longest one, U changed pages
 """
 
 from collections import Counter
@@ -24,8 +27,6 @@ from holdfast.planning.resolve import Resolved
 from holdfast.planning.target import Target
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
-
-# T rows of a step, N sequences, P pages of the longest one, U changed pages
 
 LISTED_PAGES = 16
 """Most new pages of one sequence that reach the device in a list; the list has room for as many of every sequence."""
@@ -205,7 +206,7 @@ def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
 def _row_bytes(vocab_size: int) -> int:
     """The most that lives at once for one row, which is while the buckets of a nucleus are filled."""
     whole_vocabulary = (
-        _FLOAT32  # distances below the likeliest, read as int32 keys
+        _FLOAT32  # distances below the row's largest logit, read as int32 keys
         + _INT64  # weights
         + _INT32  # bucket numbers
         + _INT64  # the same, as scatter_add wants them
