@@ -5,16 +5,17 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.gemm.linear import decoded_rows, quantized_view
+from holdfast.kernels.gemm.linear import dequantize_rows, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe.expert_linear import expert_linear_reference
 from holdfast.kernels.moe.routing import ExpertOrder, order_experts_reference
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import dequantize, quantize
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from kernels.exactness import assert_as_exact_as_torch, random
 from kernels.quantized_cases import slack
+from quant.whole_weights import quantize
 from red_zones import RedZones
 
 NAN = float("nan")
@@ -126,7 +127,7 @@ def quantized_case_rows(case: ExpertCase) -> QuantizedRows | None:
 
 
 def run_kernel(launch, case: ExpertCase, device: torch.device) -> torch.Tensor:
-    """`expert_pairs` or `expert_rows` over rows that are rows_fp8 already, if they are to be."""
+    """`expert_gemv` or `grouped_gemm` over rows that are quantized already, if they are to be."""
     case = placed(case, device)
     zones = RedZones(device)
     out = zones.allocate(case.expert_ids_TS.numel(), case.num_outputs, dtype=case.x_XK.dtype).fill_(NAN)
@@ -147,7 +148,7 @@ def in_torch(case: ExpertCase) -> torch.Tensor:
 def exact(case: ExpertCase) -> torch.Tensor:
     """In float64, from the numbers that codes stand for."""
     rows_fp8 = quantized_case_rows(case)
-    x = (case.x_XK if rows_fp8 is None else decoded_rows(rows_fp8)).double()
+    x = (case.x_XK if rows_fp8 is None else dequantize_rows(rows_fp8)).double()
     weight = case.weight if isinstance(case.weight, torch.Tensor) else dequantize(case.weight).view(case.weight.shape)
     ids = case.expert_ids_TS.flatten()
     y = x.new_empty(len(ids), weight.shape[1])

@@ -26,8 +26,7 @@ from holdfast.kernels.attention import tiled_attention  # noqa: E402
 from holdfast.kernels.attention import write_quantized_kv as write_quantized_kv  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
-from holdfast.kernels.gemm import deferred_rms_norm as defer_rms_norm  # noqa: E402
-from holdfast.kernels.gemm import small_batch as skinny_linear  # noqa: E402
+from holdfast.kernels.gemm import deferred_rms_norm, small_batch  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 
@@ -100,7 +99,9 @@ def _type_of(value: object) -> str:
 
 def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, size_k: int = 1024) -> None:
     """A step's three kinds of products, as `num_rows` rows take them."""
-    scratch = defer_rms_norm.SmallBatchScratch(torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32))
+    scratch = deferred_rms_norm.SmallBatchScratch(
+        torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32)
+    )
     x, weight, bias, y, out, norm = (
         torch.empty(shape, dtype=dtype)
         for shape in (
@@ -112,9 +113,9 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
             (size_k,),
         )
     )
-    rows = defer_rms_norm.defer_rms_norm(x, norm, 1e-5, x, scratch)
-    skinny_linear.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
-    skinny_linear.linear_add(x, weight, None if gated else bias, y, norm, 1e-5, out, scratch)
+    rows = deferred_rms_norm.defer_rms_norm(x, norm, 1e-5, x, scratch)
+    small_batch.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
+    small_batch.linear_add(x, weight, None if gated else bias, y, norm, 1e-5, out, scratch)
 
 
 def attention_of(dtype: torch.dtype, group: int, head_dim: int, window: int | None, num_rows: int = 4) -> None:
@@ -215,10 +216,10 @@ CASES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """The cases that were named, early launches included."""
     modules: list[ModuleType] = [
-        defer_rms_norm,
+        deferred_rms_norm,
         quantized_attention,
         layer_norm,
-        skinny_linear,
+        small_batch,
         tiled_attention,
         write_quantized_kv,
     ]

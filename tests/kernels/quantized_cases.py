@@ -6,9 +6,10 @@ import torch
 
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize, quantize
+from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightScheme
 from kernels.exactness import MOAT, random
+from quant.whole_weights import quantize
 from red_zones import RedZones
 
 ROW_SCHEMES = (FP8, FP8_TENSOR, INT8)
@@ -95,7 +96,7 @@ def _bytes_amid(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return body
 
 
-def coded_room(zones: RedZones, num_rows: int, weight: QuantizedWeight) -> QuantizedRows | None:
+def room_amid(zones: RedZones, num_rows: int, weight: QuantizedWeight) -> QuantizedRows | None:
     """Room for exactly these rows as codes, of NaN; None where the scheme takes them as they are."""
     scheme, size_k = weight.scheme, weight.shape[-1]
     if not scheme.quantizes_activations:

@@ -1,4 +1,4 @@
-"""Products of few rows, tried amid poison: operands between NaN, results and scratch NaN before and between red zones.
+"""Products of small batches, tried amid poison: operands between NaN, results and scratch NaN before and between red zones.
 
 Weights are numbers, or codes with a scale a row: then amax come with the rows, and are left behind with the results.
 """
@@ -7,17 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels.gemm import small_batch as skinny_linear
-from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
+from holdfast.kernels.gemm import small_batch, small_batch_quantized
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
-from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_ROWS, NUM_GATE_AMAX, num_parts
-from holdfast.kernels.gemm.small_batch import (
-    MIN_SQUARE_COLUMNS,
-    linear_add,
-    linear_add_reference,
-    normed_linear,
-    normed_linear_reference,
-)
+from holdfast.kernels.gemm.gemv import num_k_splits
+from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightScheme
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
@@ -36,13 +30,13 @@ from red_zones import RedZones
 
 CPU = torch.device("cpu")
 EPS = 1e-5
-ROWS = tuple(sorted({count for count in (1, 2, 3, 8, 16, 17, 31, 32, MAX_ROWS - 1, MAX_ROWS) if count <= MAX_ROWS}))
-MANY = MAX_ROWS - 1
+ROWS = (1, 2, 3, 8, FUSED_DECODE_ROWS - 1, FUSED_DECODE_ROWS)
+MANY = FUSED_DECODE_ROWS - 1
 """More than half of the rows that a product takes, and not all."""
 
 
 @dataclass
-class SkinnyCase:
+class SmallBatchCase:
     """One product, and everything that goes into it, in host memory."""
 
     x_MK: torch.Tensor
@@ -58,22 +52,22 @@ class SkinnyCase:
     def num_outputs(self) -> int:
         return self.weight_NK.shape[0] // (2 if self.gated else 1)
 
-    def to(self, device: torch.device) -> "SkinnyCase":
+    def to(self, device: torch.device) -> "SmallBatchCase":
         """The same product on a device, where large ones are copied sooner."""
         bias = None if self.bias_N is None else self.bias_N.to(device)
         weight = self.weight_NK
         weight = weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device)
         x, residual, norm = (tensor.to(device) for tensor in (self.x_MK, self.residual_MN, self.norm_N))
-        return SkinnyCase(x, weight, bias, residual, norm, self.gated)
+        return SmallBatchCase(x, weight, bias, residual, norm, self.gated)
 
-    def rows(self, which: list[int]) -> "SkinnyCase":
+    def rows(self, which: list[int]) -> "SmallBatchCase":
         """The same product of some of the rows."""
-        return SkinnyCase(
+        return SmallBatchCase(
             self.x_MK[which], self.weight_NK, self.bias_N, self.residual_MN[which], self.norm_N, self.gated
         )
 
 
-def skinny_case(
+def small_batch_case(
     num_rows: int,
     size_n: int,
     size_k: int,
@@ -81,10 +75,10 @@ def skinny_case(
     gated: bool = False,
     with_bias: bool = False,
     seed: int = 0,
-) -> SkinnyCase:
+) -> SmallBatchCase:
     """Sums around one, whatever the sizes."""
     num_weight_rows = size_n * (2 if gated else 1)
-    return SkinnyCase(
+    return SmallBatchCase(
         random(num_rows, size_k, seed=seed).to(dtype),
         random(num_weight_rows, size_k, seed=seed + 1, scale=size_k**-0.5).to(dtype),
         random(num_weight_rows, seed=seed + 2).to(dtype) if with_bias else None,
@@ -94,7 +88,7 @@ def skinny_case(
     )
 
 
-def coded_case(
+def quantized_case(
     num_rows: int,
     size_n: int,
     size_k: int,
@@ -103,9 +97,9 @@ def coded_case(
     gated: bool = False,
     with_bias: bool = False,
     seed: int = 0,
-) -> SkinnyCase:
+) -> SmallBatchCase:
     """The same with a weight as codes, and rows whose codes are beyond doubt."""
-    case = skinny_case(num_rows, size_n, 1, dtype, gated, with_bias, seed)
+    case = small_batch_case(num_rows, size_n, 1, dtype, gated, with_bias, seed)
     weight = random_weight(case.weight_NK.shape[0], size_k, scheme, seed + 1)
     return replace(case, x_MK=codable_rows(num_rows, size_k, seed).to(dtype), weight_NK=weight)
 
@@ -113,23 +107,23 @@ def coded_case(
 class Guarded:
     """Scratch that is exactly as large as it has to be, and results, all between red zones on one device."""
 
-    def __init__(self, case: SkinnyCase, device: torch.device, num_squares: int = 0) -> None:
+    def __init__(self, case: SmallBatchCase, device: torch.device, num_squares: int = 0) -> None:
         self._zones = RedZones(device)
         self._device = device
         num_rows, size_n, size_k = len(case.x_MK), case.num_outputs, case.x_MK.shape[1]
-        num_blocks = -(-size_n // (MIN_SQUARE_COLUMNS if num_rows == 1 else BLOCK_N))
+        num_blocks = -(-size_n // (GEMV_MIN_BLOCK_N if num_rows == 1 else SMALL_BATCH_BLOCK_N))
         is_quantized = isinstance(case.weight_NK, QuantizedWeight)
-        block_k = skinny_coded.BLOCK_K if is_quantized else skinny_linear.BLOCK_K
-        parts = 1 if case.gated or num_rows == 1 else num_parts(size_n, size_k, block_k)
+        block_k = small_batch_quantized.BLOCK_K if is_quantized else small_batch.BLOCK_K
+        splits = 1 if case.gated or num_rows == 1 else num_k_splits(size_n, size_k, block_k)
         size_j = max(num_rows * num_squares, num_rows * num_blocks)
         self.scratch = SmallBatchScratch(
             self.filled((size_j,), torch.float32),
-            self.filled((parts * num_rows * size_n if parts > 1 else 0,), torch.float32),
-            self._zones.allocate(-(-size_n // BLOCK_N) if parts > 1 else 0, dtype=torch.int32),
-            self._peaks(num_rows, size_j) if is_quantized else None,
+            self.filled((splits * num_rows * size_n if splits > 1 else 0,), torch.float32),
+            self._zones.allocate(-(-size_n // SMALL_BATCH_BLOCK_N) if splits > 1 else 0, dtype=torch.int32),
+            self._amax_scratch(num_rows, size_j) if is_quantized else None,
         )
 
-    def _peaks(self, num_rows: int, size_j: int) -> AmaxScratch:
+    def _amax_scratch(self, num_rows: int, size_j: int) -> AmaxScratch:
         gated = self._zones.allocate(num_rows * NUM_GATE_AMAX, dtype=torch.int32)
         return AmaxScratch(self.filled((size_j,), torch.float32), self.filled((num_rows,), torch.float32), gated)
 
@@ -148,31 +142,31 @@ class Guarded:
 
 
 def run_normed(
-    function, case: SkinnyCase, device: torch.device, num_squares: int = 1, out_dtype: torch.dtype | None = None
+    function, case: SmallBatchCase, device: torch.device, num_squares: int = 1, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """`normed_linear` or its reference: x is what was scaled, its squares lie in so many blocks."""
     guarded = Guarded(case, device, num_squares)
     num_rows = len(case.x_MK)
     guarded.scratch.squares[: num_rows * num_squares] = squares_of(case.x_MK, num_squares).flatten()
     if guarded.scratch.amax is not None:
-        guarded.scratch.amax.normed[: num_rows * num_squares] = peaks_of(case.x_MK, num_squares).flatten()
+        guarded.scratch.amax.normed[: num_rows * num_squares] = amax_of(case.x_MK, num_squares).flatten()
     rows = NormedRows(amid(case.x_MK, device), num_squares, EPS)
     y = guarded.filled((num_rows, case.num_outputs), out_dtype or case.x_MK.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
     assert function(rows, case_weight_amid(case, device), bias, case.gated, y, guarded.scratch) is y
     guarded.check()
     if guarded.scratch.amax is not None:
-        _check_gate_peaks(case, y, guarded.scratch.amax)
+        _check_gate_amax(case, y, guarded.scratch.amax)
     return y.cpu()
 
 
-def case_weight_amid(case: SkinnyCase, device: torch.device) -> torch.Tensor | QuantizedWeight:
+def case_weight_amid(case: SmallBatchCase, device: torch.device) -> torch.Tensor | QuantizedWeight:
     weight = case.weight_NK
     return weight_amid(weight, device) if isinstance(weight, QuantizedWeight) else amid(weight, device)
 
 
-def _check_gate_peaks(case: SkinnyCase, y_MN: torch.Tensor, amax: AmaxScratch) -> None:
-    """What a gated product leaves for the next one to code it by; nothing where that takes rows as they are."""
+def _check_gate_amax(case: SmallBatchCase, y_MN: torch.Tensor, amax: AmaxScratch) -> None:
+    """What a gated product leaves for the next one to quantize it by; nothing where that takes rows as they are."""
     assert isinstance(case.weight_NK, QuantizedWeight), "only quantized products leave amax"
     assert amax.inputs.isnan().all(), "the amax of others were written"
     if not case.gated or not case.weight_NK.scheme.quantizes_activations:
@@ -185,7 +179,7 @@ def _check_gate_peaks(case: SkinnyCase, y_MN: torch.Tensor, amax: AmaxScratch) -
 
 
 def run_add(
-    function, case: SkinnyCase, device: torch.device, num_amax: int = 1
+    function, case: SmallBatchCase, device: torch.device, num_amax: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, NormedRows]:
     """`linear_add` or its reference: x, x scaled for the next norm, the squares of each row, and what it returned.
 
@@ -197,7 +191,7 @@ def run_add(
     bias = None if case.bias_N is None else amid(case.bias_N, device)
     more = {}
     if isinstance(case.weight_NK, QuantizedWeight) and case.weight_NK.scheme.quantizes_activations:
-        values = amid(peaks_of(case.x_MK, num_amax).flatten(), device)
+        values = amid(amax_of(case.x_MK, num_amax).flatten(), device)
         more["amax"] = RowAmax(values.view(torch.int32) if num_amax == NUM_GATE_AMAX else values, num_amax)
     operands = amid(case.x_MK, device), case_weight_amid(case, device), bias
     rows = function(*operands, x, amid(case.norm_N, device), EPS, scaled, guarded.scratch, **more)
@@ -209,10 +203,10 @@ def run_add(
     if guarded.scratch.amax is not None:
         amax = guarded.scratch.amax.normed.cpu()
         assert amax[len(x) * rows.num_squares :].isnan().all(), "more amax were written than told"
-        peaks_M = amax[: len(x) * rows.num_squares].view(len(x), rows.num_squares).amax(-1)
+        amax_M = amax[: len(x) * rows.num_squares].view(len(x), rows.num_squares).amax(-1)
         expected_M = scaled.cpu().float().abs().amax(-1)
         finite = expected_M.isfinite()
-        assert same_bits(peaks_M[finite], expected_M[finite]), f"{peaks_M=} {expected_M=}"
+        assert same_bits(amax_M[finite], expected_M[finite]), f"{amax_M=} {expected_M=}"
         assert not guarded.scratch.amax.gated.any(), "amax of a gated product were raised by another"
     return x.cpu(), scaled.cpu(), used.view(len(x), rows.num_squares), rows
 
@@ -224,14 +218,14 @@ def squares_of(x_MK: torch.Tensor, num_squares: int) -> torch.Tensor:
     return padded.view(len(x_MK), num_squares, size).sum(-1)
 
 
-def peaks_of(x_MK: torch.Tensor, num_amax: int) -> torch.Tensor:
+def amax_of(x_MK: torch.Tensor, num_amax: int) -> torch.Tensor:
     """The largest magnitudes of each row in so many blocks, the last of them perhaps of nothing: [M, J]."""
     size = -(-x_MK.shape[1] // num_amax)
     padded = torch.nn.functional.pad(x_MK.float().abs(), (0, size * num_amax - x_MK.shape[1]))
     return padded.view(len(x_MK), num_amax, size).amax(-1)
 
 
-def exact_sums(case: SkinnyCase) -> torch.Tensor:
+def exact_sums(case: SmallBatchCase) -> torch.Tensor:
     """x @ weight.T in float64, of codes where there are any."""
     weight = case.weight_NK
     if isinstance(weight, QuantizedWeight):
@@ -239,7 +233,7 @@ def exact_sums(case: SkinnyCase) -> torch.Tensor:
     return case.x_MK.double() @ weight.double().T
 
 
-def exact_normed(case: SkinnyCase) -> torch.Tensor:
+def exact_normed(case: SmallBatchCase) -> torch.Tensor:
     """In float64, from the scaled rows."""
     x = case.x_MK.double()
     y = exact_sums(case) * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -250,20 +244,20 @@ def exact_normed(case: SkinnyCase) -> torch.Tensor:
     return y
 
 
-def exact_add(case: SkinnyCase) -> torch.Tensor:
+def exact_add(case: SmallBatchCase) -> torch.Tensor:
     """x + a @ weight.T + bias in float64."""
     y = exact_sums(case)
     return case.residual_MN.double() + (y if case.bias_N is None else y + case.bias_N.double())
 
 
-def judge_normed(case: SkinnyCase, device: torch.device, num_squares: int = 1, out_dtype=None) -> None:
+def judge_normed(case: SmallBatchCase, device: torch.device, num_squares: int = 1, out_dtype=None) -> None:
     """As exact as torch."""
     y = run_normed(normed_linear, case, device, num_squares, out_dtype)
     in_torch = run_normed(normed_linear_reference, case, CPU, num_squares, out_dtype)
     assert_as_exact_as_torch(y, in_torch, exact_normed(case), magnitude=10.0 * _slack(case, device))
 
 
-def judge_add(case: SkinnyCase, device: torch.device, num_amax: int = 1) -> None:
+def judge_add(case: SmallBatchCase, device: torch.device, num_amax: int = 1) -> None:
     """The sum is as exact as torch's; and what the next norm gets follows from what was stored, to the bit."""
     x, scaled, squares, _ = run_add(linear_add, case, device, num_amax)
     in_torch, *_ = run_add(linear_add_reference, case, CPU, num_amax)
@@ -274,7 +268,7 @@ def judge_add(case: SkinnyCase, device: torch.device, num_amax: int = 1) -> None
     assert_as_exact_as_torch(squares.sum(-1), x.float().square().sum(-1), exact_squares, magnitude)
 
 
-def _slack(case: SkinnyCase, device: torch.device) -> float:
+def _slack(case: SmallBatchCase, device: torch.device) -> float:
     if not isinstance(case.weight_NK, QuantizedWeight):
         return 1.0
     num_rows, size_k = case.x_MK.shape

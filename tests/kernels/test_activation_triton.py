@@ -1,4 +1,4 @@
-""""""
+"""Activations as Triton kernels: as exact as torch amid poison, and an element the same in any company."""
 
 import pytest
 import torch

@@ -20,12 +20,12 @@ ONE = """
 import json, logging, os, sys
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 import torch
-from holdfast.kernels.gemm.linear import linear, linear_reference
+from holdfast.kernels.gemm.linear import linear, plain_linear_reference
 from holdfast.kernels.native_library import native_library
 def load():
     library = native_library()
     x, weight = torch.arange(12.0).view(3, 4), torch.arange(20.0).view(5, 4)
-    assert torch.equal(linear(x, weight, None), linear_reference(x, weight, None)), "wrong"
+    assert torch.equal(linear(x, weight, None), plain_linear_reference(x, weight, None)), "wrong"
     return None if library is None else library._name
 """
 LOAD = ONE + "print(json.dumps(load()))"

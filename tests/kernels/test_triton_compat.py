@@ -1,3 +1,5 @@
+"""The door to Triton: kernels run in the interpreter, PDL where GPUs have it, and a plain CPU run imports nothing of it."""
+
 import os
 import subprocess
 import sys
@@ -70,14 +72,14 @@ def test_cpu_tensors_never_reach_a_kernel():
     assert not can_run(torch.zeros(1))
 
 
-def test_cpu_tensors_are_never_launched_early():
+def test_cpu_tensors_are_never_launched_with_pdl():
     assert not supports_pdl(torch.zeros(1))
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)]
 )
-def test_only_gpus_from_hopper_on_launch_early(monkeypatch, capability, expected):
+def test_only_gpus_from_hopper_on_support_pdl(monkeypatch, capability, expected):
     """Older ones do not know the instruction with which a kernel waits."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))

@@ -1,3 +1,5 @@
+"""The attention layer: projection, backend and output over tensors that are given."""
+
 import pytest
 import torch
 
@@ -7,10 +9,10 @@ from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.mlp import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import exact_rows, exact_weight
+from quant.whole_weights import quantize
 
 NAN = float("nan")
 NUM_ROWS, HIDDEN, HEADS, HEAD_DIM = 5, 6, 2, 4
@@ -87,7 +89,7 @@ def test_projection_backend_projection(parts, wanted):
 
 
 def test_the_middle_alone_takes_a_projection_that_is_there(parts):
-    """Steps of few rows compute the two products themselves."""
+    """The fused decode path computes the two products itself."""
     layer, backend, *_ = parts
     batch, held = make_batch(None), buffers()
     held.qkv_TX.copy_(random(NUM_ROWS, 24, seed=5))

@@ -1,4 +1,4 @@
-""""""
+"""Linear, norms and MLPs: the sums that they say they are, in tensors that are given, a row the same in any company."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, MLPBuffers, PlainMLP, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
 from kernels.quantized_cases import exact_rows, exact_weight
+from quant.whole_weights import quantize
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
@@ -114,7 +114,7 @@ def test_half_types(kind, dtype):
 
 
 def test_the_rms_norm_s_weight_is_within_reach():
-    """Steps of few rows do this norm inside their products."""
+    """The fused decode path does this norm in the prologue of its products."""
     weight = random(20)
     norm = RMSNorm(weight, 0.5)
     assert norm.weight_H is weight
@@ -261,7 +261,7 @@ def test_both_products_get_the_room_for_codes(kind, activation):
 
 
 def test_the_gated_weights_are_within_reach():
-    """Steps of few rows compute these products themselves."""
+    """The fused decode path computes these products itself."""
     mlp = make_mlp("gated", 5, "silu")
     assert mlp.gate_up.weight_NK.shape == (10, HIDDEN)
     assert mlp.down.weight_NK.shape == (HIDDEN, 5)

@@ -78,7 +78,7 @@ def expected(x: torch.Tensor, kind: str, normalizes: bool) -> torch.Tensor:
 @EACH
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
-def test_the_likeliest_experts_by_their_shares(kind, normalizes, num_rows):
+def test_the_most_likely_experts_by_their_shares(kind, normalizes, num_rows):
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
     torch.testing.assert_close(
         run(make(kind, normalizes), x, kind), expected(x, kind, normalizes), rtol=1e-5, atol=1e-5

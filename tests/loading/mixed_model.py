@@ -4,7 +4,7 @@ import torch
 
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import quantize
+from quant.whole_weights import quantize
 
 EXPERTS, INNER, HIDDEN = 3, 128, 96
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli.cli_models import make_model
-from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from quant.whole_weights import quantize
 
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -1,6 +1,6 @@
-"""Decode steps of a tiny model by the route of few rows, beside the same steps by the ordinary way: the tokens are given.
+"""Decode steps of a tiny model on the fused decode path, beside the same steps by the ordinary way: the tokens are given.
 
-The route runs on the plain-torch references of its kernels, or on the kernels themselves.
+The path runs on the plain-torch references of its kernels, or on the kernels themselves.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,10 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax_reference,
 )
 from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
-from holdfast.models import fused_decode as fused_decode
+from holdfast.models import fused_decode
 from holdfast.models.blueprints import grouped as blueprint_grouped
 from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.decoder import Decoder
-from holdfast.models.fused_decode import FusedDecode
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
@@ -41,7 +40,7 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
     "normed_linear": normed_linear_reference,
     "linear_add": linear_add_reference,
 }
-"""What the route launches, in plain torch."""
+"""What the path launches, in plain torch."""
 
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,26 +51,26 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_rig(
     model: LoadedModel,
     recipe: WeightRecipe = AS_STORED,
-    few: bool = True,
+    fused: bool = True,
     backend: str = "torch_paged",
     dtype: str = "float32",
     min_rows: int = 1,
     device: torch.device = CPU,
 ) -> Rig:
-    """A runner whose decoder takes the route or does not, whatever device and type it is for."""
+    """A runner whose decoder takes the path or does not, whatever device and type it is for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "Decoder", partial(Decoder, takes_fused_decode=few, dtype=dtype, recipe=recipe))
+        patch.setattr(drive, "Decoder", partial(Decoder, takes_fused_decode=fused, dtype=dtype, recipe=recipe))
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
-        patch.setattr(blueprint_grouped, "takes_fused_decode", lambda *_: few)
+        patch.setattr(blueprint_grouped, "takes_fused_decode", lambda *_: fused)
         rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, min_rows=min_rows)
     poison = rig.poison
 
     def spare_counters() -> None:
         """Counters are at zero between launches; all else that products share is theirs only while they run."""
         poison()
-        if rig.decoder._fused is not None:
-            route_of(rig)._scratch.arrived.zero_()
+        if rig.decoder.fused is not None:
+            rig.decoder.fused.scratch.arrived.zero_()
         if device.type == "cuda":
             torch.cuda.synchronize()  # the runner works on a stream of its own
 
@@ -86,12 +85,6 @@ def placed(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> Load
         for name, weight in model.weights.items()
     }
     return LoadedModel(model.spec, weights)
-
-
-def route_of(rig: Rig) -> FusedDecode:
-    route = rig.decoder._fused
-    assert route is not None, "the route was declined"
-    return route
 
 
 def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:

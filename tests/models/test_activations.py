@@ -1,4 +1,4 @@
-"""What a step passes through, as requests; and scratch that is enough for every product of few rows that can occur."""
+"""What a step passes through, as requests; and scratch that is enough for every small batch that can occur."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,23 +9,15 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.gemm import gemv as skinny_parts
-from holdfast.kernels.gemm import small_batch as skinny_linear
-from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
+from holdfast.kernels.gemm import small_batch, small_batch_quantized
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
-from holdfast.kernels.gemm.gemv import NUM_GATE_AMAX
-from holdfast.kernels.geometry import order_specs
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, order_specs
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import (
-    CODES,
-    FEW,
-    FEW_BLOCK,
-    FEW_LEAST_COLUMNS,
-    FEW_PART_COLUMNS,
-    FEW_ROWS,
-    FUSED_GATE_AMAX,
+    FUSED_DECODE,
     LAYERS,
+    QUANTIZED_ROWS,
     STREAM,
     Request,
     fused_decode_request,
@@ -149,7 +141,7 @@ MOE = replace(QWEN, hidden_size=2048, num_heads=16, experts=EXPERTS)
 )
 def test_codes_have_room_for_the_inputs_of_any_product(spec, recipe, num_codes, num_scales):
     request = activations.quantized_rows_request(spec, 7, 3, recipe)
-    assert (request.lane, request.owner) == (CODES, "quantized_rows")
+    assert (request.lane, request.owner) == (QUANTIZED_ROWS, "quantized_rows")
     assert shapes(request) == {"codes": ((num_codes,), "float8_e4m3fn"), "scales": ((num_scales,), "float32")}
 
 
@@ -185,30 +177,22 @@ def test_only_embeddings_that_are_projected_or_placed_take_room():
     assert list(shapes(activations.embed_request(replace(OPT_350M, rope=RopeSpec(1e4)), 7, "float32"))) == ["tokens"]
 
 
-def test_the_numbers_of_the_kernels_are_known_without_them():
-    assert FEW_ROWS == skinny_parts.MAX_ROWS
-    assert FEW_BLOCK == skinny_parts.BLOCK_N
-    assert FEW_LEAST_COLUMNS == skinny_linear.MIN_SQUARE_COLUMNS
-    assert FEW_PART_COLUMNS == 2 * skinny_parts.PROGRAMS * skinny_parts.BLOCK_N
-    assert FUSED_GATE_AMAX == NUM_GATE_AMAX
-
-
 def test_scratch_of_qwen3_32b():
     request = fused_decode_request(QWEN)
-    assert (request.lane, request.owner) == (FEW, "fused_decode")
+    assert (request.lane, request.owner) == (FUSED_DECODE, "fused_decode")
     assert shapes(request) == {
-        "squares": ((max(FEW_ROWS * 80, 2560),), "float32"),
-        "parts": ((FEW_ROWS * 16384,), "float32"),
+        "squares": ((max(FUSED_DECODE_ROWS * 80, 2560),), "float32"),
+        "parts": ((FUSED_DECODE_ROWS * 16384,), "float32"),
         "arrived": ((-(-151936 // 64),), "int32"),
     }
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
-def test_scratch_of_qwen3_32b_in_eight_bits_has_peaks_too(scheme):
+def test_scratch_of_qwen3_32b_in_eight_bits_has_amax_too(scheme):
     plain, quantized = fused_decode_request(QWEN), fused_decode_request(QWEN, WeightRecipe(scheme))
-    assert (quantized.lane, quantized.owner) == (FEW, "fused_decode")
+    assert (quantized.lane, quantized.owner) == (FUSED_DECODE, "fused_decode")
     assert quantized.specs[:3] == plain.specs
-    assert shapes(Request(FEW, "fused_decode", quantized.specs[3:])) == {
+    assert shapes(Request(FUSED_DECODE, "fused_decode", quantized.specs[3:])) == {
         "amax": (plain.specs[0].shape, "float32"),
         "input_amax": ((16,), "float32"),
         "gate_amax": ((16 * 64,), "int32"),
@@ -233,7 +217,7 @@ def test_scratch_of_qwen3_32b_in_eight_bits_has_peaks_too(scheme):
     ],
     ids=str,
 )
-def test_who_takes_the_kernels_for_few_rows(change):
+def test_who_takes_the_fused_decode_path(change):
     """The widths of experts are not theirs: experts have kernels of their own. What is ignored shows when weights are there."""
     recipe = change.get("recipe", AS_STORED)
     spec = replace(QWEN, **{name: value for name, value in change.items() if name != "recipe"})
@@ -262,7 +246,7 @@ def test_who_takes_the_kernels_for_few_rows(change):
     ],
     ids=str,
 )
-def test_who_does_not_take_the_kernels_for_few_rows(change):
+def test_who_does_not_take_the_fused_decode_path(change):
     where = {"dtype": "bfloat16", "device_kind": "cuda", "recipe": AS_STORED} | change
     others = [where.pop(name) for name in ("dtype", "device_kind", "recipe")]
     assert takes_fused_decode(QWEN, "bfloat16", "cuda", AS_STORED)
@@ -280,12 +264,12 @@ class Launches:
         return lambda *arguments, **keywords: None
 
 
-blocks = st.one_of(st.integers(1, 40), st.integers(1, 512)).map(lambda count: count * FEW_BLOCK)
+blocks = st.one_of(st.integers(1, 40), st.integers(1, 512)).map(lambda count: count * SMALL_BATCH_BLOCK_N)
 
 
 @st.composite
 def specs(draw) -> ModelSpec:
-    """Any decoder that takes the kernels for few rows."""
+    """Any decoder that takes the fused decode path."""
     num_kv_heads = draw(st.integers(1, 64))
     spec = replace(
         QWEN,
@@ -304,7 +288,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def made_up_weight(size_n: int, size_k: int, scheme: WeightScheme | None) -> torch.Tensor | QuantizedWeight:
+def dummy_weight(size_n: int, size_k: int, scheme: WeightScheme | None) -> torch.Tensor | QuantizedWeight:
     if scheme is None:
         return empty(size_n, size_k)
     planes = scheme.planes((size_n, size_k))
@@ -315,51 +299,51 @@ def made_up_weight(size_n: int, size_k: int, scheme: WeightScheme | None) -> tor
 @hypothesis_settings(max_examples=300)
 @given(
     spec=specs(),
-    num_rows=st.one_of(st.just(1), st.integers(1, FEW_ROWS), st.just(FEW_ROWS)),
+    num_rows=st.one_of(st.just(1), st.integers(1, FUSED_DECODE_ROWS), st.just(FUSED_DECODE_ROWS)),
     scheme=st.sampled_from([None, FP8, FP8_TENSOR, INT8]),
 )
 def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, scheme):
-    squares, parts, arrived, *peaks = (one.shape[0] for one in fused_decode_request(spec, WeightRecipe(scheme)).specs)
+    squares, partials, arrived, *amax = (one.shape[0] for one in fused_decode_request(spec, WeightRecipe(scheme)).specs)
     assert squares >= num_rows, "the first norm leaves one sum a row"
     scratch = SmallBatchScratch(*(empty(0) for _ in range(3)))
-    given_peaks = None
+    given_amax = None
     if scheme is not None:
-        normed_peaks, input_amax, gate_amax = peaks
-        assert normed_peaks >= squares, "a block leaves a peak beside its squares"
+        normed_amax, input_amax, gate_amax = amax
+        assert normed_amax >= squares, "a block leaves an amax beside its squares"
         assert input_amax >= num_rows
         assert gate_amax >= num_rows * NUM_GATE_AMAX
-        scratch = replace(scratch, peaks=AmaxScratch(*(empty(0) for _ in range(3))))
-        given_peaks = RowAmax(empty(0), 1)
+        scratch = replace(scratch, amax=AmaxScratch(*(empty(0) for _ in range(3))))
+        given_amax = RowAmax(empty(0), 1)
 
     def needs(launch, size_n: int, size_k: int) -> None:
         launches = Launches()
         with pytest.MonkeyPatch.context() as patch:
             for module, name in (
-                (skinny_linear, "_row_kernel"),
-                (skinny_linear, "_rows_kernel"),
-                (skinny_coded, "quantized_gemv_kernel"),
-                (skinny_coded, "small_batch_quantized_kernel"),
+                (small_batch, "gemv_kernel"),
+                (small_batch, "_small_batch_kernel"),
+                (small_batch_quantized, "quantized_gemv_kernel"),
+                (small_batch_quantized, "small_batch_quantized_kernel"),
             ):
                 patch.setattr(module, name, launches)
             left = launch(empty(num_rows, size_k), size_n)
         ((num_blocks, *more),) = launches.grids
-        num_parts = more[0] if more else 1
-        if num_parts > 1:
-            assert num_parts * num_rows * size_n <= parts, f"{size_n=} {size_k=} {num_parts=}"
+        splits = more[0] if more else 1
+        if splits > 1:
+            assert splits * num_rows * size_n <= partials, f"{size_n=} {size_k=} {splits=}"
             assert num_blocks <= arrived, f"{size_n=} {size_k=}"
         if isinstance(left, NormedRows):
             assert left.num_squares == num_blocks
             assert num_rows * left.num_squares <= squares, f"{size_n=} {size_k=} {left.num_squares=}"
 
     def normed(x: torch.Tensor, size_n: int, gated: bool = False) -> torch.Tensor:
-        weight = made_up_weight(size_n * (2 if gated else 1), x.shape[1], scheme)
+        weight = dummy_weight(size_n * (2 if gated else 1), x.shape[1], scheme)
         rows = NormedRows(x, 1, 1e-6)
-        return skinny_linear.normed_linear(rows, weight, None, gated, empty(num_rows, size_n), scratch)
+        return small_batch.normed_linear(rows, weight, None, gated, empty(num_rows, size_n), scratch)
 
     def added(x: torch.Tensor, size_n: int) -> NormedRows:
         stream, scaled = empty(num_rows, size_n), empty(num_rows, size_n)
-        weight, norm = made_up_weight(size_n, x.shape[1], scheme), empty(size_n)
-        return skinny_linear.linear_add(x, weight, None, stream, norm, 1e-6, scaled, scratch, given_peaks)
+        weight, norm = dummy_weight(size_n, x.shape[1], scheme), empty(size_n)
+        return small_batch.linear_add(x, weight, None, stream, norm, 1e-6, scaled, scratch, given_amax)
 
     needs(normed, spec.qkv_size, spec.hidden_size)
     needs(added, spec.hidden_size, spec.query_size)

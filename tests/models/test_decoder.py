@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers: logits at every position and greedy tokens, alone and in company."""
+"""Decoders of every family, dense and with experts, against transformers: logits at every position and greedy tokens, alone and in company."""
 
 import random
 from dataclasses import replace
@@ -21,19 +21,19 @@ from holdfast.models.decoder_layer import LayerBuilder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import INT8
 from holdfast.request.sampling_params import SamplingParams
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from models.test_decoder_workspace import WatchedWorkspace, make_step
 from models.tiny_experts import EXPERT_MODELS, LAYOUTS, assembled, config_of, make_tiny, save_tiny_experts, tensors_of
+from quant.whole_weights import quantize
 from runner.drive import Drive, LoadedModel, Request, Rig, load_model, workspace_plan
 
 NUM_STEPS = 64
 TOLERANCE = 1e-4
 LEAST_GAP = 5e-5
-"""Between the likeliest token and the next: far above what two ways to compute in float32 differ by, so no tie decides."""
+"""Between the most likely token and the next: far above what two ways to compute in float32 differ by, so no tie decides."""
 EVERY_POSITION = SamplingParams(temperature=0.0, prompt_logprobs=0)
 PROMPT_LENGTHS = (1, 2, 17, 33, 64, 90)
 MAX_MODEL_LEN = max(PROMPT_LENGTHS) + NUM_STEPS
@@ -94,7 +94,7 @@ def make_drive(model: LoadedModel, backend: str, max_num_batched_tokens: int, pa
 
 
 def judge(theirs: Any, drive: Drive, request: Request) -> None:
-    """By induction: each token is the likeliest for transformers behind all tokens before it."""
+    """By induction: each token is the argmax of transformers behind all tokens before it."""
     token_ids = (*request.prompt, *request.output)
     expected = theirs_logits(theirs, token_ids)[:-1]
     logits = drive.logits(request)
@@ -255,7 +255,7 @@ def choose(backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @cache
-def tiny_decoder_experts(name: str) -> tuple[Any, LoadedModel]:
+def tiny_experts(name: str) -> tuple[Any, LoadedModel]:
     """transformers' model, and ours over the same weights."""
     theirs = make_tiny(name)
     spec = read_spec(config_of(theirs))
@@ -263,8 +263,8 @@ def tiny_decoder_experts(name: str) -> tuple[Any, LoadedModel]:
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_alone_and_whole_decoder_experts(name, monkeypatch):
-    theirs, ours = tiny_decoder_experts(name)
+def test_experts_alone_and_whole(name, monkeypatch):
+    theirs, ours = tiny_experts(name)
     (request,) = make_requests((33,))
     drive = make_drive(ours, choose("torch_paged", monkeypatch), max_num_batched_tokens=128)
     drive.run([request])
@@ -272,9 +272,9 @@ def test_alone_and_whole_decoder_experts(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_in_company_of_other_lengths_and_in_chunks_decoder_experts(name, monkeypatch):
+def test_experts_in_company_of_other_lengths_and_in_chunks(name, monkeypatch):
     backend = choose("native_paged", monkeypatch)
-    theirs, ours = tiny_decoder_experts(name)
+    theirs, ours = tiny_experts(name)
     requests = make_requests((1, 17, 64))
     drive = make_drive(ours, backend, max_num_batched_tokens=24, page_tokens=8)
     drive.run(requests)
@@ -286,7 +286,7 @@ def test_in_company_of_other_lengths_and_in_chunks_decoder_experts(name, monkeyp
 def test_neighbours_change_no_bit_of_a_row(name):
     """Alone or beside others, whole or in chunks: the experts of a row do not hear of the other rows."""
     require_native()
-    _, ours = tiny_decoder_experts(name)
+    _, ours = tiny_experts(name)
     alone = Request(list(range(3, 40)), 6, params=EVERY_POSITION)
     beside = Request(list(range(3, 40)), 6, params=EVERY_POSITION)
     others = [Request(list(range(50 + n, 90)), 9, params=EVERY_POSITION) for n in (0, 20)]
@@ -300,14 +300,13 @@ def test_neighbours_change_no_bit_of_a_row(name):
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(name):
+def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(name, monkeypatch):
     require_native()
     limits = Limits(4, 90, 100, 4)
-    rig = Rig(tiny_decoder_experts(name)[1], "native_paged", limits, 100)
-    watched = WatchedWorkspace(rig.workspace)
-    rig.decoder._workspace = watched  # type: ignore[assignment]
+    rig = Rig(tiny_experts(name)[1], "native_paged", limits, 100)
+    watched = WatchedWorkspace(rig.workspace, monkeypatch)
     rig.execute(make_step(90))
-    plan = workspace_plan(tiny_decoder_experts(name)[1].spec, limits, "float32", ())
+    plan = workspace_plan(tiny_experts(name)[1].spec, limits, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved
 
@@ -316,7 +315,7 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(na
 def test_every_layout_gives_the_same_weights(layout, tmp_path):
     """By the engine's own loader, and by what the parts say."""
     name = "qwen2_moe normalized, every second layer"
-    theirs, ours = tiny_decoder_experts(name)
+    theirs, ours = tiny_experts(name)
     listed = parameters(ours.spec)
     for parameter in listed:
         parameter.check()
@@ -334,8 +333,8 @@ def test_every_layout_gives_the_same_weights(layout, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_weights_stay_near_decoder_experts(dtype):
-    theirs, ours = tiny_decoder_experts("qwen2_moe")
+def test_half_weights_of_experts_stay_near(dtype):
+    theirs, ours = tiny_experts("qwen2_moe")
     halves = {name: weight.to(getattr(torch, dtype)) for name, weight in ours.weights.items()}
     rig = Rig(LoadedModel(ours.spec, halves), "torch_paged", Limits(4, 24, 100, 4), 100, dtype, dtype)
     drive, (request,) = Drive(rig, 100), make_requests((33,))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,14 @@ from holdfast.models.decoder import Decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import dequantize, quantize
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 from kernels.exactness import require_native, same_bits
 from kernels.quantized_cases import exact_rows
 from loading.tiny_models import FAMILIES, save_tiny
 from models.test_decoder_workspace import EVERY_ROW, WatchedWorkspace, make_step
 from models.tiny_experts import EXPERT_MODELS, assembled, config_of, make_tiny, tensors_of
+from quant.whole_weights import quantize
 from runner import drive
 from runner.drive import Drive, LoadedModel, Request, Rig, workspace_plan
 
@@ -53,8 +53,8 @@ def tiny(name: str) -> LoadedModel:
 
 def quantized(values: torch.Tensor, scheme: WeightScheme, parameter: Parameter) -> QuantizedWeight:
     scheme = scheme.with_parts((*(part.num_rows for part in parameter.parts), values.shape[-2]))
-    peak = values.abs().amax().view(1) if scheme.is_whole_tensor else None
-    codes, scales = quantize(values.reshape(-1, values.shape[-1]), scheme, peak)
+    amax = values.abs().amax().view(1) if scheme.is_whole_tensor else None
+    codes, scales = quantize(values.reshape(-1, values.shape[-1]), scheme, amax)
     planes = zip(scheme.planes(tuple(values.shape)), (codes, scales), strict=True)
     weight = QuantizedWeight(scheme, tuple(values.shape), *(tensor.reshape(plane.shape) for plane, tensor in planes))
     weight.check()
@@ -136,8 +136,7 @@ def test_room_for_codes_is_what_was_planned(name, scheme, embeddings, monkeypatc
     """The largest step takes all that was reserved."""
     recipe = WeightRecipe(scheme, embeddings)
     rig = make_rig(quantized_model(name, recipe)[0], recipe, monkeypatch)
-    watched: Any = WatchedWorkspace(rig.workspace)
-    rig.decoder._workspace = watched
+    watched = WatchedWorkspace(rig.workspace, monkeypatch)
     rig.execute(make_step(90))
     with monkeypatch.context() as patch:
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))

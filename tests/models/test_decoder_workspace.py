@@ -60,22 +60,22 @@ def make_step(*lengths: int, params: SamplingParams = EVERY_ROW) -> Step:
 
 
 class WatchedWorkspace:
-    """Hands out what the workspace does, and knows the most that each owner took."""
+    """Stands before a workspace: hands out what that does, and knows the most that each owner took."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
+    def __init__(self, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._acquire = workspace.acquire
+        monkeypatch.setattr(workspace, "acquire", self.acquire)
         self.most_bytes: Counter[tuple[str, str]] = Counter()
 
     def acquire(self, owner: str, specs: tuple[TensorSpec, ...], lane: str) -> tuple[torch.Tensor, ...]:
         self.most_bytes[lane, owner] = max(self.most_bytes[lane, owner], arena_bytes(specs))
-        return self._workspace.acquire(owner, specs, lane)
+        return self._acquire(owner, specs, lane)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(family):
+def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(family, monkeypatch):
     rig = make_rig(family)
-    watched = WatchedWorkspace(rig.workspace)
-    rig.decoder._workspace = watched  # type: ignore[assignment]
+    watched = WatchedWorkspace(rig.workspace, monkeypatch)
     rig.execute(make_step(90))
     plan = workspace_plan(tiny(family).spec, LIMITS, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
@@ -118,11 +118,13 @@ def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch
 
 
 @pytest.mark.parametrize("family", ["llama", "opt_350m_like"])
-def test_a_larger_step_than_was_reserved_is_refused(family):
+def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
     """By whoever asks first, with both sizes; and what was reserved still runs."""
     rig, spec = make_rig(family), tiny(family).spec
     small = replace(LIMITS, max_num_batched_tokens=20)
-    rig.decoder._workspace = rig.workspace = Workspace(workspace_plan(spec, small, "float32", ()), CPU, Ledger())
+    smaller = Workspace(workspace_plan(spec, small, "float32", ()), CPU, Ledger())
+    monkeypatch.setattr(rig.workspace, "acquire", smaller.acquire)
+    rig.workspace = smaller
     with pytest.raises(WorkspaceError) as caught:
         rig.execute(make_step(21))
     asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)

@@ -1,9 +1,9 @@
-"""Steps of few rows come to the logits of the ordinary way, whatever the weights are; and which weights cannot go this way.
+"""The fused decode path comes to the logits of the ordinary way, whatever the weights are; and which weights cannot take it.
 
-Both ways code activations by the same rule: the scale of a row follows from its largest number, and 1 / rms is a factor of the
+Both ways quantize activations by the same rule: the scale of a row follows from its largest number, and 1 / rms is a factor of the
 whole row, so it is all one whether codes are made before the norm is finished or after. Products therefore get the same codes,
 but for a number that lies so near the middle between two that the last digit of float32 decides. Such a number moves by one
-step of e4m3, which is a small part of what coding itself does to all numbers: bounds follow from these two.
+step of e4m3, which is a small part of what quantizing does to all numbers: bounds follow from these two.
 """
 
 import logging
@@ -16,20 +16,19 @@ import pytest
 import torch
 
 from holdfast.kernels.gemm.deferred_rms_norm import RowAmax, row_amax_reference
-from holdfast.kernels.gemm.gemv import NUM_GATE_AMAX
 from holdfast.kernels.gemm.small_batch import normed_linear_reference
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models import activations
-from holdfast.models import fused_decode as fused_decode
-from holdfast.models.activations import FEW_ROWS, FUSED_GATE_AMAX, fused_decode_request
+from holdfast.models import activations, fused_decode
+from holdfast.models.activations import fused_decode_request
 from holdfast.models.families import parameters, read_spec
-from holdfast.models.fused_decode import declined, make_scratch
+from holdfast.models.fused_decode import make_scratch
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe, WeightScheme
 from kernels.exactness import same_bits
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
-from models.fused_decode_steps import CPU, decode, make_rig, placed, route_of, use_references
+from models.fused_decode_steps import CPU, decode, make_rig, placed, use_references
 from models.test_decoder_quantized import quantized, quantized_model, tiny
 from models.tiny_experts import assembled, config_of, tensors_of
 from runner.drive import LoadedModel
@@ -64,9 +63,9 @@ def test_logits_are_those_of_the_ordinary_way(name, scheme, monkeypatch):
     ours, numbers = quantized_model(name, recipe)
     off, noise = [], []
     for num_rows in (1, 2, 5):
-        wanted = decode(make_rig(ours, recipe, few=False), num_rows)
+        wanted = decode(make_rig(ours, recipe, fused=False), num_rows)
         off.append(errors(decode(make_rig(ours, recipe), num_rows), wanted))
-        noise.append(errors(decode(make_rig(numbers, few=False), num_rows), wanted))
+        noise.append(errors(decode(make_rig(numbers, fused=False), num_rows), wanted))
     if scheme is None or not scheme.quantizes_activations:
         assert torch.cat(off).max() < ROUNDING
         return
@@ -83,12 +82,12 @@ def test_the_head_may_stay_plain_and_the_embedding_too(embeddings, scheme, monke
     recipe = WeightRecipe(scheme, embeddings)
     ours, _ = quantized_model("qwen3", recipe)
     assert isinstance(ours.weights["lm_head.weight"], torch.Tensor) == (embeddings == "none")
-    off = errors(decode(make_rig(ours, recipe), 3), decode(make_rig(ours, recipe, few=False), 3))
+    off = errors(decode(make_rig(ours, recipe), 3), decode(make_rig(ours, recipe, fused=False), 3))
     assert off.median() < ROUNDING
     assert off.max() < 0.05
 
 
-def test_only_steps_of_few_rows_of_which_all_are_wanted_go_this_way(monkeypatch):
+def test_only_small_batches_of_which_all_rows_are_wanted_go_this_way(monkeypatch):
     use_references(monkeypatch)
     rows = []
     begin = fused_decode.defer_rms_norm
@@ -96,9 +95,9 @@ def test_only_steps_of_few_rows_of_which_all_are_wanted_go_this_way(monkeypatch)
     decode(make_rig(tiny("qwen3")), 3, num_steps=4)
     assert rows == 4 * [3], "prompts go the ordinary way, and decode steps begin once"
     rows.clear()
-    decode(make_rig(tiny("qwen3"), few=False), 3, num_steps=1)
+    decode(make_rig(tiny("qwen3"), fused=False), 3, num_steps=1)
     assert rows == []
-    monkeypatch.setattr(activations, "FEW_ROWS", 2)
+    monkeypatch.setattr(activations, "FUSED_DECODE_ROWS", 2)
     decode(make_rig(tiny("qwen3")), 3, num_steps=1)
     assert rows == [], "there are more rows than the kernels take"
     decode(make_rig(tiny("qwen3")), 2, num_steps=1)
@@ -125,7 +124,7 @@ def with_a_loud_layer(model: LoadedModel) -> LoadedModel:
     return LoadedModel(model.spec, weights)
 
 
-def test_peaks_of_a_gate_are_cleared_before_the_next_layer_s(monkeypatch):
+def test_amax_of_a_gate_are_cleared_before_the_next_layer_s(monkeypatch):
     """Else a loud layer would leave the quiet ones behind it no codes but zero."""
     use_references(monkeypatch)
     recipe = WeightRecipe(FP8)
@@ -144,7 +143,7 @@ def test_peaks_of_a_gate_are_cleared_before_the_next_layer_s(monkeypatch):
     assert same_bits(found, decode(make_rig(loud, recipe), 5)), "as if every layer had scratch of its own"
     assert min(amax[0::3]) > 1e4 * max(amax[1::3] + amax[2::3]), "the first of three layers is loud"
     use_references(monkeypatch)
-    assert errors(found, decode(make_rig(loud, recipe, few=False), 5)).median() < ROUNDING
+    assert errors(found, decode(make_rig(loud, recipe, fused=False), 5)).median() < ROUNDING
 
     layers = cycle(range(3))
 
@@ -166,13 +165,14 @@ def test_what_is_cleared_and_what_is_read_are_the_places_of_these_rows(monkeypat
 
     monkeypatch.setattr(fused_decode, "row_amax", watched)
     rig = make_rig(quantized_model("llama_tied", recipe)[0], recipe)
-    places = route_of(rig)._scratch.amax.gated
+    assert rig.decoder.fused is not None, "it was declined"
+    places = rig.decoder.fused.scratch.amax.gated
     decode(rig, 2, num_steps=1)
     assert seen == 2 * [(2, places.data_ptr(), 2 * NUM_GATE_AMAX)]
-    assert places.numel() == FEW_ROWS * FUSED_GATE_AMAX
+    assert places.numel() == FUSED_DECODE_ROWS * NUM_GATE_AMAX
 
 
-def test_int8_asks_for_no_peaks(monkeypatch):
+def test_int8_asks_for_no_amax(monkeypatch):
     use_references(monkeypatch)
 
     def refuse(*_):
@@ -185,8 +185,7 @@ def test_int8_asks_for_no_peaks(monkeypatch):
 
 
 def reason(model: LoadedModel, recipe: WeightRecipe) -> str | None:
-    decoder = make_rig(model, recipe, few=False).decoder
-    return declined(decoder._layers, decoder._head_VE)
+    return make_rig(model, recipe, fused=False).decoder.fused_decode_declined()
 
 
 @MODELS
@@ -216,7 +215,7 @@ def test_layers_of_both_kinds_are_declined():
 
 
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=lambda one: one.name)
-def test_a_coded_head_behind_plain_layers_is_declined(scheme):
+def test_a_quantized_head_behind_plain_layers_is_declined(scheme):
     recipe = WeightRecipe(scheme, ignore=("layers.*",))
     assert reason(quantized_model("qwen3", recipe)[0], recipe) == "the head is in int8 and layers are not"
 
@@ -245,12 +244,12 @@ def test_a_decoder_that_is_declined_says_so_and_takes_the_ordinary_way(caplog):
     ours, _ = quantized_model("qwen3", recipe)
     with caplog.at_level(logging.INFO, logger="holdfast.models.decoder"):
         rig = make_rig(ours, recipe)
-    assert rig.decoder._fused is None
-    (message,) = [record.getMessage() for record in caplog.records if "few rows" in record.getMessage()]
+    assert rig.decoder.fused is None
+    (message,) = [record.getMessage() for record in caplog.records if "fused decode path" in record.getMessage()]
     assert message.endswith(
         "because 0 of 12 weights are plain, and the others are not all of eight bits with scales by row"
     )
-    assert same_bits(decode(rig, 2), decode(make_rig(ours, recipe, few=False), 2))
+    assert same_bits(decode(rig, 2), decode(make_rig(ours, recipe, fused=False), 2))
 
 
 def tensors(specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
@@ -266,14 +265,14 @@ def test_scratch_begins_with_zeros_where_products_count_and_raise(recipe):
     specs = fused_decode_request(tiny("qwen3").spec, recipe).specs
     made = tensors(specs)
     scratch = make_scratch(made)
-    parts = (scratch.squares, scratch.parts, scratch.arrived, *(scratch.amax or ()))
-    assert len(parts) == len(made) == (3 if recipe is AS_STORED else 6)
-    for part, tensor, spec in zip(parts, made, specs, strict=True):
-        assert part is tensor
+    held = (scratch.squares, scratch.partials, scratch.arrived, *(scratch.amax or ()))
+    assert len(held) == len(made) == (3 if recipe is AS_STORED else 6)
+    for own, tensor, spec in zip(held, made, specs, strict=True):
+        assert own is tensor
         if spec.name in ("arrived", "gate_amax"):
-            assert not part.any(), spec.name
+            assert not own.any(), spec.name
         else:
-            assert (part.view(torch.uint8) == 0xFF).all(), f"{spec.name} was touched in vain"
+            assert (own.view(torch.uint8) == 0xFF).all(), f"{spec.name} was touched in vain"
     assert [spec.name for spec in specs][3:] == ([] if recipe is AS_STORED else ["amax", "input_amax", "gate_amax"])
 
 
@@ -309,13 +308,13 @@ def test_with_the_kernels_themselves(device, scheme, num_rows, num_steps):
     """In the interpreter in float32, and as exact as the ordinary way in bfloat16 on a GPU."""
     dtype, recipe = "float32" if device.type == "cpu" else "bfloat16", WeightRecipe(scheme)
     model = placed(small(scheme), getattr(torch, dtype), device)
-    exact = decode(make_rig(placed(model, torch.float32, CPU), recipe, few=False), num_rows, num_steps)
+    exact = decode(make_rig(placed(model, torch.float32, CPU), recipe, fused=False), num_rows, num_steps)
 
-    def off(few: bool) -> float:
-        rig = make_rig(model, recipe, few, "triton_paged", dtype, device=device)
+    def off(fused: bool) -> float:
+        rig = make_rig(model, recipe, fused, "triton_paged", dtype, device=device)
         return float((decode(rig, num_rows, num_steps).cpu() - exact).square().mean().sqrt())
 
     # A number between two codes may become either.
     between = 5e-3 if scheme is not None and scheme.quantizes_activations else ROUNDING
-    assert off(few=True) < 3 * off(few=False) + between
+    assert off(fused=True) < 3 * off(fused=False) + between
     assert exact.std() > 0.5, "errors are to be small beside it"

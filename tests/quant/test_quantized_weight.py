@@ -1,4 +1,4 @@
-""""""
+"""Weights quantized and dequantized in plain torch: every code, every scale, and what is not finite."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from holdfast.quant.weight_quantize import (
     dequantize,
     e8m0_values,
     largest_finite,
-    quantize,
 )
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
+from quant.whole_weights import quantize
 
 SCHEMES = pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_SCHEMES)
 
@@ -61,8 +61,8 @@ def heavy_tailed(*shape):
 
 def quantized(values, scheme):
     """As a weight whose planes are as the scheme has them."""
-    peak = values.abs().amax().view(1) if scheme.is_whole_tensor else None
-    weight = QuantizedWeight(scheme, tuple(values.shape), *quantize(values, scheme, peak))
+    amax = values.abs().amax().view(1) if scheme.is_whole_tensor else None
+    weight = QuantizedWeight(scheme, tuple(values.shape), *quantize(values, scheme, amax))
     weight.check()
     return weight
 
@@ -121,7 +121,7 @@ def test_one_scale_of_a_tensor_stands_in_every_row():
     values = normal(5, 64)
     _, scales = quantize(values, FP8_TENSOR, torch.tensor([896.0]))
     assert scales.tolist() == [2.0] * 5
-    with pytest.raises(AssertionError, match="peak of the whole tensor"):
+    with pytest.raises(AssertionError, match="amax of the whole tensor"):
         quantize(values, FP8_TENSOR)
 
 
@@ -133,9 +133,9 @@ def test_blocks_and_their_ragged_ends():
 
 
 def test_powers_of_two_round_to_the_even_mode():
-    peaks = torch.tensor([1.0, 1.74, 1.75, 3.4, 3.5, 6.0, 0.0, 2.0**-130, 3.4e38, 2.0**-126])
-    values = torch.zeros(len(peaks), 32)
-    values[:, 5] = -peaks
+    amax = torch.tensor([1.0, 1.74, 1.75, 3.4, 3.5, 6.0, 0.0, 2.0**-130, 3.4e38, 2.0**-126])
+    values = torch.zeros(len(amax), 32)
+    values[:, 5] = -amax
     codes, scales = quantize(values, MXFP4)
     assert scales.flatten().tolist() == [125, 125, 126, 126, 127, 127, 0, 0, 252, 0]
     assert dequantize(QuantizedWeight(MXFP4, (10, 32), codes, scales)).isfinite().all()
@@ -174,8 +174,8 @@ def test_some_rows_decode_like_all(scheme, rows):
     for shape in ((256, 192), (2, 128, 192)):
         values = normal(*shape)
         flat = values.view(256, 192)
-        peak = flat.abs().amax().view(1) if scheme.is_whole_tensor else None
-        codes, scales = quantize(flat, scheme, peak)
+        amax = flat.abs().amax().view(1) if scheme.is_whole_tensor else None
+        codes, scales = quantize(flat, scheme, amax)
         planes = scheme.planes(shape)
         weight = QuantizedWeight(scheme, shape, codes.view(planes[0].shape), scales.view(planes[1].shape))
         assert torch.equal(dequantize(weight, rows), dequantize(weight)[rows[0] : rows[1]])
@@ -195,9 +195,9 @@ def test_what_is_not_finite_moves_no_scale(scheme):
     clean[1, 7] = clean[2, 3] = clean[2, 4] = clean[3, 9] = 0.0
     bad = clean.clone()
     bad[1, 7], bad[2, 3], bad[2, 4], bad[3, 9] = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.nan])
-    peak = clean.abs().amax().view(1) if scheme.is_whole_tensor else None
-    codes, scales = quantize(bad, scheme, peak)
-    clean_codes, clean_scales = quantize(clean, scheme, peak)
+    amax = clean.abs().amax().view(1) if scheme.is_whole_tensor else None
+    codes, scales = quantize(bad, scheme, amax)
+    clean_codes, clean_scales = quantize(clean, scheme, amax)
     assert torch.equal(scales, clean_scales)
     differ = codes.view(torch.uint8) != clean_codes.view(torch.uint8)
     decoded = dequantize(QuantizedWeight(scheme, (4, 128), codes, scales))

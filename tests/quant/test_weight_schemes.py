@@ -1,4 +1,4 @@
-""""""
+"""Weight schemes and recipes: planes, what a scheme declines, and which weights of a model are quantized."""
 
 from math import gcd
 

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.planning.target import Target
-from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightScheme
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
 from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, load_words
 from kernels.exactness import require_native
+from quant.whole_weights import quantize
 from runner.tiny_runners import TinyBuilder, held_storages
 
 # The tiny models have an inner width of 112, which mxfp4 cannot store.

@@ -1,4 +1,7 @@
-"""Activations element by element (silu, relu, both gelus), and the gate of a gated MLP: silu(gate) * up."""
+"""Activations element by element (silu, relu, both gelus), and the gate of a gated MLP: silu(gate) * up.
+
+T rows, I columns, X = 2 I of gate and up
+"""
 
 from collections.abc import Callable
 
@@ -22,7 +25,8 @@ NATIVE_KINDS = ("silu", "gelu", "gelu_tanh")
 """As the C kernel counts them; relu has nothing to round."""
 COLUMNS_PER_PROGRAM = 2048
 NUM_WARPS = 8
-"""16 bytes a thread."""
+"""A thread loads 16 bytes, of gate and of up: a full processor has 64 KiB on their way, and one row of 25,600 columns still
+spreads over 13 processors."""
 
 
 def activate(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,10 +102,6 @@ def _activate_kernel(
     else:
         b_y = tl.where(b_x < 0.0, 0.0, b_x)  # a maximum would swallow NaN
     tl.store(p_y + i_row * y_stride + o_i, b_y.to(p_y.dtype.element_ty), mask=m_i)
-
-
-"""With 8 warps each thread loads 16 bytes of gate and of up: a full processor has 64 KiB on their way, and one row of
-25,600 columns still spreads over 13 processors."""
 
 
 def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:

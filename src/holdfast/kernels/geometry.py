@@ -1,4 +1,4 @@
-"""Sizes that kernels and plans agree on, each stated once: tiles of attention, blocks of experts, chunks of a vocabulary; no torch.
+"""Sizes that kernels and plans agree on, each stated once: the fused decode path, blocks of experts, tiles of attention, chunks of a vocabulary; no torch.
 
 S rows of a step, R rows that are worked on together, V vocabulary, P chunks of it, B buckets of distances, C candidates
 """
@@ -7,17 +7,29 @@ from typing import NamedTuple
 
 from holdfast.memory.workspace_plan import TensorSpec
 
+FUSED_DECODE_ROWS = 16
+"""Most rows of a step on the fused decode path: beyond it cuBLAS is faster, with norms, gates and sums as kernels of their own."""
+SMALL_BATCH_BLOCK_N = 64
+"""Outputs of a program of a small-batch GEMM, which two rows and more take; widths on this path are multiples of it."""
+GEMV_MIN_BLOCK_N = 2
+"""Fewest outputs of a program of a GEMV, which one row takes: each program leaves one sum of squares."""
+SPLIT_K_PROGRAMS = 128
+"""About as many as a large GPU has multiprocessors: with fewer some of them idle, so a weight of few outputs is split along K."""
+SPLIT_K_COLUMNS = 2 * SPLIT_K_PROGRAMS * SMALL_BATCH_BLOCK_N
+"""Splits are doubled only until there are enough programs, so splits times outputs stay below this."""
+NUM_GATE_AMAX = 64
+"""Places for the amax of a gated row: few to read, and enough that blocks seldom wait for one another."""
+
 MAX_DIRECT_TOKENS = 4
 """Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""
 CUT_PAIRS = 2048
-"""Pairs that one program looks through: more of them are cut, and counted in a launch of their own."""
-
-FEW_PAIRS, MANY_PAIRS = 256, 1024
+"""Pairs of token and expert that one program looks through: more of them are cut, and counted in a launch of their own."""
+SMALL_BATCH_PAIRS, LARGE_BATCH_PAIRS = 256, 1024
 """That are looked at at a time."""
 
 
-class OrderForm(NamedTuple):
-    """What of the launches over pairs follows from the number of tokens."""
+class ExpertOrderForm(NamedTuple):
+    """What of the launches that sort pairs of token and expert follows from the number of tokens."""
 
     block_rows: int
     """1: pairs are not ordered, and what follows is not looked at."""
@@ -29,19 +41,19 @@ class OrderForm(NamedTuple):
     """Pairs are a multiple of 16, and ids are loaded four at a time: Triton compiles for it by itself."""
 
 
-def row_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> OrderForm:
+def expert_order_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> ExpertOrderForm:
     """The form of a step of so many tokens."""
     num_pairs = num_rows * top_k
     num_cuts = -(-num_pairs // cut_pairs)
-    return OrderForm(
-        block_rows_for(num_rows, top_k, num_experts),
-        FEW_PAIRS if num_pairs <= FEW_PAIRS else MANY_PAIRS,
+    return ExpertOrderForm(
+        expert_block_rows(num_rows, top_k, num_experts),
+        SMALL_BATCH_PAIRS if num_pairs <= SMALL_BATCH_PAIRS else LARGE_BATCH_PAIRS,
         1 << (num_cuts - 1).bit_length(),
         num_pairs % 16 == 0,
     )
 
 
-def block_rows_for(num_rows: int, top_k: int, num_experts: int) -> int:
+def expert_block_rows(num_rows: int, top_k: int, num_experts: int) -> int:
     """Rows of a block: near what an expert gets on average, because a block costs the reading of its expert's weight."""
     if num_rows <= MAX_DIRECT_TOKENS:
         return 1
@@ -49,7 +61,7 @@ def block_rows_for(num_rows: int, top_k: int, num_experts: int) -> int:
     return next((rows for rows, most in ((16, 8), (32, 24), (64, 96)) if pairs_per_expert <= most), 128)
 
 
-def num_blocks_for(num_pairs: int, num_experts: int, block_rows: int) -> int:
+def num_expert_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
     """The most blocks that any choice of experts can take: every expert begins one, and the other pairs fill whole ones."""
     if block_rows == 1:
         return 0
@@ -59,9 +71,9 @@ def num_blocks_for(num_pairs: int, num_experts: int, block_rows: int) -> int:
 
 def order_specs(num_rows: int, top_k: int, num_experts: int) -> tuple[TensorSpec, ...]:
     """What `order_experts` needs for so many tokens: pairs, experts of blocks, and counts by cut."""
-    block_rows = block_rows_for(num_rows, top_k, num_experts)
+    block_rows = expert_block_rows(num_rows, top_k, num_experts)
     num_pairs = num_rows * top_k
-    num_blocks = num_blocks_for(num_pairs, num_experts, block_rows)
+    num_blocks = num_expert_blocks(num_pairs, num_experts, block_rows)
     num_cuts = -(-num_pairs // CUT_PAIRS) if block_rows > 1 else 0
     return (
         TensorSpec("expert pairs", (num_blocks, block_rows), "int32"),
@@ -101,7 +113,7 @@ NUM_BUCKETS = 128
 """Of distances below the most likely token: sixteen to an octave from 1/4 to 61, the first and the last open."""
 MAX_CANDIDATES = 4096
 """Most tokens of a row that are listed by themselves; a row that keeps more is worked on as a whole."""
-MAX_ROWS = 128
+MAX_LOGIT_ROWS = 128
 """Most rows that are worked on together: enough to fill a GPU, and what they take does not grow with the sequences."""
 EDITS_PER_PROGRAM = 256
 """A list of edits comes in whole programs: as an argument its length would be compiled for in several ways."""
@@ -136,9 +148,9 @@ def num_chunks(vocab_size: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
     return -(-vocab_size // chunk_tokens)
 
 
-def scratch_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
+def logit_scratch_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
     """What `LogitScratch` holds: the first two for every row of a step, the others for rows that are worked on together."""
-    rows, chunks = min(max_rows, MAX_ROWS), num_chunks(vocab_size)
+    rows, chunks = min(max_rows, MAX_LOGIT_ROWS), num_chunks(vocab_size)
     candidates = min(vocab_size, MAX_CANDIDATES)
     return (
         TensorSpec("chunk_largest", (max_rows, chunks), "float32"),

@@ -1,10 +1,15 @@
-"""RMSNorm, RMSNorm with the residual added first, and LayerNorm, over the last dimension."""
+"""RMSNorm, RMSNorm with the residual added first, and LayerNorm, over the last dimension.
+
+T rows, D columns
+"""
 
 import torch
 import torch.nn.functional as F
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 def rms_norm(
@@ -72,9 +77,6 @@ def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, BLOCK: c
     b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
-
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 def add_rms_norm(

@@ -27,7 +27,7 @@ class ExpertBuffers(NamedTuple):
     active_PI: torch.Tensor
     routed_PH: torch.Tensor
     order: tuple[torch.Tensor, ...]
-    """As `order_specs` of kernels/moe/routing.py shapes them."""
+    """As `order_specs` of kernels/geometry.py shapes them."""
     shared: MLPBuffers | None = None
     """Those of the expert that every row takes."""
     shared_TH: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class SharedExpert:
 
 
 class ExpertLayer:
-    """The sum of what the `top_k` likeliest experts of a row give, each by its share. Rows do not affect each other."""
+    """The sum of what the `top_k` most likely experts of a row give, each by its share. Rows do not affect each other."""
 
     def __init__(
         self,

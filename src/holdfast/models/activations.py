@@ -1,30 +1,29 @@
 """The tensors that a step of a decoder passes through, as workspace requests: what lives together, and what takes turns; no torch.
 
-stream   lives through all layers:   x, a normed copy of it, and what the last product adds to it
-layers   takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
-codes    takes turns:                inputs of a quantized product as codes, from one product to the next
-few      lives from start to end:    what products of few rows share
+stream           lives through all layers:   x, a normed copy of it, and what the last product adds to it
+layers           takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
+quantized rows   takes turns:                inputs of a quantized product as codes, from one product to the next
+fused decode     lives from start to end:    what GEMVs and small-batch GEMMs share
 """
 
 from dataclasses import dataclass
 
-from holdfast.kernels.geometry import order_specs
+from holdfast.kernels.geometry import (
+    FUSED_DECODE_ROWS,
+    GEMV_MIN_BLOCK_N,
+    NUM_GATE_AMAX,
+    SMALL_BATCH_BLOCK_N,
+    SPLIT_K_COLUMNS,
+    order_specs,
+)
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 STREAM = "stream"
 LAYERS = "layers"
-CODES = "quantized_rows"
-FEW = "fused_decode"
-FEW_ROWS = 16
-"""Steps of up to so many rows take the kernels for few rows (kernels/gemm/small_batch.py)."""
-FEW_BLOCK = 64
-FUSED_GATE_AMAX = 64
-"""Places of a row for the peak of what a gated product leaves (kernels/gemm/gemv.py)."""
-FEW_LEAST_COLUMNS = 2
-FEW_PART_COLUMNS = 2 * 128 * FEW_BLOCK
-"""A weight is cut along K only until there are enough programs, so parts times columns stay below this."""
+QUANTIZED_ROWS = "quantized_rows"
+FUSED_DECODE = "fused_decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,11 @@ def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, 
         if (scheme := recipe.scheme_for(kind, ())) is not None and scheme.quantizes_activations
     ]
     if not products:
-        return Request(CODES, "quantized_rows", ())
+        return Request(QUANTIZED_ROWS, "quantized_rows", ())
     num_codes = max(num_inputs * width for num_inputs, width, _ in products)
     num_scales = max(num_inputs * -(-width // block) for num_inputs, width, block in products)
     codes, scales = TensorSpec("codes", (num_codes,), "float8_e4m3fn"), TensorSpec("scales", (num_scales,), "float32")
-    return Request(CODES, "quantized_rows", (codes, scales))
+    return Request(QUANTIZED_ROWS, "quantized_rows", (codes, scales))
 
 
 def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple[str, int, int]]:
@@ -152,9 +151,10 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 
 
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
-    """Whether steps of few rows go through fused products: bfloat16 on a GPU, norm first, gate with silu.
+    """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    Weights are plain, or have eight bits and a scale a row. In float16 an x that is not yet divided by its rms could overflow.
+    Weights are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
+    more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
     widths = (spec.hidden_size, spec.query_size, *((spec.intermediate_size,) if spec.has_mlp else ()))
     scheme = recipe.scheme
@@ -168,23 +168,30 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         and spec.activation == "silu"
         and spec.has_final_norm
         and spec.embedding_size is None
-        and all(width % FEW_BLOCK == 0 for width in widths)
+        and all(width % SMALL_BATCH_BLOCK_N == 0 for width in widths)
     )
 
 
+def fits_fused_decode(num_rows: int) -> bool:
+    """Whether a step of so many rows is a small batch, for a model of which `takes_fused_decode` holds."""
+    return num_rows <= FUSED_DECODE_ROWS
+
+
 def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
-    """Sums of squares by block, parts along K, counters of parts that have arrived; and peaks, where weights are quantized."""
+    """Sums of squares by block, partial sums of split-K, counters of splits that have arrived; and amax, where weights are quantized."""
     widest = max(spec.qkv_size, spec.hidden_size, spec.vocab_size)
-    num_squares = max(FEW_ROWS * -(-spec.hidden_size // FEW_BLOCK), -(-spec.hidden_size // FEW_LEAST_COLUMNS))
+    num_squares = max(
+        FUSED_DECODE_ROWS * -(-spec.hidden_size // SMALL_BATCH_BLOCK_N), -(-spec.hidden_size // GEMV_MIN_BLOCK_N)
+    )
     specs = [
         TensorSpec("squares", (num_squares,), "float32"),
-        TensorSpec("parts", (FEW_ROWS * FEW_PART_COLUMNS,), "float32"),
-        TensorSpec("arrived", (-(-widest // FEW_BLOCK),), "int32"),
+        TensorSpec("parts", (FUSED_DECODE_ROWS * SPLIT_K_COLUMNS,), "float32"),
+        TensorSpec("arrived", (-(-widest // SMALL_BATCH_BLOCK_N),), "int32"),
     ]
     if recipe.scheme is not None:
         specs += [
             TensorSpec("amax", (num_squares,), "float32"),
-            TensorSpec("input_amax", (FEW_ROWS,), "float32"),
-            TensorSpec("gate_amax", (FEW_ROWS * FUSED_GATE_AMAX,), "int32"),
+            TensorSpec("input_amax", (FUSED_DECODE_ROWS,), "float32"),
+            TensorSpec("gate_amax", (FUSED_DECODE_ROWS * NUM_GATE_AMAX,), "int32"),
         ]
-    return Request(FEW, "fused_decode", tuple(specs))
+    return Request(FUSED_DECODE, "fused_decode", tuple(specs))

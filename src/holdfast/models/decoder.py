@@ -3,7 +3,7 @@
 T rows of the step, R rows whose logits are wanted, H hidden, V vocabulary, X any other width
 
 The residual stream is x, and what the last product computed is added to it by the norm that follows: one pass over memory
-for both. Steps of few rows on a GPU have products that do this themselves (fused_decode.py).
+for both. Small batches on a GPU take the fused decode path, whose products do this in their epilogue (fused_decode.py).
 """
 
 from functools import cache, partial
@@ -71,13 +71,14 @@ class Decoder:
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._fused = self._fused_decode() if takes_fused_decode else None
+        self.fused = self._fused_decode() if takes_fused_decode else None
+        """The fused decode path; None where no step takes it."""
         self._requests = cache(partial(_make_requests, spec, self._dtype, scratch, recipe))
 
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
-        if self._fused is not None and batch.logits is None and batch.num_rows <= activations.FEW_ROWS:
-            return self._fused_logits(batch, plan, self._fused)
+        if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
+            return self._fused_logits(batch, plan, self.fused)
         return self.logits(self.hidden(batch, plan))
 
     def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
@@ -160,11 +161,11 @@ class Decoder:
         else:
             layer.mlp(x_RH, self._mlp_buffers(num_rows), out_RH)
 
-    def _fused_logits(self, batch: Batch, plan: Any, route: FusedDecode) -> torch.Tensor:  # noqa: ANN401
-        """The same for a step of few rows."""
+    def _fused_logits(self, batch: Batch, plan: Any, fused: FusedDecode) -> torch.Tensor:  # noqa: ANN401
+        """The same on the fused decode path."""
         stream = self._acquire(self._requests(batch.num_rows).stream)
         self._embed(batch, stream[0])
-        return route.logits(
+        return fused.logits(
             batch,
             plan,
             stream,
@@ -186,11 +187,15 @@ class Decoder:
             ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=next(buffers))
             x_TH.add_(lookup_rows(ids_T, self._positions_PH, next(buffers)))
 
+    def fused_decode_declined(self) -> str | None:
+        """None, or why what was loaded cannot take the fused decode path, in words."""
+        return fused_decode.declined(self._layers, self._head_VE)
+
     def _fused_decode(self) -> FusedDecode | None:
-        """The route of few rows, unless what was loaded cannot go it."""
-        reason = fused_decode.declined(self._layers, self._head_VE)
+        """The fused decode path, unless what was loaded cannot take it."""
+        reason = self.fused_decode_declined()
         if reason is not None:
-            log.info("steps of few rows have no kernels of their own because %s", reason)
+            log.info("small batches do not take the fused decode path because %s", reason)
             return None
         scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
         return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)

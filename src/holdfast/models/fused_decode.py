@@ -1,6 +1,9 @@
-"""FusedDecode: the fused decode path of small batches: a layer as GEMVs whose prologue norms and whose epilogue gates or adds the residual.
+"""FusedDecode: the fused decode path of small batches: a layer as four products with the norm in their prologue and gate or residual in their epilogue.
 
 T rows, H hidden, X any other width
+
+`takes_fused_decode` (models/activations.py) says which models take it, `declined` which weights do not, and
+`fits_fused_decode` which steps of a model that does.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +21,9 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     finish_rms_norm,
     row_amax,
 )
-from holdfast.kernels.gemm.gemv import NUM_GATE_AMAX
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
-from holdfast.kernels.gemm.small_batch_quantized import can_quantize
+from holdfast.kernels.gemm.small_batch_quantized import takes_weight
+from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
@@ -29,16 +32,16 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 def declined(layers: Sequence[DecoderLayer], head: torch.Tensor | QuantizedWeight) -> str | None:
-    """None, or why these weights cannot go this way, in words: all of them are plain, or all have eight bits and scales by row."""
+    """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row."""
     weights = [weight for layer in layers for weight in _products(layer)]
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
-    codings = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
-    if isinstance(head, QuantizedWeight) and (plain == len(weights) or not can_quantize(head)):
+    code_dtypes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
+    if isinstance(head, QuantizedWeight) and (plain == len(weights) or not takes_weight(head)):
         return f"the head is in {head.scheme.name} and layers are not"
-    if len(codings) > 1:
-        return f"weights have codes of different kinds, {' and '.join(sorted(codings))}"
+    if len(code_dtypes) > 1:
+        return f"weights have codes of different kinds, {' and '.join(sorted(code_dtypes))}"
     if plain in (0, len(weights)) and all(
-        isinstance(weight, torch.Tensor) or can_quantize(weight) for weight in weights
+        isinstance(weight, torch.Tensor) or takes_weight(weight) for weight in weights
     ):
         return None
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
@@ -52,7 +55,7 @@ def _products(layer: DecoderLayer) -> list[torch.Tensor | QuantizedWeight]:
 
 
 class FusedDecode:
-    """The layers of a decoder for few rows: four products each, and nothing between them but attention, or experts."""
+    """The layers of a decoder for small batches: GEMVs or small-batch GEMMs, and nothing between them but attention, or experts."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class FusedDecode:
         self._layers = layers
         self._norms = [*(layer.attn_norm for layer in layers[1:]), final_norm]
         self._head = head
-        self._scratch = scratch
+        self.scratch = scratch
 
     def logits(
         self,
@@ -78,7 +81,7 @@ class FusedDecode:
     ) -> torch.Tensor:
         """float32 logits of every row. `stream` is x, filled with embeddings, and two tensors of its shape."""
         x_TH, scaled_TH, delta_TH = stream
-        scratch, num_rows = self._scratch, batch.num_rows
+        scratch, num_rows = self.scratch, batch.num_rows
         norm = _rms(self._layers[0].attn_norm)
         rows = defer_rms_norm(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
@@ -103,7 +106,7 @@ class FusedDecode:
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
         """The amax of what a residual product takes from elsewhere; those of the gate that follows are cleared on the way."""
-        amax, weight = self._scratch.amax, product.weight_NK
+        amax, weight = self.scratch.amax, product.weight_NK
         if amax is None or not isinstance(weight, QuantizedWeight) or not weight.scheme.quantizes_activations:
             return None
         return row_amax(a_TX, amax.inputs, amax.gated[: a_TX.shape[0] * NUM_GATE_AMAX])
@@ -118,17 +121,17 @@ class FusedDecode:
         amax: RowAmax | None,
     ) -> NormedRows:
         weight, bias_N = product.weight_NK, product.bias_N
-        return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self._scratch, amax)
+        return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self.scratch, amax)
 
 
 def make_scratch(tensors: Sequence[torch.Tensor]) -> SmallBatchScratch:
     """From the tensors of `fused_decode_request`; counters and amax that products raise begin at zero."""
-    squares, parts, arrived, *amax = tensors
+    squares, partials, arrived, *amax = tensors
     arrived.zero_()
     if not amax:
-        return SmallBatchScratch(squares, parts, arrived)
+        return SmallBatchScratch(squares, partials, arrived)
     normed, inputs, gated = amax
-    return SmallBatchScratch(squares, parts, arrived, AmaxScratch(normed, inputs, gated.zero_()))
+    return SmallBatchScratch(squares, partials, arrived, AmaxScratch(normed, inputs, gated.zero_()))
 
 
 def _rms(norm: Norm | None) -> RMSNorm:

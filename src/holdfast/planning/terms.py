@@ -16,7 +16,7 @@ from typing import NamedTuple
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds, choose_declaration
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
-from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_ROWS, NUM_FIELDS, scratch_specs
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, logit_scratch_specs
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
 from holdfast.models.activations import Request
@@ -152,7 +152,7 @@ def rows_per_block(vocab_size: int, max_rows: int) -> int:
 
 def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
     """Rows whose edited logits are held at once on a GPU."""
-    return min(max_rows, MAX_ROWS, max(1, EDITED_ELEMENTS // vocab_size))
+    return min(max_rows, MAX_LOGIT_ROWS, max(1, EDITED_ELEMENTS // vocab_size))
 
 
 def sampling_terms(max_num_seqs: int, vocab_size: int, device_kind: str) -> tuple[Term, ...]:
@@ -183,10 +183,10 @@ def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
     rows = max(max_rows, PROMPT_ROWS)
     return (
         TensorSpec("argmax", (rows,), "int64"),
-        TensorSpec("block_argmax", (min(rows, MAX_ROWS),), "int64"),
+        TensorSpec("block_argmax", (min(rows, MAX_LOGIT_ROWS),), "int64"),
         *host_specs(max_rows, vocab_size),
         TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),
-        *scratch_specs(rows, vocab_size),
+        *logit_scratch_specs(rows, vocab_size),
     )
 
 

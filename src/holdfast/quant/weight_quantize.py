@@ -20,7 +20,6 @@ LEAST_E4M3_SCALE = 1.0 / (448.0 * 512.0)
 INT8_MAX = 127.0
 LEAST_INT8_SCALE = 2.0**-126
 """The least normal number: below it division is slow or, on some hardware, wrong."""
-E2M1_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 stand for; 8 to 15 are their negatives."""
 E2M1_LIMITS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
@@ -30,19 +29,11 @@ E8M0_MOST = 252
 """Six times this scale is still finite; only numbers from 2.55e38 on would ask for more."""
 
 
-def quantize(
-    values_RK: torch.Tensor, scheme: WeightScheme, peak: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of float32 rows, shaped as `scheme.planes` says."""
-    scales = find_scales(values_RK, scheme, peak)
-    return encode(values_RK, scales, scheme), scales
-
-
-def find_scales(values_RK: torch.Tensor, scheme: WeightScheme, peak: torch.Tensor | None = None) -> torch.Tensor:
-    """Scales [R] or [I, J] of float32 rows; `peak` [1] is the largest magnitude of the tensor, for a scheme that needs it."""
+def find_scales(values_RK: torch.Tensor, scheme: WeightScheme, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """Scales [R] or [I, J] of float32 rows; `amax` [1] is the largest magnitude of the tensor, for a scheme that needs it."""
     if scheme.is_whole_tensor:
-        assert peak is not None, f"{scheme.name}: a scale needs the peak of the whole tensor"
-        return _scales_of(peak.expand(values_RK.shape[0]), scheme)
+        assert amax is not None, f"{scheme.name}: a scale needs the amax of the whole tensor"
+        return _scales_of(amax.expand(values_RK.shape[0]), scheme)
     if scheme.block_columns == 0:
         return _scales_of(largest_finite(values_RK), scheme)
     return _scales_of(largest_finite(_in_blocks(values_RK, scheme)), scheme)
@@ -53,10 +44,10 @@ def largest_finite(values: torch.Tensor) -> torch.Tensor:
     if values.shape[-1] == 0:
         return values.new_zeros(values.shape[:-1])
     least, most = values.aminmax(dim=-1)
-    peak = torch.maximum(-least, most)
-    if not bool(peak.isfinite().all()):
-        peak = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs_().amax(-1)
-    return peak.abs_()  # not -0
+    amax = torch.maximum(-least, most)
+    if not bool(amax.isfinite().all()):
+        amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs_().amax(-1)
+    return amax.abs_()  # not -0
 
 
 def encode(values_RK: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
@@ -82,7 +73,7 @@ def dequantize(weight: QuantizedWeight, rows: tuple[int, int] | None = None) -> 
     codes_RB = weight.codes.view(-1, weight.codes.shape[-1])
     start, end = rows or (0, codes_RB.shape[0])
     scheme = weight.scheme
-    values_RK = _decoded(codes_RB[start:end], scheme)
+    values_RK = _numbers_of(codes_RB[start:end], scheme)
     if scheme.block_columns == 0:
         return values_RK.mul_(weight.scales.view(-1)[start:end, None])
     block_start, block_end = start // scheme.block_rows, -(-end // scheme.block_rows)
@@ -101,13 +92,13 @@ def e8m0_values(scales: torch.Tensor) -> torch.Tensor:
     return bits.masked_fill_(exponents == E8M0_NAN, 0x7FC00000).view(torch.float32)
 
 
-def _scales_of(peaks: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def _scales_of(amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     if scheme.code_dtype == "int8":
-        return (peaks / INT8_MAX).clamp_min_(LEAST_INT8_SCALE)
+        return (amax / INT8_MAX).clamp_min_(LEAST_INT8_SCALE)
     if not scheme.scale_is_power_of_two:
-        return (peaks / E4M3_MAX).clamp_min_(LEAST_E4M3_SCALE)
-    # The power of two below the peak, or the one above from 1.75 times that on, so that few numbers exceed 6.
-    exponents = (peaks.view(torch.int32) + (1 << 21)) >> 23
+        return (amax / E4M3_MAX).clamp_min_(LEAST_E4M3_SCALE)
+    # The power of two below the amax, or the one above from 1.75 times that on, so that few numbers exceed 6, the largest code.
+    exponents = (amax.view(torch.int32) + (1 << 21)) >> 23
     return (exponents - 2).clamp_(0, E8M0_MOST).to(torch.uint8)
 
 
@@ -140,7 +131,7 @@ def _e2m1_codes(values_RK: torch.Tensor) -> torch.Tensor:
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def _decoded(codes_RB: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def _numbers_of(codes_RB: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """Codes as float32 without their scales: [R, K]."""
     if scheme.codes_per_byte == 1:
         return codes_RB.to(torch.float32)

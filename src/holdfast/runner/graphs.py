@@ -96,7 +96,7 @@ def step_form(num_rows: int, experts: ExpertsSpec | None) -> tuple[Hashable, ...
     forms: tuple[Hashable, ...] = tuple(launcher.row_form(num_rows) for launcher in LAUNCHERS)
     if experts is None:
         return forms
-    return *forms, geometry.row_form(num_rows, experts.top_k, experts.num_experts)
+    return *forms, geometry.expert_order_form(num_rows, experts.top_k, experts.num_experts)
 
 
 def warm_rows(least: int, most: int, experts: ExpertsSpec | None) -> tuple[int, ...]:

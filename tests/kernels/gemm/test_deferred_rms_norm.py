@@ -1,4 +1,4 @@
-""""""
+"""Deferred RMSNorm, begun and finished, and amax of rows: to the bit, amid poison, and a row the same in any company."""
 
 from dataclasses import FrozenInstanceError
 
@@ -48,7 +48,7 @@ def run(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, Nor
     return scaled.cpu(), squares.cpu(), rows
 
 
-def run_with_peaks(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_with_amax(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The scaled rows, their squares and their amax; the amax of others stay as they are."""
     zones = RedZones(device)
     num_rows = len(x_MK)
@@ -91,11 +91,11 @@ def test_with_its_squares_a_row_is_the_norm(device, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_peaks_are_those_of_what_was_scaled(device, function, dtype):
+def test_amax_is_that_of_what_was_scaled(device, function, dtype):
     """As it was stored; and with or without them the rest is the same."""
     for size in (1, 63, 577):
         x, norm = inputs(3, size, dtype)
-        scaled, squares, amax = run_with_peaks(function, x, norm, device)
+        scaled, squares, amax = run_with_amax(function, x, norm, device)
         assert same_bits(amax, scaled.float().abs().amax(-1))
         alone = run(function, x, norm, device)
         assert same_bits(scaled, alone[0])
@@ -103,11 +103,11 @@ def test_peaks_are_those_of_what_was_scaled(device, function, dtype):
 
 
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_the_peak_of_a_row_is_its_own(device, function):
+def test_the_amax_of_a_row_is_its_own(device, function):
     x, norm = inputs(4, 100)
-    _, _, clean = run_with_peaks(function, x, norm, device)
+    _, _, clean = run_with_amax(function, x, norm, device)
     x[1], x[2, 50] = 0.0, float("inf")
-    _, _, amax = run_with_peaks(function, x, norm, device)
+    _, _, amax = run_with_amax(function, x, norm, device)
     assert amax.tolist() == [clean[0], 0.0, float("inf"), clean[3]]
 
 
@@ -196,7 +196,7 @@ def test_rows_with_something_to_add_do_not_change_each_other(device):
 
 
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_peaks_are_of_the_sum_and_not_of_what_was_there_before(device, function):
+def test_amax_is_of_the_sum_and_not_of_what_was_there_before(device, function):
     """What a product codes is x + delta, scaled."""
     x, norm = inputs(3, 100)
     delta = -x.clone()
@@ -226,10 +226,10 @@ def test_nothing_is_allocated(device):
 
 
 BOTH = pytest.mark.parametrize("function", [finish_rms_norm, finish_rms_norm_reference], ids=["kernel", "reference"])
-SIZES_FINISH_ROWS = (1, 63, 64, 65, 128, 576, 1000, 5120)
+FINISHED_SIZES = (1, 63, 64, 65, 128, 576, 1000, 5120)
 
 
-def run_finish_rows(function, scaled_MK, squares_MJ, device, eps: float = EPS) -> torch.Tensor:
+def run_finish(function, scaled_MK, squares_MJ, device, eps: float = EPS) -> torch.Tensor:
     """The finished rows: NaN before and between red zones, as is all that is read."""
     zones = RedZones(device)
     out = zones.allocate(*scaled_MK.shape, dtype=scaled_MK.dtype).fill_(NAN)
@@ -242,7 +242,7 @@ def run_finish_rows(function, scaled_MK, squares_MJ, device, eps: float = EPS) -
     return out.cpu()
 
 
-def inputs_finish_rows(num_rows, size, dtype=torch.float32, num_squares: int = 1):
+def unfinished_inputs(num_rows, size, dtype=torch.float32, num_squares: int = 1):
     """x * norm_weight of some x, and the squares of x, which are not those of what was scaled."""
     x, norm = random(num_rows, size, seed=1), 1 + 0.3 * random(size, seed=2)
     return (x * norm).to(dtype), squares_of(x, num_squares)
@@ -255,24 +255,24 @@ def exact(scaled_MK, squares_MJ, eps: float = EPS) -> torch.Tensor:
 
 def judge(scaled, squares, device, eps: float = EPS) -> None:
     found, in_torch = (
-        run_finish_rows(finish_rms_norm, scaled, squares, device, eps),
-        run_finish_rows(finish_rms_norm_reference, scaled, squares, CPU, eps),
+        run_finish(finish_rms_norm, scaled, squares, device, eps),
+        run_finish(finish_rms_norm_reference, scaled, squares, CPU, eps),
     )
     assert found.dtype == scaled.dtype
     assert_as_exact_as_torch(found, in_torch, exact(scaled, squares, eps))
 
 
 @DTYPES
-@pytest.mark.parametrize("size", SIZES_FINISH_ROWS, ids=lambda size: f"K{size}")
+@pytest.mark.parametrize("size", FINISHED_SIZES, ids=lambda size: f"K{size}")
 def test_every_size(device, size, dtype):
     for num_rows in (1, 3, 16):
-        judge(*inputs_finish_rows(num_rows, size, dtype), device)
+        judge(*unfinished_inputs(num_rows, size, dtype), device)
 
 
 @pytest.mark.parametrize("num_squares", [1, 2, 3, 33, 96])
 def test_squares_in_any_number_of_blocks(device, num_squares):
     """As one row leaves them or as several do; those of the next row lie right behind."""
-    judge(*inputs_finish_rows(3, 192, num_squares=num_squares), device)
+    judge(*unfinished_inputs(3, 192, num_squares=num_squares), device)
 
 
 @hypothesis_settings(max_examples=30)
@@ -283,7 +283,7 @@ def test_squares_in_any_number_of_blocks(device, num_squares):
     eps=st.sampled_from([0.0, 1e-6, 1e-5, 0.5]),
 )
 def test_any_rows(device, num_rows, size, num_squares, eps):
-    judge(*inputs_finish_rows(num_rows, size, num_squares=num_squares), device, eps)
+    judge(*unfinished_inputs(num_rows, size, num_squares=num_squares), device, eps)
 
 
 @BOTH
@@ -299,39 +299,39 @@ def test_what_was_begun_becomes_the_norm(device, function, dtype):
 
 
 @BOTH
-def test_it_may_take_the_place_of_its_rows_finish_rows(device, function):
+def test_a_finished_norm_may_take_the_place_of_its_rows(device, function):
     for num_rows, size in ((1, 100), (3, 577)):
-        scaled, squares = inputs_finish_rows(num_rows, size, num_squares=7)
-        expected = run_finish_rows(function, scaled, squares, device)
+        scaled, squares = unfinished_inputs(num_rows, size, num_squares=7)
+        expected = run_finish(function, scaled, squares, device)
         rows = amid(scaled, device)
         scratch = SmallBatchScratch(*(squares.flatten().to(device) for _ in range(3)))
         assert same_bits(function(NormedRows(rows, 7, EPS), scratch, rows).cpu(), expected)
 
 
 @DTYPES
-def test_a_row_is_the_same_to_the_bit_in_any_company_finish_rows(device, dtype):
-    scaled, squares = inputs_finish_rows(9, 577, dtype, num_squares=10)
-    whole = run_finish_rows(finish_rms_norm, scaled, squares, device)
+def test_a_finished_row_is_the_same_to_the_bit_in_any_company(device, dtype):
+    scaled, squares = unfinished_inputs(9, 577, dtype, num_squares=10)
+    whole = run_finish(finish_rms_norm, scaled, squares, device)
     for rows in companies(9):
-        assert same_bits(run_finish_rows(finish_rms_norm, scaled[rows], squares[rows], device), whole[rows]), f"{rows=}"
+        assert same_bits(run_finish(finish_rms_norm, scaled[rows], squares[rows], device), whole[rows]), f"{rows=}"
 
 
 @BOTH
 def test_a_row_of_zeros_stays_one(device, function):
-    scaled, squares = inputs_finish_rows(3, 100, num_squares=2)
+    scaled, squares = unfinished_inputs(3, 100, num_squares=2)
     scaled[1], squares[1] = 0.0, 0.0
-    found = run_finish_rows(function, scaled, squares, device)
+    found = run_finish(function, scaled, squares, device)
     assert same_bits(found[1], torch.zeros(100))
     assert found[[0, 2]].abs().amin() > 0
 
 
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row_finish_rows(device, function, bad):
-    scaled, squares = inputs_finish_rows(4, 100, num_squares=3)
-    clean = run_finish_rows(function, scaled, squares, device)
+def test_what_is_not_finite_stays_in_its_finished_row(device, function, bad):
+    scaled, squares = unfinished_inputs(4, 100, num_squares=3)
+    clean = run_finish(function, scaled, squares, device)
     scaled[2, 99], squares[2, 2] = bad, bad
-    hurt = run_finish_rows(function, scaled, squares, device)
+    hurt = run_finish(function, scaled, squares, device)
     assert hurt[2, 99].isnan(), "infinity over infinity is no number either"
     assert same_bits(hurt[[0, 1, 3]], clean[[0, 1, 3]])
 
@@ -342,18 +342,18 @@ def test_half_precision_that_grew_beyond_its_range_when_squared_is_finished(devi
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_finish_rows(device):
-    scaled, squares = inputs_finish_rows(16, 5120, torch.bfloat16, num_squares=80)
+def test_finishing_allocates_nothing(device):
+    scaled, squares = unfinished_inputs(16, 5120, torch.bfloat16, num_squares=80)
     rows, squares = NormedRows(scaled.to(device), 80, EPS), squares.flatten().to(device)
     scratch, out = SmallBatchScratch(squares, squares, squares), torch.empty_like(rows.scaled_MK)
     assert_allocates_nothing(lambda: finish_rms_norm(rows, scratch, out))
 
 
-BOTH_ROW_PEAKS = pytest.mark.parametrize("function", [row_amax, row_amax_reference], ids=["kernel", "reference"])
-SIZES_ROW_PEAKS = (1, 63, 64, 577, 5120)
+BOTH_AMAX = pytest.mark.parametrize("function", [row_amax, row_amax_reference], ids=["kernel", "reference"])
+AMAX_SIZES = (1, 63, 64, 577, 5120)
 
 
-def run_row_peaks(function, x_MK, device, num_cleared: int = 0) -> torch.Tensor:
+def run_row_amax(function, x_MK, device, num_cleared: int = 0) -> torch.Tensor:
     """The amax, NaN before; what is cleared holds the bits of large numbers before and zeros behind."""
     zones = RedZones(device)
     values = zones.allocate(len(x_MK)).fill_(NAN)
@@ -366,63 +366,63 @@ def run_row_peaks(function, x_MK, device, num_cleared: int = 0) -> torch.Tensor:
     return values.cpu()
 
 
-@BOTH_ROW_PEAKS
+@BOTH_AMAX
 @DTYPES
-def test_every_size_row_peaks(device, function, dtype):
-    for size in SIZES_ROW_PEAKS:
+def test_amax_of_every_size(device, function, dtype):
+    for size in AMAX_SIZES:
         for num_rows in (1, 3):
             x = random(num_rows, size, seed=size).to(dtype)
-            assert same_bits(run_row_peaks(function, x, device, 64 * num_rows), x.float().abs().amax(-1)), (
+            assert same_bits(run_row_amax(function, x, device, 64 * num_rows), x.float().abs().amax(-1)), (
                 f"{size=} {num_rows=}"
             )
 
 
-@BOTH_ROW_PEAKS
+@BOTH_AMAX
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 100, 700])
 def test_all_that_is_given_is_cleared(device, function, num_rows, size):
     """Whether rows are wider than their share of it or not, and whether shares are equal or not."""
     for num_cleared in (0, 64 * num_rows, 1025):
-        run_row_peaks(function, random(num_rows, size), device, num_cleared)
+        run_row_amax(function, random(num_rows, size), device, num_cleared)
 
 
-@BOTH_ROW_PEAKS
-def test_the_peak_may_be_anywhere_and_of_either_sign(device, function):
+@BOTH_AMAX
+def test_the_amax_may_be_anywhere_and_of_either_sign(device, function):
     for place in (0, 1, 64, 99):
         for sign in (1, -1):
             x = random(2, 100).clamp(-3, 3)
             x[1, place] = 4.0 * sign
-            assert run_row_peaks(function, x, device)[1] == 4.0
+            assert run_row_amax(function, x, device)[1] == 4.0
 
 
-@BOTH_ROW_PEAKS
+@BOTH_AMAX
 def test_zeros_have_none(device, function):
-    assert same_bits(run_row_peaks(function, torch.full((2, 70), -0.0), device, 128), torch.zeros(2))
+    assert same_bits(run_row_amax(function, torch.full((2, 70), -0.0), device, 128), torch.zeros(2))
 
 
-@BOTH_ROW_PEAKS
+@BOTH_AMAX
 def test_a_row_is_the_same_in_any_company(device, function):
     x = random(9, 200)
-    whole = run_row_peaks(function, x, device, 576)
+    whole = run_row_amax(function, x, device, 576)
     for rows in companies(9):
-        assert same_bits(run_row_peaks(function, x[rows], device, 576), whole[rows]), f"{rows=}"
+        assert same_bits(run_row_amax(function, x[rows], device, 576), whole[rows]), f"{rows=}"
 
 
-@BOTH_ROW_PEAKS
+@BOTH_AMAX
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row_row_peaks(device, function, bad):
+def test_an_amax_that_is_not_finite_stays_in_its_row(device, function, bad):
     """Whatever the amax of a row with a NaN is: the NaN itself is quantized as NaN."""
     x = random(4, 100)
-    clean = run_row_peaks(function, x, device)
+    clean = run_row_amax(function, x, device)
     x[2, 50] = bad
-    amax = run_row_peaks(function, x, device)
+    amax = run_row_amax(function, x, device)
     assert same_bits(amax[[0, 1, 3]], clean[[0, 1, 3]])
     if bad == bad:
         assert amax[2] == bad
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_row_peaks(device):
+def test_amax_allocates_nothing(device):
     x = random(16, 8192).to(device, torch.bfloat16)
     values = torch.empty(16, device=device)
     cleared = torch.empty(1024, dtype=torch.int32, device=device)

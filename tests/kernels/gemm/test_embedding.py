@@ -1,4 +1,4 @@
-""""""
+"""Rows of an embedding by id, plain and quantized: rounded once, and nothing else is touched."""
 
 import pytest
 import torch
@@ -6,10 +6,11 @@ import torch
 from holdfast.kernels.gemm import embedding as module
 from holdfast.kernels.gemm.embedding import lookup_rows, lookup_rows_reference, lookup_rows_triton
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import dequantize, quantize
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.exactness import random, same_bits
 from kernels.triton_cases import QUIET, assert_allocates_nothing
+from quant.whole_weights import quantize
 
 pytestmark = QUIET
 

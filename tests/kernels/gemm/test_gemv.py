@@ -1,18 +1,18 @@
-"""How the products of a few rows cut a weight; their sums and tails run in the kernels' own tests."""
+"""GEMV of quantized weights, and how a GEMV and split-K cut a weight; plain weights are in test_small_batch.py."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernels.gemm import small_batch as skinny_linear
-from holdfast.kernels.gemm import small_batch_quantized as skinny_coded
-from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_PARTS, NUM_GATE_AMAX, PROGRAMS, num_parts, row_blocks
+from holdfast.kernels.gemm import small_batch, small_batch_quantized
+from holdfast.kernels.gemm.gemv import MAX_K_SPLITS, num_k_splits, quantized_gemv_blocks
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
+from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import same_bits
 from kernels.quantized_cases import ROW_SCHEMES, scheme_id, widest_on
-from kernels.small_batch_cases import coded_case, judge_add, judge_normed, run_add, run_normed
+from kernels.small_batch_cases import judge_add, judge_normed, quantized_case, run_add, run_normed
 from kernels.triton_cases import QUIET
 
 # A block of which all is NaN is right where a row is.
@@ -27,16 +27,16 @@ BOTH = pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
 def test_one_row(device, scheme, size_n, size_k):
     for with_bias in (False, True):
         for gated in (False, True):
-            judge_normed(coded_case(1, size_n, size_k, widest_on(device), scheme, gated, with_bias), device)
-        judge_add(coded_case(1, size_n, size_k, widest_on(device), scheme, with_bias=with_bias), device)
+            judge_normed(quantized_case(1, size_n, size_k, widest_on(device), scheme, gated, with_bias), device)
+        judge_add(quantized_case(1, size_n, size_k, widest_on(device), scheme, with_bias=with_bias), device)
 
 
 @BOTH
 @pytest.mark.parametrize("size_k", [3, 100, 128, 640, 768, 777, 1024, 4608], ids=lambda size: f"K{size}")
 def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):
-    judge_normed(coded_case(1, 5, size_k, widest_on(device), scheme), device)
-    judge_normed(coded_case(1, 3, size_k, widest_on(device), scheme, gated=True), device)
-    judge_add(coded_case(1, 9, size_k, widest_on(device), scheme), device)
+    judge_normed(quantized_case(1, 5, size_k, widest_on(device), scheme), device)
+    judge_normed(quantized_case(1, 3, size_k, widest_on(device), scheme, gated=True), device)
+    judge_add(quantized_case(1, 9, size_k, widest_on(device), scheme), device)
 
 
 @BOTH
@@ -45,25 +45,25 @@ def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):
 )
 def test_half_precision(device, scheme, dtype):
     for gated in (False, True):
-        judge_normed(coded_case(1, 9, 256, dtype, scheme, gated, with_bias=True), device)
-    judge_normed(coded_case(1, 9, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
-    judge_add(coded_case(1, 9, 256, dtype, scheme, with_bias=True), device)
+        judge_normed(quantized_case(1, 9, 256, dtype, scheme, gated, with_bias=True), device)
+    judge_normed(quantized_case(1, 9, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
+    judge_add(quantized_case(1, 9, 256, dtype, scheme, with_bias=True), device)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 96])
-def test_squares_and_peaks_in_any_number_of_blocks(device, num_blocks):
-    judge_normed(coded_case(1, 9, 192, widest_on(device), FP8), device, num_blocks)
+def test_squares_and_amax_in_any_number_of_blocks(device, num_blocks):
+    judge_normed(quantized_case(1, 9, 192, widest_on(device), FP8), device, num_blocks)
 
 
 @pytest.mark.parametrize("num_amax", [1, 5, NUM_GATE_AMAX], ids=["one", "some", "those of a gated product"])
-def test_peaks_of_rows_that_come_from_elsewhere(device, num_amax):
-    judge_add(coded_case(1, 17, 320, widest_on(device), FP8), device, num_amax)
+def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
+    judge_add(quantized_case(1, 17, 320, widest_on(device), FP8), device, num_amax)
 
 
-def test_more_blocks_than_places_for_the_peak_of_a_gated_row(device):
+def test_more_blocks_than_places_for_the_amax_of_a_gated_row(device):
     """The larger of two that share a place stays."""
-    size_n = (NUM_GATE_AMAX + 1) * row_blocks(128, gated=True, residual=False, quantized=True).block_n
-    case = coded_case(1, size_n, 128, widest_on(device), FP8, gated=True, with_bias=True)
+    size_n = (NUM_GATE_AMAX + 1) * quantized_gemv_blocks(128, gated=True, residual=False, quantized=True).block_n
+    case = quantized_case(1, size_n, 128, widest_on(device), FP8, gated=True, with_bias=True)
     case.bias_N[[1, size_n + 1]] = 20.0  # in the first block, whose place the last one shares
     y = run_normed(normed_linear, case, device)  # which looks for the amax of what it has left
     assert int(y.abs().argmax()) == 1, f"{y[0, 1]} is not the amax of what is tried"
@@ -71,7 +71,7 @@ def test_more_blocks_than_places_for_the_peak_of_a_gated_row(device):
 
 @BOTH
 def test_zeros_are_the_bias(device, scheme):
-    case = coded_case(1, 33, 300, widest_on(device), scheme, with_bias=True)
+    case = quantized_case(1, 33, 300, widest_on(device), scheme, with_bias=True)
     case.x_MK.zero_()
     assert same_bits(run_normed(normed_linear, case, device)[0], case.bias_N)
     case.bias_N = None
@@ -82,20 +82,20 @@ def test_zeros_are_the_bias(device, scheme):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_shows(device, scheme, bad):
     for gated in (False, True):
-        case = coded_case(1, 33, 300, widest_on(device), scheme, gated)
+        case = quantized_case(1, 33, 300, widest_on(device), scheme, gated)
         case.x_MK[0, 299] = bad
         assert run_normed(normed_linear, case, device).isnan().all()
-    case = coded_case(1, 33, 300, widest_on(device), scheme)
+    case = quantized_case(1, 33, 300, widest_on(device), scheme)
     case.x_MK[0, 0] = bad
     assert not run_add(linear_add, case, device)[0].isfinite().any()
 
 
 @given(st.integers(1, 40_000), st.booleans(), st.booleans(), st.booleans())
 def test_blocks_are_powers_of_two_and_whole_where_sums_begin_in_half_precision(size_k, gated, residual, quantized):
-    blocks = row_blocks(size_k, gated, residual, quantized)
+    blocks = quantized_gemv_blocks(size_k, gated, residual, quantized)
     for size in (blocks.block_n, blocks.block_k, blocks.num_warps):
         assert size & (size - 1) == 0
-    assert blocks.block_n >= 2, "squares and amax have room for no more blocks"
+    assert blocks.block_n >= GEMV_MIN_BLOCK_N, "squares and amax have room for no more blocks"
     assert 0 <= blocks.depth <= 5, "more products could exceed half precision"
     assert blocks.depth == 0 or (quantized and size_k % (blocks.block_k * blocks.depth) == 0)
 
@@ -104,7 +104,7 @@ def test_blocks_are_powers_of_two_and_whole_where_sums_begin_in_half_precision(s
 def test_sums_of_the_largest_codes_stay_finite(device, size_k):
     """All weights and all of the row are 448, of one sign or the other."""
     for gated in (False, True):
-        case = coded_case(1, 3, size_k, torch.float32, FP8, gated)
+        case = quantized_case(1, 3, size_k, torch.float32, FP8, gated)
         case.weight_NK.codes.fill_(448.0)
         case.weight_NK.scales.fill_(1e-3)
         case.x_MK.fill_(3.0 if gated else -3.0)
@@ -117,15 +117,15 @@ def test_sums_of_the_largest_codes_stay_finite(device, size_k):
 @given(
     size_n=st.integers(1, 200_000),
     size_k=st.integers(1, 500).map(lambda blocks: 64 * blocks),
-    block_k=st.sampled_from([skinny_linear.BLOCK_K, skinny_coded.BLOCK_K]),
+    block_k=st.sampled_from([small_batch.BLOCK_K, small_batch_quantized.BLOCK_K]),
 )
-def test_parts_are_whole_blocks_and_no_more_than_are_needed(size_n: int, size_k: int, block_k: int) -> None:
-    parts, num_blocks = num_parts(size_n, size_k, block_k), -(-size_n // BLOCK_N)
-    assert parts in (1, 2, 4, 8)
-    assert parts <= MAX_PARTS
-    assert parts == 1 or size_k % (parts * block_k) == 0
-    assert parts == 1 or num_blocks * parts // 2 < PROGRAMS, "half as many would have been enough"
-    more = 2 * parts
-    assert more > MAX_PARTS or num_blocks * parts >= PROGRAMS or size_k % (more * block_k), (
+def test_k_splits_are_whole_blocks_and_no_more_than_are_needed(size_n: int, size_k: int, block_k: int) -> None:
+    splits, num_blocks = num_k_splits(size_n, size_k, block_k), -(-size_n // SMALL_BATCH_BLOCK_N)
+    assert splits in (1, 2, 4, 8)
+    assert splits <= MAX_K_SPLITS
+    assert splits == 1 or size_k % (splits * block_k) == 0
+    assert splits == 1 or num_blocks * splits // 2 < SPLIT_K_PROGRAMS, "half as many would have been enough"
+    more = 2 * splits
+    assert more > MAX_K_SPLITS or num_blocks * splits >= SPLIT_K_PROGRAMS or size_k % (more * block_k), (
         "more would have been better"
     )

@@ -1,4 +1,4 @@
-""""""
+"""x @ w.T + bias: plain weights in C and in torch to the bit, and where plain and quantized weights go."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from holdfast.kernels.gemm import linear as module
 from holdfast.kernels.gemm.linear import (
     linear,
     linear_float32,
-    linear_float32_reference,
-    linear_reference,
     plain_linear,
     plain_linear_float32,
     plain_linear_float32_reference,
@@ -17,7 +15,7 @@ from holdfast.kernels.gemm.linear import (
 )
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
-from kernels.quantized_cases import EVERY_SCHEME, coded_room, random_weight, scheme_id
+from kernels.quantized_cases import EVERY_SCHEME, random_weight, room_amid, scheme_id
 from kernels.triton_cases import assert_allocates_nothing
 from red_zones import RedZones
 
@@ -37,12 +35,12 @@ def test_numbers_go_to_the_plain_product(guarded_host, dtype):
         out = guarded_host(5, 70, dtype=dtype)
         assert linear(x, weight, some_bias, out) is out
         assert same_bits(out, expected)
-        near = linear_reference(x, weight, some_bias)
+        near = plain_linear_reference(x, weight, some_bias)
         torch.testing.assert_close(near, expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-2)
     out = guarded_host(5, 70)
     assert linear_float32(x, weight, out) is out
     assert same_bits(out, plain_linear_float32(x, weight, torch.empty(5, 70)))
-    wide = linear_float32_reference(x, weight, torch.empty(5, 70))
+    wide = plain_linear_float32_reference(x, weight, torch.empty(5, 70))
     torch.testing.assert_close(wide, out, rtol=1e-5, atol=1e-4)
 
 
@@ -50,24 +48,22 @@ def test_numbers_go_to_the_plain_product(guarded_host, dtype):
 @DTYPES
 def test_codes_go_to_the_quantized_product(guarded_host, scheme, dtype):
     x, weight, bias = random(5, 96).to(dtype), random_weight(70, 96, scheme), random(70, seed=3).to(dtype)
-    room = coded_room(RedZones(CPU), 5, weight)
+    room = room_amid(RedZones(CPU), 5, weight)
     for some_bias in (None, bias):
         expected = quantized_linear(x, weight, some_bias, torch.empty(5, 70, dtype=dtype), room)
-        for function in (linear, linear_reference):
-            alone = function(x, weight, some_bias, quantized=room)
-            assert alone.dtype == dtype
-            assert same_bits(alone, expected)
-            out = guarded_host(5, 70, dtype=dtype)
-            assert function(x, weight, some_bias, out, room) is out
-            assert same_bits(out, expected)
+        alone = linear(x, weight, some_bias, quantized=room)
+        assert alone.dtype == dtype
+        assert same_bits(alone, expected)
+        out = guarded_host(5, 70, dtype=dtype)
+        assert linear(x, weight, some_bias, out, room) is out
+        assert same_bits(out, expected)
     wide = quantized_linear(x, weight, None, torch.empty(5, 70), room)
-    for function in (linear_float32, linear_float32_reference):
-        out = guarded_host(5, 70)
-        assert function(x, weight, out, room) is out
-        assert same_bits(out, wide)
+    out = guarded_host(5, 70)
+    assert linear_float32(x, weight, out, room) is out
+    assert same_bits(out, wide)
 
 
-def test_room_is_asked_for_where_rows_are_coded():
+def test_room_is_asked_for_where_rows_are_quantized():
     x = random(3, 64)
     assert linear(x, random_weight(5, 64, INT8), None).shape == (3, 5)
     for call in (lambda weight: linear(x, weight, None), lambda weight: linear_float32(x, weight, torch.empty(3, 5))):

@@ -1,4 +1,4 @@
-""""""
+"""Quantized weights on a CPU: C gives the product of what codes stand for, to the bit, on any threads and in any company."""
 
 from dataclasses import replace
 
@@ -193,7 +193,7 @@ def test_another_type_is_rounded_once_at_the_end(monkeypatch, scheme, dtype):
     x, weight, bias = random(7, 96), random_weight(33, 96, scheme), random(33, seed=3).to(dtype)
     wide = product(x, weight, bias.float())
     for elements in (1, 33, 100, 2**20):
-        monkeypatch.setattr(module, "WIDE_ELEMENTS", elements)
+        monkeypatch.setattr(module, "WIDE_RESULTS", elements)
         zones = RedZones(CPU)
         out = zones.allocate(7, 33, dtype=dtype).fill_(NAN)
         assert native_quantized_linear(x, weight, bias, out) is out
@@ -219,7 +219,7 @@ def test_the_reference_turns_a_weight_back_in_parts(monkeypatch, scheme):
     x, weight, bias = random(3, size_k), random_weight(150, size_k, scheme), random(150, seed=3)
     expected = native_quantized_linear(x, weight, bias, torch.empty(3, 150))
     for rows in (0, 1, 7, 130, 149, 150):
-        monkeypatch.setattr(module, "DEQUANTIZED_ELEMENTS", rows * size_k + 1)
+        monkeypatch.setattr(module, "WIDENED_ELEMENTS", rows * size_k + 1)
         assert same_bits(native_quantized_linear_reference(x, weight, bias, torch.empty(3, 150)), expected), f"{rows=}"
 
 

@@ -1,4 +1,4 @@
-""""""
+"""Activations quantized to e4m3: the kernel is the reference to the bit, by row and by block."""
 
 import pytest
 import torch

@@ -1,10 +1,15 @@
-""""""
+"""Products with quantized weights, whichever kernel takes them: of what codes stand for, in room that is given."""
 
 import pytest
 import torch
 
-from holdfast.kernels.gemm import linear as module
-from holdfast.kernels.gemm.linear import decoded_rows, quantized_linear, quantized_linear_reference, quantized_view
+from holdfast.kernels.gemm.linear import (
+    dequantize_rows,
+    quantized_linear,
+    quantized_linear_reference,
+    quantized_view,
+    takes_scaled_product,
+)
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
@@ -12,11 +17,11 @@ from kernels.exactness import assert_as_exact_as_torch, companies, random, same_
 from kernels.quantized_cases import (
     EVERY_SCHEME,
     codable_rows,
-    coded_room,
     exact_rows,
     exact_weight,
     quantized,
     random_weight,
+    room_amid,
     scheme_id,
     slack,
     weight_amid,
@@ -37,15 +42,15 @@ def run(function, x_TK, weight, bias_N, device=CPU, out_dtype=torch.float32) -> 
     out = zones.allocate(len(x_TK), weight.shape[0], dtype=out_dtype).fill_(NAN)
     bias = None if bias_N is None else amid(bias_N, device)
     operands = amid(x_TK, device), weight_amid(weight, device), bias, out
-    assert function(*operands, coded_room(zones, len(x_TK), weight)) is out
+    assert function(*operands, room_amid(zones, len(x_TK), weight)) is out
     zones.check()
     return out.cpu()
 
 
 def rows_as_taken(x_TK, weight) -> torch.Tensor:
     """Rows that went through codes and back where the scheme wants codes."""
-    room = coded_room(RedZones(CPU), len(x_TK), weight)
-    return x_TK.float() if room is None else decoded_rows(quantize_rows_reference(x_TK, room))
+    room = room_amid(RedZones(CPU), len(x_TK), weight)
+    return x_TK.float() if room is None else dequantize_rows(quantize_rows_reference(x_TK, room))
 
 
 @SCHEMES
@@ -154,7 +159,7 @@ def test_a_product_writes_into_no_more_of_the_room_than_its_rows_take():
         assert (scales[: 3 * num_blocks] > 0).all()
 
 
-def test_room_is_asked_for_only_where_rows_are_coded():
+def test_room_is_asked_for_only_where_rows_are_quantized():
     for scheme in (INT8, MXFP4):
         assert quantized_view(None, random_weight(5, 64, scheme), 3) is None
         assert quantized_linear(random(3, 64), random_weight(5, 64, scheme), None, torch.empty(3, 5)).isfinite().all()
@@ -164,11 +169,11 @@ def test_room_is_asked_for_only_where_rows_are_coded():
 
 
 @pytest.mark.parametrize("size_k", [1, 100, 128, 129, 300])
-def test_decoded_rows_are_near_what_was_coded(size_k):
+def test_dequantized_rows_are_near_what_was_quantized(size_k):
     x = random(4, size_k) * torch.tensor([[1.0], [1e-2], [1e6], [0.0]])
     for num_blocks in {1, -(-size_k // 128)}:
         rows_fp8 = QuantizedRows(torch.empty(4, size_k, dtype=torch.float8_e4m3fn), torch.empty(4, num_blocks))
-        back = decoded_rows(quantize_rows(x, rows_fp8))
+        back = dequantize_rows(quantize_rows(x, rows_fp8))
         assert back.dtype == torch.float32
         assert back.is_contiguous()
         amax = x.abs().amax(-1, keepdim=True)
@@ -189,7 +194,7 @@ def test_decoded_rows_are_near_what_was_coded(size_k):
 )
 def test_what_torch_multiplies(scheme, shape, dtype, chosen):
     out = torch.empty(3, shape[0], dtype=dtype)
-    assert module._torch_multiplies(random_weight(*shape, scheme), out) == chosen
+    assert takes_scaled_product(random_weight(*shape, scheme), out) == chosen
 
 
 @pytest.mark.gpu
@@ -230,7 +235,7 @@ def test_a_gpu_allocates_nothing(device, scheme, num_rows, with_bias):
     x, weight = random(num_rows, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, scheme), device)
     bias = random(256).to(device, torch.bfloat16) if with_bias else None
     half, wide = (torch.empty(num_rows, 256, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
-    room = coded_room(RedZones(device), num_rows, weight)
+    room = room_amid(RedZones(device), num_rows, weight)
     assert_allocates_nothing(
         lambda: (quantized_linear(x, weight, bias, half, room), quantized_linear(x, weight, None, wide, room))
     )

@@ -1,4 +1,4 @@
-""""""
+"""Tensor-core tiles for quantized weights: as exact as torch for every scheme and size; and codes of four bits, looked up."""
 
 from dataclasses import replace
 
@@ -6,24 +6,31 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.gemm import quantized_tiles as weight_operands
 from holdfast.kernels.gemm.linear import quantized_linear_reference
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
-from holdfast.kernels.gemm.quantized_tiles import OperandKind, e2m1_parts, e8m0_numbers, operands_of, tile_linear
+from holdfast.kernels.gemm.quantized_tiles import (
+    E2M1_ASM_TEXT,
+    OperandKind,
+    e2m1_parts,
+    e2m1_wide_asm,
+    e8m0_numbers,
+    operands_of,
+    tile_linear,
+)
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E2M1_VALUES, e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.assembler import run_assembler
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
-from kernels.expert_cases import SCHEMES, coded_rows, expert_case
+from kernels.expert_cases import SCHEMES, expert_case, quantized_case_rows
 from kernels.quantized_cases import (
     EVERY_SCHEME,
     codable_rows,
-    coded_room,
     exact_rows,
     exact_weight,
     random_weight,
+    room_amid,
     scheme_id,
     slack,
     weight_amid,
@@ -36,7 +43,7 @@ from red_zones import RedZones
 
 pytestmark = QUIET
 
-SCHEMES_TILE_LINEAR = pytest.mark.parametrize("scheme", EVERY_SCHEME, ids=scheme_id)
+TILE_SCHEMES = pytest.mark.parametrize("scheme", EVERY_SCHEME, ids=scheme_id)
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
@@ -50,9 +57,9 @@ def inputs(num_rows, size_n, size_k, scheme, seed=0) -> tuple[torch.Tensor, Quan
 
 
 def run(x_MK, weight, bias_N, device, out_dtype) -> torch.Tensor:
-    """The kernel amid poison: rows as the reference codes them, results NaN before and between red zones."""
+    """The kernel amid poison: rows as the reference quantizes them, results NaN before and between red zones."""
     zones = RedZones(device)
-    quantized = coded_room(zones, len(x_MK), weight)
+    quantized = room_amid(zones, len(x_MK), weight)
     if quantized is not None:
         host = QuantizedRows(torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn), torch.empty(quantized.scales_TB.shape))
         quantize_rows_reference(x_MK, host)
@@ -68,7 +75,7 @@ def run(x_MK, weight, bias_N, device, out_dtype) -> torch.Tensor:
 def judge(x_MK, weight, bias_N, device, out_dtype=None) -> None:
     out_dtype = out_dtype or x_MK.dtype
     y = run(x_MK, weight, bias_N, device, out_dtype)
-    room = coded_room(RedZones(torch.device("cpu")), len(x_MK), weight)
+    room = room_amid(RedZones(torch.device("cpu")), len(x_MK), weight)
     in_torch = torch.empty(y.shape, dtype=out_dtype)
     quantized_linear_reference(x_MK, weight, bias_N, in_torch, room)
     exact = exact_rows(x_MK, weight.scheme) @ exact_weight(weight).T
@@ -76,21 +83,21 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None) -> None:
     assert_as_exact_as_torch(y, in_torch, exact, magnitude=10.0 * slack(device, weight.scheme))
 
 
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 130], ids=lambda count: f"{count} rows")
 def test_every_number_of_rows(device, scheme, num_rows):
     x, weight = inputs(num_rows, 65, 160, scheme)
     judge(x.to(widest_on(device)), weight, None, device)
 
 
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 3), (33, 128), (63, 100), (129, 333)])
 def test_every_size_with_a_bias(device, scheme, size_n, size_k):
     x, weight = inputs(3, size_n, size_k, scheme, seed=2)
     judge(x.to(widest_on(device)), weight, random(size_n, seed=5).to(widest_on(device)), device)
 
 
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 @DTYPES
 def test_half_precision_in_and_float32_or_the_same_out(device, scheme, dtype):
     x, weight = inputs(17, 33, 192, scheme, seed=3)
@@ -158,7 +165,7 @@ def test_what_scales_a_block_is_its_own(device):
         assert (y.double() - exact).abs().max() <= 4e-6 * allowed * exact.abs().max()
 
 
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
     x, weight = inputs(5, 33, 160, scheme)
@@ -179,7 +186,7 @@ def test_a_row_of_zeros_is_the_bias(device):
         assert same_bits(run(x.to(widest_on(device)), weight, bias, device, torch.float32)[1], bias)
 
 
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 def test_a_weight_that_is_not_finite_stays_in_its_rows(device, scheme):
     x, weight = inputs(3, 33, 160, scheme)
     x = x.to(widest_on(device))
@@ -194,13 +201,13 @@ def test_a_weight_that_is_not_finite_stays_in_its_rows(device, scheme):
 def test_rows_come_as_codes_where_the_scheme_wants_them_so_and_nowhere_else(device):
     for scheme in (FP8, INT8):
         x, weight = inputs(3, 33, 160, scheme)
-        other = coded_room(RedZones(device), 3, random_weight(33, 160, FP8)) if scheme is INT8 else None
+        other = room_amid(RedZones(device), 3, random_weight(33, 160, FP8)) if scheme is INT8 else None
         with pytest.raises(AssertionError, match=scheme.name):
             tile_linear(x.to(device), weight_on(weight, device), None, torch.empty(3, 33, device=device), other)
 
 
 @pytest.mark.gpu
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 17, 64, 300], ids=lambda count: f"{count} rows")
 def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
     x, weight = inputs(num_rows, 2560, 4096, scheme)
@@ -208,13 +215,13 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
 
 
 @pytest.mark.gpu
-@SCHEMES_TILE_LINEAR
+@TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 130], ids=lambda count: f"{count} rows")
 def test_nothing_is_allocated(device, scheme, num_rows):
     x, weight = inputs(num_rows, 256, 512, scheme)
     x, weight = x.to(device, torch.bfloat16), weight_on(weight, device)
     out = torch.empty(num_rows, 256, dtype=torch.bfloat16, device=device)
-    quantized = coded_room(RedZones(device), num_rows, weight)
+    quantized = room_amid(RedZones(device), num_rows, weight)
     assert_allocates_nothing(lambda: tile_linear(x, weight, None, out, quantized))
 
 
@@ -224,13 +231,13 @@ LOW, HIGH = VALUES[BYTES.long() & 15], VALUES[BYTES.long() >> 4]
 
 
 def test_the_assembler_looks_codes_up():
-    low, high = run_assembler(weight_operands._E2M1_ASM, [BYTES.numpy()], 2)
+    low, high = run_assembler(E2M1_ASM_TEXT, [BYTES.numpy()], 2)
     for found, expected in ((low, LOW), (high, HIGH)):
         assert torch.equal(torch.from_numpy(found.view(np.uint8)).view(torch.float8_e4m3fn).float(), expected)
 
 
 def test_the_assembler_looks_both_bytes_of_wide_numbers_up():
-    out = run_assembler(weight_operands._e2m1_wide_asm(), [BYTES.numpy()], 4)
+    out = run_assembler(e2m1_wide_asm(), [BYTES.numpy()], 4)
     for first, expected in ((0, LOW), (2, HIGH)):
         words = np.stack(out[first : first + 2], axis=-1).view(np.int16).reshape(-1)
         assert torch.equal(torch.from_numpy(words).view(torch.bfloat16).float(), expected)
@@ -255,9 +262,9 @@ def test_every_byte_in_a_kernel(device):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_operands_say_how_the_weight_is_coded(scheme):
+def test_operands_say_how_the_weight_is_quantized(scheme):
     case = expert_case((1, 1, 2, 6, 192), True, scheme)
-    quantized = coded_rows(case)
+    quantized = quantized_case_rows(case)
     found = operands_of(case.x_XK, case.weight, quantized)
     expected = {
         None: (OperandKind.PLAIN, 1, 0, 1),

@@ -1,4 +1,4 @@
-""""""
+"""Small batches by plain weights, GEMV and tensor cores: as exact as torch at every size, and a row the same in any company."""
 
 import os
 
@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.activation import silu_mul_reference
 from holdfast.kernels.gemm.deferred_rms_norm import SmallBatchScratch, defer_rms_norm
-from holdfast.kernels.gemm.gemv import MAX_ROWS, num_parts
-from holdfast.kernels.gemm.linear import linear_reference
+from holdfast.kernels.gemm.gemv import num_k_splits
+from holdfast.kernels.gemm.linear import plain_linear_reference
 from holdfast.kernels.gemm.small_batch import BLOCK_K, linear_add, normed_linear
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS
 from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.triton_compat import INTERPRET_VARIABLE
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import widest_on
-from kernels.small_batch_cases import EPS, MANY, ROWS, judge_add, judge_normed, run_add, run_normed, skinny_case
+from kernels.small_batch_cases import EPS, MANY, ROWS, judge_add, judge_normed, run_add, run_normed, small_batch_case
 from kernels.tiled_cases import NAN
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
@@ -41,7 +42,7 @@ def widest(device) -> torch.dtype:
 @GATED
 @pytest.mark.parametrize("size_k", [64, 128, 192, 576], ids=lambda size: f"K{size}")
 def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gated):
-    judge_normed(skinny_case(num_rows, 65, size_k, widest, gated, with_bias=gated), device)
+    judge_normed(small_batch_case(num_rows, 65, size_k, widest, gated, with_bias=gated), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
@@ -49,62 +50,64 @@ def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gate
 @GATED
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
 def test_normed_over_every_number_of_outputs(device, widest, num_rows, size_n, gated, with_bias):
-    judge_normed(skinny_case(num_rows, size_n, 192, widest, gated, with_bias), device)
+    judge_normed(small_batch_case(num_rows, size_n, 192, widest, gated, with_bias), device)
 
 
 @EVERY_ROWS
 @BIAS
 @pytest.mark.parametrize("size_k", [64, 128, 192, 1024], ids=lambda size: f"K{size}")
 def test_added_over_every_number_of_rows(device, widest, num_rows, size_k, with_bias):
-    judge_add(skinny_case(num_rows, 65, size_k, widest, with_bias=with_bias), device)
+    judge_add(small_batch_case(num_rows, 65, size_k, widest, with_bias=with_bias), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
 def test_added_over_every_number_of_outputs(device, widest, num_rows, size_n):
-    judge_add(skinny_case(num_rows, size_n, 256, widest, with_bias=True), device)
+    judge_add(small_batch_case(num_rows, size_n, 256, widest, with_bias=True), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, MANY], ids=lambda count: f"{count} rows")
 def test_a_thousand_outputs(device, widest, num_rows):
-    judge_add(skinny_case(num_rows, 1000, 256, widest), device)
-    judge_normed(skinny_case(num_rows, 1000, 128, widest), device)
+    judge_add(small_batch_case(num_rows, 1000, 256, widest), device)
+    judge_normed(small_batch_case(num_rows, 1000, 128, widest), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [640, 1280, 5120, 6208, 8192, 16448], ids=lambda size: f"K{size}")
 def test_long_rows(device, widest, num_rows, size_k):
     """Each way in which blocks along K are chosen."""
-    judge_normed(skinny_case(num_rows, 5, size_k, widest), device)
-    judge_add(skinny_case(num_rows, 5, size_k, widest), device)
+    judge_normed(small_batch_case(num_rows, 5, size_k, widest), device)
+    judge_add(small_batch_case(num_rows, 5, size_k, widest), device)
 
 
 @pytest.mark.parametrize("num_rows", [2, MANY], ids=lambda count: f"{count} rows")
-@pytest.mark.parametrize(("size_k", "parts"), [(128, 1), (640, 1), (256, 2), (1280, 2), (512, 4), (1024, 8), (4096, 8)])
-def test_parts_along_k(device, widest, num_rows, size_k, parts):
-    assert num_parts(70, size_k, BLOCK_K) == parts
-    judge_add(skinny_case(num_rows, 70, size_k, widest, with_bias=True), device)
-    judge_normed(skinny_case(num_rows, 70, size_k, widest, with_bias=True), device)
+@pytest.mark.parametrize(
+    ("size_k", "splits"), [(128, 1), (640, 1), (256, 2), (1280, 2), (512, 4), (1024, 8), (4096, 8)]
+)
+def test_split_k(device, widest, num_rows, size_k, splits):
+    assert num_k_splits(70, size_k, BLOCK_K) == splits
+    judge_add(small_batch_case(num_rows, 70, size_k, widest, with_bias=True), device)
+    judge_normed(small_batch_case(num_rows, 70, size_k, widest, with_bias=True), device)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, 3, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_half_precision(device, dtype, num_rows):
     for gated in (False, True):
-        judge_normed(skinny_case(num_rows, 65, 256, dtype, gated, with_bias=True), device)
-    judge_normed(skinny_case(num_rows, 65, 256, dtype), device, out_dtype=torch.float32)  # logits
-    judge_add(skinny_case(num_rows, 65, 256, dtype, with_bias=True), device)
+        judge_normed(small_batch_case(num_rows, 65, 256, dtype, gated, with_bias=True), device)
+    judge_normed(small_batch_case(num_rows, 65, 256, dtype), device, out_dtype=torch.float32)  # logits
+    judge_add(small_batch_case(num_rows, 65, 256, dtype, with_bias=True), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("num_squares", [1, 2, 3, 32, 33, 96])
 def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
-    judge_normed(skinny_case(num_rows, 9, 192, widest), device, num_squares)
+    judge_normed(small_batch_case(num_rows, 9, 192, widest), device, num_squares)
 
 
 @hypothesis_settings(max_examples=25)
 @given(
-    num_rows=st.integers(1, MAX_ROWS),
+    num_rows=st.integers(1, FUSED_DECODE_ROWS),
     size_n=st.integers(1, 150),
     blocks_k=st.integers(1, 16),
     gated=st.booleans(),
@@ -115,33 +118,33 @@ def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
 def test_any_product(device, num_rows, size_n, blocks_k, gated, with_bias, num_squares, seed):
     dtype = widest_on(device)
     size_n = max(LEAST_WIDTH, size_n)
-    judge_normed(skinny_case(num_rows, size_n, 64 * blocks_k, dtype, gated, with_bias, seed), device, num_squares)
-    judge_add(skinny_case(num_rows, size_n, 64 * blocks_k, dtype, False, with_bias, seed), device)
+    judge_normed(small_batch_case(num_rows, size_n, 64 * blocks_k, dtype, gated, with_bias, seed), device, num_squares)
+    judge_add(small_batch_case(num_rows, size_n, 64 * blocks_k, dtype, False, with_bias, seed), device)
 
 
-def companies_of_few() -> list[list[int]]:
+def small_companies() -> list[list[int]]:
     """Leading rows of every count that is treated differently, and shuffled ones; two at least."""
     generator = torch.Generator().manual_seed(0)
-    shuffled = [torch.randperm(MAX_ROWS, generator=generator)[:count].tolist() for count in (2, 9, MANY)]
-    return [*(list(range(count)) for count in ROWS[1:]), list(range(MAX_ROWS))[::-1], *shuffled]
+    shuffled = [torch.randperm(FUSED_DECODE_ROWS, generator=generator)[:count].tolist() for count in (2, 9, MANY)]
+    return [*(list(range(count)) for count in ROWS[1:]), list(range(FUSED_DECODE_ROWS))[::-1], *shuffled]
 
 
 def check_companies(device, dtype, size_n, size_k) -> None:
     for gated in (False, True):
-        case = skinny_case(MAX_ROWS, size_n, size_k, dtype, gated, with_bias=True).to(device)
+        case = small_batch_case(FUSED_DECODE_ROWS, size_n, size_k, dtype, gated, with_bias=True).to(device)
         whole = run_normed(normed_linear, case, device)
-        for rows in companies_of_few():
+        for rows in small_companies():
             assert same_bits(run_normed(normed_linear, case.rows(rows), device), whole[rows]), f"{gated=} {rows=}"
-    case = skinny_case(MAX_ROWS, size_n, size_k, dtype).to(device)
+    case = small_batch_case(FUSED_DECODE_ROWS, size_n, size_k, dtype).to(device)
     added, scaled, squares, _ = run_add(linear_add, case, device)
-    for rows in companies_of_few():
+    for rows in small_companies():
         some, some_scaled, some_squares, _ = run_add(linear_add, case.rows(rows), device)
         assert same_bits(some, added[rows]), f"{rows=}"
         assert same_bits(some_scaled, scaled[rows]), f"{rows=}"
         assert same_bits(some_squares, squares[rows]), f"{rows=}"
 
 
-@pytest.mark.parametrize(("size_n", "size_k"), [(70, 512), (64, 192)], ids=["parts", "one part"])
+@pytest.mark.parametrize(("size_n", "size_k"), [(70, 512), (64, 192)], ids=["split-K", "one split"])
 def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, widest, size_n, size_k):
     check_companies(device, widest, size_n, size_k)
 
@@ -159,14 +162,14 @@ def test_a_bfloat16_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(de
 def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):
     others = [row for row in range(num_rows) if row != 1]
     for gated in (False, True):
-        case = skinny_case(num_rows, 70, 256, widest, gated)
+        case = small_batch_case(num_rows, 70, 256, widest, gated)
         clean = run_normed(normed_linear, case, device)
         case.x_MK[1, 200] = bad
         y = run_normed(normed_linear, case, device)
         assert y[1].isnan().all()
         assert same_bits(y[others], clean[others])
     for name in ("x_MK", "residual_MN"):
-        case = skinny_case(num_rows, 70, 256, widest)
+        case = small_batch_case(num_rows, 70, 256, widest)
         clean = run_add(linear_add, case, device)
         getattr(case, name)[1, 66] = bad
         hurt = run_add(linear_add, case, device)
@@ -177,7 +180,7 @@ def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
 def test_a_weight_that_is_not_finite_stays_in_its_column(device, widest, num_rows):
-    case = skinny_case(num_rows, 70, 256, widest)
+    case = small_batch_case(num_rows, 70, 256, widest)
     clean, *_ = run_add(linear_add, case, device)
     case.weight_NK[66, 255] = NAN
     y, *_ = run_add(linear_add, case, device)
@@ -187,7 +190,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, widest, num_row
 
 
 def test_scratch_serves_one_product_after_another(device, widest):
-    """As in a step: squares pass from one to the next, and parts and counters are used again and again."""
+    """As in a step: squares pass from one to the next, and partial sums and counters are used again and again."""
     scratch = SmallBatchScratch(
         torch.full((3 * 40,), NAN, device=device),
         torch.full((8 * 3 * 128,), NAN, device=device),
@@ -207,42 +210,44 @@ def test_scratch_serves_one_product_after_another(device, widest):
         rows = linear_add(active, down, None, x, norm, EPS, torch.empty_like(x), scratch)
         host = [weight.float().cpu() for weight in (qkv, out, gate_up, down)]
         normed = rms_norm_reference(expected, norm.float().cpu(), EPS)
-        expected = expected + linear_reference(linear_reference(normed, host[0], None).repeat(1, 4), host[1], None)
+        expected = expected + plain_linear_reference(
+            plain_linear_reference(normed, host[0], None).repeat(1, 4), host[1], None
+        )
         normed = rms_norm_reference(expected, norm.float().cpu(), EPS)
-        gated = silu_mul_reference(linear_reference(normed, host[2], None))
-        expected = expected + linear_reference(gated, host[3], None)
+        gated = silu_mul_reference(plain_linear_reference(normed, host[2], None))
+        expected = expected + plain_linear_reference(gated, host[3], None)
     assert not scratch.arrived.any()
     tolerance = 1e-5 if widest == torch.float32 else 2e-2
     torch.testing.assert_close(x.float().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 2, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows):
-    judge_normed(skinny_case(num_rows, 25600, 5120, torch.bfloat16, gated=True), device, num_squares=80)
-    judge_normed(skinny_case(num_rows, 10240, 5120, torch.bfloat16), device, num_squares=2560)
-    judge_add(skinny_case(num_rows, 5120, 25600, torch.bfloat16), device)
-    judge_add(skinny_case(num_rows, 5120, 8192, torch.bfloat16), device)
+    judge_normed(small_batch_case(num_rows, 25600, 5120, torch.bfloat16, gated=True), device, num_squares=80)
+    judge_normed(small_batch_case(num_rows, 10240, 5120, torch.bfloat16), device, num_squares=2560)
+    judge_add(small_batch_case(num_rows, 5120, 25600, torch.bfloat16), device)
+    judge_add(small_batch_case(num_rows, 5120, 8192, torch.bfloat16), device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 2, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_the_same_bits_every_time(device, num_rows):
-    """Parts arrive in any order, and are added in one."""
-    case = skinny_case(num_rows, 1024, 8192, torch.bfloat16)
+    """Partial sums arrive in any order, and are added in one."""
+    case = small_batch_case(num_rows, 1024, 8192, torch.bfloat16)
     expected = run_add(linear_add, case, device)
     for _ in range(50):
         assert all(same_bits(*pair) for pair in zip(run_add(linear_add, case, device)[:3], expected[:3], strict=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_nothing_is_allocated(device, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = random(1024, 1024).to(device, torch.bfloat16), random(1024).to(device, torch.bfloat16)
     scratch = SmallBatchScratch(
-        torch.empty(MAX_ROWS * 512, device=device),
-        torch.empty(MAX_ROWS * 8192, device=device),
+        torch.empty(FUSED_DECODE_ROWS * 512, device=device),
+        torch.empty(FUSED_DECODE_ROWS * 8192, device=device),
         torch.zeros(16, dtype=torch.int32, device=device),
     )
 

@@ -1,4 +1,4 @@
-""""""
+"""Small batches by quantized weights: exact beside the codes, rows quantized by their amax, and a row the same in any company."""
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax,
     row_amax_reference,
 )
-from holdfast.kernels.gemm.gemv import MAX_ROWS, NUM_GATE_AMAX, num_parts
+from holdfast.kernels.gemm.gemv import num_k_splits
 from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
-from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, can_quantize, quantized_sums_reference
+from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, quantized_sums_reference, takes_weight
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
@@ -37,11 +38,11 @@ from kernels.small_batch_cases import (
     CPU,
     EPS,
     Guarded,
-    coded_case,
+    amax_of,
     exact_sums,
     judge_add,
     judge_normed,
-    peaks_of,
+    quantized_case,
     run_add,
     run_normed,
     squares_of,
@@ -55,38 +56,40 @@ pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:All-NaN slice encountere
 SCHEMES = pytest.mark.parametrize("scheme", ROW_SCHEMES, ids=scheme_id)
 BOTH = pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-ROWS = pytest.mark.parametrize("num_rows", [2, 3, 7, MAX_ROWS], ids=lambda count: f"{count} rows")
+ROWS = pytest.mark.parametrize("num_rows", [2, 3, 7, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 
 
 @BOTH
 @ROWS
 @GATED
 def test_normed_over_every_number_of_rows(device, scheme, num_rows, gated):
-    judge_normed(coded_case(num_rows, 65, 320, widest_on(device), scheme, gated, with_bias=num_rows % 2 == 1), device)
+    judge_normed(
+        quantized_case(num_rows, 65, 320, widest_on(device), scheme, gated, with_bias=num_rows % 2 == 1), device
+    )
 
 
 @SCHEMES
 @ROWS
 def test_added_over_every_number_of_rows(device, scheme, num_rows):
-    judge_add(coded_case(num_rows, 65, 320, widest_on(device), scheme, with_bias=num_rows % 2 == 0), device)
+    judge_add(quantized_case(num_rows, 65, 320, widest_on(device), scheme, with_bias=num_rows % 2 == 0), device)
 
 
 @BOTH
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 3), (33, 100), (64, 256), (129, 257)])
 def test_sizes_that_are_odd_and_even(device, scheme, size_n, size_k):
     dtype = widest_on(device)
-    judge_normed(coded_case(3, size_n, size_k, dtype, scheme), device)
-    judge_normed(coded_case(2, size_n, size_k, dtype, scheme, gated=True, with_bias=True), device)
-    judge_add(coded_case(3, size_n, size_k, dtype, scheme, with_bias=True), device)
+    judge_normed(quantized_case(3, size_n, size_k, dtype, scheme), device)
+    judge_normed(quantized_case(2, size_n, size_k, dtype, scheme, gated=True, with_bias=True), device)
+    judge_add(quantized_case(3, size_n, size_k, dtype, scheme, with_bias=True), device)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size_k", "parts"), [(FP8, 768, 1), (FP8, 512, 2), (FP8, 1024, 4), (INT8, 1536, 2), (INT8, 2048, 8)]
+    ("scheme", "size_k", "splits"), [(FP8, 768, 1), (FP8, 512, 2), (FP8, 1024, 4), (INT8, 1536, 2), (INT8, 2048, 8)]
 )
-def test_parts_along_k(device, scheme, size_k, parts):
-    assert num_parts(70, size_k, BLOCK_K) == parts
-    judge_add(coded_case(MAX_ROWS - 1, 70, size_k, widest_on(device), scheme, with_bias=True), device)
-    judge_normed(coded_case(2, 70, size_k, widest_on(device), scheme, with_bias=True), device)
+def test_split_k(device, scheme, size_k, splits):
+    assert num_k_splits(70, size_k, BLOCK_K) == splits
+    judge_add(quantized_case(FUSED_DECODE_ROWS - 1, 70, size_k, widest_on(device), scheme, with_bias=True), device)
+    judge_normed(quantized_case(2, 70, size_k, widest_on(device), scheme, with_bias=True), device)
 
 
 @BOTH
@@ -95,24 +98,24 @@ def test_parts_along_k(device, scheme, size_k, parts):
 )
 def test_half_precision(device, scheme, dtype):
     for gated in (False, True):
-        judge_normed(coded_case(3, 65, 256, dtype, scheme, gated, with_bias=True), device)
-    judge_normed(coded_case(3, 65, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
-    judge_add(coded_case(MAX_ROWS, 65, 256, dtype, scheme, with_bias=True), device)
+        judge_normed(quantized_case(3, 65, 256, dtype, scheme, gated, with_bias=True), device)
+    judge_normed(quantized_case(3, 65, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
+    judge_add(quantized_case(FUSED_DECODE_ROWS, 65, 256, dtype, scheme, with_bias=True), device)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 96])
-def test_squares_and_peaks_in_any_number_of_blocks(device, num_blocks):
-    judge_normed(coded_case(3, 9, 192, widest_on(device), FP8), device, num_blocks)
+def test_squares_and_amax_in_any_number_of_blocks(device, num_blocks):
+    judge_normed(quantized_case(3, 9, 192, widest_on(device), FP8), device, num_blocks)
 
 
 @pytest.mark.parametrize("num_amax", [1, 5, NUM_GATE_AMAX], ids=["one", "some", "those of a gated product"])
-def test_peaks_of_rows_that_come_from_elsewhere(device, num_amax):
-    judge_add(coded_case(3, 65, 320, widest_on(device), FP8), device, num_amax)
+def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
+    judge_add(quantized_case(3, 65, 320, widest_on(device), FP8), device, num_amax)
 
 
 @hypothesis_settings(max_examples=6)
 @given(
-    num_rows=st.integers(2, MAX_ROWS),
+    num_rows=st.integers(2, FUSED_DECODE_ROWS),
     size_n=st.integers(2, 150),
     size_k=st.integers(2, 600),
     scheme=st.sampled_from(ROW_SCHEMES),
@@ -123,14 +126,14 @@ def test_peaks_of_rows_that_come_from_elsewhere(device, num_amax):
 )
 def test_any_product(device, num_rows, size_n, size_k, scheme, gated, with_bias, num_blocks, seed):
     shape = num_rows, size_n, size_k, widest_on(device), scheme
-    judge_normed(coded_case(*shape, gated, with_bias, seed), device, num_blocks)
-    judge_add(coded_case(*shape, False, with_bias, seed), device, num_blocks)
+    judge_normed(quantized_case(*shape, gated, with_bias, seed), device, num_blocks)
+    judge_add(quantized_case(*shape, False, with_bias, seed), device, num_blocks)
 
 
 @SCHEMES
-def test_rows_of_any_numbers_are_coded_like_the_reference(device, scheme):
+def test_rows_of_any_numbers_are_quantized_like_the_reference(device, scheme):
     """Not only those whose codes are beyond doubt; a GPU divides less exactly, which may move a number to the next code."""
-    case = coded_case(7, 65, 320, widest_on(device), scheme)
+    case = quantized_case(7, 65, 320, widest_on(device), scheme)
     case.x_MK = (random(7, 320, seed=8) * random(7, 1, seed=9).exp()).to(case.x_MK.dtype)
     tolerance = 1e-5 if device.type == "cpu" else 2e-2
     got, expected = run_normed(normed_linear, case, device), run_normed(normed_linear_reference, case, CPU)
@@ -139,11 +142,11 @@ def test_rows_of_any_numbers_are_coded_like_the_reference(device, scheme):
 
 def check_companies(device, dtype, scheme, size_n, size_k, companies) -> None:
     for gated in (False, True):
-        case = coded_case(MAX_ROWS, size_n, size_k, dtype, scheme, gated, with_bias=True).to(device)
+        case = quantized_case(FUSED_DECODE_ROWS, size_n, size_k, dtype, scheme, gated, with_bias=True).to(device)
         whole = run_normed(normed_linear, case, device)
         for rows in companies:
             assert same_bits(run_normed(normed_linear, case.rows(rows), device), whole[rows]), f"{gated=} {rows=}"
-    case = coded_case(MAX_ROWS, size_n, size_k, dtype, scheme).to(device)
+    case = quantized_case(FUSED_DECODE_ROWS, size_n, size_k, dtype, scheme).to(device)
     added = run_add(linear_add, case, device)
     for rows in companies:
         some = run_add(linear_add, case.rows(rows), device)
@@ -153,7 +156,7 @@ def check_companies(device, dtype, scheme, size_n, size_k, companies) -> None:
 
 @pytest.mark.parametrize(("scheme", "size_n", "size_k"), [(FP8, 70, 512), (INT8, 70, 512), (FP8, 33, 200)])
 def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, scheme, size_n, size_k):
-    companies = ([15, 3], [4, 9, 2, 11, 7, 1, 0], list(range(MAX_ROWS))[::-1])
+    companies = ([15, 3], [4, 9, 2, 11, 7, 1, 0], list(range(FUSED_DECODE_ROWS))[::-1])
     check_companies(device, widest_on(device), scheme, size_n, size_k, companies)
 
 
@@ -161,7 +164,11 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, sch
 @BOTH
 @pytest.mark.parametrize(("size_n", "size_k"), [(640, 4096), (2560, 4096), (5120, 2560), (8192, 1024), (1000, 576)])
 def test_a_bfloat16_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, scheme, size_n, size_k):
-    companies = [*(list(range(count)) for count in range(2, MAX_ROWS)), list(range(MAX_ROWS))[::-1], [11, 2]]
+    companies = [
+        *(list(range(count)) for count in range(2, FUSED_DECODE_ROWS)),
+        list(range(FUSED_DECODE_ROWS))[::-1],
+        [11, 2],
+    ]
     check_companies(device, torch.bfloat16, scheme, size_n, size_k, companies)
 
 
@@ -169,7 +176,7 @@ def test_a_bfloat16_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(de
 def test_a_row_of_zeros_is_the_bias_and_leaves_others_alone(device, scheme):
     others = [0, 2, 3]
     for gated in (False, True):
-        case = coded_case(4, 65, 300, widest_on(device), scheme, gated, with_bias=True)
+        case = quantized_case(4, 65, 300, widest_on(device), scheme, gated, with_bias=True)
         clean = run_normed(normed_linear, case, device)
         case.x_MK[1] = 0.0
         y = run_normed(normed_linear, case, device)
@@ -177,7 +184,7 @@ def test_a_row_of_zeros_is_the_bias_and_leaves_others_alone(device, scheme):
         gate, up = case.bias_N.float().chunk(2) if gated else (case.bias_N.float(), None)
         expected = gate if up is None else torch.nn.functional.silu(gate) * up
         torch.testing.assert_close(y[1].float(), expected.to(y.dtype).float(), rtol=1e-3, atol=1e-6)
-    case = coded_case(4, 65, 300, widest_on(device), scheme)
+    case = quantized_case(4, 65, 300, widest_on(device), scheme)
     case.x_MK[1] = 0.0
     x, *_ = run_add(linear_add, case, device)
     assert same_bits(x[1], case.residual_MN[1])
@@ -189,7 +196,7 @@ def test_rows_of_very_different_sizes(device, scheme, num_rows):
     """Each is as exact as it would be alone: nothing is shared between rows, and only the least scale is a limit."""
     sizes = (1e15, 1.0, 1e-3) if device.type == "cpu" else (1e2, 1.0, 1e-1)
     slack = 1.0 if device.type == "cpu" or scheme is INT8 else E4M3_SLACK
-    case = coded_case(3, 65, 300, widest_on(device), scheme)
+    case = quantized_case(3, 65, 300, widest_on(device), scheme)
     case.x_MK = (case.x_MK.float() * torch.tensor(sizes).unsqueeze(1)).to(case.x_MK.dtype)
     case.residual_MN = torch.zeros_like(case.residual_MN)
     for first in range(0, 3, num_rows):
@@ -202,7 +209,7 @@ def test_rows_of_very_different_sizes(device, scheme, num_rows):
 
 
 def test_a_row_below_the_least_scale_loses_digits_and_stays_a_number(device):
-    case = coded_case(3, 65, 300, torch.float32, FP8)
+    case = quantized_case(3, 65, 300, torch.float32, FP8)
     case.x_MK[1] = codable_rows(1, 300, seed=5)[0] * (150 * LEAST_E4M3_SCALE / 3)
     case.x_MK[2] = 1e-30
     case.residual_MN = torch.zeros_like(case.residual_MN)
@@ -218,14 +225,14 @@ def test_a_row_below_the_least_scale_loses_digits_and_stays_a_number(device):
 def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
     others = [0, 2]
     for gated in (False, True):
-        case = coded_case(3, 70, 512, widest_on(device), scheme, gated)
+        case = quantized_case(3, 70, 512, widest_on(device), scheme, gated)
         clean = run_normed(normed_linear, case, device)
         case.x_MK[1, 300] = bad
         y = run_normed(normed_linear, case, device)
         assert y[1].isnan().all()
         assert same_bits(y[others], clean[others])
     for name, column in (("x_MK", 300), ("residual_MN", 66)):
-        case = coded_case(3, 70, 512, widest_on(device), scheme)
+        case = quantized_case(3, 70, 512, widest_on(device), scheme)
         clean = run_add(linear_add, case, device)
         getattr(case, name)[1, column] = bad
         hurt = run_add(linear_add, case, device)
@@ -237,7 +244,7 @@ def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_rows):
-    case = coded_case(num_rows, 70, 512, widest_on(device), scheme)
+    case = quantized_case(num_rows, 70, 512, widest_on(device), scheme)
     clean, *_ = run_add(linear_add, case, device)
     if scheme is FP8:
         case.weight_NK.codes.view(torch.uint8)[66, 511] = 0x7F
@@ -251,12 +258,12 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_row
 
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("function", [normed_linear, normed_linear_reference], ids=["kernel", "reference"])
-def test_peaks_of_a_gated_product_only_rise(device, num_rows, function):
+def test_amax_of_a_gated_product_only_rises(device, num_rows, function):
     """Blocks of one row share places, so each raises what is there; whoever comes before has to clear them."""
-    case = coded_case(num_rows, 65, 320, widest_on(device), FP8, gated=True).to(device)
+    case = quantized_case(num_rows, 65, 320, widest_on(device), FP8, gated=True).to(device)
     guarded = Guarded(case, device, 1)
     guarded.scratch.squares[:num_rows] = squares_of(case.x_MK, 1).flatten()
-    guarded.scratch.amax.normed[:num_rows] = peaks_of(case.x_MK, 1).flatten()
+    guarded.scratch.amax.normed[:num_rows] = amax_of(case.x_MK, 1).flatten()
     places = guarded.scratch.amax.gated.view(torch.float32).view(num_rows, NUM_GATE_AMAX)
     places[0] = 1e9
     y = guarded.filled((num_rows, 65), case.x_MK.dtype)
@@ -312,11 +319,11 @@ def test_scratch_serves_one_product_after_another(device, scheme, num_rows):
 
 def test_which_weights_these_kernels_take():
     for scheme, takes in ((FP8, True), (FP8_TENSOR, True), (INT8, True), (FP8_BLOCK, False), (MXFP4, False)):
-        assert can_quantize(random_weight(4, 64, scheme)) == takes, scheme.name
+        assert takes_weight(random_weight(4, 64, scheme)) == takes, scheme.name
     weight = random_weight(4, 64, FP8)
     stacked = QuantizedWeight(FP8, (2, 2, 64), weight.codes.view(2, 2, 64), weight.scales.view(2, 2))
-    assert not can_quantize(stacked)
-    assert not can_quantize(torch.zeros(4, 64))
+    assert not takes_weight(stacked)
+    assert not takes_weight(torch.zeros(4, 64))
 
 
 def test_sums_of_integers_are_exact_in_the_reference():
@@ -324,14 +331,14 @@ def test_sums_of_integers_are_exact_in_the_reference():
     x = torch.randint(-8, 9, (3, 100)).float()
     values = torch.randint(-8, 9, (5, 100)).float()
     x[:, 0], values[:, 0] = 448.0, 448.0
-    got = quantized_sums_reference(x, quantized(values, FP8), RowAmax(peaks_of(x, 4).flatten(), 4))
+    got = quantized_sums_reference(x, quantized(values, FP8), RowAmax(amax_of(x, 4).flatten(), 4))
     assert torch.equal(got, x @ values.T)
     values[:, 0] = 127.0
     assert torch.equal(quantized_sums_reference(x, quantized(values, INT8), None), x @ values.T)
 
 
 def test_what_is_missing_is_told(device):
-    case = coded_case(2, 5, 64, widest_on(device), FP8).to(device)
+    case = quantized_case(2, 5, 64, widest_on(device), FP8).to(device)
     scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))
     with pytest.raises(AssertionError, match="room for amax"):
@@ -345,20 +352,20 @@ def test_what_is_missing_is_told(device):
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize("num_rows", [1, 2, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
-    judge_normed(coded_case(num_rows, 4096, 2560, torch.bfloat16, scheme, gated=True), device, num_squares=40)
-    judge_normed(coded_case(num_rows, 5120, 2560, torch.bfloat16, scheme), device, num_squares=320)
-    judge_add(coded_case(num_rows, 2560, 4096, torch.bfloat16, scheme), device, NUM_GATE_AMAX)
-    judge_add(coded_case(num_rows, 640, 4096, torch.bfloat16, scheme), device)
+    judge_normed(quantized_case(num_rows, 4096, 2560, torch.bfloat16, scheme, gated=True), device, num_squares=40)
+    judge_normed(quantized_case(num_rows, 5120, 2560, torch.bfloat16, scheme), device, num_squares=320)
+    judge_add(quantized_case(num_rows, 2560, 4096, torch.bfloat16, scheme), device, NUM_GATE_AMAX)
+    judge_add(quantized_case(num_rows, 640, 4096, torch.bfloat16, scheme), device)
 
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize("num_rows", [1, 2, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_every_run_gives_the_same_bits(device, scheme, num_rows):
     """Whichever program arrives last."""
-    case = coded_case(num_rows, 2560, 4096, torch.bfloat16, scheme).to(device)
+    case = quantized_case(num_rows, 2560, 4096, torch.bfloat16, scheme).to(device)
     expected = run_add(linear_add, case, device)
     for _ in range(20):
         assert all(same_bits(*pair) for pair in zip(run_add(linear_add, case, device)[:3], expected[:3], strict=True))
@@ -366,18 +373,18 @@ def test_every_run_gives_the_same_bits(device, scheme, num_rows):
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize("num_rows", [1, MAX_ROWS], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_rows", [1, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 def test_nothing_is_allocated(device, scheme, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = weight_on(random_weight(1024, 1024, scheme), device), random(1024).to(device, torch.bfloat16)
     gate_up = weight_on(random_weight(2048, 1024, scheme), device)
-    places = torch.zeros(MAX_ROWS * NUM_GATE_AMAX, dtype=torch.int32, device=device)
-    squares, amax = torch.empty(2, MAX_ROWS * 512, device=device)
+    places = torch.zeros(FUSED_DECODE_ROWS * NUM_GATE_AMAX, dtype=torch.int32, device=device)
+    squares, amax = torch.empty(2, FUSED_DECODE_ROWS * 512, device=device)
     scratch = SmallBatchScratch(
         squares,
-        torch.empty(MAX_ROWS * 8192, device=device),
+        torch.empty(FUSED_DECODE_ROWS * 8192, device=device),
         torch.zeros(16, dtype=torch.int32, device=device),
-        AmaxScratch(amax, torch.empty(MAX_ROWS, device=device), places),
+        AmaxScratch(amax, torch.empty(FUSED_DECODE_ROWS, device=device), places),
     )
 
     def step():

@@ -1,4 +1,4 @@
-""""""
+"""Kernels that place rows: the reference to the bit, for any strides, and started over addresses."""
 
 import json
 import os

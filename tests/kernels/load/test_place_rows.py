@@ -1,4 +1,4 @@
-""""""
+"""Rows placed in plain torch: converted, quantized, verified, and looked over for what is not finite."""
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from holdfast.kernels.load.place_rows import (
     place_quantized,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import dequantize, quantize
+from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
 from kernels.exactness import random, same_bits
 from kernels.place_cases import FLOAT_TYPES, LAYOUTS, SCHEMES, hostile_rows, laid_out, new_findings, place
 from kernels.triton_cases import QUIET, assert_allocates_nothing
+from quant.whole_weights import quantize
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,10 @@
-""""""
+"""GEMVs of experts: as exact as torch for every scheme, in odd sizes, and a row the same in any company."""
 
 import pytest
 import torch
 
 from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
-from holdfast.kernels.moe.expert_gemv import expert_pairs
+from holdfast.kernels.moe.expert_gemv import expert_gemv
 from kernels.exactness import same_bits
 from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing
@@ -20,52 +20,52 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @GATED
 def test_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
-    judge(expert_pairs, expert_case((2, 2, 3, 9, size_k), gated, scheme), device)
+    judge(expert_gemv, expert_case((2, 2, 3, 9, size_k), gated, scheme), device)
 
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
-    judge(expert_pairs, expert_case((1, 3, 5, 16, 256), True, scheme, dtype, by_pair=True), device)
+    judge(expert_gemv, expert_case((1, 3, 5, 16, 256), True, scheme, dtype, by_pair=True), device)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 32), (MAX_DIRECT_TOKENS, 1, 1, 5, 64), (1, 8, 60, 3, 96)], ids=str)
 def test_few_experts_and_many(device, sizes):
     for choice in ("any", "same", "some"):
-        judge(expert_pairs, expert_case(sizes, scheme="mxfp4", choice=choice), device)
-    judge(expert_pairs, expert_case(sizes, gated=True), device)
+        judge(expert_gemv, expert_case(sizes, scheme="mxfp4", choice=choice), device)
+    judge(expert_gemv, expert_case(sizes, gated=True), device)
 
 
 @pytest.mark.parametrize("size_k", [1024, 1536, 2176], ids=lambda size: f"K{size}")
 @pytest.mark.parametrize("scheme", [None, "fp8_block", "mxfp4"], ids=str)
 def test_long_rows(device, size_k, scheme):
-    judge(expert_pairs, expert_case((1, 1, 2, 4, size_k), True, scheme), device)
+    judge(expert_gemv, expert_case((1, 1, 2, 4, size_k), True, scheme), device)
 
 
 def test_scales_of_blocks_of_rows(device):
     """Blocks of 128, 64 and 2 rows: a program stays within one of them."""
     for size_n in (128, 64, 6):
-        judge(expert_pairs, expert_case((1, 1, 2, size_n, 130), size_n < 128, "fp8_block"), device)
+        judge(expert_gemv, expert_case((1, 1, 2, size_n, 130), size_n < 128, "fp8_block"), device)
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "mxfp4"], ids=str)
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
     case = expert_case((3, 2, 4, 5, 64), True, scheme)
-    whole = run_kernel(expert_pairs, case, device).view(3, 2, -1)
+    whole = run_kernel(expert_gemv, case, device).view(3, 2, -1)
     for rows in ([0], [2], [2, 1]):
-        assert same_bits(run_kernel(expert_pairs, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
+        assert same_bits(run_kernel(expert_gemv, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
 
 
 @EVERY_SCHEME
 def test_no_rows(device, scheme):
-    assert run_kernel(expert_pairs, expert_case((2, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
+    assert run_kernel(expert_gemv, expert_case((2, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
 
 
 def test_what_is_not_finite_stays_in_its_row(device):
     case = expert_case((3, 1, 2, 5, 64))
-    clean = run_kernel(expert_pairs, case, device)
+    clean = run_kernel(expert_gemv, case, device)
     case.x_XK[1, 63] = float("nan")
-    y = run_kernel(expert_pairs, case, device)
+    y = run_kernel(expert_gemv, case, device)
     assert y[1].isnan().all()
     assert same_bits(y[[0, 2]], clean[[0, 2]])
 
@@ -74,7 +74,7 @@ def test_what_is_not_finite_stays_in_its_row(device):
 @EVERY_SCHEME
 def test_bfloat16_at_the_sizes_of_models(device, scheme):
     for sizes, gated in (((1, 8, 16, 768, 2048), True), ((4, 8, 16, 2048, 768), False), ((2, 4, 8, 2048, 1408), False)):
-        judge(expert_pairs, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
+        judge(expert_gemv, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
 
 
 @pytest.mark.gpu
@@ -83,4 +83,4 @@ def test_nothing_is_allocated(device):
 
     case = placed(expert_case((1, 2, 4, 64, 256), dtype=torch.bfloat16), device)
     order, out = order_of(case), torch.empty(2, 64, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(lambda: expert_pairs(case.x_XK, case.weight, order, out, False, None))
+    assert_allocates_nothing(lambda: expert_gemv(case.x_XK, case.weight, order, out, False, None))

@@ -1,11 +1,11 @@
-""""""
+"""Grouped GEMM over experts: as exact as torch for every scheme and height of blocks, and a row the same in any company."""
 
 import pytest
 import torch
 
 from holdfast.kernels.gemm.quantized_tiles import OperandKind
-from holdfast.kernels.geometry import block_rows_for
-from holdfast.kernels.moe.grouped_gemm import expert_rows, tile_for
+from holdfast.kernels.geometry import expert_block_rows
+from holdfast.kernels.moe.grouped_gemm import grouped_gemm, tile_for
 from kernels.exactness import same_bits
 from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing
@@ -21,13 +21,13 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @GATED
 def test_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
-    judge(expert_rows, expert_case((6, 2, 3, 9, size_k), gated, scheme), device)
+    judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), gated, scheme), device)
 
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
-    judge(expert_rows, expert_case((17, 3, 5, 70, 256), True, scheme, dtype, by_pair=True), device)
+    judge(grouped_gemm, expert_case((17, 3, 5, 70, 256), True, scheme, dtype, by_pair=True), device)
 
 
 @pytest.mark.parametrize(
@@ -35,44 +35,44 @@ def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
     [(5, 1, 1, 16), (17, 8, 60, 16), (17, 2, 3, 32), (100, 2, 3, 64), (100, 1, 1, 128)],
 )
 def test_every_height_of_blocks(device, num_rows, top_k, num_experts, block_rows):
-    assert block_rows_for(num_rows, top_k, num_experts) == block_rows
+    assert expert_block_rows(num_rows, top_k, num_experts) == block_rows
     for scheme in (None, "fp8"):
-        judge(expert_rows, expert_case((num_rows, top_k, num_experts, 5, 48), True, scheme, choice="some"), device)
+        judge(grouped_gemm, expert_case((num_rows, top_k, num_experts, 5, 48), True, scheme, choice="some"), device)
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"], ids=str)
 def test_every_row_to_one_expert(device, scheme):
-    judge(expert_rows, expert_case((40, 1, 12, 7, 40), False, scheme, choice="same"), device)
+    judge(grouped_gemm, expert_case((40, 1, 12, 7, 40), False, scheme, choice="same"), device)
 
 
 def test_scales_of_blocks_of_rows(device):
     """Blocks of 128, 64 and 2 rows: tiles within one of them, and over many."""
     for size_n in (128, 64, 6):
-        judge(expert_rows, expert_case((5, 1, 2, size_n, 130), size_n < 128, "fp8_block", torch.float16), device)
+        judge(grouped_gemm, expert_case((5, 1, 2, size_n, 130), size_n < 128, "fp8_block", torch.float16), device)
 
 
 @EVERY_SCHEME
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
     """Of so many rows that blocks are as high, in another order, and among others."""
     case = expert_case((9, 2, 4, 5, 64), True, scheme, torch.float16)
-    whole = run_kernel(expert_rows, case, device).view(9, 2, -1)
+    whole = run_kernel(grouped_gemm, case, device).view(9, 2, -1)
     for rows in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [1, 3, 5, 7, 8]):
-        assert same_bits(run_kernel(expert_rows, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
+        assert same_bits(run_kernel(grouped_gemm, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
 
 
 @EVERY_SCHEME
 def test_no_rows(device, scheme):
-    assert run_kernel(expert_rows, expert_case((6, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
+    assert run_kernel(grouped_gemm, expert_case((6, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
 
 
 def test_what_is_not_finite_stays_in_its_row(device):
     """The first row too, which stands in for rows of padding."""
     case = expert_case((6, 1, 2, 5, 64))
-    clean = run_kernel(expert_rows, case, device)
+    clean = run_kernel(grouped_gemm, case, device)
     for row in (0, 3):
         x = case.x_XK.clone()
         case.x_XK[row, 63] = float("nan")
-        y = run_kernel(expert_rows, case, device)
+        y = run_kernel(grouped_gemm, case, device)
         case.x_XK.copy_(x)
         others = [other for other in range(6) if other != row]
         assert y[row].isnan().all()
@@ -80,13 +80,13 @@ def test_what_is_not_finite_stays_in_its_row(device):
 
 
 def test_tiles_suit_their_scales():
-    for coding in OperandKind:
+    for kind in OperandKind:
         for block_rows in (16, 32, 64, 128):
             for gated in (False, True):
                 tile = tile_for(
-                    block_rows, gated, coding, 1 if coding in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS) else 2
+                    block_rows, gated, kind, 1 if kind in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS) else 2
                 )
-                assert coding != OperandKind.FP8_BLOCKS or tile.block_k == 128
+                assert kind != OperandKind.FP8_BLOCKS or tile.block_k == 128
                 assert tile.block_k % 32 == 0
                 assert tile.block_n >= 64, "less does not fill an instruction"
 
@@ -97,17 +97,17 @@ def test_tiles_suit_their_scales():
 def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
     for sizes, gated in (((8, 8, 16, 768, 2048), True), ((8, 8, 16, 2048, 768), False), ((8, 4, 8, 2048, 1408), False)):
         sizes = (num_rows, *sizes[1:])
-        judge(expert_rows, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
+        judge(grouped_gemm, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
 
 
 @pytest.mark.gpu
 @EVERY_SCHEME
 def test_a_bfloat16_row_is_the_same_to_the_bit_in_blocks_of_any_height(device, scheme):
     case = expert_case((700, 2, 4, 256, 1024), True, scheme, torch.bfloat16)
-    whole = run_kernel(expert_rows, case, device).view(700, 2, -1)
+    whole = run_kernel(grouped_gemm, case, device).view(700, 2, -1)
     for count in (5, 30, 100):
         rows = list(range(count))
-        assert same_bits(run_kernel(expert_rows, case.rows(rows), device).view(count, 2, -1), whole[rows]), f"{count=}"
+        assert same_bits(run_kernel(grouped_gemm, case.rows(rows), device).view(count, 2, -1), whole[rows]), f"{count=}"
 
 
 @pytest.mark.gpu
@@ -116,4 +116,4 @@ def test_nothing_is_allocated(device):
 
     case = placed(expert_case((9, 2, 4, 64, 256), dtype=torch.bfloat16), device)
     order, out = order_of(case), torch.empty(18, 64, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(lambda: expert_rows(case.x_XK, case.weight, order, out, False, None))
+    assert_allocates_nothing(lambda: grouped_gemm(case.x_XK, case.weight, order, out, False, None))

@@ -1,4 +1,4 @@
-"""Blocks of pairs by their numbers: room enough for any choice of experts, and as the kernels have it."""
+"""Routing against float64, and pairs sorted into blocks: every pair once, in room that is enough for any choice of experts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.geometry import CUT_PAIRS, block_rows_for, num_blocks_for, order_specs
-from holdfast.kernels.moe import routing as expert_order
+from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, num_expert_blocks, order_specs
 from holdfast.kernels.moe.routing import (
     PADDING,
     ExpertOrder,
@@ -42,7 +41,7 @@ def run(route, logits: torch.Tensor, top_k: int, normalize: bool, device: torch.
     return ids.cpu(), shares.cpu()
 
 
-def by_hand(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route_by_hand(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """In float64, one token at a time."""
     ids, shares = [], []
     for row in logits.double():
@@ -59,7 +58,7 @@ def by_hand(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Te
 def test_against_float64(device, sizes, normalize, scale):
     num_rows, top_k, num_experts = sizes
     logits = random(num_rows, num_experts, scale=scale)
-    expected_ids, expected = by_hand(logits, top_k, normalize)
+    expected_ids, expected = route_by_hand(logits, top_k, normalize)
     for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
         ids, shares = run(route, logits, top_k, normalize, where)
         assert torch.equal(ids, expected_ids)
@@ -156,7 +155,7 @@ def used(order: ExpertOrder) -> tuple[list[int], list[list[int]]]:
     return experts, order.pairs_BR[: sum(expert >= 0 for expert in experts)].tolist()
 
 
-def by_hand_expert_order(
+def order_by_hand(
     ids: torch.Tensor, num_experts: int, block_rows: int, num_blocks: int
 ) -> tuple[list[int], list[list[int]]]:
     """The order in plain Python."""
@@ -174,7 +173,7 @@ def check(ids: torch.Tensor, num_experts: int, device: torch.device, cut_pairs: 
     """The reference is as by hand, and the kernel is as the reference."""
     host, zones = RedZones(torch.device("cpu")), RedZones(device)
     expected = order_experts_reference(ids, num_experts, empty_tensors(ids, num_experts, host))
-    assert used(expected) == by_hand_expert_order(ids, num_experts, expected.block_rows, len(expected.block_experts_B))
+    assert used(expected) == order_by_hand(ids, num_experts, expected.block_rows, len(expected.block_experts_B))
     tensors = empty_tensors(ids, num_experts, zones)
     order = replace(expected, expert_ids_TS=among(ids, device), pairs_BR=tensors[0], block_experts_B=tensors[1])
     num_cuts = -(-ids.numel() // cut_pairs)
@@ -214,7 +213,7 @@ def test_any_choice(device, num_rows, top_k, num_experts, seed):
     check(choose(num_rows, top_k, num_experts, seed=seed), num_experts, device)
 
 
-def test_few_tokens_need_no_order():
+def test_small_batches_need_no_order():
     ids = choose(4, 2, 3)
     tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(4, 2, 3)]
     order = order_experts(ids, 3, tensors)
@@ -228,7 +227,7 @@ def test_the_function_fills_what_it_is_given():
     tensors = empty_tensors(ids, 3, RedZones(torch.device("cpu")))
     order = order_experts(ids, 3, tensors)
     assert order.pairs_BR is tensors[0]
-    assert used(order) == by_hand_expert_order(ids, 3, 16, len(tensors[1]))
+    assert used(order) == order_by_hand(ids, 3, 16, len(tensors[1]))
 
 
 def test_wrong_room_is_refused():
@@ -249,7 +248,7 @@ def test_the_sizes_of_models(device, num_rows, top_k, num_experts):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_expert_order(device):
+def test_an_order_allocates_nothing(device):
     ids = choose(600, 8, 128).to(device)
     tensors = empty_tensors(ids, 128, RedZones(device))
     assert_allocates_nothing(lambda: order_experts(ids, 128, tensors))
@@ -258,17 +257,12 @@ def test_nothing_is_allocated_expert_order(device):
 sizes = st.tuples(st.integers(1, 3000), st.integers(1, 8), st.integers(8, 256))
 
 
-@given(sizes)
-def test_room_is_what_the_kernels_ask_for(size: tuple[int, int, int]) -> None:
-    assert order_specs(*size) == expert_order.order_specs(*size)
-
-
 @given(st.lists(st.integers(0, 9), min_size=5, max_size=400), st.integers(1, 2))
 def test_any_choice_of_experts_fits(experts: list[int], top_k: int) -> None:
     num_rows = max(5, len(experts) // top_k)
-    block_rows = block_rows_for(num_rows, top_k, 10)
+    block_rows = expert_block_rows(num_rows, top_k, 10)
     taken = sum(-(-count // block_rows) for count in Counter(experts).values())
-    assert taken <= num_blocks_for(len(experts), 10, block_rows)
+    assert taken <= num_expert_blocks(len(experts), 10, block_rows)
 
 
 @given(sizes, st.integers(1, 50))
@@ -278,6 +272,6 @@ def test_a_smaller_step_takes_no_more_room(size: tuple[int, int, int], fewer: in
     assert arena_bytes(smaller) <= arena_bytes(order_specs(*size))
 
 
-def test_few_rows_have_no_order() -> None:
-    assert block_rows_for(4, 8, 128) == 1
+def test_small_batches_have_no_order() -> None:
+    assert expert_block_rows(4, 8, 128) == 1
     assert arena_bytes(order_specs(4, 8, 128)) == 0

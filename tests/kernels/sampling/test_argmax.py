@@ -1,4 +1,4 @@
-"""Scratch from the tensors that its specs describe."""
+"""Argmax of rows of logits, the kernel and the reference; tables of rows, and scratch from the tensors that its specs describe."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from holdfast.kernels.geometry import (
     CHUNK_TOKENS,
     MAX_CANDIDATES,
-    MAX_ROWS,
+    MAX_LOGIT_ROWS,
     NO_TOKEN,
     NUM_FIELDS,
     LogitRow,
+    logit_scratch_specs,
     num_chunks,
-    scratch_specs,
 )
 from holdfast.kernels.sampling.argmax import LogitScratch, argmax, argmax_reference, argmax_triton
 from holdfast.runner.sampling import batch as result
@@ -151,18 +151,18 @@ def test_a_row_of_a_table_is_aligned_anywhere():
 
 
 def test_scratch_by_row_and_by_rows_at_once():
-    shapes = {spec.name: spec.shape for spec in scratch_specs(1000, 151936)}
+    shapes = {spec.name: spec.shape for spec in logit_scratch_specs(1000, 151936)}
     assert shapes["chunk_largest"] == shapes["chunk_argmax"] == (1000, 19)
-    assert shapes["chunk_weights"] == shapes["chunk_nearer"] == (MAX_ROWS, 19)
-    assert shapes["listed_ids"] == shapes["listed_logits"] == (MAX_ROWS, MAX_CANDIDATES)
+    assert shapes["chunk_weights"] == shapes["chunk_nearer"] == (MAX_LOGIT_ROWS, 19)
+    assert shapes["listed_ids"] == shapes["listed_logits"] == (MAX_LOGIT_ROWS, MAX_CANDIDATES)
 
 
 def test_little_is_held_for_little():
-    assert sum(spec.num_bytes for spec in scratch_specs(1, 100)) < 2000
+    assert sum(spec.num_bytes for spec in logit_scratch_specs(1, 100)) < 2000
 
 
 def test_every_tensor_is_in_its_place():
-    specs = scratch_specs(3, 20_000)
+    specs = logit_scratch_specs(3, 20_000)
     tensors = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
     scratch = LogitScratch.of(tensors)
     assert scratch.chunk_tokens == CHUNK_TOKENS

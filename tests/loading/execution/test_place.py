@@ -9,10 +9,10 @@ from holdfast.loading.execution.place import Placer, chunk_views
 from holdfast.loading.execution.ring import cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
-from holdfast.quant.weight_quantize import quantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from loading.dummy_source import MadeUpSource
 from loading.mixed_model import bits
+from quant.whole_weights import quantize
 
 
 def place_all(tensors, final, moves, twins=(), chunk_bytes=700, backwards=False):

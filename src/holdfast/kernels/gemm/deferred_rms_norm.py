@@ -1,10 +1,10 @@
-"""The largest magnitude of every row: what a row's e4m3 scale follows from, left for the product that codes the row.
+"""Deferred RMSNorm: its beginning, its end where a product does not do that itself, amax of rows, and the scratch that products share.
 
-M rows, K inputs
+M rows, K columns, J blocks of K
 
-M rows, K inputs, J blocks of K
-
-M rows, K columns
+The norm of x is x * norm_weight / rms. Whoever writes x leaves x * norm_weight and the squares of x, summed by block; the
+product that follows is a factor 1 / rms away from that of the norm, and applies it to its result. Where it quantizes its
+rows, a row's e4m3 scale follows from its amax, which is left in the same way.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pd
 
 
 class AmaxScratch(NamedTuple):
-    """Largest magnitudes, from which the scale of a row follows where products code their rows (skinny_coded.py)."""
+    """Largest magnitudes, from which the scale of a row follows where products quantize their rows (small_batch_quantized.py)."""
 
     normed: torch.Tensor
     """float32, as many as there are squares: of x * norm_weight, by block."""
@@ -28,18 +28,18 @@ class AmaxScratch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SmallBatchScratch:
-    """What products share: sums of squares, parts along K, and how many of them have arrived (zeros between launches)."""
+    """What products share: sums of squares, partial sums of split-K, and how many of them have arrived (zeros between launches)."""
 
     squares: torch.Tensor
-    parts: torch.Tensor
+    partials: torch.Tensor
     arrived: torch.Tensor
     amax: AmaxScratch | None = None
-    """None where no product codes its rows."""
+    """None where no weight is quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormedRows:
-    """The input of a product whose rms norm is not finished: x * norm_weight, and squares of x by block; amax too, if wanted."""
+    """The input of a product whose RMSNorm is deferred: x * norm_weight, and squares of x by block; amax too, if wanted."""
 
     scaled_MK: torch.Tensor
     num_squares: int
@@ -54,9 +54,9 @@ def defer_rms_norm(
     scratch: SmallBatchScratch,
     delta_MK: torch.Tensor | None = None,
 ) -> NormedRows:
-    """x += delta where there is one, and the norm of x left half done as every producer leaves it."""
+    """x += delta where there is one, and the norm of x deferred, as an epilogue leaves it."""
     num_rows, size_k = x_MK.shape
-    _begin_kernel[(num_rows,)](
+    _defer_kernel[(num_rows,)](
         x_MK,
         norm_weight_K,
         x_MK if delta_MK is None else delta_MK,
@@ -91,7 +91,7 @@ def defer_rms_norm_reference(
 
 
 @jit
-def _begin_kernel(
+def _defer_kernel(
     p_x,
     p_norm_weight,
     p_delta,

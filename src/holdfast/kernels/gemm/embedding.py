@@ -1,4 +1,4 @@
-"""Rows of an embedding by token id, from a plain table or from codes with a scale for every row.
+"""The embedding: rows by token id, from a plain table or from a quantized one with a scale for every row.
 
 T tokens, V rows of the table, K columns
 """
@@ -14,11 +14,11 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 COLUMNS_PER_PROGRAM = 1024
 PIECE_ELEMENTS = 2**20
-"""Elements that plain torch decodes at a time."""
+"""Elements that plain torch dequantizes at a time."""
 
 
 def lookup_rows(ids_T: torch.Tensor, table: torch.Tensor | QuantizedWeight, out_TK: torch.Tensor) -> torch.Tensor:
-    """Row ids_T[t] of the table into row t of `out_TK`; codes are decoded in float32 and rounded once to its type.
+    """Row ids_T[t] of the table into row t of `out_TK`; codes are dequantized in float32 and rounded once to its type.
 
     Ids are rows of the table: others are an error on a CPU, and are not looked for on a GPU.
     """

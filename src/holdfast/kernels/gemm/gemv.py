@@ -1,53 +1,54 @@
-"""The product of one row with a weight of eight bits and a scale a row, at the speed of memory (skinny_coded.py).
+"""GEMV: one row by a weight, plain or of eight bits with a scale a row, at the speed of memory; and what small batches share with it.
 
-M rows, N outputs, K inputs
+M rows, N outputs, K inputs, J blocks of K or N, P places for amax
 
-N outputs, K inputs, J blocks of K or N
+Prologue and epilogue are those of kernels/gemm/small_batch.py, which launches these kernels for a single row. Shared are
+the form that follows from the number of rows, the number of splits along K, their sum, and the residual epilogue.
 """
 
 from typing import NamedTuple
 
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
+from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
 
 
-MAX_ROWS = 16
-"""Beyond it cuBLAS is faster, with the norms, gates and sums as kernels of their own."""
-BLOCK_N = 64
-"""Outputs of a program, for two rows and more."""
-PROGRAMS = 128
-"""About as many as a large GPU has multiprocessors: fewer leave some of them idle."""
-MAX_PARTS = 8
+MAX_K_SPLITS = 8
+GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
+LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 def row_form(num_rows: int) -> bool:
-    """Whether one row is multiplied where it is loaded: what of a launch follows from the number of rows."""
+    """Whether a product is a GEMV: what of a launch follows from the number of rows."""
     return num_rows == 1
 
 
-def num_parts(size_n: int, size_k: int, block_k: int) -> int:
-    """Parts along K for a weight of this shape: enough programs, and whole blocks of K in each."""
-    parts = 1
-    while -(-size_n // BLOCK_N) * parts < PROGRAMS and parts < MAX_PARTS and size_k % (2 * parts * block_k) == 0:
-        parts *= 2
-    return parts
+def num_k_splits(size_n: int, size_k: int, block_k: int) -> int:
+    """Splits along K (split-K) for a weight of this shape: enough programs, and whole blocks of K in each."""
+    splits = 1
+    num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
+    while num_blocks * splits < SPLIT_K_PROGRAMS and splits < MAX_K_SPLITS and size_k % (2 * splits * block_k) == 0:
+        splits *= 2
+    return splits
 
 
 @jit
-def summed_parts(p_part, part_size, m_nm, NUM_PARTS: constexpr):
-    """All parts of a block of outputs in their order, as other programs have left them."""
-    b_y = tl.load(p_part, mask=m_nm, other=0.0, cache_modifier=".cg")
-    for i in tl.static_range(1, NUM_PARTS):
-        b_y += tl.load(p_part + i * part_size, mask=m_nm, other=0.0, cache_modifier=".cg")
+def sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS: constexpr):
+    """The end of split-K: all partial sums of a block of outputs in their order, as other programs have left them."""
+    b_y = tl.load(p_partial, mask=m_nm, other=0.0, cache_modifier=".cg")
+    for i in tl.static_range(1, NUM_SPLITS):
+        b_y += tl.load(p_partial + i * partial_size, mask=m_nm, other=0.0, cache_modifier=".cg")
     return b_y
 
 
 @jit
-def leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
-    """One row: x + y, and of it the next norm's half-done input and its squares; x + y and that input come back."""
+def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
+    """Epilogue of one row: x + y, and the deferred RMSNorm of it (scaled input and squares); x + y and that input come back."""
     b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
     b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -58,7 +59,7 @@ def leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
 
 
 @jit
-def leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m):
+def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m):
     """The same for a block of outputs of all rows, as [N, M]."""
     m_nm = m_n[:, None] & m_m[None, :]
     b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
@@ -71,19 +72,101 @@ def leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y,
     return b_y, b_scaled
 
 
-# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
-# Constants of a kernel bind a name and read it under the same condition.
-# pyright: reportPossiblyUnboundVariable=false
+def gemv_blocks(size_k: int, gated: bool) -> tuple[int, int, int]:
+    """Outputs and inputs of a program's block, and warps, for a plain weight: measured on an H200 (docs/log.md)."""
+    if size_k > 16384:
+        return 4, 512, 2
+    if size_k > 6144:
+        return 8, 512, 8
+    block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
+    return (GEMV_MIN_BLOCK_N if gated else 4) * 1024 // block_k, block_k, 4
 
 
-NUM_GATE_AMAX = 64
-"""Places for the amax of a gated row: few to read, and enough that blocks seldom wait for one another."""
-GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
-LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
+@jit
+def gemv_kernel(
+    p_x,
+    p_weight,
+    p_bias,
+    p_y,
+    p_norm_weight,
+    p_scaled,
+    p_squares,
+    p_partials,
+    p_arrived,
+    num_rows,
+    size_n,
+    size_k,
+    num_squares,
+    eps,
+    EVEN: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    HAS_BIAS: constexpr,
+    GATED: constexpr,
+    RESIDUAL: constexpr,
+    DEFERRED_NORM: constexpr,
+    BLOCK_J: constexpr,
+    PDL: constexpr,
+):
+    i_n = tl.program_id(0)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_n = o_n < size_n
+    p_w = p_weight + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
+    up_offset = size_n.to(tl.int64) * size_k
+    b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    # The weight waits for nobody: its first block is on the way before the producer of x has ended.
+    m_k = o_k < size_k
+    m_w = m_n[:, None] & m_k[None, :]
+    b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if DEFERRED_NORM:
+        o_j = tl.arange(0, BLOCK_J)
+        b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
+    b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_sum += b_first_w.to(tl.float32) * b_x[None, :]
+    if GATED:
+        b_up_sum += b_first_up.to(tl.float32) * b_x[None, :]
+    for k in range(BLOCK_K, size_k, BLOCK_K):
+        if EVEN:
+            b_x = tl.load(p_x + k + o_k).to(tl.float32)
+            b_w = tl.load(p_w + k, eviction_policy="evict_first").to(tl.float32)
+        else:
+            m_k = k + o_k < size_k
+            m_w = m_n[:, None] & m_k[None, :]
+            b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        b_sum += b_w * b_x[None, :]
+        if GATED:
+            if EVEN:
+                b_up = tl.load(p_w + up_offset + k, eviction_policy="evict_first").to(tl.float32)
+            else:
+                b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            b_up_sum += b_up * b_x[None, :]
+    b_y = tl.sum(b_sum, axis=1)
+    b_up_y = tl.sum(b_up_sum, axis=1)
+    if DEFERRED_NORM:
+        scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+        b_y *= scale
+        b_up_y *= scale
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+        if GATED:
+            b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)
+    if GATED:
+        b_y = b_y * tl.sigmoid(b_y) * b_up_y
+    if RESIDUAL:
+        b_y, _ = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
+    tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
 
 
-class RowBlocks(NamedTuple):
-    """How one row's product is cut."""
+class GemvBlocks(NamedTuple):
+    """How the GEMV of a quantized weight is cut."""
 
     block_n: int
     """Outputs of a program."""
@@ -94,18 +177,18 @@ class RowBlocks(NamedTuple):
     num_warps: int
 
 
-def row_blocks(size_k: int, gated: bool, residual: bool, quantized: bool) -> RowBlocks:
-    """The blocks of a product: measured on an H200 (docs/log.md)."""
+def quantized_gemv_blocks(size_k: int, gated: bool, residual: bool, quantized: bool) -> GemvBlocks:
+    """The blocks for a quantized weight: measured on an H200 (docs/log.md)."""
     block_k = next((size for size in (512, 256, 128) if size_k % size == 0), 0)
     if not quantized or block_k == 0:
-        return RowBlocks(4 if gated else 8, 512, 0, 4)
+        return GemvBlocks(4 if gated else 8, 512, 0, 4)
     loads = size_k // block_k
     if residual:
         # Programs of more outputs leave fewer squares and amax for the next product to read.
         num_warps = 4 if size_k > 16384 else 2
-        return RowBlocks(8, block_k, next(depth for depth in (2, 5, 3, 1) if loads % depth == 0), num_warps)
+        return GemvBlocks(8, block_k, next(depth for depth in (2, 5, 3, 1) if loads % depth == 0), num_warps)
     depth = next(depth for depth in (5, 4, 3, 2, 1) if loads % depth == 0)
-    return RowBlocks(4, block_k, depth, 2 if gated else 1)
+    return GemvBlocks(4, block_k, depth, 2 if gated else 1)
 
 
 HALF_SUMS_ASM = kernel_constant("""{
@@ -192,9 +275,9 @@ def _row_scale(p_amax, i_row, num_amax, BLOCK_P: constexpr):
 
 
 @jit
-def _single(b_codes, CODES_ROWS: constexpr, PLAIN: constexpr):
+def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
     """Codes of a weight as float32."""
-    if CODES_ROWS:
+    if QUANTIZES_ROWS:
         b_w = loaded_numbers(b_codes, PLAIN).to(tl.float32)
     else:
         b_w = b_codes.to(tl.float32)
@@ -214,7 +297,7 @@ def quantized_gemv_kernel(
     p_amax,
     p_new_amax,
     p_gate_amax,
-    p_parts,
+    p_partials,
     p_arrived,
     num_rows,
     size_n,
@@ -228,8 +311,8 @@ def quantized_gemv_kernel(
     HAS_BIAS: constexpr,
     GATED: constexpr,
     RESIDUAL: constexpr,
-    SCALED: constexpr,
-    CODES_ROWS: constexpr,
+    DEFERRED_NORM: constexpr,
+    QUANTIZES_ROWS: constexpr,
     BLOCK_J: constexpr,
     BLOCK_P: constexpr,
     PLAIN: constexpr,
@@ -262,10 +345,10 @@ def quantized_gemv_kernel(
         tl.extra.cuda.gdc_wait()
     scale = 1.0
     factor = 1.0
-    if CODES_ROWS:
+    if QUANTIZES_ROWS:
         scale = _row_scale(p_amax, 0, num_amax, BLOCK_P)
         factor = 1.0 / scale
-    if SCALED:
+    if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
         scale *= tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
@@ -283,22 +366,22 @@ def quantized_gemv_kernel(
                 b_up_sum += _deep_sums(b_up, p_x + k, factor, DEPTH, PLAIN)
     else:
         b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
-        if CODES_ROWS:
+        if QUANTIZES_ROWS:
             b_x = quantized_numbers(b_x * factor, PLAIN).to(tl.float32)
-        b_sum += _single(b_first_w, CODES_ROWS, PLAIN) * b_x[None, :]
+        b_sum += _single(b_first_w, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
         if GATED:
-            b_up_sum += _single(b_first_up, CODES_ROWS, PLAIN) * b_x[None, :]
+            b_up_sum += _single(b_first_up, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
         for k in range(BLOCK_K, size_k, BLOCK_K):
             m_k = k + o_k < size_k
             m_w = m_n[:, None] & m_k[None, :]
             b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
             b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
-            if CODES_ROWS:
+            if QUANTIZES_ROWS:
                 b_x = quantized_numbers(b_x * factor, PLAIN).to(tl.float32)
-            b_sum += _single(b_w, CODES_ROWS, PLAIN) * b_x[None, :]
+            b_sum += _single(b_w, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
             if GATED:
                 b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
-                b_up_sum += _single(b_up, CODES_ROWS, PLAIN) * b_x[None, :]
+                b_up_sum += _single(b_up, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
     if PDL:
         # Not sooner: the programs of the next kernel would take places from those of this one.
         tl.extra.cuda.gdc_launch_dependents()
@@ -310,11 +393,11 @@ def quantized_gemv_kernel(
         if HAS_BIAS:
             b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
-        if CODES_ROWS:
+        if QUANTIZES_ROWS:
             b_size = tl.abs(tl.where(m_n, b_y, 0.0).to(p_y.dtype.element_ty).to(tl.float32))
             amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
             tl.atomic_max(p_gate_amax + i_n % GATE_AMAX, amax, sem="relaxed")
     if RESIDUAL:
-        b_y, b_scaled = leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
+        b_y, b_scaled = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
         tl.store(p_new_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

@@ -1,8 +1,10 @@
-"""Matrix product of rows with a weight, whether it is stored as numbers or as codes: y = x @ w.T + bias.
-
-T rows, K inputs, N outputs
+"""x @ w.T + bias for any number of rows and any weight: plain, or quantized, where a scheme may take rows as codes too.
 
 T rows, K inputs, N outputs, B blocks of K
+
+On a GPU a plain weight goes to cuBLAS; one of e4m3 with scales by row to the scaled product of torch (cuBLAS too); any other
+scheme to tensor-core tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU both go to C, whose order of
+summation neighbours cannot change. Small batches on the fused decode path do not come here (kernels/gemm/small_batch.py).
 """
 
 import ctypes
@@ -18,7 +20,42 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
 WIDENED_ELEMENTS = 2**20
-"""Elements of a half-precision weight that a CPU widens at a time."""
+"""Elements of a weight, in half precision or quantized, that a CPU turns into float32 at a time."""
+WIDE_RESULTS = 2**20
+"""Elements of a result that are float32 for a while, where another type is asked for."""
+KINDS = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
+"""Types of codes by the number that native/codes.h has for them."""
+SCALED_PRODUCT_SIZES = 16
+"""torch's scaled product takes inputs and outputs in multiples of this."""
+
+
+def linear(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    out_TN: torch.Tensor | None = None,
+    quantized: QuantizedRows | None = None,
+) -> torch.Tensor:
+    """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `quantized` is room for rows as codes, for weights that want them so.
+
+    On CPU a row's result does not depend, to the bit, on the other rows.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        return plain_linear(x_TK, weight, bias_N, out_TN)
+    y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
+    return quantized_linear(x_TK, weight, bias_N, y_TN, quantized)
+
+
+def linear_float32(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    out_TN: torch.Tensor,
+    quantized: QuantizedRows | None = None,
+) -> torch.Tensor:
+    """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x_TK, weight, None, out_TN, quantized)
+    return plain_linear_float32(x_TK, weight, out_TN)
 
 
 def plain_linear(
@@ -77,12 +114,82 @@ def _widened(
     return y_TN
 
 
-DEQUANTIZED_ELEMENTS = 2**20
-"""Elements of a weight that plain torch turns back into numbers at a time."""
-WIDE_ELEMENTS = 2**20
-"""Elements of a result that are float32 for a while, where another type is asked for."""
-KINDS = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
-"""Types of codes by the number that native/codes.h has for them."""
+def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num_rows: int) -> QuantizedRows | None:
+    """As much of the room for codes as these rows take; None where the scheme takes rows as they are."""
+    if not weight.scheme.quantizes_activations:
+        return None
+    assert quantized is not None, f"{weight.scheme.name} needs room for the codes of {num_rows} rows"
+    size_k = weight.shape[-1]
+    num_blocks = -(-size_k // weight.scheme.block_columns) if weight.scheme.block_columns else 1
+    codes = quantized.codes_TK.view(-1)[: num_rows * size_k].view(num_rows, size_k)
+    return QuantizedRows(codes, quantized.scales_TB.view(-1)[: num_rows * num_blocks].view(num_rows, num_blocks))
+
+
+def quantized_linear(
+    x_TK: torch.Tensor,
+    weight: QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    out_TN: torch.Tensor,
+    quantized: QuantizedRows | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so."""
+    if x_TK.shape[0] == 0:
+        return out_TN  # torch's scaled product does not promise to take no rows
+    if not can_run(x_TK):
+        return native_quantized_linear(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
+    rows = quantized_view(quantized, weight, x_TK.shape[0])
+    if rows is None:
+        return tile_linear(x_TK, weight, bias_N, out_TN, None)
+    quantize_rows(x_TK, rows)
+    if takes_scaled_product(weight, out_TN):
+        return torch._scaled_mm(  # type: ignore[attr-defined] the public form takes no `out`
+            rows.codes_TK,
+            weight.codes.t(),
+            scale_a=rows.scales_TB,
+            scale_b=weight.scales.view(1, -1),
+            bias=bias_N,
+            out_dtype=out_TN.dtype,
+            out=out_TN,
+        )
+    return tile_linear(x_TK, weight, bias_N, out_TN, rows)
+
+
+def takes_scaled_product(weight: QuantizedWeight, out_TN: torch.Tensor) -> bool:
+    """Whether torch's scaled product takes it: scales by row, bfloat16 out, and sizes that suit cuBLAS."""
+    sizes = weight.shape
+    return (
+        weight.scheme.block_columns == 0
+        and out_TN.dtype == torch.bfloat16
+        and all(size % SCALED_PRODUCT_SIZES == 0 for size in sizes)
+    )
+
+
+def quantized_linear_reference(
+    x_TK: torch.Tensor,
+    weight: QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    out_TN: torch.Tensor,
+    quantized: QuantizedRows | None = None,
+) -> torch.Tensor:
+    """The same in plain torch: rows and weight turned back into float32."""
+    return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
+
+
+def _taken_rows(x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None) -> torch.Tensor:
+    """float32 rows as the product takes them: as they are, or quantized and dequantized."""
+    rows = quantized_view(quantized, weight, x_TK.shape[0])
+    return x_TK.float() if rows is None else dequantize_rows(quantize_rows(x_TK, rows))
+
+
+def dequantize_rows(rows: QuantizedRows) -> torch.Tensor:
+    """float32 numbers that the codes stand for."""
+    num_rows, size_k = rows.codes_TK.shape
+    num_blocks = rows.scales_TB.shape[1]
+    if num_blocks == 1:
+        return rows.codes_TK.float() * rows.scales_TB
+    width = BLOCK_COLUMNS
+    padded = F.pad(rows.codes_TK.float(), (0, num_blocks * width - size_k)).view(num_rows, num_blocks, width)
+    return (padded * rows.scales_TB[..., None]).view(num_rows, -1)[:, :size_k].contiguous()
 
 
 def native_quantized_linear(
@@ -97,7 +204,7 @@ def native_quantized_linear(
     if out_TN.dtype is torch.float32 and out_TN.is_contiguous():
         _multiply(library, x_TK, weight, bias, out_TN)
         return out_TN
-    step = max(1, WIDE_ELEMENTS // max(1, weight.shape[0]))
+    step = max(1, WIDE_RESULTS // max(1, weight.shape[0]))
     for start in range(0, x_TK.shape[0], step):
         some = slice(start, start + step)
         y = x_TK.new_empty(out_TN[some].shape)
@@ -111,7 +218,7 @@ def native_quantized_linear_reference(
 ) -> torch.Tensor:
     """The same in plain torch, some rows of the weight at a time."""
     size_n, size_k = weight.shape
-    step = max(1, DEQUANTIZED_ELEMENTS // max(1, size_k))
+    step = max(1, WIDENED_ELEMENTS // max(1, size_k))
     for start in range(0, size_n, step):
         some = slice(start, min(start + step, size_n))
         bias = None if bias_N is None else bias_N[some].float()
@@ -150,140 +257,3 @@ def _multiply(
         scheme.block_rows,
         scheme.block_columns or max(1, size_k),
     )
-
-
-WHOLE_SIZES = 16
-"""torch's scaled product takes inputs and outputs in multiples of this."""
-
-
-def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num_rows: int) -> QuantizedRows | None:
-    """As much of the room for codes as these rows take; None where the scheme leaves rows as they are."""
-    if not weight.scheme.quantizes_activations:
-        return None
-    assert quantized is not None, f"{weight.scheme.name} needs room for the codes of {num_rows} rows"
-    size_k = weight.shape[-1]
-    num_blocks = -(-size_k // weight.scheme.block_columns) if weight.scheme.block_columns else 1
-    codes = quantized.codes_TK.view(-1)[: num_rows * size_k].view(num_rows, size_k)
-    return QuantizedRows(codes, quantized.scales_TB.view(-1)[: num_rows * num_blocks].view(num_rows, num_blocks))
-
-
-def quantized_linear(
-    x_TK: torch.Tensor,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
-    """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so."""
-    if x_TK.shape[0] == 0:
-        return out_TN  # torch's scaled product does not promise to take no rows
-    if not can_run(x_TK):
-        return native_quantized_linear(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
-    rows = quantized_view(quantized, weight, x_TK.shape[0])
-    if rows is None:
-        return tile_linear(x_TK, weight, bias_N, out_TN, None)
-    quantize_rows(x_TK, rows)
-    if _torch_multiplies(weight, out_TN):
-        return torch._scaled_mm(  # type: ignore[attr-defined] the public form takes no `out`
-            rows.codes_TK,
-            weight.codes.t(),
-            scale_a=rows.scales_TB,
-            scale_b=weight.scales.view(1, -1),
-            bias=bias_N,
-            out_dtype=out_TN.dtype,
-            out=out_TN,
-        )
-    return tile_linear(x_TK, weight, bias_N, out_TN, rows)
-
-
-def _torch_multiplies(weight: QuantizedWeight, out_TN: torch.Tensor) -> bool:
-    """Scales by row and bfloat16 out, in sizes that cuBLAS takes; block scales are a kernel of ours for every shape."""
-    sizes = weight.shape
-    return (
-        weight.scheme.block_columns == 0
-        and out_TN.dtype == torch.bfloat16
-        and all(size % WHOLE_SIZES == 0 for size in sizes)
-    )
-
-
-def quantized_linear_reference(
-    x_TK: torch.Tensor,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
-    """The same in plain torch: rows and weight turned back into float32."""
-    return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
-
-
-def _taken_rows(x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None) -> torch.Tensor:
-    """float32 rows as the product takes them: as they are, or through codes and back."""
-    rows = quantized_view(quantized, weight, x_TK.shape[0])
-    return x_TK.float() if rows is None else decoded_rows(quantize_rows(x_TK, rows))
-
-
-def decoded_rows(rows: QuantizedRows) -> torch.Tensor:
-    """float32 numbers that the codes stand for."""
-    num_rows, size_k = rows.codes_TK.shape
-    num_blocks = rows.scales_TB.shape[1]
-    if num_blocks == 1:
-        return rows.codes_TK.float() * rows.scales_TB
-    width = BLOCK_COLUMNS
-    padded = F.pad(rows.codes_TK.float(), (0, num_blocks * width - size_k)).view(num_rows, num_blocks, width)
-    return (padded * rows.scales_TB[..., None]).view(num_rows, -1)[:, :size_k].contiguous()
-
-
-def linear(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor | None = None,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
-    """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `quantized` is room for rows as codes, for weights that want them so.
-
-    On CPU a row's result does not depend, to the bit, on the other rows.
-    """
-    if not isinstance(weight, QuantizedWeight):
-        return plain_linear(x_TK, weight, bias_N, out_TN)
-    y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
-    return quantized_linear(x_TK, weight, bias_N, y_TN, quantized)
-
-
-def linear_reference(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor | None = None,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
-    """The same in plain torch."""
-    if not isinstance(weight, QuantizedWeight):
-        return plain_linear_reference(x_TK, weight, bias_N, out_TN)
-    y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
-    return quantized_linear_reference(x_TK, weight, bias_N, y_TN, quantized)
-
-
-def linear_float32(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    out_TN: torch.Tensor,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
-    """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
-    if isinstance(weight, QuantizedWeight):
-        return quantized_linear(x_TK, weight, None, out_TN, quantized)
-    return plain_linear_float32(x_TK, weight, out_TN)
-
-
-def linear_float32_reference(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    out_TN: torch.Tensor,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
-    """The same in plain torch."""
-    if isinstance(weight, QuantizedWeight):
-        return quantized_linear_reference(x_TK, weight, None, out_TN, quantized)
-    return plain_linear_float32_reference(x_TK, weight, out_TN)

@@ -1,4 +1,4 @@
-"""Activations as e4m3 codes with a scale for every token, or for every block of a token's columns.
+"""Activations quantized to e4m3: codes with a scale for every token, or for every block of a token's columns.
 
 T rows, K columns, B blocks of columns
 """
@@ -10,13 +10,11 @@ import torch.nn.functional as F
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, float32_of, size_bits
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, next_power_of_two, tl
-from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN
-from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE as LEAST_SCALE
-
-# Constants of a kernel bind a name and read it under the same condition.
-# pyright: reportPossiblyUnboundVariable=false
+from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
 
 
 BLOCK_COLUMNS = 128
@@ -25,7 +23,7 @@ WHOLE_ROW = 16384
 """Columns that stay in registers between their scale and their codes; more are read twice."""
 COLUMNS_PER_PROGRAM = 2048
 """Of rows in blocks: enough programs for one row to spread over a GPU."""
-LEAST = kernel_constant(LEAST_SCALE)
+LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 class QuantizedRows(NamedTuple):
@@ -55,7 +53,7 @@ def quantize_rows_reference(x_TK: torch.Tensor, quantized: QuantizedRows) -> Qua
     width = num_columns if num_blocks == 1 else BLOCK_COLUMNS
     x = F.pad(x_TK.float(), (0, num_blocks * width - num_columns)).view(num_rows, num_blocks, width)
     amax = x.abs().amax(-1)
-    scales = (amax / E4M3_MAX).clamp_min_(LEAST_SCALE).masked_fill_(~amax.isfinite(), float("nan"))
+    scales = (amax / E4M3_MAX).clamp_min_(LEAST_E4M3_SCALE).masked_fill_(~amax.isfinite(), float("nan"))
     quotients = (x / scales[..., None]).view(num_rows, num_blocks * width)[:, :num_columns]
     codes = quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     codes.view(torch.uint8).masked_fill_(quotients.isnan(), E4M3_NAN)
@@ -83,14 +81,14 @@ def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> Quanti
     )
     if num_blocks == 1:
         block = min(WHOLE_ROW, next_power_of_two(num_columns))
-        _code_rows_kernel[(num_rows,)](
+        _quantize_rows_kernel[(num_rows,)](
             *arguments,
             IS_ONE_SWEEP=num_columns <= block,
             BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
         )
     else:
-        _code_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
+        _quantize_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
             *arguments, WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4
         )
     return quantized
@@ -104,7 +102,7 @@ def _check(x_TK: torch.Tensor, quantized: QuantizedRows) -> None:
 
 
 @jit
-def _code_rows_kernel(
+def _quantize_rows_kernel(
     p_x,
     p_codes,
     p_scales,
@@ -140,7 +138,7 @@ def _code_rows_kernel(
 
 
 @jit
-def _code_blocks_kernel(
+def _quantize_blocks_kernel(
     p_x,
     p_codes,
     p_scales,
@@ -166,7 +164,7 @@ def _code_blocks_kernel(
 
 @jit
 def _scale_of(b_bits):
-    """From the bits of the largest magnitude."""
+    """From the bits of the amax."""
     b_amax = b_bits.to(tl.float32, bitcast=True)
-    b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST)
+    b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST_SCALE)
     return tl.where(b_bits < 0x7F800000, b_scale, float("nan"))

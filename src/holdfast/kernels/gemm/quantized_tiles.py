@@ -1,8 +1,8 @@
-"""Products with quantized weights in tiles: codes become numbers where they are multiplied, for any scheme and any number of rows.
+"""Tensor-core tiles for quantized weights: codes are dequantized where they are multiplied, for any scheme and any number of rows.
 
 M rows, N outputs, K inputs
 
-The weight is the first operand of the tensor cores and the rows are the second, so that few rows waste little.
+The weight is the first operand of the tensor cores and the rows are the second, so that a small batch wastes little.
 """
 
 from enum import IntEnum
@@ -24,7 +24,9 @@ from holdfast.kernels.triton_compat import (
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
 
 
 class OperandKind(IntEnum):
@@ -42,10 +44,10 @@ class OperandKind(IntEnum):
 
 
 FP8_ROWS, FP8_BLOCKS, INT8_ROWS, E2M1_GROUPS = (
-    kernel_constant(int(coding))
-    for coding in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS, OperandKind.INT8_ROWS, OperandKind.E2M1_GROUPS)
+    kernel_constant(int(kind))
+    for kind in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS, OperandKind.INT8_ROWS, OperandKind.E2M1_GROUPS)
 )
-_E2M1_ASM = """{
+E2M1_ASM_TEXT = """{
 .reg .b32 m, s, t, u;
 and.b32 m, $2, 0x77777777;
 prmt.b32 t, 0x3C383000, 0x4C484440, m;
@@ -61,7 +63,7 @@ lop3.b32 $1, m, $2, 0x80808080, 0xF8;
 0xF8 is a | (b & c)."""
 
 
-def _e2m1_wide_asm() -> str:
+def e2m1_wide_asm() -> str:
     """$4: four bytes of codes; $0, $1: their lower halves as bfloat16, whose two bytes are looked up; $2, $3: their upper halves."""
     lines = ["{", ".reg .b32 m, s, t, u, v;", "and.b32 m, $4, 0x77777777;"]
     for half, (low, high) in enumerate((("$0", "$2"), ("$1", "$3"))):
@@ -74,8 +76,8 @@ def _e2m1_wide_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
-E2M1_ASM = kernel_constant(_E2M1_ASM)
-E2M1_WIDE_ASM = kernel_constant(_e2m1_wide_asm())
+E2M1_ASM = kernel_constant(E2M1_ASM_TEXT)
+E2M1_WIDE_ASM = kernel_constant(e2m1_wide_asm())
 
 
 class WeightOperands(NamedTuple):
@@ -83,7 +85,7 @@ class WeightOperands(NamedTuple):
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     """Rows and their scales, weight and its scales; anything in the place of scales that are not there."""
-    coding: OperandKind
+    kind: OperandKind
     block_rows: int = 1
     """Rows of the weight that share a scale."""
     group: int = 0
@@ -100,8 +102,8 @@ def operands_of(
     scheme = weight.scheme
     assert (quantized is not None) == scheme.quantizes_activations, f"{scheme.name} with {quantized=}"
     if quantized is None:
-        coding = OperandKind.E2M1_GROUPS if scheme.codes_per_byte == 2 else OperandKind.INT8_ROWS
-        return WeightOperands((x_XK, x_XK, weight.codes, weight.scales), coding)
+        kind = OperandKind.E2M1_GROUPS if scheme.codes_per_byte == 2 else OperandKind.INT8_ROWS
+        return WeightOperands((x_XK, x_XK, weight.codes, weight.scales), kind)
     tensors = (kernel_codes(quantized.codes_TK), quantized.scales_TB, kernel_codes(weight.codes), weight.scales)
     if scheme.block_columns == 0:
         return WeightOperands(tensors, OperandKind.FP8_ROWS)
@@ -144,15 +146,10 @@ def e8m0_numbers(b_exponents):
     return tl.maximum(b_exponents.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-# Constants of a kernel bind a name and read it under the same condition.
-# pyright: reportPossiblyUnboundVariable=false
-
-
 BLOCK_K = 128
 """Columns that are multiplied at a time; of e4m3 with scales for blocks of columns, such a block."""
-FEW_PROGRAMS = 132
-"""Below so many programs a large GPU is not busy, and tiles are made lower."""
+FULL_GPU_PROGRAMS = 132
+"""Below so many programs a large GPU is not busy, and tiles get fewer outputs."""
 
 
 def row_form(num_rows: int) -> int:
@@ -172,8 +169,8 @@ def tile_linear(
     size_n, operands = weight.shape[0], operands_of(x_MK, weight, quantized)
     assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
     block_m = row_form(num_rows)
-    block_n = 64 if block_m <= 64 or operands.coding == OperandKind.FP8_BLOCKS else 128
-    if block_m == 16 and -(-size_n // block_n) < FEW_PROGRAMS:
+    block_n = 64 if block_m <= 64 or operands.kind == OperandKind.FP8_BLOCKS else 128
+    if block_m == 16 and -(-size_n // block_n) < FULL_GPU_PROGRAMS:
         block_n = 32
     tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
         *operands.tensors,
@@ -183,7 +180,7 @@ def tile_linear(
         size_n,
         size_k,
         operands.scale_columns,
-        CODING=int(operands.coding),
+        KIND=int(operands.kind),
         BLOCK_ROWS=operands.block_rows,
         HAS_BIAS=bias_N is not None,
         EVEN_K=size_k % BLOCK_K == 0,
@@ -215,7 +212,7 @@ def tile_kernel(
     size_n,
     size_k,
     scale_columns,
-    CODING: constexpr,
+    KIND: constexpr,
     BLOCK_ROWS: constexpr,
     HAS_BIAS: constexpr,
     EVEN_K: constexpr,
@@ -230,7 +227,7 @@ def tile_kernel(
     m_n = o_n < size_n
     m_m = o_m < num_rows
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if CODING == E2M1_GROUPS:
+    if KIND == E2M1_GROUPS:
         o_b = tl.arange(0, BLOCK_K // 2)
         o_s = tl.arange(0, BLOCK_K // 32)
         p_w = p_codes + o_n[:, None].to(tl.int64) * (size_k // 2) + o_b[None, :]
@@ -264,9 +261,9 @@ def tile_kernel(
                 m_x = m_x & (k + o_k < size_k)[:, None]
             b_w = tl.load(p_w + k, mask=m_w, other=0.0)
             b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
-            if CODING == INT8_ROWS:
+            if KIND == INT8_ROWS:
                 b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
-            elif CODING == FP8_ROWS:
+            elif KIND == FP8_ROWS:
                 # Tensor cores add e4m3 products in few bits: the sum goes on in float32 after every block.
                 b_w, b_x = loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN)
                 b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=128)
@@ -277,9 +274,9 @@ def tile_kernel(
                 b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64) * scale_columns + i_k, mask=m_m, other=0.0)
                 b_block = tl.dot(loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN))
                 b_y += b_block * b_scales[:, None] * b_x_scales[None, :]
-    if CODING == INT8_ROWS:
+    if KIND == INT8_ROWS:
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None]
-    if CODING == FP8_ROWS:
+    if KIND == FP8_ROWS:
         b_x_scales = tl.load(p_x_scales + o_m.to(tl.int64), mask=m_m, other=0.0)
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
     if HAS_BIAS:

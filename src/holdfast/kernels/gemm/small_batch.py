@@ -1,30 +1,37 @@
-"""Products of a few rows with a large weight, at the speed of memory, with norm, gate and residual sum inside.
+"""Small batches: up to 16 rows by a weight at the speed of memory, with RMSNorm in the prologue and gate or residual in the epilogue.
 
 M rows, N outputs, K inputs, J blocks of K or N
 
 A decode step reads every weight once, so its time is that of the memory; what can be lost is the time between products.
-So everything between two of them happens at the end of the first and the beginning of the second:
+So everything between two of them happens in the epilogue of the first and the prologue of the second:
 
-    before   rms norm: the producer has left x * norm_weight and the squares of x summed by block; this product is scaled
-             by 1 / rms when it is done, because the scale is the same for the whole row
-    after    y                                           plain
-             silu(gate) * up                             gated: the upper and the lower half of the weight's rows
-             x += y;  x * next norm_weight;  squares     residual
+    prologue   deferred RMSNorm: the producer has left x * norm_weight and the squares of x summed by block; this product
+               is scaled by 1 / rms when it is done, because the scale is the same for the whole row
+    epilogue   y                                           plain
+               silu(gate) * up                             gated: the upper and the lower half of the weight's rows
+               x += y;  x * next norm_weight;  squares     residual, with the next norm deferred
 
-One row is multiplied where it is loaded. More rows go through the tensor cores: the weight is their first operand and the
-rows are the second, so that sixteen rows fill an instruction; a weight with few rows is cut along K into a number of parts
-that its shape alone decides, and whoever finishes last adds the parts in their order. So among steps of 2 to MAX_ROWS rows
-a row's bits do not depend on the others.
+One row is a GEMV: it is multiplied where the weight is loaded (kernels/gemm/gemv.py). More rows go through the tensor cores:
+the weight is their first operand and the rows are the second, so that sixteen rows fill an instruction. A weight of few
+outputs is split along K (split-K) into a number of splits that its shape alone decides, and whoever finishes last adds the
+partial sums in their order. So among steps of 2 to FUSED_DECODE_ROWS rows a row's bits do not depend on the others.
 """
 
 import torch
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.gemm.gemv import BLOCK_N, MAX_ROWS, leave_row, leave_rows, num_parts, row_form, summed_parts
+from holdfast.kernels.gemm.gemv import (
+    gemv_blocks,
+    gemv_kernel,
+    num_k_splits,
+    residual_epilogue_rows,
+    row_form,
+    sum_partials,
+)
 from holdfast.kernels.gemm.small_batch_quantized import gate_amax_reference, launch_quantized, quantized_sums_reference
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
 from holdfast.kernels.triton_compat import (
     constexpr,
-    jit,
     jit_counting,
     next_power_of_two,
     pdl_launch,
@@ -38,8 +45,6 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 BLOCK_K = 128
-MIN_SQUARE_COLUMNS = 2
-"""The fewest columns of x whose squares are summed as one block."""
 
 
 def normed_linear(
@@ -98,7 +103,7 @@ def linear_add(
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
 ) -> NormedRows:
-    """x += a @ weight.T + bias, and x as the next norm's half-done input; `amax` are those of `a`, for a weight that wants codes."""
+    """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` are those of `a`, for a weight that takes rows as codes."""
     if isinstance(weight, QuantizedWeight):
         num_blocks = launch_quantized(
             a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, amax=amax
@@ -154,7 +159,7 @@ def _launch(
         norm_weight_N if norm_weight_N is not None else weight_NK,
         scaled_MN if scaled_MN is not None else y_MN,
         scratch.squares,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         num_rows,
         size_n,
@@ -164,15 +169,15 @@ def _launch(
         "HAS_BIAS": bias_N is not None,
         "GATED": gated,
         "RESIDUAL": norm_weight_N is not None,
-        "SCALED": rows is not None,
+        "DEFERRED_NORM": rows is not None,
         "BLOCK_J": next_power_of_two(num_squares),
         "PDL": pdl,
         **pdl_launch(pdl),
     }
     if row_form(num_rows):
-        block_n, block_k, num_warps = _row_blocks(size_k, gated)
+        block_n, block_k, num_warps = gemv_blocks(size_k, gated)
         num_blocks = -(-size_n // block_n)
-        _row_kernel[(num_blocks,)](
+        gemv_kernel[(num_blocks,)](
             *arguments,
             num_squares,
             eps,
@@ -183,17 +188,17 @@ def _launch(
             **flags,
         )
         return num_blocks
-    parts = 1 if gated else num_parts(size_n, size_k, BLOCK_K)
-    num_blocks = -(-size_n // BLOCK_N)
-    _rows_kernel[(num_blocks, parts)](
+    splits = 1 if gated else num_k_splits(size_n, size_k, BLOCK_K)
+    num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
+    _small_batch_kernel[(num_blocks, splits)](
         *arguments,
-        size_k // parts,
+        size_k // splits,
         num_squares,
         eps,
         EVEN_K=size_k % BLOCK_K == 0,
-        NUM_PARTS=parts,
-        BLOCK_M=MAX_ROWS,
-        BLOCK_N=BLOCK_N,
+        NUM_SPLITS=splits,
+        BLOCK_M=FUSED_DECODE_ROWS,
+        BLOCK_N=SMALL_BATCH_BLOCK_N,
         BLOCK_K=BLOCK_K,
         NUM_STAGES=4 if gated else 5,
         num_warps=4,
@@ -202,101 +207,8 @@ def _launch(
     return num_blocks
 
 
-def _row_blocks(size_k: int, gated: bool) -> tuple[int, int, int]:
-    """Outputs and inputs of a block, and warps, for one row: measured on an H200 (docs/log.md)."""
-    if size_k > 16384:
-        return 4, 512, 2
-    if size_k > 6144:
-        return 8, 512, 8
-    block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
-    return (MIN_SQUARE_COLUMNS if gated else 4) * 1024 // block_k, block_k, 4
-
-
-@jit
-def _row_kernel(
-    p_x,
-    p_weight,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_parts,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    num_squares,
-    eps,
-    EVEN: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    SCALED: constexpr,
-    BLOCK_J: constexpr,
-    PDL: constexpr,
-):
-    i_n = tl.program_id(0)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_k = tl.arange(0, BLOCK_K)
-    m_n = o_n < size_n
-    p_w = p_weight + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
-    up_offset = size_n.to(tl.int64) * size_k
-    b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    # The weight waits for nobody: its first block is on the way before the producer of x has ended.
-    m_k = o_k < size_k
-    m_w = m_n[:, None] & m_k[None, :]
-    b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
-    if GATED:
-        b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if SCALED:
-        o_j = tl.arange(0, BLOCK_J)
-        b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
-    b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_sum += b_first_w.to(tl.float32) * b_x[None, :]
-    if GATED:
-        b_up_sum += b_first_up.to(tl.float32) * b_x[None, :]
-    for k in range(BLOCK_K, size_k, BLOCK_K):
-        if EVEN:
-            b_x = tl.load(p_x + k + o_k).to(tl.float32)
-            b_w = tl.load(p_w + k, eviction_policy="evict_first").to(tl.float32)
-        else:
-            m_k = k + o_k < size_k
-            m_w = m_n[:, None] & m_k[None, :]
-            b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_sum += b_w * b_x[None, :]
-        if GATED:
-            if EVEN:
-                b_up = tl.load(p_w + up_offset + k, eviction_policy="evict_first").to(tl.float32)
-            else:
-                b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            b_up_sum += b_up * b_x[None, :]
-    b_y = tl.sum(b_sum, axis=1)
-    b_up_y = tl.sum(b_up_sum, axis=1)
-    if SCALED:
-        scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
-        b_y *= scale
-        b_up_y *= scale
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-        if GATED:
-            b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if GATED:
-        b_y = b_y * tl.sigmoid(b_y) * b_up_y
-    if RESIDUAL:
-        b_y, _ = leave_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
-    tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
-
-
 @jit_counting("num_rows")
-def _rows_kernel(
+def _small_batch_kernel(
     p_x,
     p_weight,
     p_bias,
@@ -304,16 +216,16 @@ def _rows_kernel(
     p_norm_weight,
     p_scaled,
     p_squares,
-    p_parts,
+    p_partials,
     p_arrived,
     num_rows,
     size_n,
     size_k,
-    part_k,
+    split_k,
     num_squares,
     eps,
     EVEN_K: constexpr,
-    NUM_PARTS: constexpr,
+    NUM_SPLITS: constexpr,
     BLOCK_M: constexpr,
     BLOCK_N: constexpr,
     BLOCK_K: constexpr,
@@ -321,18 +233,18 @@ def _rows_kernel(
     HAS_BIAS: constexpr,
     GATED: constexpr,
     RESIDUAL: constexpr,
-    SCALED: constexpr,
+    DEFERRED_NORM: constexpr,
     BLOCK_J: constexpr,
     PDL: constexpr,
 ):
     i_n = tl.program_id(0)
-    i_part = tl.program_id(1)
+    i_split = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < size_n
     m_m = o_m < num_rows
-    k_start = i_part * part_k
+    k_start = i_split * split_k
     up_offset = size_n.to(tl.int64) * size_k
     p_w = p_weight + o_n[:, None].to(tl.int64) * size_k + k_start + o_k[None, :]
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
@@ -341,16 +253,16 @@ def _rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if SCALED:
+    if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         m_j = m_m[:, None] & (o_j < num_squares)[None, :]
         b_squares = tl.load(p_squares + o_m[:, None] * num_squares + o_j[None, :], mask=m_j, other=0.0)
-    for k in tl.range(0, part_k, BLOCK_K, num_stages=NUM_STAGES):
+    for k in tl.range(0, split_k, BLOCK_K, num_stages=NUM_STAGES):
         m_w = m_n[:, None]
         m_x = m_m[None, :]
         if not EVEN_K:
-            m_w = m_w & (k + o_k < part_k)[None, :]
-            m_x = m_x & (k + o_k < part_k)[:, None]
+            m_w = m_w & (k + o_k < split_k)[None, :]
+            m_x = m_x & (k + o_k < split_k)[:, None]
         b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
         b_y = tl.dot(b_w, b_x, b_y)
@@ -358,17 +270,17 @@ def _rows_kernel(
             b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
             b_up_y = tl.dot(b_up, b_x, b_up_y)
     m_nm = m_n[:, None] & m_m[None, :]
-    if NUM_PARTS > 1:
-        p_part = p_parts + (o_m[None, :] * size_n + o_n[:, None])
-        part_size = num_rows * size_n
-        tl.store(p_part + i_part * part_size, b_y, mask=m_nm)
+    if NUM_SPLITS > 1:
+        p_partial = p_partials + (o_m[None, :] * size_n + o_n[:, None])
+        partial_size = num_rows * size_n
+        tl.store(p_partial + i_split * partial_size, b_y, mask=m_nm)
         tl.debug_barrier()
         arrived = tl.atomic_add(p_arrived + i_n, 1, sem="acq_rel")
-        if arrived != NUM_PARTS - 1:
+        if arrived != NUM_SPLITS - 1:
             return
         tl.store(p_arrived + i_n, 0)
-        b_y = summed_parts(p_part, part_size, m_nm, NUM_PARTS)
-    if SCALED:
+        b_y = sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS)
+    if DEFERRED_NORM:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / size_k + eps)
         b_y *= b_scale[None, :]
         b_up_y *= b_scale[None, :]
@@ -380,5 +292,5 @@ def _rows_kernel(
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
-        b_y, _ = leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
+        b_y, _ = residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_nm)

@@ -1,10 +1,10 @@
-"""Products of a few rows with a weight of eight bits and a scale a row: skinny_linear.py's, for half of the bytes.
+"""Small batches by a weight of eight bits and a scale a row: the products of kernels/gemm/small_batch.py, for half of the bytes.
 
-M rows, N outputs, K inputs, J blocks of K or N
+M rows, N outputs, K inputs, J blocks of K or N, P places for amax
 
-The fusions are the same. With e4m3 weights rows are quantized as e4m3 on their way in: a row's scale follows from its largest
-magnitude, which its producer has left by block, so that no kernel stands between. With int8 weights rows stay as they are.
-A norm that is not finished changes nothing in a row's codes: 1 / rms is a factor of the whole row, as its scale is.
+Prologue and epilogue are the same. With e4m3 weights rows are quantized to e4m3 in the prologue: a row's scale follows from
+its amax, which its producer has left by block, so that no kernel stands between. With int8 weights rows stay as they are. A
+deferred RMSNorm changes nothing in a row's codes: 1 / rms is a factor of the whole row, as its scale is.
 """
 
 import torch
@@ -12,18 +12,16 @@ import torch
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import (
-    BLOCK_N,
     GATE_AMAX,
     LEAST_SCALE,
-    MAX_ROWS,
-    NUM_GATE_AMAX,
-    leave_rows,
-    num_parts,
+    num_k_splits,
+    quantized_gemv_blocks,
     quantized_gemv_kernel,
-    row_blocks,
+    residual_epilogue_rows,
     row_form,
-    summed_parts,
+    sum_partials,
 )
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
@@ -44,7 +42,7 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 BLOCK_K = 256
 
 
-def can_quantize(weight: QuantizedWeight | torch.Tensor) -> bool:
+def takes_weight(weight: QuantizedWeight | torch.Tensor) -> bool:
     """Whether these kernels take the weight: eight bits, and a scale for every row of it."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
@@ -63,7 +61,7 @@ def launch_quantized(
 ) -> int:
     """Launch the kernel for this many rows; how many blocks of outputs it was cut into.
 
-    `rows` is the unfinished norm that x_MK comes with; otherwise `amax` are those of x_MK.
+    `rows` is the deferred RMSNorm that x_MK comes with; otherwise `amax` are those of x_MK.
     """
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
@@ -87,7 +85,7 @@ def launch_quantized(
         amax.values if amax is not None else own.normed,
         own.normed,
         own.gated,
-        scratch.parts,
+        scratch.partials,
         scratch.arrived,
         num_rows,
         size_n,
@@ -97,8 +95,8 @@ def launch_quantized(
         "HAS_BIAS": bias_N is not None,
         "GATED": gated,
         "RESIDUAL": norm_weight_N is not None,
-        "SCALED": rows is not None,
-        "CODES_ROWS": quantizes_rows,
+        "DEFERRED_NORM": rows is not None,
+        "QUANTIZES_ROWS": quantizes_rows,
         "BLOCK_J": next_power_of_two(num_squares),
         "BLOCK_P": next_power_of_two(num_amax),
         "PLAIN": is_interpreted(),
@@ -106,7 +104,7 @@ def launch_quantized(
     }
     eps, options = rows.eps if rows else 0.0, pdl_launch(pdl)
     if row_form(num_rows):
-        blocks = row_blocks(size_k, gated, norm_weight_N is not None, quantizes_rows)
+        blocks = quantized_gemv_blocks(size_k, gated, norm_weight_N is not None, quantizes_rows)
         num_blocks = -(-size_n // blocks.block_n)
         quantized_gemv_kernel[(num_blocks,)](
             *arguments,
@@ -121,18 +119,18 @@ def launch_quantized(
             **options,
         )
         return num_blocks
-    parts = 1 if gated else num_parts(size_n, size_k, BLOCK_K)
-    num_blocks = -(-size_n // BLOCK_N)
-    small_batch_quantized_kernel[(num_blocks, parts)](
+    splits = 1 if gated else num_k_splits(size_n, size_k, BLOCK_K)
+    num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
+    small_batch_quantized_kernel[(num_blocks, splits)](
         *arguments,
-        size_k // parts,
+        size_k // splits,
         num_squares,
         num_amax,
         eps,
         EVEN_K=size_k % BLOCK_K == 0,
-        NUM_PARTS=parts,
-        BLOCK_M=MAX_ROWS,
-        BLOCK_N=BLOCK_N,
+        NUM_SPLITS=splits,
+        BLOCK_M=FUSED_DECODE_ROWS,
+        BLOCK_N=SMALL_BATCH_BLOCK_N,
         BLOCK_K=BLOCK_K,
         NUM_STAGES=4,
         num_warps=4,
@@ -176,17 +174,17 @@ def small_batch_quantized_kernel(
     p_amax,
     p_new_amax,
     p_gate_amax,
-    p_parts,
+    p_partials,
     p_arrived,
     num_rows,
     size_n,
     size_k,
-    part_k,
+    split_k,
     num_squares,
     num_amax,
     eps,
     EVEN_K: constexpr,
-    NUM_PARTS: constexpr,
+    NUM_SPLITS: constexpr,
     BLOCK_M: constexpr,
     BLOCK_N: constexpr,
     BLOCK_K: constexpr,
@@ -194,21 +192,21 @@ def small_batch_quantized_kernel(
     HAS_BIAS: constexpr,
     GATED: constexpr,
     RESIDUAL: constexpr,
-    SCALED: constexpr,
-    CODES_ROWS: constexpr,
+    DEFERRED_NORM: constexpr,
+    QUANTIZES_ROWS: constexpr,
     BLOCK_J: constexpr,
     BLOCK_P: constexpr,
     PLAIN: constexpr,
     PDL: constexpr,
 ):
     i_n = tl.program_id(0)
-    i_part = tl.program_id(1)
+    i_split = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < size_n
     m_m = o_m < num_rows
-    k_start = i_part * part_k
+    k_start = i_split * split_k
     up_offset = size_n.to(tl.int64) * size_k
     p_w = p_codes + o_n[:, None].to(tl.int64) * size_k + k_start + o_k[None, :]
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
@@ -217,7 +215,7 @@ def small_batch_quantized_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if CODES_ROWS:
+    if QUANTIZES_ROWS:
         o_p = tl.arange(0, BLOCK_P)
         m_p = m_m[:, None] & (o_p < num_amax)[None, :]
         b_row_amax = tl.load(p_amax + o_m[:, None] * num_amax + o_p[None, :], mask=m_p, other=0.0)
@@ -225,27 +223,27 @@ def small_batch_quantized_kernel(
             b_row_amax = b_row_amax.to(tl.float32, bitcast=True)
         b_scale = tl.maximum(tl.max(b_row_amax, axis=1) / 448.0, LEAST_SCALE)
     b_factor = 1.0 / b_scale
-    if SCALED:
+    if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         m_j = m_m[:, None] & (o_j < num_squares)[None, :]
         b_squares = tl.load(p_squares + o_m[:, None] * num_squares + o_j[None, :], mask=m_j, other=0.0)
         b_scale *= tl.rsqrt(tl.sum(b_squares, axis=1) / size_k + eps)
-    for k in tl.range(0, part_k, BLOCK_K, num_stages=NUM_STAGES):
+    for k in tl.range(0, split_k, BLOCK_K, num_stages=NUM_STAGES):
         m_w = m_n[:, None]
         m_x = m_m[None, :]
         if not EVEN_K:
-            m_w = m_w & (k + o_k < part_k)[None, :]
-            m_x = m_x & (k + o_k < part_k)[:, None]
+            m_w = m_w & (k + o_k < split_k)[None, :]
+            m_x = m_x & (k + o_k < split_k)[:, None]
         b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
-        if CODES_ROWS:
+        if QUANTIZES_ROWS:
             b_x = quantized_numbers(b_x.to(tl.float32) * b_factor[None, :], PLAIN)
             b_y = tl.dot(loaded_numbers(b_w, PLAIN), b_x, b_y, max_num_imprecise_acc=128)
         else:
             b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
         if GATED:
             b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
-            if CODES_ROWS:
+            if QUANTIZES_ROWS:
                 b_up_y = tl.dot(loaded_numbers(b_up, PLAIN), b_x, b_up_y, max_num_imprecise_acc=128)
             else:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y)
@@ -253,16 +251,16 @@ def small_batch_quantized_kernel(
         # Not sooner: the programs of the next kernel would take places from those of this one.
         tl.extra.cuda.gdc_launch_dependents()
     m_nm = m_n[:, None] & m_m[None, :]
-    if NUM_PARTS > 1:
-        p_part = p_parts + (o_m[None, :] * size_n + o_n[:, None])
-        part_size = num_rows * size_n
-        tl.store(p_part + i_part * part_size, b_y, mask=m_nm)
+    if NUM_SPLITS > 1:
+        p_partial = p_partials + (o_m[None, :] * size_n + o_n[:, None])
+        partial_size = num_rows * size_n
+        tl.store(p_partial + i_split * partial_size, b_y, mask=m_nm)
         tl.debug_barrier()
         arrived = tl.atomic_add(p_arrived + i_n, 1, sem="acq_rel")
-        if arrived != NUM_PARTS - 1:
+        if arrived != NUM_SPLITS - 1:
             return
         tl.store(p_arrived + i_n, 0)
-        b_y = summed_parts(p_part, part_size, m_nm, NUM_PARTS)
+        b_y = sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS)
     b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_scale[None, :]
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -271,13 +269,15 @@ def small_batch_quantized_kernel(
         if HAS_BIAS:
             b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
-        if CODES_ROWS:
+        if QUANTIZES_ROWS:
             b_size = tl.abs(tl.where(m_n[:, None], b_y, 0.0).to(p_y.dtype.element_ty).to(tl.float32))
             b_amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
             tl.atomic_max(p_gate_amax + o_m * GATE_AMAX + i_n % GATE_AMAX, b_amax, mask=m_m, sem="relaxed")
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
-        b_y, b_scaled = leave_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
+        b_y, b_scaled = residual_epilogue_rows(
+            b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m
+        )
         b_amax = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)
         tl.store(p_new_amax + o_m * tl.num_programs(0) + i_n, b_amax, mask=m_m)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_nm)

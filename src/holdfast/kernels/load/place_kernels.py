@@ -1,15 +1,12 @@
-"""Triton kernels for rows of a checkpoint that become codes and scales (kernels/load/place_rows.py).
+"""Triton kernels that place rows of a checkpoint: converted, or quantized into codes and scales (kernels/load/place_rows.py).
 
-R rows, C columns of a tile
+R rows, C the columns that scales follow from, K those that are kept
+
+A call is one launch, allocates nothing and waits for nothing. Rows may lie anyhow: loads follow the axis that is dense,
+stores the columns of the target.
 
 A launch over tensors finds out anew which program it needs. A load starts thousands over the same kind of rows: over
 addresses it asks once and then starts that program, as long as all addresses are aligned as they were.
-
-A call is one launch, allocates nothing and waits for nothing. R rows, C all of their columns, K those that are kept. Rows
-may lie anyhow: loads follow the axis that is dense, stores the columns of the target.
-
-A call is one launch, allocates nothing and waits for nothing. R rows, C the columns that scales follow from, K those that
-are kept. Rows may lie anyhow: loads follow the axis that is dense, stores the columns of the target.
 """
 
 from collections.abc import Callable
@@ -33,7 +30,9 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next
 from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
 
 
 @jit
@@ -130,9 +129,6 @@ class RowLaunch:
             num_programs = -(-num_rows // self._tile_rows) * self._column_tiles
             if num_programs:
                 self._program[(num_programs, 1, 1)](*leading, num_rows, *self._rest)
-
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4), Tile(64, 64, 4)
@@ -241,12 +237,6 @@ def _find_amax_kernel(p_x, p_amax, num_rows, num_columns, row_stride, column_str
     p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride
     b_x = numbers_at(p_rows, i_column, i_row < num_rows, num_columns, column_stride)
     tl.atomic_max(p_amax, tl.max(tl.max(finite_bits(b_x), axis=1), axis=0), sem="relaxed")
-
-
-# Constants of a kernel bind a name and read it under the same condition.
-# pyright: reportPossiblyUnboundVariable=false
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 LEAST_E4M3 = kernel_constant(LEAST_E4M3_SCALE)

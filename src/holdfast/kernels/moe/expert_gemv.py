@@ -1,4 +1,4 @@
-"""Few pairs of token and expert: each row is multiplied where its expert's weight is loaded, at the speed of memory.
+"""A GEMV for each pair of token and expert, for small batches: a row is multiplied where its expert's weight is loaded.
 
 T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 """
@@ -38,7 +38,7 @@ MXFP4_ROWS, MXFP4_GROUPS = 8, 64
 """Outputs, and groups of 32 inputs, of a program over codes of four bits."""
 
 
-def expert_pairs(
+def expert_gemv(
     x_XK: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
     order: ExpertOrder,
@@ -60,9 +60,9 @@ def expert_pairs(
         "PDL": pdl,
         **pdl_launch(pdl),
     }
-    if operands.coding == OperandKind.E2M1_GROUPS:
+    if operands.kind == OperandKind.E2M1_GROUPS:
         groups = min(MXFP4_GROUPS, next_power_of_two(size_k // 32))
-        _nibble_kernel[(-(-size_n // MXFP4_ROWS), num_pairs)](
+        _mxfp4_gemv_kernel[(-(-size_n // MXFP4_ROWS), num_pairs)](
             *arguments,
             EVEN=size_n % MXFP4_ROWS == 0 and size_k // 32 % groups == 0,
             BLOCK_N=MXFP4_ROWS,
@@ -71,14 +71,14 @@ def expert_pairs(
             **flags,
         )
         return out_PN
-    block_n, num_groups, group = _row_blocks(
+    block_n, num_groups, group = _gemv_blocks(
         operands.tensors[2].element_size(), size_k, operands.block_rows, operands.group, gated
     )
-    _pair_kernel[(-(-size_n // block_n), num_pairs)](
+    _expert_gemv_kernel[(-(-size_n // block_n), num_pairs)](
         *arguments,
         operands.scale_columns,
         EVEN=size_n % block_n == 0 and size_k % (num_groups * group) == 0,
-        CODING=int(operands.coding),
+        KIND=int(operands.kind),
         BLOCK_ROWS=operands.block_rows,
         BLOCK_N=block_n,
         BLOCK_G=num_groups,
@@ -89,7 +89,7 @@ def expert_pairs(
     return out_PN
 
 
-def _row_blocks(element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool) -> tuple[int, int, int]:
+def _gemv_blocks(element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool) -> tuple[int, int, int]:
     """Outputs of a program, and its inputs as groups that share a scale: eight or sixteen KiB of the weight.
 
     Where blocks of rows share scales, a program stays within one of them.
@@ -104,7 +104,7 @@ def _row_blocks(element_bytes: int, size_k: int, block_rows: int, group: int, ga
 
 
 @jit
-def _pair_kernel(
+def _expert_gemv_kernel(
     p_x,
     p_x_scales,
     p_weight,
@@ -115,7 +115,7 @@ def _pair_kernel(
     size_k,
     scale_columns,
     EVEN: constexpr,
-    CODING: constexpr,
+    KIND: constexpr,
     BLOCK_ROWS: constexpr,
     GATED: constexpr,
     PAIRS_PER_ROW: constexpr,
@@ -143,7 +143,7 @@ def _pair_kernel(
     p_rows = p_x + i_row * size_k + o_k
     p_w = p_weight + (first_row + o_n)[:, None, None] * size_k + o_k[None, :, :]
     up_offset = size_n.to(tl.int64) * size_k
-    if CODING == FP8_BLOCKS:
+    if KIND == FP8_BLOCKS:
         p_x_s = p_x_scales + i_row * scale_columns + o_g
         p_s = p_scales + (first_row + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
         p_up_s = p_scales + (first_row + size_n + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
@@ -160,23 +160,23 @@ def _pair_kernel(
             b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
             if GATED:
                 b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
-        b_x = _single(b_x, CODING, PLAIN)
-        if CODING == FP8_BLOCKS:
+        b_x = _single(b_x, KIND, PLAIN)
+        if KIND == FP8_BLOCKS:
             m_g = k // GROUP + o_g < scale_columns
             b_x_s = tl.load(p_x_s + k // GROUP, mask=m_g, other=0.0)
             b_s = tl.load(p_s + k // GROUP, mask=m_g, other=0.0) * b_x_s
-            b_sum += _single(b_w, CODING, PLAIN) * (b_x * b_s[:, None])[None, :, :]
+            b_sum += _single(b_w, KIND, PLAIN) * (b_x * b_s[:, None])[None, :, :]
             if GATED:
                 b_s = tl.load(p_up_s + k // GROUP, mask=m_g, other=0.0) * b_x_s
-                b_up_sum += _single(b_up, CODING, PLAIN) * (b_x * b_s[:, None])[None, :, :]
+                b_up_sum += _single(b_up, KIND, PLAIN) * (b_x * b_s[:, None])[None, :, :]
         else:
-            b_sum += _single(b_w, CODING, PLAIN) * b_x[None, :, :]
+            b_sum += _single(b_w, KIND, PLAIN) * b_x[None, :, :]
             if GATED:
-                b_up_sum += _single(b_up, CODING, PLAIN) * b_x[None, :, :]
+                b_up_sum += _single(b_up, KIND, PLAIN) * b_x[None, :, :]
     b_y = tl.sum(tl.reshape(b_sum, (BLOCK_N, BLOCK_K)), axis=1)
     b_up_y = tl.sum(tl.reshape(b_up_sum, (BLOCK_N, BLOCK_K)), axis=1)
-    if CODING == FP8_ROWS or CODING == INT8_ROWS:
-        if CODING == FP8_ROWS:
+    if KIND == FP8_ROWS or KIND == INT8_ROWS:
+        if KIND == FP8_ROWS:
             x_scale = tl.load(p_x_scales + i_row)
             b_y *= x_scale
             b_up_y *= x_scale
@@ -189,15 +189,15 @@ def _pair_kernel(
 
 
 @jit
-def _single(b_numbers, CODING: constexpr, PLAIN: constexpr):
+def _single(b_numbers, KIND: constexpr, PLAIN: constexpr):
     """Numbers or codes, of a weight or of rows, as float32."""
-    if CODING == FP8_ROWS or CODING == FP8_BLOCKS:
+    if KIND == FP8_ROWS or KIND == FP8_BLOCKS:
         b_numbers = loaded_numbers(b_numbers, PLAIN)
     return b_numbers.to(tl.float32)
 
 
 @jit
-def _nibble_kernel(
+def _mxfp4_gemv_kernel(
     p_x,
     p_x_scales,
     p_weight,

@@ -1,11 +1,9 @@
-"""The end of a mixture of experts: what the experts of a token gave, by their shares, and what the shared expert gave.
+"""Products of a mixture of experts, and their sum: each token's row by the weights of its experts, then by the shares of these.
 
-T tokens, S experts of a token, P = T * S pairs, E experts, N outputs, K inputs, B blocks of K
+T tokens, S experts of a token, P = T * S pairs of token and expert, E experts, N outputs, K inputs, B blocks of K, H columns
 
-Few pairs are multiplied one by one (kernels/moe/expert_gemv.py), more of them in blocks that share an expert
-(kernels/moe/grouped_gemm.py); kernels/moe/routing.py says which it is.
-
-T tokens, S experts of a token, P = T * S pairs, H columns
+A small batch takes a GEMV for each pair (kernels/moe/expert_gemv.py), a larger one a grouped GEMM over blocks of pairs that
+share an expert (kernels/moe/grouped_gemm.py); kernels/geometry.py says which it is, by the number of tokens.
 """
 
 import torch
@@ -14,12 +12,19 @@ import torch.nn.functional as F
 from holdfast.kernels.activation import silu_mul
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
-from holdfast.kernels.moe.expert_gemv import expert_pairs
-from holdfast.kernels.moe.grouped_gemm import expert_rows
+from holdfast.kernels.moe.expert_gemv import expert_gemv
+from holdfast.kernels.moe.grouped_gemm import grouped_gemm
 from holdfast.kernels.moe.routing import ExpertOrder
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, pdl_launch, supports_pdl, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
+
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+
+
+SMALL_BATCH_TOKENS = 16
+SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
+"""Of a program that sums. A small batch is spread over many processors; a large one is read sixteen bytes a thread."""
 
 
 def expert_linear(
@@ -32,7 +37,7 @@ def expert_linear(
 ) -> torch.Tensor:
     """Each pair's row by the weight [E, N, K] of its expert, into `out_PN`; gated: [P, N / 2], gates in the upper rows.
 
-    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that codes activations gets room in `quantized`
+    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that quantizes activations gets room in `quantized`
     for all rows of x at least. On CPU a row's result does not depend, to the bit, on the other rows.
     """
     if not can_run(x_XK):
@@ -40,7 +45,7 @@ def expert_linear(
     check_operands(x_XK, weight, order, out_PN, gated, quantized)
     room = _room(quantized, weight, len(x_XK))
     rows = None if room is None else quantize_rows(x_XK, room)
-    launch = expert_pairs if order.block_rows == 1 else expert_rows
+    launch = expert_gemv if order.block_rows == 1 else grouped_gemm
     return launch(x_XK, weight, order, out_PN, gated, rows)
 
 
@@ -135,17 +140,9 @@ def _pieces(weight: QuantizedWeight) -> list[tuple[int, int]]:
     return [(start, min(start + height, size_n)) for start in range(0, size_n, height)]
 
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-
-
-FEW_TOKENS = 16
-FEW_COLUMNS, MANY_COLUMNS = 256, 1024
-"""Of a program. Few tokens are spread over many processors; many tokens are read sixteen bytes a thread."""
-
-
 def row_form(num_rows: int) -> int:
     """Columns of a program: what of a launch follows from the number of tokens."""
-    return FEW_COLUMNS if num_rows <= FEW_TOKENS else MANY_COLUMNS
+    return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
 
 
 def sum_experts(

@@ -1,9 +1,9 @@
-"""Blocks of rows by the weight of the expert that they share, on tensor cores.
+"""Grouped GEMM: blocks of rows by the weight of the expert that they share, in tensor-core tiles.
 
 P pairs of token and expert, M rows of a block, N outputs, K inputs
 
-The weight is the first operand and the rows are the second: few rows waste little, and codes become numbers in registers,
-from where the first operand may come.
+The weight is the first operand and the rows are the second: a small block wastes little, and codes are dequantized in
+registers, from where the first operand may come.
 """
 
 from typing import NamedTuple
@@ -41,15 +41,15 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile_for(block_rows: int, gated: bool, coding: OperandKind, element_bytes: int) -> Tile:
+def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int) -> Tile:
     """The tile of a program over blocks of so many rows, so that nothing leaves the registers.
 
-    Few rows wait for memory: two programs a processor, with many blocks of K on their way. Many rows wait for the tensor
-    cores: as many outputs as registers hold.
+    Small blocks wait for memory: two programs a processor, with many blocks of K on their way. Large ones wait for the
+    tensor cores: as many outputs as registers hold.
     """
     if element_bytes == 4:
         return Tile(32, 32, 2, 4)
-    is_plain = coding == OperandKind.PLAIN
+    is_plain = kind == OperandKind.PLAIN
     if block_rows <= 32:
         return Tile(64, 128, 3 if is_plain and gated else 5, 4)
     block_k = 64 if is_plain else 128
@@ -58,7 +58,7 @@ def tile_for(block_rows: int, gated: bool, coding: OperandKind, element_bytes: i
     return Tile(128 if is_plain or not gated else 64, block_k, 4, 8)
 
 
-def expert_rows(
+def grouped_gemm(
     x_XK: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
     order: ExpertOrder,
@@ -72,7 +72,7 @@ def expert_rows(
         return out_PN
     size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
     operands = operands_of(x_XK, weight, quantized)
-    tile = tile_for(order.block_rows, gated, operands.coding, operands.tensors[0].element_size())
+    tile = tile_for(order.block_rows, gated, operands.kind, operands.tensors[0].element_size())
     assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
     grid = (-(-size_n // tile.block_n), len(order.block_experts_B))
     arguments = (*operands.tensors, order.pairs_BR, order.block_experts_B, out_PN, size_n, size_k)
@@ -90,19 +90,19 @@ def expert_rows(
         "num_warps": tile.num_warps,
         **pdl_launch(pdl),
     }
-    if operands.coding == OperandKind.E2M1_GROUPS:
+    if operands.kind == OperandKind.E2M1_GROUPS:
         # Four exponents are loaded as a word, with a whole block of K; bfloat16 holds all products of codes and scales.
         by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or size_k % tile.block_k != 0
-        _nibble_rows_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
+        _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
         return out_PN
-    _rows_kernel[grid](
-        *arguments, operands.scale_columns, CODING=int(operands.coding), BLOCK_ROWS=operands.block_rows, **flags
+    _grouped_gemm_kernel[grid](
+        *arguments, operands.scale_columns, KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, **flags
     )
     return out_PN
 
 
 @jit
-def _rows_kernel(
+def _grouped_gemm_kernel(
     p_x,
     p_x_scales,
     p_weight,
@@ -113,7 +113,7 @@ def _rows_kernel(
     size_n,
     size_k,
     scale_columns,
-    CODING: constexpr,
+    KIND: constexpr,
     BLOCK_ROWS: constexpr,
     GATED: constexpr,
     PAIRS_PER_ROW: constexpr,
@@ -145,7 +145,7 @@ def _rows_kernel(
     p_rows = p_x + b_rows[None, :] * size_k + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if CODING == FP8_BLOCKS:
+    if KIND == FP8_BLOCKS:
         p_x_s = p_x_scales + b_rows * scale_columns
         p_s = p_scales + first_row // BLOCK_ROWS * scale_columns
         p_up_s = p_s + size_n // BLOCK_ROWS * scale_columns
@@ -157,11 +157,11 @@ def _rows_kernel(
         if not EVEN_K:
             m_x = (k + o_k < size_k)[:, None]
             m_w = m_n[:, None] & (k + o_k < size_k)[None, :]
-        b_x = _loaded(p_rows + k, m_x, CODING, PLAIN)
-        b_w = _loaded(p_w + k, m_w, CODING, PLAIN)
+        b_x = _loaded(p_rows + k, m_x, KIND, PLAIN)
+        b_w = _loaded(p_w + k, m_w, KIND, PLAIN)
         if GATED:
-            b_up = _loaded(p_w + up_offset + k, m_w, CODING, PLAIN)
-        if CODING == FP8_BLOCKS:
+            b_up = _loaded(p_w + up_offset + k, m_w, KIND, PLAIN)
+        if KIND == FP8_BLOCKS:
             i_k = k // BLOCK_K
             b_x_s = tl.load(p_x_s + i_k)[None, :]
             b_s = _block_scales(p_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
@@ -169,7 +169,7 @@ def _rows_kernel(
             if GATED:
                 b_s = _block_scales(p_up_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
                 b_up_y += tl.dot(b_up, b_x) * (b_s * b_x_s)
-        elif CODING == FP8_ROWS:
+        elif KIND == FP8_ROWS:
             b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=BLOCK_K)
             if GATED:
                 b_up_y = tl.dot(b_up, b_x, b_up_y, max_num_imprecise_acc=BLOCK_K)
@@ -177,8 +177,8 @@ def _rows_kernel(
             b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y, input_precision="ieee")
             if GATED:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
-    if CODING == FP8_ROWS or CODING == INT8_ROWS:
-        if CODING == FP8_ROWS:
+    if KIND == FP8_ROWS or KIND == INT8_ROWS:
+        if KIND == FP8_ROWS:
             b_x_s = tl.load(p_x_scales + b_rows)[None, :]
             b_y *= b_x_s
             b_up_y *= b_x_s
@@ -205,13 +205,13 @@ def _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constex
 
 
 @jit
-def _loaded(p_numbers, m_numbers, CODING: constexpr, PLAIN: constexpr):
+def _loaded(p_numbers, m_numbers, KIND: constexpr, PLAIN: constexpr):
     """Operands: numbers as they are, e4m3 in the interpreter as half precision."""
     if m_numbers is None:
         b_numbers = tl.load(p_numbers)
     else:
         b_numbers = tl.load(p_numbers, mask=m_numbers, other=0.0)
-    if (CODING == FP8_ROWS or CODING == FP8_BLOCKS) and PLAIN:
+    if (KIND == FP8_ROWS or KIND == FP8_BLOCKS) and PLAIN:
         b_numbers = loaded_numbers(b_numbers, PLAIN)
     return b_numbers
 
@@ -227,7 +227,7 @@ def _block_scales(p_s, i_n, scale_columns, size_n, BLOCK_ROWS: constexpr, BLOCK_
 
 
 @jit
-def _nibble_rows_kernel(
+def _mxfp4_grouped_gemm_kernel(
     p_x,
     p_x_scales,
     p_weight,

@@ -1,11 +1,10 @@
-"""ExpertOrder: the pairs of token and expert sorted by expert, in blocks of rows that one expert multiplies.
-
-T tokens, E experts, S experts of a token
+"""Routing: the experts of each token with their shares, and ExpertOrder, the pairs of token and expert sorted by expert.
 
 T tokens, S experts of a token, E experts, P = T * S pairs (pair t * S + s), B blocks, R rows of a block, C cuts of the pairs
 
-A step of few tokens has no order: each pair finds its expert by itself (kernels/moe/expert_gemv.py). Sizes follow from the
-number of tokens alone, so that a graph can hold the launches whatever experts are chosen.
+Pairs are sorted into blocks of rows that one expert multiplies. A small batch has no order: each pair finds its expert by
+itself (kernels/moe/expert_gemv.py). Sizes follow from the number of tokens alone, so that a graph can hold the launches
+whatever experts are chosen.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.geometry import CUT_PAIRS, block_rows_for, order_specs, row_form
+from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, expert_order_form, order_specs
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -119,26 +118,23 @@ def _route_kernel(
     b_order = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.int64)
     b_keys = tl.where(m_e, b_order * 4294967296 + (BLOCK_E - 1 - o_e), -9223372036854775807)
     largest = tl.max(b_ranked, axis=0)
-    b_weights = tl.where(m_e, tl.exp(b_logits - largest), 0.0)
-    total = tl.sum(b_weights, axis=0)
+    b_p = tl.where(m_e, tl.exp(b_logits - largest), 0.0)
+    total = tl.sum(b_p, axis=0)
     b_ids = tl.zeros((BLOCK_S,), dtype=tl.int32)
     b_chosen = tl.zeros((BLOCK_S,), dtype=tl.float32)
     for s in tl.static_range(TOP_K):
         key = tl.max(b_keys, axis=0)
         expert = BLOCK_E - 1 - (key & (BLOCK_E - 1)).to(tl.int32)
-        weight = tl.sum(tl.where(o_e == expert, b_weights, 0.0), axis=0)
+        p = tl.sum(tl.where(o_e == expert, b_p, 0.0), axis=0)
         b_keys = tl.where(o_e == expert, -9223372036854775807, b_keys)
         b_ids = tl.where(o_s == s, expert, b_ids)
-        b_chosen = tl.where(o_s == s, weight, b_chosen)
+        b_chosen = tl.where(o_s == s, p, b_chosen)
     b_chosen = b_chosen / total
     if NORMALIZE:
         b_chosen = b_chosen / tl.sum(b_chosen, axis=0)
     m_s = o_s < TOP_K
     tl.store(p_ids + i_row * TOP_K + o_s, b_ids, mask=m_s)
     tl.store(p_shares + i_row * TOP_K + o_s, b_chosen, mask=m_s)
-
-
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
 
 PADDING = -1
@@ -197,7 +193,7 @@ def _empty_order(expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequenc
         assert tuple(tensor.shape) == spec.shape, f"{tensor.shape=}, not {spec}"
         assert tensor.dtype == torch.int32, f"{tensor.dtype=}, not {spec}"
     pairs_BR, block_experts_B, _ = tensors
-    block_rows = block_rows_for(num_rows, top_k, num_experts)
+    block_rows = expert_block_rows(num_rows, top_k, num_experts)
     return ExpertOrder(expert_ids_TS, num_experts, block_rows, pairs_BR, block_experts_B)
 
 
@@ -221,7 +217,7 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     num_pairs, num_experts = order.num_pairs, order.num_experts
     num_cuts = max(1, len(counts_CE))
     assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
-    form = row_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)
+    form = expert_order_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)
     block_e = next_power_of_two(num_experts)
     pdl = supports_pdl(order.expert_ids_TS)
     flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, "PDL": pdl, **pdl_launch(pdl)}

@@ -1,4 +1,7 @@
-"""The most likely token of each row of logits."""
+"""Argmax: the most likely token of each row of logits; and LogitScratch, which all kernels over logits work in.
+
+S rows of a step, R rows that are worked on together, V vocabulary, P chunks of it, B buckets, C candidates
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +11,12 @@ import torch
 from holdfast.kernels.geometry import CHUNK_TOKENS, NO_TOKEN, num_chunks
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
 
-# S rows of a step, R rows that are worked on together, P chunks of a vocabulary, B buckets, C candidates
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 @dataclass(frozen=True, slots=True)
 class LogitScratch:
-    """Shapes and types as `scratch_specs` says. Nothing in it outlives a call."""
+    """Shapes and types as `logit_scratch_specs` says. Nothing in it outlives a call."""
 
     chunk_tokens: int
     """A power of two."""
@@ -40,12 +43,6 @@ class LogitScratch:
             tensors["listed_logits"],
             tensors["listed_ids"],
         )
-
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
-
-# S rows, V vocabulary
 
 
 def argmax(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:

@@ -1,8 +1,11 @@
 """The tokens of a row that can matter, listed: the most likely ones, as far as top_k, top_p or log-probabilities may reach.
 
+X rows of logits, R rows of a table, F fields, V vocabulary
+
 distance   how far a logit lies below the largest one of its row: 0 or more, inf for a token that cannot be
 key        the bits of a distance as int32: they sort as the distances do
-weight     exp(-distance / temperature) in units of 2**-40: whole numbers, whose sums are exact in any order
+weight     exp(-distance / temperature), the p of a softmax before it is divided by their sum, in units of 2**-40: whole numbers,
+           whose sums are exact in any order
 bucket     a range of keys, sixteen to an octave
 
 One pass over a row counts its tokens by bucket and adds up their weights. From that a bucket follows which is surely far
@@ -17,9 +20,6 @@ from holdfast.kernels.sampling.argmax import LogitScratch
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
-
-# X rows of logits, R rows of a table, F fields, V vocabulary
 
 WEIGHT_BITS = 40
 LARGEST = torch.finfo(torch.float32).max

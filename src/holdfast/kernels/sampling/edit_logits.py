@@ -1,5 +1,7 @@
 """Changes to single logits, from a list, in copies of the rows that they belong to.
 
+S rows of a step, R rows of a block, F fields, V vocabulary, E edits, each (place in the flat block, bits of a float32)
+
 The raw logits stay: log-probabilities are of them, whatever is done to a row before a token is chosen.
 """
 
@@ -11,9 +13,6 @@ from holdfast.kernels.geometry import CHUNK_TOKENS, EDITS_PER_PROGRAM, NUM_FIELD
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
-
-# S rows of a step, R rows of a block, F fields, V vocabulary, E edits, each (place in the flat block, bits of a float32)
 
 PADDING = (-1, 0x3F800000)
 """An edit that is skipped: no place, and the bits of 1.0."""

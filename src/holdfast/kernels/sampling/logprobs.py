@@ -1,4 +1,7 @@
-"""What log-probabilities are made of: for a token of each row its distance and rank, the total weight, and the nearest tokens."""
+"""What log-probabilities are made of: for a token of each row its distance and rank, the total weight, and the nearest tokens.
+
+S rows of a step, R rows of a table, F fields, V vocabulary, C columns, K nearest tokens
+"""
 
 import torch
 
@@ -15,9 +18,6 @@ from holdfast.kernels.sampling.candidates import (
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
-
-# S rows of a step, R rows of a table, F fields, V vocabulary, C columns, K nearest tokens
 
 FIXED_COLUMNS = 4
 """Before the K token ids and K distances: can be chosen from, total weight, the token's distance, its rank."""

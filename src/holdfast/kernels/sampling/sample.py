@@ -1,5 +1,7 @@
 """One random token a row: temperature, min_p, top_k, top_p, and the place where a random number falls.
 
+X rows of logits, S rows of a step, R rows of a table, F fields, V vocabulary
+
 Filters keep the first tokens of one order, the likelier first and the smaller id among equals: top_k of them, then as many
 as reach a weight of top_p of what is left. The token is looked up among the kept weights in the order of the vocabulary.
 All sums are of whole numbers, so a row gives the same token alone and in any company.
@@ -22,9 +24,6 @@ from holdfast.kernels.sampling.candidates import (
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
-
-# X rows of logits, S rows of a step, R rows of a table, F fields, V vocabulary
 
 ROW_TILE = 2048
 """Tokens that are looked at together in a row without a list."""
