@@ -42,8 +42,7 @@ class OpenEngine(NamedTuple):
 
     @property
     def engine(self) -> Engine:
-        assert self.llm._driver is not None, "the engine was shut down"
-        return self.llm._driver.engine
+        return self.llm.engine
 
 
 def open_engine(name: str, folder: Path, tiny: bool, device: str, **settings: Any) -> OpenEngine:  # noqa: ANN401

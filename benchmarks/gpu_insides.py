@@ -266,17 +266,16 @@ class Poison:
 
     def __init__(self, opened: OpenEngine, device: torch.device) -> None:
         runner: Any = opened.runner
-        scheduler: Any = opened.engine._scheduler
         page_tokens = runner.limits.page_tokens
-        self._pool, self._device = scheduler.pool, device
+        self._pool, self._device = opened.engine.scheduler.pool, device
         storage = opened.built.storage
         self._pages = [
             plane.view(-1, page_tokens, *plane.shape[1:])
             for layer in range(len(storage.spec.layers))
             for plane in storage.planes(layer).values()
         ]
-        arenas = runner._decoder._workspace._arenas
-        self._lanes = [arenas[lane].tensors[lane] for lane in POISONED_LANES if lane in arenas]
+        lanes = runner._decoder._workspace.lanes
+        self._lanes = [lanes[lane] for lane in POISONED_LANES if lane in lanes]
         self._table = runner._buffers._page_table
         self.num_poisoned_pages = 0
 

@@ -238,10 +238,9 @@ class Bench:
     def poison_is_noticed(self) -> bool:
         """A sequence whose own pages are poisoned must end with an error."""
         engine = self.opened.engine
-        scheduler: Any = engine._scheduler
         engine.add_request("victim", {"prompt_token_ids": self.cached[-1]}, sampling(0, 8, 0))
         engine.step()
-        self.poison.fill([page for sequence in scheduler._queues.running for page in sequence.pages])
+        self.poison.fill([page for sequence in engine.scheduler.running for page in sequence.pages])
         deltas = engine.step()
         engine.abort_all()
         self.opened.llm.reset_prefix_cache()

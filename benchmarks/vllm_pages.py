@@ -69,7 +69,7 @@ class VllmFormat(NamedTuple):
 
     def keys(self, k_XD: torch.Tensor) -> torch.Tensor:
         """Keys as they are read back."""
-        return cast_fp8(k_XD) if self.key_bits == 8 else coded_keys(k_XD, self.key_bits)
+        return cast_fp8(k_XD) if self.key_bits == 8 else quantized_keys(k_XD, self.key_bits)
 
     def values(self, v_XD: torch.Tensor) -> torch.Tensor:
         """Values as they are read back."""
@@ -90,7 +90,7 @@ def cast_fp8(x_XD: torch.Tensor) -> torch.Tensor:
     return x_XD.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x_XD.dtype)
 
 
-def coded_keys(k_XD: torch.Tensor, bits: int) -> torch.Tensor:
+def quantized_keys(k_XD: torch.Tensor, bits: int) -> torch.Tensor:
     """Lloyd-Max codes of the rotated direction, with the length put right."""
     head_dim = k_XD.shape[-1]
     assert hadamard_block(head_dim) == head_dim, f"{head_dim=} is no power of two, and it has no rotation for others"

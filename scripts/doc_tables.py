@@ -207,7 +207,7 @@ SECTIONS: Mapping[str, Columns] = {
         "torch SDPA, ms": _value("milliseconds", "torch SDPA"),
         "speed against it": _value("speed_against_sdpa"),
     },
-    "gpu-coded-attention": {
+    "gpu-quantized-attention": {
         "": _value("measure"),
         "ours": _value("values", "holdfast"),
         "torch SDPA, bf16": _value("values", "torch SDPA bf16"),
@@ -215,7 +215,7 @@ SECTIONS: Mapping[str, Columns] = {
         "% of the roof": _value("percent_of_roof"),
         "speed against it": _value("speed_against_sdpa"),
     },
-    "gpu-coded-engine": {
+    "gpu-quantized-kv": {
         "": _value("measure"),
         "bfloat16 pages": _value("values", "bfloat16"),
         "turboquant_k8v4 pages": _value("values", "turboquant_k8v4"),
@@ -336,14 +336,14 @@ HIGHLIGHTS = (
     ),
     Highlight(
         "decode attention over `turboquant_k8v4` pages, 32 x 8K",
-        "gpu-coded-attention",
+        "gpu-quantized-attention",
         "decode, 32 x 8192, turboquant_k8v4",
         _rate("holdfast"),
         lambda result: f"{result['speed_against_sdpa']:.2f}x the speed of torch SDPA in bfloat16",
     ),
     Highlight(
         "{model}, KV tokens that fit in `turboquant_k8v4` pages",
-        "gpu-coded-engine",
+        "gpu-quantized-kv",
         "tokens that fit",
         lambda result: f"{result['values']['turboquant_k8v4']:,.0f}",
         lambda result: f"{result['against_bfloat16']['turboquant_k8v4']:.2f}x bfloat16 pages",

@@ -49,7 +49,7 @@ def test_codebooks_are_the_best_for_a_gaussian() -> None:
 @pytest.mark.parametrize(("bits", "expected"), [(4, 0.0095), (3, 0.0345)])
 def test_keys_lose_what_theory_says_and_keep_their_length(bits: int, expected: float) -> None:
     k_XD = heads(2000, 128)
-    found = vllm_pages.coded_keys(k_XD, bits)
+    found = vllm_pages.quantized_keys(k_XD, bits)
     assert error(found, k_XD) == pytest.approx(expected, rel=0.06)
     assert torch.allclose(found.norm(dim=-1), k_XD.norm(dim=-1), rtol=1e-3)
 
@@ -78,7 +78,7 @@ def test_heads_that_are_odd_do_no_harm() -> None:
         assert own.keys(zeros).abs().max() == 0
         assert own.keys(alike).isfinite().all()
     with pytest.raises(AssertionError, match="no power of two"):
-        vllm_pages.coded_keys(heads(2, 96), 4)
+        vllm_pages.quantized_keys(heads(2, 96), 4)
 
 
 def test_the_ends_of_a_model_stay_as_they_are() -> None:

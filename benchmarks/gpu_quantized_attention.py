@@ -1,10 +1,10 @@
-"""Attention over compressed pages, against torch SDPA in bfloat16 in the same run: python benchmarks/gpu_coded_attention.py
+"""Attention over quantized pages, against torch SDPA in bfloat16 in the same run: python benchmarks/gpu_quantized_attention.py
 
 Decode at several batch sizes and contexts, and chunks of a long prompt over what is stored already, for every format, with
 pages of 64 tokens in shuffled order and tiles from the backend's own plan. SDPA gets plain bfloat16 keys and values, as in
 gpu_attention.py. Correctness comes first: a mixed step of each format against plain torch over the decoded pages.
 
-On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_coded_attention.py --tiny --device cpu
+On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_quantized_attention.py --tiny --device cpu
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +165,7 @@ def plain_decode(shape: Shape, num_seqs: int, length: int, device: torch.device)
 
 
 @torch.inference_mode()
-def coded_decode(
+def quantized_decode(
     shape: Shape, format_name: str, num_seqs: int, length: int, device: torch.device
 ) -> tuple[float, float]:
     """Seconds, and bytes of keys and values."""
@@ -181,7 +181,7 @@ def decode_rows(shape: Shape, num_seqs: int, length: int, device: torch.device) 
     plain = plain_decode(shape, num_seqs, length, device)
     rows = []
     for name in FORMATS:
-        seconds, kv_bytes = coded_decode(shape, name, num_seqs, length, device)
+        seconds, kv_bytes = quantized_decode(shape, name, num_seqs, length, device)
         rows.append(
             {
                 "measure": f"decode, {num_seqs} x {length}, {name}",
@@ -268,7 +268,7 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def main() -> None:
     """Check, measure, show."""
-    arguments = options("Attention over compressed pages against torch SDPA in bfloat16").parse_args()
+    arguments = options("Attention over quantized pages against torch SDPA in bfloat16").parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     torch.manual_seed(0)
     errors = {name: check(shape, name, device) for name in FORMATS}
@@ -289,10 +289,10 @@ def main() -> None:
         "read_bytes_per_second": READ_BYTES_PER_SECOND,
     }
     words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, pages of {shape.bounds.page_tokens}, shuffled"
-    record = make_record("gpu-coded-attention", results, "Attention over compressed pages", words, arguments, facts)
+    record = make_record("gpu-quantized-attention", results, "Attention over quantized pages", words, arguments, facts)
     columns = ("", "ours", "SDPA bf16", "unit", "% of roof", "speed against SDPA")
     print_table(
-        "Attention over compressed pages",
+        "Attention over quantized pages",
         columns,
         [
             (

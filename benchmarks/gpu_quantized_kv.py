@@ -1,8 +1,8 @@
-"""A whole engine over compressed pages against bfloat16 ones: python benchmarks/gpu_coded_engine.py [--model NAME]
+"""A whole engine over quantized pages against bfloat16 ones: python benchmarks/gpu_quantized_kv.py [--model NAME]
 
 One process a format, at utilization 0.98 with dummy weights: tokens a second of one stream; decode steps of as many
 sequences of 8K and 32K as were asked and fit at once (steps run as the engine runs them, over pages that hold whatever they
-hold: what is stored does not change the time); and, compressed, prompts that really fill 99 % of the pool, served to the end.
+hold: what is stored does not change the time); and, quantized, prompts that really fill 99 % of the pool, served to the end.
 """
 
 import json
@@ -195,7 +195,7 @@ def results_of(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[dict[s
 
 def main() -> None:
     """A process for each format."""
-    parser = options("The whole engine over compressed pages against bfloat16 ones")
+    parser = options("The whole engine over quantized pages against bfloat16 ones")
     parser.add_argument("--model", default="Qwen3-32B", help="a model of the catalogue")
     parser.add_argument(
         "--formats", default="bfloat16,turboquant_k8v4,turboquant_4bit_nc", help="the first is compared with"
@@ -237,7 +237,7 @@ def main() -> None:
         "choices": {name: entry.get("choices") for name, entry in found.items()},
         "errors": {name: entry["error"] for name, entry in found.items() if "error" in entry},
     }
-    record = make_record("gpu-coded-engine", results, arguments.model, "bfloat16, dummy weights", arguments, facts)
+    record = make_record("gpu-quantized-kv", results, arguments.model, "bfloat16, dummy weights", arguments, facts)
     names = list(found)
     print_table(
         "Tokens/s by format of KV pages",
