@@ -11,7 +11,7 @@ import pytest
 import architecture_rules as rules
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "rich", "typer")
+HEAVY = ("torch", "transformers", "tokenizers", "jinja2", "numpy", "rich")
 TORCH_FREE = [source.module for source in rules.read_sources(ROOT / "src" / rules.PACKAGE) if source.is_torch_free]
 GENEROUS_SECONDS = 0.6
 """Twice what is promised on a quiet machine: cores differ, and share their caches with whatever else runs."""
@@ -34,15 +34,12 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def best_cpu_seconds(code: str, num_tries: int = 5) -> float:
+def cpu_seconds(code: str) -> float:
     """Processor time and not the clock's, which counts what else the machine does."""
-    seconds = []
-    for _ in range(num_tries):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run(code).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(seconds)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(code).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_the_package_alone_imports_nothing_heavy() -> None:
@@ -54,24 +51,18 @@ def test_values_import_nothing_heavy() -> None:
     assert modules_after(code).isdisjoint(HEAVY)
 
 
-def test_help_needs_no_torch() -> None:
-    assert modules_after(HELP).isdisjoint({"torch", "transformers", "tokenizers", "numpy"})
+def test_help_imports_nothing_heavy() -> None:
+    assert modules_after(HELP).isdisjoint(HEAVY)
 
 
 def test_a_plan_needs_no_torch() -> None:
     assert modules_after(PLAN).isdisjoint({"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"})
 
 
-def test_a_plan_comes_in_a_moment() -> None:
-    assert best_cpu_seconds(PLAN) < GENEROUS_SECONDS
-
-
-def test_the_package_imports_in_a_moment() -> None:
-    assert best_cpu_seconds("import holdfast") < GENEROUS_SECONDS
-
-
-def test_help_comes_in_a_moment() -> None:
-    assert best_cpu_seconds(HELP) < GENEROUS_SECONDS
+@pytest.mark.parametrize("code", [PLAN, HELP], ids=["plan", "help"])
+def test_a_plan_and_help_come_in_a_moment(code: str) -> None:
+    """One quick run shows it; a slow one may be the machine's fault."""
+    assert any(cpu_seconds(code) < GENEROUS_SECONDS for _ in range(5))
 
 
 def test_torch_free_modules_import_where_there_is_no_torch() -> None:

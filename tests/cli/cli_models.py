@@ -137,3 +137,13 @@ def finish(process: subprocess.Popen[bytes], data: bytes | None = None) -> Ended
     """Wait for a command to end."""
     out, err = process.communicate(data, timeout=120)
     return Ended(process.returncode, (out or b"").decode(), (err or b"").decode())
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """What this process finds on stdin."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def refuse(word: str) -> None:
+    """For `parse_constant` of a JSON parser: NaN and infinities are no JSON."""
+    raise AssertionError(f"{word} is no JSON")

@@ -1,20 +1,18 @@
 """`holdfast chat`: messages, what is typed, turns and commands over an engine without a model; piped and at a terminal."""
 
-import io
 import json
 import os
 import pty
 import re
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.cli_models import Here, start
+from cli.cli_models import Here, pipe_in, start
 from engine.fakes import assert_at_rest, make_engine
 from holdfast.api.llm import LLM
 from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed
@@ -99,10 +97,6 @@ def test_two_interrupts_in_a_row_leave(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_interrupt_drops_the_block_that_was_begun() -> None:
     assert list(Typed(typing('"""a', KeyboardInterrupt, "b")[0])) == ["b"]
-
-
-def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
 def test_piped_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

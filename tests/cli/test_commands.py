@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -77,12 +75,6 @@ def test_a_value_may_begin_with_a_dash(here: Here, arguments: tuple[str, ...], w
     ended = here(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert words in ended.err
-
-
-def test_no_library_of_command_lines_is_imported() -> None:
-    words = "import sys; from holdfast.cli.app import run; run(['--help']); print({'typer', 'rich'} & set(sys.modules))"
-    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.usefixtures("wide")

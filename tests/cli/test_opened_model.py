@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.cli_models import pipe_in
 from cli.page_reader import read_page
 from engine.fakes import assert_at_rest, make_engine, solo
 from holdfast.api.llm import LLM
@@ -125,10 +126,6 @@ def test_interrupts_are_exceptions_once_torch_is_there() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a choice of somebody else is left alone"
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.cli_models import Here, finish, make_model, start
+from cli.cli_models import Here, finish, make_model, refuse, start
 from cli.page_reader import read_page
 from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_request, read_target
 from holdfast.errors import ConfigError
@@ -20,10 +20,6 @@ from holdfast.loading.model_files import find_default_model
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.quant.formats import KV_FORMATS
-
-
-def refuse(word: str) -> None:
-    raise AssertionError(f"{word} is no JSON")
 
 
 def record(here: Here, *arguments: object, code: int = 0) -> dict:

@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.cli_models import CHAT_TEMPLATE, Here, make_model
+from cli.cli_models import CHAT_TEMPLATE, Here, make_model, refuse
 from cli.page_reader import read_page
-
-
-def refuse(word: str) -> None:
-    raise AssertionError(f"{word} is no JSON")
 
 
 def record(here: Here, *arguments: object, **options: object) -> dict:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from cli.cli_models import refuse
 from holdfast.cli import terminal
 from holdfast.cli.terminal import dumps, write_line
 
@@ -50,10 +51,6 @@ def test_a_line_goes_to_stderr(capsys):
 def test_without_stderr_nothing_is_said(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     write_line("one")
-
-
-def refuse(word: str) -> None:
-    raise AssertionError(f"{word} is no JSON")
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:
