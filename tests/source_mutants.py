@@ -53,7 +53,7 @@ SOURCE_MUTANTS = {
     ),
     "cached prefixes outlive numbers that are not finite": SourceMutant(
         file="engine/engine.py",
-        old="                self._scheduler.reset_prefix_cache()\n                token_id = None",
+        old="                self.scheduler.reset_prefix_cache()\n                token_id = None",
         new="                token_id = None",
         test="tests/engine/test_engine_faults.py::test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterwards",
         says="assert 24 == 0",

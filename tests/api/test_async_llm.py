@@ -42,6 +42,11 @@ async def last(outputs):
     return [output async for output in outputs][-1]
 
 
+def num_known(llm: AsyncLLM) -> int:
+    """Requests that the engine has, or will have after the step in progress."""
+    return llm.health().num_commands + llm.health().num_unfinished_requests
+
+
 async def until(condition: Callable[[], bool]) -> None:
     for _ in range(3000):
         if condition():
@@ -82,7 +87,7 @@ def test_a_hundred_requests_run_as_one_batch():
         gate = Gate(engine)
         prompts = [f"request {number}" for number in range(100)]
         tasks = [asyncio.create_task(last(llm.generate(prompt, PARAMS))) for prompt in prompts]
-        await until(lambda: len(llm._live()._commands) + llm.health().num_unfinished_requests == 100)
+        await until(lambda: num_known(llm) == 100)
         gate.open()
         outputs = await asyncio.gather(*tasks)
         assert [answer_of(output) for output in outputs] == [solo(prompt, PARAMS) for prompt in prompts]
@@ -136,7 +141,7 @@ def test_a_reader_that_goes_takes_its_request_along_within_a_step(how, num_read)
         results = await asyncio.gather(task, return_exceptions=True)
         expected = {"cancel": asyncio.CancelledError, "exception": ValueError}.get(how, type(None))
         assert isinstance(results[0], expected)
-        await until(lambda: llm._live()._commands or llm.health().num_unfinished_requests == 1)
+        await until(lambda: llm.health().num_commands or llm.health().num_unfinished_requests == 1)
         num_steps = len(engine.runner.steps)
         gate.open()
         output = await neighbour
@@ -159,7 +164,7 @@ def test_cancelling_before_the_first_token():
             for result in await asyncio.gather(*tasks, return_exceptions=True)
         )
         gate.open()
-        await until(lambda: not engine.has_unfinished() and not llm._live()._commands)
+        await until(lambda: not engine.has_unfinished() and not llm.health().num_commands)
 
     run(work)
 
@@ -195,7 +200,7 @@ def test_refusals_are_exceptions_of_the_reader():
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate("x", PARAMS, "same"))) for _ in range(2)]
         tasks += [asyncio.create_task(last(llm.generate("x", PARAMS))) for _ in range(4)]
-        await until(lambda: len(llm._live()._commands) + llm.health().num_unfinished_requests == 6)
+        await until(lambda: num_known(llm) == 6)
         gate.open()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         kinds = sorted(type(result).__name__ for result in results)
@@ -212,7 +217,7 @@ def test_a_full_queue_is_an_exception_of_the_reader():
         first = asyncio.create_task(last(llm.generate("first", PARAMS)))
         await asyncio.to_thread(gate.started.acquire)
         tasks = [asyncio.create_task(last(llm.generate("x", PARAMS))) for _ in range(5)]
-        await until(lambda: len(llm._live()._commands) == 5)
+        await until(lambda: llm.health().num_commands == 5)
         gate.open()
         results = await asyncio.gather(first, *tasks, return_exceptions=True)
         assert [isinstance(result, QueueFullError) for result in results] == [False] * 4 + [True] * 2
@@ -298,7 +303,7 @@ def test_shutdown_gives_every_reader_an_end():
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(5)]
         await asyncio.to_thread(gate.started.acquire)
-        await until(lambda: len(llm._live()._commands) + llm.health().num_unfinished_requests == 5)
+        await until(lambda: num_known(llm) == 5)
         gate.open()
         llm.shutdown()
         llm.shutdown()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import types
+from contextlib import suppress
 from typing import Unpack, get_type_hints
 
 import pytest
@@ -16,6 +17,7 @@ from holdfast.api.llm import LLM
 from holdfast.api.options import EngineOptions, sampling_params_from
 from holdfast.api.progress import GenerationBar, LoadingBar, is_watched
 from holdfast.config import ALIASES, EngineConfig
+from holdfast.engine.driver import Driver
 from holdfast.errors import ConfigError, EngineDeadError, ModelFormatError, PromptError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
@@ -27,10 +29,6 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 def make_llm(**options) -> LLM:
     return LLM.from_engine(make_engine(**options))
-
-
-def engine_of(llm: LLM):
-    return llm._driver.engine
 
 
 def test_one_prompt_is_a_list_of_one():
@@ -63,7 +61,7 @@ def test_outputs_are_in_order_and_more_prompts_than_the_queue_holds_are_fed(max_
     assert [output.prompt for output in outputs] == prompts
     assert [answer_of(output) for output in outputs] == [solo(*pair) for pair in zip(prompts, params, strict=True)]
     assert [len(output.outputs) for output in outputs] == [one.n for one in params]
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
 
 
 @pytest.mark.parametrize("progress", [True, False])
@@ -121,9 +119,9 @@ def test_anything_wrong_raises_before_anything_runs(prompts, params, error, matc
     llm = make_llm()
     with pytest.raises(error, match=match):
         llm.generate(prompts, params)
-    assert engine_of(llm).runner.steps == []
-    assert engine_of(llm).stats().num_requests == 0
-    assert_at_rest(engine_of(llm))
+    assert llm.engine.runner.steps == []
+    assert llm.engine.stats().num_requests == 0
+    assert_at_rest(llm.engine)
 
 
 def test_chat():
@@ -146,7 +144,7 @@ def test_what_is_no_chat(messages):
     llm = make_llm()
     with pytest.raises(PromptError):
         llm.chat(messages, PARAMS)
-    assert engine_of(llm).runner.steps == []
+    assert llm.engine.runner.steps == []
 
 
 def test_a_stream_is_the_answer_in_pieces():
@@ -157,7 +155,7 @@ def test_a_stream_is_the_answer_in_pieces():
     assert deltas[-1].finish_reason == "length"
     chat = list(llm.stream_chat(MESSAGES, PARAMS, chat_template_kwargs={"add_generation_prompt": False}))
     assert (tokens_of(chat), text_of(chat)) == solo("user: Hi\n", PARAMS)
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
 
 
 def test_a_stream_of_several_completions():
@@ -185,19 +183,19 @@ def test_a_stream_that_is_left_is_aborted(num_read):
     for _ in range(num_read):
         next(stream)
     stream.close()
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
     for number, _ in enumerate(llm.stream("Hello", PARAMS)):
         if number == num_read:
             break
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
 
 
 def test_a_stream_that_never_starts_costs_nothing():
     llm = make_llm()
     stream = llm.stream("Hello", PARAMS)
-    assert engine_of(llm).stats().num_requests == 0
+    assert llm.engine.stats().num_requests == 0
     del stream
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
 
 
 def test_streams_and_batches_may_alternate():
@@ -210,7 +208,7 @@ def test_streams_and_batches_may_alternate():
         solo("one", PARAMS)[0],
         solo("two", PARAMS)[0],
     )
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
 
 
 def test_a_stream_waits_for_room_in_the_queue():
@@ -229,13 +227,13 @@ def test_ctrl_c_aborts_the_requests_of_the_call_and_comes_through(k):
     stream = llm.stream("stream", PARAMS)
     heard = [next(stream)]
     calls = iter(range(1000))
-    engine_of(llm).runner.on_step = lambda step: signal.raise_signal(signal.SIGINT) if next(calls) == k else None
+    llm.engine.runner.on_step = lambda step: signal.raise_signal(signal.SIGINT) if next(calls) == k else None
     with pytest.raises(KeyboardInterrupt):
         llm.generate([f"number {number}" for number in range(20)], PARAMS)
-    assert engine_of(llm).stats().num_unfinished_requests <= 1, "the stream is not of that call"
+    assert llm.engine.stats().num_unfinished_requests <= 1, "the stream is not of that call"
     heard += stream
     assert (tokens_of(heard), text_of(heard)) == solo("stream", PARAMS)
-    assert_at_rest(engine_of(llm))
+    assert_at_rest(llm.engine)
     assert answer_of(llm.generate("after", PARAMS)[0]) == solo("after", PARAMS)
 
 
@@ -260,7 +258,7 @@ def test_an_engine_that_dies_is_an_exception():
     def fail(step):
         raise OSError("device lost")
 
-    engine_of(llm).runner.on_step = fail
+    llm.engine.runner.on_step = fail
     with pytest.raises(EngineDeadError, match="device lost"):
         llm.generate(["a", "b"], PARAMS)
     for call in (lambda: llm.generate("c", PARAMS), lambda: next(stream), lambda: next(llm.stream("d", PARAMS))):
@@ -272,21 +270,26 @@ def test_an_engine_that_dies_is_an_exception():
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_a_death_in_the_turn_of_another_thread_is_an_exception_too(how, monkeypatch):
     llm = make_llm()
-    driver, engine = llm._driver, engine_of(llm)
+    engine, pump = llm.engine, Driver.pump
 
     def fail(step):
         raise OSError("device lost")
 
     engine.runner.on_step = fail
-    # What another thread's turn does to this one: deltas arrive, and the exception went to somebody else.
-    monkeypatch.setattr(driver, "pump", lambda: driver._deliver(engine.step()))
+
+    def pump_elsewhere(driver):
+        """The turn of another thread: deltas arrive here, and the exception goes to somebody else."""
+        with suppress(EngineDeadError):
+            pump(driver)
+
+    monkeypatch.setattr(Driver, "pump", pump_elsewhere)
     with pytest.raises(EngineDeadError, match="device lost"):
         llm.generate(["a", "b"], PARAMS) if how == "generate" else next(llm.stream("a", PARAMS))
 
 
 def test_shutdown_aborts_and_lets_go():
     llm = make_llm()
-    engine = engine_of(llm)
+    engine = llm.engine
     stream = llm.stream("stream", PARAMS)
     next(stream)
     with llm:

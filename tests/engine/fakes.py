@@ -132,7 +132,7 @@ def make_engine(
     chat_template: object = None,
     **others: object,
 ) -> Engine:
-    """An engine of fakes; its `runner` and `scheduler` are attributes for tests to look at."""
+    """An engine of fakes; its `runner` is an attribute for tests to look at."""
     limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, page_tokens)
     runner = HashRunner(limits, num_pages)
     scheduler = Scheduler(limits, num_pages, enable_prefix_caching, max_queue)
@@ -147,17 +147,17 @@ def make_engine(
         clock=lambda: float(next(ticks)),
         **others,
     )
-    engine.runner, engine.scheduler = runner, scheduler  # type: ignore[attr-defined]
+    engine.runner = runner  # type: ignore[attr-defined]
     return engine
 
 
 def assert_at_rest(engine: Engine) -> None:
     """Nothing lives, and every page can be had again."""
     assert not engine.has_unfinished()
-    scheduler = engine.scheduler  # type: ignore[attr-defined]
+    scheduler = engine.scheduler
     scheduler.check()
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
-    assert scheduler.num_free_pages == engine.runner.num_pages  # type: ignore[attr-defined]
+    assert scheduler.pool.num_available == engine.runner.num_pages  # type: ignore[attr-defined]
 
 
 def run_all(engine: Engine, max_steps: int = 2000) -> dict[tuple[str, int], list[CompletionDelta]]:
@@ -168,7 +168,7 @@ def run_all(engine: Engine, max_steps: int = 2000) -> dict[tuple[str, int], list
             return found
         for delta in engine.step():
             found.setdefault((delta.request_id, delta.index), []).append(delta)
-        engine.scheduler.check()  # type: ignore[attr-defined]
+        engine.scheduler.check()
     raise AssertionError(f"not finished after {max_steps} steps")
 
 

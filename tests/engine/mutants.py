@@ -127,7 +127,7 @@ def sequences_that_must_not_hit_do(patch):
 @mutant("has not the 0 positions of its account")
 def preemption_keeps_num_computed(patch):
     def preempt(self):
-        num_computed = self._queues.youngest_running.num_computed
+        num_computed = self._queues.running[-1].num_computed
         sequence = real(self)
         sequence.num_computed = num_computed
         return sequence
@@ -162,7 +162,7 @@ def preemptions_are_counted_twice(patch):
 @mutant(r"waits: sequence\.pages=\[\d")
 def preemption_keeps_the_pages(patch):
     def preempt(self):
-        sequence = self._queues.youngest_running
+        sequence = self._queues.running[-1]
         pages = list(sequence.pages)
         real(self)
         sequence.pages = pages

@@ -39,5 +39,14 @@ def run(scheduler: Scheduler, token: int = 7) -> Step:
     return step
 
 
+def has_work(scheduler: Scheduler) -> bool:
+    return scheduler.num_waiting + scheduler.num_running > 0
+
+
+def num_cached(scheduler: Scheduler) -> int:
+    """Pages that nobody owns and whose contents may still be shared."""
+    return scheduler.pool.num_available - scheduler.pool.num_free
+
+
 def shape(step: Step) -> list[tuple[int, int, int]]:
     return [(item.sequence.sequence_id, item.start, item.num_new_tokens) for item in step.scheduled]

@@ -82,7 +82,7 @@ class Simulation:
             self.step(interrupted=False)
         assert not self.alive, f"{len(self.alive)} sequences are left after {max_steps} steps without arrivals"
         scheduler = self.scheduler
-        left = (scheduler.num_waiting, scheduler.num_running, scheduler.num_free_pages)
+        left = (scheduler.num_waiting, scheduler.num_running, scheduler.pool.num_available)
         assert left == (0, 0, self.world.num_pages), f"waiting, running, free pages at the end: {left}"
         counted, seen = scheduler.num_preemptions, self.counts["preempt"]
         assert counted == seen, f"the scheduler counts {counted} preemptions of {seen}"
@@ -333,7 +333,7 @@ class Simulation:
             self.counts["finish"] += 1
 
     def _record(self, step: Step, tokens: list[int | None]) -> None:
-        numbers = [len(self.alive), self.scheduler.num_free_pages]
+        numbers = [len(self.alive), self.scheduler.pool.num_available]
         for item, token in zip(step.scheduled, tokens, strict=True):
             numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, -1 if token is None else token)
             numbers += item.sequence.pages

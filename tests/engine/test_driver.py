@@ -72,7 +72,7 @@ def test_a_full_queue_is_no_error_and_leaves_no_trace():
         assert call.num_unfinished == 2
         call.pump()
         assert call.try_submit(engine.prepare("x", PARAMS), Sink())
-    assert driver._readings == {}
+    assert driver.num_unfinished == 0
     assert_at_rest(engine)
 
 
@@ -88,7 +88,7 @@ def test_another_refusal_is_an_error_and_leaves_no_trace():
         with pytest.raises(RequestError):
             call.try_submit(engine.prepare("x", PARAMS), Sink())
         assert call.num_unfinished == 0
-    assert driver._readings == {}
+    assert driver.num_unfinished == 0
 
 
 def test_ctrl_c_between_queueing_and_hearing_of_it_leaks_nothing():
@@ -103,7 +103,7 @@ def test_ctrl_c_between_queueing_and_hearing_of_it_leaks_nothing():
     engine.scheduler.add = interrupted
     with pytest.raises(KeyboardInterrupt), driver.call() as call:
         call.try_submit(engine.prepare("x", PARAMS), Sink())
-    assert driver._readings == {}
+    assert driver.num_unfinished == 0
     assert_at_rest(engine)
 
 

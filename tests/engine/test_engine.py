@@ -1,6 +1,7 @@
 """Engine over a fake runner: endings, seeds, log-probabilities, names, statistics, and aborts at every token."""
 
 import math
+import signal
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -446,8 +447,8 @@ def test_the_states_of_the_abort_test_are_reached(state):
     seen = set()
     for _ in range(65):
         engine.step()
-        running = [sequence for sequence in engine.scheduler._queues.running if sequence.params.seed == 9]
-        waiting = [sequence for sequence in engine.scheduler._queues.waiting if sequence.params.seed == 9]
+        running = [sequence for sequence in engine.scheduler.running if sequence.params.seed == 9]
+        waiting = [sequence for sequence in engine.scheduler.waiting if sequence.params.seed == 9]
         seen |= {"preempted" if sequence.num_preemptions else "queued" for sequence in waiting}
         seen |= {"prefill" if sequence.num_output_tokens == 0 else "decode" for sequence in running}
         seen |= {"n"} if len(running) == 4 else set()
@@ -457,7 +458,15 @@ def test_the_states_of_the_abort_test_are_reached(state):
 def test_abort_tells_what_the_caller_has_not_heard_yet():
     engine = make_engine()
     engine.add_request("r", "Q", GREEDY)
-    engine._undelivered = engine.step()
+    complete = engine.scheduler.complete
+
+    def interrupted(step, token_ids):
+        signal.raise_signal(signal.SIGINT)
+        complete(step, token_ids)
+
+    engine.scheduler.complete = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
     told = engine.abort("r")
     assert [len(delta.token_ids) for delta in told] == [1, 0]
     assert_at_rest(engine)
@@ -492,8 +501,9 @@ def test_many_requests_leave_nothing_behind():
             engine.abort(name)
     run_all(engine)
     assert_at_rest(engine)
-    assert not engine._requests
-    assert not engine._by_sequence
+    assert engine.stats().num_unfinished_requests == 0
+    assert engine.step() == []
+    assert not engine.is_dead, "a step without work finds every completion forgotten"
 
 
 def test_cumulative_logprob_adds_up():

@@ -80,7 +80,7 @@ def ended(thread: EngineThread) -> None:
     thread.stop()
     thread.join()
     assert_at_rest(thread.engine)
-    assert thread._mailboxes == {}
+    assert thread.health().num_unfinished_requests == 0
 
 
 async def read(mailbox: Mailbox):

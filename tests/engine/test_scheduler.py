@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import holdfast.cache.pages
 import holdfast.cache.prefix
 import holdfast.engine.scheduler
-from engine.scheduling import make, run, sequence, shape
+from engine.scheduling import has_work, make, num_cached, run, sequence, shape
 from holdfast.config import Limits
 from holdfast.engine.scheduler import PageNeeds, Queues, named
 from holdfast.errors import QueueFullError, RequestError
@@ -21,7 +21,7 @@ from holdfast.request.sequence import Sequence, SequenceState
 NEEDS = PageNeeds(Limits(8, 64, max_model_len=40, page_tokens=4), num_pages=8)
 
 
-def sequence_page_needs(num_prompt: int, max_tokens: int, num_outputs: int = 0, num_pages: int = 0) -> Sequence:
+def grown(num_prompt: int, max_tokens: int, num_outputs: int = 0, num_pages: int = 0) -> Sequence:
     tokens = [0] * (num_prompt + num_outputs)
     return Sequence(0, tokens, num_prompt, SamplingParams(), 0, max_tokens, pages=list(range(num_pages)))
 
@@ -35,7 +35,7 @@ def test_pages_for_tokens_at_the_edges() -> None:
     [(1, 1, 1), (4, 1, 1), (4, 2, 2), (5, 4, 2), (5, 5, 3), (32, 1, 8), (1, 32, 8), (31, 2, 8)],
 )
 def test_the_last_token_needs_no_page(num_prompt: int, max_tokens: int, pages: int) -> None:
-    assert NEEDS.max_pages(sequence_page_needs(num_prompt, max_tokens)) == pages
+    assert NEEDS.max_pages(grown(num_prompt, max_tokens)) == pages
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_last_token_needs_no_page(num_prompt: int, max_tokens: int, pages: i
 )
 def test_what_can_never_run_is_refused_in_one_line(num_prompt: int, max_tokens: int, words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        NEEDS.max_pages(sequence_page_needs(num_prompt, max_tokens))
+        NEEDS.max_pages(grown(num_prompt, max_tokens))
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
     assert caught.value.do
@@ -57,24 +57,24 @@ def test_what_can_never_run_is_refused_in_one_line(num_prompt: int, max_tokens: 
 
 def test_a_longer_context_than_the_pool_is_bounded_by_max_model_len() -> None:
     needs = PageNeeds(Limits(8, 64, max_model_len=16, page_tokens=4), num_pages=4)
-    assert needs.max_pages(sequence_page_needs(10, 1000)) == 4
+    assert needs.max_pages(grown(10, 1000)) == 4
 
 
 def test_a_claim_has_one_page_to_grow_into_but_never_more_than_it_may_need() -> None:
-    assert NEEDS.claim(sequence_page_needs(5, 20), max_pages=6) == 3
-    assert NEEDS.claim(sequence_page_needs(5, 20, num_pages=2), max_pages=6) == 1
-    assert NEEDS.claim(sequence_page_needs(5, 4), max_pages=2) == 2
-    assert NEEDS.claim(sequence_page_needs(5, 4, num_pages=2), max_pages=2) == 0
-    assert NEEDS.claim(sequence_page_needs(5, 20, num_outputs=4, num_pages=3), max_pages=6) == 1
+    assert NEEDS.claim(grown(5, 20), max_pages=6) == 3
+    assert NEEDS.claim(grown(5, 20, num_pages=2), max_pages=6) == 1
+    assert NEEDS.claim(grown(5, 4), max_pages=2) == 2
+    assert NEEDS.claim(grown(5, 4, num_pages=2), max_pages=2) == 0
+    assert NEEDS.claim(grown(5, 20, num_outputs=4, num_pages=3), max_pages=6) == 1
 
 
-def sequence_queues(number: int) -> Sequence:
+def newcomer(number: int) -> Sequence:
     return Sequence(number, [1, 2, 3], 3, SamplingParams(), 0, 4)
 
 
 def filled(num_sequences: int) -> tuple[Queues, list[Sequence]]:
     queues = Queues()
-    sequences = [sequence_queues(number) for number in range(num_sequences)]
+    sequences = [newcomer(number) for number in range(num_sequences)]
     for one in sequences:
         queues.append(one)
     return queues, sequences
@@ -83,7 +83,7 @@ def filled(num_sequences: int) -> tuple[Queues, list[Sequence]]:
 def test_admission_and_preemption_are_each_others_reverse() -> None:
     queues, sequences = filled(4)
     assert [queues.admit() for _ in range(3)] == sequences[:3]
-    assert queues.youngest_running is sequences[2]
+    assert queues.running[-1] is sequences[2]
     assert queues.oldest_waiting is sequences[3]
     assert [queues.preempt() for _ in range(2)] == [sequences[2], sequences[1]]
     assert queues.running == sequences[:1]
@@ -101,15 +101,15 @@ def test_states_follow() -> None:
     queues.remove(one)
     assert one.state is SequenceState.FINISHED
     assert one not in queues
-    assert (len(queues), queues.num_waiting, queues.num_running) == (1, 1, 0)
+    assert (queues.num_waiting, queues.num_running) == (1, 0)
 
 
 def test_a_stranger_can_be_removed() -> None:
     queues, _ = filled(2)
-    stranger = sequence_queues(77)
+    stranger = newcomer(77)
     queues.remove(stranger)
     assert stranger.state is SequenceState.FINISHED
-    assert len(queues) == 2
+    assert queues.num_waiting + queues.num_running == 2
 
 
 @given(st.lists(st.sampled_from(["append", "admit", "preempt", "remove"]), max_size=60), st.randoms())
@@ -119,13 +119,13 @@ def test_running_before_waiting_is_always_sorted_by_arrival(moves: list[str], ra
     for move in moves:
         if move == "append":
             # Ids need not grow; arrival is what counts.
-            arrived.append(sequence_queues(1000 - len(arrived) * 7 % 97 - 100 * (len(arrived) // 97)))
+            arrived.append(newcomer(1000 - len(arrived) * 7 % 97 - 100 * (len(arrived) // 97)))
             queues.append(arrived[-1])
         elif move == "admit" and queues.num_waiting:
             queues.admit()
         elif move == "preempt" and queues.num_running:
             queues.preempt()
-        elif move == "remove" and len(queues):
+        elif move == "remove" and queues.num_waiting + queues.num_running:
             queues.remove(random.choice([*queues.running, *queues.waiting]))
         queues.check()
         assert [*queues.running, *queues.waiting] == [one for one in arrived if one in queues]
@@ -136,11 +136,11 @@ def test_only_new_sequences_join(state: SequenceState) -> None:
     queues, (one,) = filled(1)
     with pytest.raises(AssertionError, match="sequence 0 is not new"):
         queues.append(one)
-    used = sequence_queues(5)
+    used = newcomer(5)
     used.state = state
     with pytest.raises(AssertionError, match="sequence 5 is not new"):
         queues.append(used)
-    assert len(queues) == 1
+    assert (queues.num_waiting, queues.num_running) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_check_notices_damage(damage) -> None:
 
 
 def test_messages_never_show_tokens() -> None:
-    assert named(sequence_queues(12)) == "sequence 12"
+    assert named(newcomer(12)) == "sequence 12"
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
@@ -173,7 +173,7 @@ def test_nothing_to_do_is_an_empty_step() -> None:
     assert step.scheduled == ()
     assert step.num_tokens == 0
     scheduler.complete(step, [])
-    assert not scheduler.has_work
+    assert not has_work(scheduler)
 
 
 def test_prefill_then_decode() -> None:
@@ -181,10 +181,10 @@ def test_prefill_then_decode() -> None:
     one = sequence(0, 6, max_tokens=3)
     scheduler.add(one)
     assert [shape(run(scheduler)) for _ in range(3)] == [[(0, 0, 6)], [(0, 6, 1)], [(0, 7, 1)]]
-    assert one.output_token_ids == [7, 7, 7]
+    assert one.token_ids[one.num_prompt_tokens :] == [7, 7, 7]
     assert one.state is SequenceState.FINISHED
-    assert not scheduler.has_work
-    assert scheduler.num_free_pages == 16
+    assert not has_work(scheduler)
+    assert scheduler.pool.num_available == 16
 
 
 def test_pages_are_taken_as_tokens_come() -> None:
@@ -204,7 +204,7 @@ def test_any_chunk_size(chunk: int) -> None:
     one = sequence(0, 17, max_tokens=2)
     scheduler.add(one)
     positions = []
-    while scheduler.has_work:
+    while has_work(scheduler):
         for item in run(scheduler).scheduled:
             assert item.num_new_tokens <= chunk
             positions += range(item.start, item.start + item.num_new_tokens)
@@ -225,7 +225,7 @@ def test_fewer_tokens_than_sequences_serves_the_oldest() -> None:
     for number in range(4):
         scheduler.add(sequence(number, 1, max_tokens=3))
     order = []
-    while scheduler.has_work:
+    while has_work(scheduler):
         order.append([number for number, _, _ in shape(run(scheduler))])
     assert order == [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 3]]
 
@@ -302,7 +302,7 @@ def test_preemption_takes_the_youngest_and_it_resumes_first() -> None:
         assert late.state is SequenceState.WAITING
         run(scheduler)
     assert victim.token_ids[: len(tokens)] == tokens, "what it had generated is kept"
-    while scheduler.has_work:
+    while has_work(scheduler):
         run(scheduler)
     assert all(one.num_output_tokens == one.max_tokens for one in (*sequences, late))
 
@@ -314,11 +314,11 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
         scheduler.add(one)
     for _ in range(2):
         assert len(run(scheduler).scheduled) == 4
-    assert scheduler.num_free_pages == 0
+    assert scheduler.pool.num_available == 0
     assert shape(run(scheduler)) == [(0, 2, 1), (1, 2, 1)], "the fourth yields to the first, the third to nobody"
     assert scheduler.num_preemptions == 2
-    assert scheduler._queues.waiting == sequences[2:]
-    while scheduler.has_work:
+    assert scheduler.waiting == sequences[2:]
+    while has_work(scheduler):
         run(scheduler)
     assert [one.num_output_tokens for one in sequences] == [7] * 4
 
@@ -329,7 +329,7 @@ def test_nobody_is_preempted_for_a_page_of_tokens_after_an_admission() -> None:
     steps_since_admission = None
     for number in range(40):
         scheduler.add(sequence(number, 1 + number % 5, max_tokens=40))
-    while scheduler.has_work:
+    while has_work(scheduler):
         num_running, num_preemptions = scheduler.num_running, scheduler.num_preemptions
         step = run(scheduler)
         if scheduler.num_preemptions > num_preemptions:
@@ -346,9 +346,9 @@ def test_no_admission_in_a_step_that_preempts() -> None:
     scheduler = make(num_pages=6, page_tokens=2, max_model_len=12)
     for number in range(6):
         scheduler.add(sequence(number, 2, max_tokens=10))
-    while scheduler.has_work:
+    while has_work(scheduler):
         num_preemptions = scheduler.num_preemptions
-        waiting = {one.sequence_id for one in scheduler._queues.waiting}
+        waiting = {one.sequence_id for one in scheduler.waiting}
         step = run(scheduler)
         if scheduler.num_preemptions > num_preemptions:
             assert not waiting & {number for number, _, _ in shape(step)}
@@ -365,7 +365,7 @@ def test_the_oldest_always_advances_even_when_it_needs_every_page() -> None:
         assert step.scheduled[0].sequence is old
         assert old.num_output_tokens == expected
     steps = 0
-    while scheduler.has_work:
+    while has_work(scheduler):
         run(scheduler)
         steps += 1
     assert steps <= 5 * 16
@@ -388,9 +388,7 @@ def test_a_step_of_256_sequences_is_cheap_at_any_length(caching: bool) -> None:
         scheduler = make(60_000, 256, 65_536, 4096, page_tokens=16, max_queue=256, caching=caching)
         for number in range(256):
             scheduler.add(sequence(number, num_prompt, max_tokens=100))
-        while scheduler.schedule().scheduled[-1].start == 0 or scheduler.num_waiting:
-            step = scheduler._step
-            assert step is not None
+        while (step := scheduler.schedule()).scheduled[-1].start == 0 or scheduler.num_waiting:
             scheduler.complete(step, [7 if item.samples else None for item in step.scheduled])
         times = []
         for _ in range(32):
@@ -462,9 +460,9 @@ def test_finish_in_any_state_any_number_of_times(when: str) -> None:
         scheduler.check()
         assert keeper.num_output_tokens == 1
     assert (one.state, one.pages, one.num_tokens) == (SequenceState.FINISHED, [], length)
-    while scheduler.has_work:
+    while has_work(scheduler):
         run(scheduler)
-    assert scheduler.num_free_pages == 6
+    assert scheduler.pool.num_available == 6
 
 
 def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page() -> None:
@@ -474,11 +472,11 @@ def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_ta
     for one in (leaver, grower, blocked):
         scheduler.add(one)
     assert shape(run(scheduler)) == [(0, 0, 1), (1, 0, 4)]
-    available = scheduler.num_free_pages
+    available = scheduler.pool.num_available
     scheduler.finish(leaver)
     step = run(scheduler)
     assert shape(step) == [(1, 4, 1), (2, 0, 16)]
-    assert scheduler.num_free_pages == available - len(blocked.pages), "the case is not what it says"
+    assert scheduler.pool.num_available == available - len(blocked.pages), "the case is not what it says"
 
 
 def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
@@ -559,7 +557,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
     scheduler = make()
     first = sequence(0, [1, 2, 3], max_tokens=6)
     scheduler.add(first)
-    while scheduler.has_work:
+    while has_work(scheduler):
         run(scheduler)
     scheduler.add(sequence(1, [*first.token_ids, 5, 6], max_tokens=1))
     assert shape(run(scheduler)) == [(1, 8, 3)]
@@ -581,7 +579,7 @@ def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -
     scheduler.finish(second)
     scheduler.check()
     assert scheduler.kv_usage == 0
-    assert scheduler.pool.num_cached == 2
+    assert num_cached(scheduler) == 2
 
 
 def test_pages_of_the_same_step_are_not_shared() -> None:
@@ -605,7 +603,7 @@ def test_who_must_not_share_does_not(caching: bool) -> None:
     scheduler.add(opted_out)
     assert shape(run(scheduler)) == [(2, 0, 9)]
     assert opted_out.num_cached_tokens == 0
-    assert scheduler.pool.num_cached == (4 if caching else 0)
+    assert num_cached(scheduler) == (4 if caching else 0)
 
 
 def test_one_that_takes_no_hits_still_leaves_its_pages() -> None:

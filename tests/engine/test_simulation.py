@@ -63,9 +63,9 @@ def test_every_preemption_makes_pages_available_at_once(monkeypatch: pytest.Monk
     gains = []
 
     def preempt(self: Scheduler):
-        before = self.num_free_pages
+        before = self.pool.num_available
         sequence = real(self)
-        gains.append(self.num_free_pages - before)
+        gains.append(self.pool.num_available - before)
         return sequence
 
     real = Scheduler._preempt_youngest

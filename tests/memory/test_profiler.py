@@ -70,9 +70,7 @@ def test_the_plan_is_held_against_it() -> None:
     plan = plan_memory(1000 * MIB, "", terms, MIB, 1, 30)
     load, serve = profile.compare(plan, before_bytes=5 * MIB)
     assert (load.phase, load.planned_bytes, load.measured_bytes) == ("load", 113 * MIB, 105 * MIB)
-    assert load.difference_bytes == -8 * MIB
     assert (serve.phase, serve.planned_bytes, serve.measured_bytes) == ("serve", 135 * MIB, 145 * MIB)
-    assert serve.difference_share == pytest.approx(10 / 135)
     assert serve.peak_allocated_bytes == 140 * MIB
 
 

@@ -27,7 +27,6 @@ def test_sizes_follow_from_heads_and_not_from_hidden_size() -> None:
     assert SPEC.query_size == 96 != SPEC.hidden_size
     assert SPEC.kv_size == 32
     assert SPEC.qkv_size == 96 + 2 * 32
-    assert SPEC.queries_per_kv == 3
 
 
 def test_windows_are_per_layer_or_absent() -> None:

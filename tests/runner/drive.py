@@ -175,7 +175,7 @@ def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[T
 
 def lanes(workspace: Workspace) -> dict[str, torch.Tensor]:
     """Every byte of a workspace, by lane."""
-    return {lane: arena.tensors[lane] for lane, arena in workspace._arenas.items()}
+    return workspace.lanes
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Request:
     @property
     def output(self) -> list[int]:
         assert self.sequence is not None, "it has not run"
-        return self.sequence.output_token_ids
+        return self.sequence.token_ids[self.sequence.num_prompt_tokens :]
 
 
 class Drive:
@@ -207,8 +207,10 @@ class Drive:
         waiting = sorted(requests, key=lambda request: request.arrival)
         live: list[Sequence] = []
         num_steps = 0
-        while waiting or self.scheduler.has_work:
-            while waiting and (waiting[0].arrival <= num_steps or not self.scheduler.has_work):
+        while waiting or self.scheduler.num_waiting or self.scheduler.num_running:
+            is_idle = self.scheduler.num_waiting + self.scheduler.num_running == 0
+            while waiting and (waiting[0].arrival <= num_steps or is_idle):
+                is_idle = False
                 live.append(self._add(waiting.pop(0)))
             step = self.scheduler.schedule()
             assert step.scheduled, "nobody is scheduled, and somebody waits"

@@ -208,9 +208,9 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     for layer in range(len(built.storage.spec.layers)):
         for plane in built.storage.planes(layer).values():
             plane[slots.flatten()] = float("nan")
-    for lane, arena in runner._decoder._workspace._arenas.items():
+    for lane, memory in runner._decoder._workspace.lanes.items():
         if lane != "fused_decode":  # products of few rows count in it, and leave it at zero
-            arena.tensors[lane].fill_(0xFF)
+            memory.fill_(0xFF)
     inputs, table = runner._buffers._inputs, runner._buffers._page_table
     inputs.host.fill(7)
     inputs.tensor.fill_(7)

@@ -74,7 +74,7 @@ def test_sequences_of_a_scheduler_that_preempts_and_shares(seed):
     for index in range(30):
         ids = list(dice.choice(prompts))
         scheduler.add(Sequence(index, ids, len(ids), SamplingParams(), seed=0, max_tokens=dice.choice([1, 20, 24])))
-    while scheduler.has_work:
+    while scheduler.num_waiting or scheduler.num_running:
         step = scheduler.schedule()
         run(table, [item.sequence for item in step.scheduled])
         scheduler.complete(step, [dice.randrange(9) if item.samples else None for item in step.scheduled])

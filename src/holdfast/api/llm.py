@@ -119,6 +119,11 @@ class LLM:
         return sampling_params_from(self._live().engine.generation)
 
     @property
+    def engine(self) -> Engine:
+        """What answers, for those who measure it; one thread at a time may call it."""
+        return self._live().engine
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self._live().engine.tokenizer
 

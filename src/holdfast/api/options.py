@@ -6,6 +6,9 @@ from holdfast.errors import ModelFormatError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.sampling_params import SamplingParams
 
+ADVISED = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""What makers of models advise in generation_config.json."""
+
 
 class EngineOptions(TypedDict, total=False):
     """Every field of `EngineConfig` but the model, for editors and type checkers; `EngineConfig` explains and checks them."""
@@ -46,11 +49,7 @@ class EngineOptions(TypedDict, total=False):
 
 def sampling_params_from(generation: GenerationDefaults) -> SamplingParams:
     """What the makers of the model advise; the usual defaults where they say nothing."""
-    advised = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty")
-        if (value := getattr(generation, name)) is not None
-    }
+    advised = {name: value for name in ADVISED if (value := getattr(generation, name)) is not None}
     try:
         return SamplingParams(**advised)
     except RequestError as error:

@@ -23,14 +23,13 @@ from holdfast.cli.bench_record import num_cores, ratios, record
 from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file
 from holdfast.cli.options import Given, read_counts, read_range
 from holdfast.cli.tables import aligned
-from holdfast.cli.terminal import dumps, write_answer, write_line
+from holdfast.cli.terminal import STDOUT, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 
 PEERS = ("transformers",)
-STDOUT = "-"
 MAX_TOKENS = 1 << 20
 Cases = Callable[[random.Random, range], list[Case]]
 

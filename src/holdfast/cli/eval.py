@@ -19,7 +19,7 @@ from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name
 from holdfast.cli.options import Given, read_count
 from holdfast.cli.page import eval_page, page_file, write_page
 from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show
-from holdfast.cli.terminal import MAX_PATH, dumps, log_plainly, write_answer, write_line
+from holdfast.cli.terminal import MAX_PATH, STDOUT, dumps, log_plainly, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, PromptError, shown
 from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from holdfast.eval.weight_quality import Listener, SchemeEntry
 
 NUM_LINES = 10
-STDOUT = "-"
 ALL = "all"
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_WINDOW = 2**24

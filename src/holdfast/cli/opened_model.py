@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.api.llm import LLM, open_engine
+from holdfast.api.options import ADVISED
 from holdfast.api.progress import is_watched
 from holdfast.cli.options import Given
 from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, write_line
@@ -31,7 +32,6 @@ MAX_STDIN_BYTES = 64 * 2**20
 PATIENCE_SECONDS = 3.0
 """How long piped input may stay silent before somebody is told that it is waited for."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-ADVISED = ("temperature", "top_p", "top_k", "repetition_penalty")
 CHOOSING = ("top_p", "top_k", "min_p", "n")
 """Options that mean nothing unless tokens are drawn at random."""
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
 """Exit codes; the second is what a shell expects."""
+STDOUT = "-"
+"""Stands for stdout where a file is asked for."""
 MAX_PATH = 4096
 """Characters of a path that a line repeats: all of them, as Linux has it."""
 DEBUG_VARIABLE = "HOLDFAST_DEBUG"

@@ -24,6 +24,8 @@ from holdfast.text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 256
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_MASK = 2**64 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class TextPrompt(TypedDict):
@@ -286,10 +288,6 @@ def describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     named = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {text}"
     return named if len(named) <= 300 else f"{named[:297]}..."
-
-
-_MASK = 2**64 - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def derive_seed(seed: int, index: int) -> int:

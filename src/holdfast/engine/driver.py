@@ -4,6 +4,7 @@
                                        one lock -> engine.step
     call B: submit, pump, pump, ...   /                       \\ sink of B's requests
 
+`Call.pump` takes the lock, steps the engine once for everybody, and hands each delta to the sink of its request.
 A call that ends for any reason (done, an exception, Ctrl-C, a generator that is closed) aborts what it left behind.
 """
 
@@ -63,6 +64,12 @@ class Driver:
         with self._lock:
             self._deliver(self.engine.step())
             self.engine.raise_if_dead()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests of all calls whose last delta is still to come."""
+        with self._lock:
+            return len(self._readings)
 
     def unfinished(self, names: set[str]) -> set[str]:
         """Those of the names whose last delta is still to come."""

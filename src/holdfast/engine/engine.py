@@ -1,6 +1,12 @@
 """Engine: requests in, tokens out, one step at a time; a request can only fail itself; no torch.
 
 A step: the scheduler says who runs, the runner runs them, each completion takes its token, and what it says is a delta.
+
+    step        what LLM (through a Driver) and AsyncLLM (through an EngineThread) call again and again
+    _step       schedule -> execute -> _book; only the runner can be interrupted
+    _book       every token to the scheduler, then to its completion
+    _advance    one completion: its text, its delta, its end
+
 An exception in code that a request controls ends that request. An exception in the runner or the scheduler ends the
 engine: every live request gets an error, and so does every later call. Ctrl-C comes through only while the runner
 runs; the interrupted step is not booked, so that everything in it can be aborted, or simply runs again.
@@ -30,6 +36,22 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, Step, StepResult
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
+
+MAX_REQUEST_ID_CHARS = 256
+_log = get_logger(__name__)
+
+
+class StepRunner(Protocol):
+    """The model on its device, as the engine sees it."""
+
+    limits: Limits
+    num_pages: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def execute(self, step: Step) -> StepResult:
+        """Run a step and choose its tokens. An exception ends the engine; a step cut short by Ctrl-C may come again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +123,6 @@ class InterruptShield:
         self._is_pending = True
 
 
-MAX_REQUEST_ID_CHARS = 256
-_log = get_logger(__name__)
-
-
-class StepRunner(Protocol):
-    """The model on its device, as the engine sees it."""
-
-    limits: Limits
-    num_pages: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-
-    def execute(self, step: Step) -> StepResult:
-        """Run a step and choose its tokens. An exception ends the engine; a step cut short by Ctrl-C may come again."""
-        ...
-
-
 class Engine:
     """One model, one queue. Names that callers give are labels; integers that never repeat own pages and state."""
 
@@ -141,9 +146,10 @@ class Engine:
         """What the makers of the model advise."""
         self.memory = memory
         """Who holds how many bytes, planned and taken."""
+        self.scheduler = scheduler
+        """Queues and pages, to be looked at between two steps."""
         self._runner = runner
         self._release = release
-        self._scheduler = scheduler
         self._admission = Admission(
             runner.limits, runner.num_pages, runner.vocab_size, scheduler.max_queue, tokenizer, chat_template
         )
@@ -190,11 +196,11 @@ class Engine:
         """Queue a request that `prepare` found sound; returns its name. All of its completions are queued, or none."""
         self.raise_if_dead()
         name = self.unused_request_id() if request_id is None else self._checked_name(request_id)
-        num_free = self._scheduler.max_queue - self._scheduler.num_waiting
+        num_free = self.scheduler.max_queue - self.scheduler.num_waiting
         if prepared.params.n > num_free:
             raise QueueFullError(
                 f"{prepared.params.n} more completions were asked",
-                f"{self._scheduler.num_waiting} wait and the queue holds {self._scheduler.max_queue}",
+                f"{self.scheduler.num_waiting} wait and the queue holds {self.scheduler.max_queue}",
                 "try again later, or raise max_queue",
             )
         try:
@@ -253,7 +259,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -271,7 +277,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self.raise_if_dead()
-        self._scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Give all memory back, when every request has ended; nothing can run afterwards. May be called twice."""
@@ -326,14 +332,15 @@ class Engine:
     def _queue(self, sequences: list[Sequence]) -> None:
         try:
             for sequence in sequences:
-                self._scheduler.add(sequence)
+                self.scheduler.add(sequence)
         except RequestError:
             for sequence in sequences:
-                self._scheduler.finish(sequence)
+                self.scheduler.finish(sequence)
             raise
 
     def _step(self, shield: InterruptShield) -> None:
-        step = self._scheduler.schedule()
+        """Schedule, execute, book."""
+        step = self.scheduler.schedule()
         if not step.scheduled:
             assert not self._by_sequence, f"nobody is scheduled of {len(self._by_sequence)} that want to run"
             return
@@ -357,10 +364,10 @@ class Engine:
                 ending = Ending("error", error=_no_token_reason(token_id, item.sequence))
                 self._undelivered += self._end([completion], ending)
                 # Numbers that are not finite may lie in pages that others would share.
-                self._scheduler.reset_prefix_cache()
+                self.scheduler.reset_prefix_cache()
                 token_id = None
             token_ids.append(token_id)
-        self._scheduler.complete(step, token_ids)
+        self.scheduler.complete(step, token_ids)
         self._num_steps += 1
         now = self._clock()
         for item, result, token_id in zip(step.scheduled, results, token_ids, strict=True):
@@ -374,6 +381,7 @@ class Engine:
     def _advance(
         self, completion: Completion, start: int, token_id: int | None, result: SequenceResult, now: float
     ) -> None:
+        """Hand a completion its token; what fails in its text ends this request alone."""
         try:
             completion.collect_prompt_logprobs(start, result)
             if token_id is None:
@@ -402,7 +410,7 @@ class Engine:
     def _forget(self, completion: Completion) -> None:
         """Its pages and its state are given back; the request goes with its last completion."""
         sequence = completion.sequence
-        self._scheduler.finish(sequence)
+        self.scheduler.finish(sequence)
         del self._by_sequence[sequence.sequence_id]
         siblings = self._requests[completion.request_id]
         del siblings[sequence.sequence_id]

@@ -17,6 +17,8 @@ from holdfast.errors import EngineDeadError, HoldfastError
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 
+_log = get_logger(__name__)
+
 
 class Mailbox:
     """Filled by the engine's thread, emptied by one reader; what a slow reader has not taken yet is merged.
@@ -67,9 +69,6 @@ class Mailbox:
                     return self._buffer.take(), self._num_unfinished == 0
 
 
-_log = get_logger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Health:
     """Whether the engine moves. A hung step shows as seconds that grow while something is unfinished."""
@@ -78,6 +77,8 @@ class Health:
     num_unfinished_requests: int
     seconds_since_progress: float
     """Since the last completed step, or since there has been work; 0 when there is none."""
+    num_commands: int
+    """Requests and aborts that wait for the step in progress to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class EngineThread:
             is_idle = self._is_idle and not self._commands
             seconds = 0.0 if is_idle else self._clock() - self._progressed_at
             is_alive = self._thread.is_alive() and not self.engine.is_dead
-            return Health(is_alive, len(self._mailboxes), seconds)
+            return Health(is_alive, len(self._mailboxes), seconds, len(self._commands))
 
     def drain(self) -> None:
         """Refuse new requests, finish the others, then end; `join` waits for that."""

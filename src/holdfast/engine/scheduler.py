@@ -89,9 +89,6 @@ class Queues:
         self._arrivals: dict[int, int] = {}
         self._num_arrived = 0
 
-    def __len__(self) -> int:
-        return len(self._arrivals)
-
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._arrivals
 
@@ -116,10 +113,6 @@ class Queues:
     @property
     def oldest_waiting(self) -> Sequence:
         return next(iter(self._waiting.values()))
-
-    @property
-    def youngest_running(self) -> Sequence:
-        return next(reversed(self._running.values()))
 
     def append(self, sequence: Sequence) -> None:
         """A new sequence waits, behind all others."""
@@ -225,13 +218,14 @@ class Scheduler:
         return self._queues.num_running
 
     @property
-    def has_work(self) -> bool:
-        return len(self._queues) > 0
+    def running(self) -> list[Sequence]:
+        """A copy, oldest first."""
+        return self._queues.running
 
     @property
-    def num_free_pages(self) -> int:
-        """Free pages and cached ones: what could be allocated now."""
-        return self.pool.num_available
+    def waiting(self) -> list[Sequence]:
+        """A copy, oldest first."""
+        return self._queues.waiting
 
     @property
     def kv_usage(self) -> float:

@@ -43,16 +43,6 @@ class PhaseComparison:
     measured_bytes: int
     peak_allocated_bytes: int
 
-    @property
-    def difference_bytes(self) -> int:
-        """Positive where more was taken than planned."""
-        return self.measured_bytes - self.planned_bytes
-
-    @property
-    def difference_share(self) -> float:
-        """The same as a share of the plan."""
-        return self.difference_bytes / max(self.planned_bytes, 1)
-
 
 def measure(device: object, statm: Path = STATM) -> DeviceBytes | None:
     """A device by its torch name or as torch's own; None where it cannot be asked."""

@@ -47,6 +47,11 @@ class Workspace:
             views = self._views.get((lane, owner, specs))
         return self._first_views(owner, specs, lane) if views is None else views
 
+    @property
+    def lanes(self) -> dict[str, torch.Tensor]:
+        """All bytes of each lane, as they lie."""
+        return {lane: arena.tensors[lane] for lane, arena in self._arenas.items()}
+
     def release(self) -> None:
         """Give every lane back; nothing can be acquired afterwards."""
         self._views.clear()

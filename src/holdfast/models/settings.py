@@ -18,6 +18,25 @@ SMALLEST, LARGEST = 1e-30, 1e30
 """Numbers are bounded so that arithmetic with them stays finite."""
 _ABSENT = object()
 
+MAX_EXPERTS = 2**16
+MAX_MODEL_EXPERTS = 2**17
+"""Of all layers together: every one is listed before a file is looked at. The largest models have some 23 thousand."""
+MAX_EXPERT_WIDTH = 2**20
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
+"""Both mean the same; transformers writes one or the other, by family and version."""
+
+DEFAULT_THETA = 10_000.0
+KINDS: tuple[str, ...] = get_args(RopeKind)
+MAX_POSITIONS = 2**31 - 1
+KNOWN_KEYS = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned"),
+    }
+)
+"""`finetuned` is a remark of older yarn checkpoints; the rest is read below."""
+
 
 def plain(text: str) -> str:
     """A name from a file without quotes around it, escaped and short."""
@@ -142,14 +161,6 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
 
 
-MAX_EXPERTS = 2**16
-MAX_MODEL_EXPERTS = 2**17
-"""Of all layers together: every one is listed before a file is looked at. The largest models have some 23 thousand."""
-MAX_EXPERT_WIDTH = 2**20
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
-"""Both mean the same; transformers writes one or the other, by family and version."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertDefaults:
     """What transformers assumes where config.json does not say."""
@@ -201,19 +212,6 @@ def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise settings.refuse("mlp_only_layers", listed, "a list of layers")
     return frozenset(layer for layer in range(num_layers) if (layer + 1) % step or layer in listed)
-
-
-DEFAULT_THETA = 10_000.0
-KINDS: tuple[str, ...] = get_args(RopeKind)
-MAX_POSITIONS = 2**31 - 1
-KNOWN_KEYS = frozenset(
-    {
-        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
-        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned"),
-    }
-)
-"""`finetuned` is a remark of older yarn checkpoints; the rest is read below."""
 
 
 def read_rope(config: Settings, head_dim: int, max_position: int) -> RopeSpec:

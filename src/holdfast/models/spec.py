@@ -103,10 +103,6 @@ class ModelSpec:
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.kv_size
 
-    @property
-    def queries_per_kv(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None

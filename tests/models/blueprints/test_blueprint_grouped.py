@@ -176,7 +176,7 @@ def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
     anatomy = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x").anatomy
     recipe = WeightRecipe(scheme)
     requests = {request.owner: request for request in anatomy.requests(STEP._replace(recipe=recipe), 2, ())}
-    spec = anatomy._rank(2)  # type: ignore[attr-defined]
+    spec = anatomy.rank(2)  # type: ignore[attr-defined]
     wanted = quantized_rows_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
     assert requests.get("quantized_rows") == (wanted if scheme is FP8 else None)
     assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)

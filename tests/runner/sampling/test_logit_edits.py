@@ -29,7 +29,7 @@ def make_sequence(prompt: list[int], output: list[int], sequence_id: int = 0) ->
 def assert_counted(seen: SeenTokens, sequence: Sequence) -> None:
     counts = seen.of(sequence)
     known = [token_id for token_id in sequence.token_ids if token_id < VOCAB_SIZE]
-    output = Counter(token_id for token_id in sequence.output_token_ids if token_id < VOCAB_SIZE)
+    output = Counter(token_id for token_id in sequence.token_ids[sequence.num_prompt_tokens :] if token_id < VOCAB_SIZE)
     assert sorted(counts.seen_ids.tolist()) == sorted(set(known))
     assert dict(zip(counts.output_ids.tolist(), counts.output_counts.tolist(), strict=True)) == output
 
@@ -103,7 +103,7 @@ def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def reference(row: list[float], sequence: Sequence) -> list[float]:
-    params, output = sequence.params, sequence.output_token_ids
+    params, output = sequence.params, sequence.token_ids[sequence.num_prompt_tokens :]
     edited = list(row)
     for token_id in set(sequence.token_ids):
         edited[token_id] *= params.repetition_penalty if edited[token_id] <= 0 else 1 / params.repetition_penalty

@@ -46,7 +46,7 @@ def sample_one(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
 
 
 def edited_reference(row: np.ndarray, sequence: Sequence) -> np.ndarray:
-    params, output = sequence.params, sequence.output_token_ids
+    params, output = sequence.params, sequence.token_ids[sequence.num_prompt_tokens :]
     logits = row.astype(np.float64)
     for token_id in set(sequence.token_ids):
         logits[token_id] *= params.repetition_penalty if logits[token_id] < 0 else 1 / params.repetition_penalty

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
 from holdfast.models.blueprints.anatomy import CacheRows, Experts, StepShape, needed, split
-from holdfast.models.blueprints.latent import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
+from holdfast.models.blueprints.latent import PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
 from holdfast.models.blueprints.weights import FP8_BLOCK_E8M0, Weight
+from holdfast.models.families import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.settings import Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 

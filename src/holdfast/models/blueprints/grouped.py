@@ -50,7 +50,7 @@ class GroupedAnatomy(NamedTuple):
         return reason
 
     def weights(self, num_ranks: int) -> tuple[Weight, ...]:
-        parameters = list_parameters(self._rank(num_ranks), self.names, with_layouts=False)
+        parameters = list_parameters(self.rank(num_ranks), self.names, with_layouts=False)
         natives = {"linear": self.native, "expert": self.native}
         return tuple(weight_of(parameter, natives.get(parameter.kind)) for parameter in parameters)
 
@@ -61,19 +61,19 @@ class GroupedAnatomy(NamedTuple):
         return None
 
     def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
-        spec = self._rank(num_ranks)
+        spec = self.rank(num_ranks)
         return (CacheRows("attention", spec.num_layers, kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)),)
 
     def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
         return 0
 
     def heads(self, num_ranks: int) -> HeadGeometry:
-        spec = self._rank(num_ranks)
+        spec = self.rank(num_ranks)
         windows = spec.sliding_windows or (None,) * spec.num_layers
         return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, spec.qkv_bias)
 
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        spec = self._rank(num_ranks)
+        spec = self.rank(num_ranks)
         requests = [
             stream_request(spec, step.num_rows, step.dtype),
             embed_request(spec, step.num_rows, step.dtype),
@@ -90,7 +90,7 @@ class GroupedAnatomy(NamedTuple):
         # Logits are gathered from all ranks before one of them samples.
         return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))
 
-    def _rank(self, num_ranks: int) -> ModelSpec:
+    def rank(self, num_ranks: int) -> ModelSpec:
         """The decoder as one rank has it: heads and inner width divided, key heads shared where there are too few."""
         if num_ranks == 1:
             return self.decoder

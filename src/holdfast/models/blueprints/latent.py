@@ -8,12 +8,10 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
 from holdfast.models.blueprints.anatomy import CacheRows, Experts, StepShape, needed, split
 from holdfast.models.blueprints.weights import Weight
+from holdfast.models.families import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.settings import Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
-MAX_WIDTH = 2**20
-MAX_LAYERS = 1024
-MAX_VOCAB = 2**24
 FP8_TILE = 128
 """Latent elements that share a float32 scale in a row of fp8."""
 ROWS_AT_ONCE = 1024
