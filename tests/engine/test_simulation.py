@@ -9,9 +9,9 @@ from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 
 NUM_BATCHES = 20
-QUICK_BATCHES = 5
+QUICK_BATCHES = 2
 BATCHES = [pytest.param(batch, marks=[pytest.mark.slow] * (batch >= QUICK_BATCHES)) for batch in range(NUM_BATCHES)]
-"""A quarter of a million events each time; the rest of the million with the tests that take minutes."""
+"""A hundred thousand events each time, where planted bugs show in a few thousand; the rest with the tests that take minutes."""
 WORLDS_PER_BATCH = 10
 EVENTS_PER_WORLD = 5_000
 NEEDED = {"arrive", "finish", "abort", "preempt", "share", "reset", "queue full", "refuse", "step", "failed step"}
@@ -36,7 +36,7 @@ def test_a_million_events_leave_no_leak_and_no_wrong_read(batch: int) -> None:
     assert seen == NEEDED
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
     digests = []
     for _ in range(2):
