@@ -27,10 +27,10 @@ from holdfast.cache.storage import PageStorage
 from kernels.exactness import require_native, same_bits
 
 BACKENDS = (NativePagedAttention, TritonPagedAttention, TorchPagedAttention)
-CODED = "turboquant_k8v4 turboquant_3bit_nc"
+QUANTIZED = "turboquant_k8v4 turboquant_3bit_nc"
 CASES = [
     *((backend, "float32") for backend in BACKENDS),
-    (TorchPagedAttention, CODED),
+    (TorchPagedAttention, QUANTIZED),
     (TorchPagedAttention, "turboquant_4bit_nc float32"),
 ]
 MORE_CASES = [*CASES, (TritonPagedAttention, "turboquant_k8v4 turboquant_4bit_nc")]

@@ -13,16 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.steps import Geometry
-from attention.work_lists import made_up_batch
+from attention.work_lists import dummy_batch
 from holdfast.attention import declarations
 from holdfast.attention.declarations import (
     DECLARATIONS,
     MASK_ELEMENTS,
     MAX_MASK_ROWS,
+    MAX_PARTIALS,
     MIN_SPLIT_TOKENS,
-    QUERY_ROWS,
-    SPLIT_ROWS,
-    TILE_FIELDS,
     AttentionSpec,
     BackendDeclaration,
     NativePagedDeclaration,
@@ -32,8 +30,8 @@ from holdfast.attention.declarations import (
     choose_declaration,
     least_tile_rows,
     mask_rows,
+    max_partials,
     max_tiles,
-    split_rows,
     tile_kinds,
 )
 from holdfast.attention.native_paged import NativePagedAttention
@@ -99,12 +97,12 @@ def test_what_was_chosen_is_what_is_built():
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_the_machine_and_the_wish_reach_the_backend(batch_invariant):
+def test_the_machine_and_batch_invariance_reach_the_backend(batch_invariant):
     """A lone long row is split for the machine, or by its own length."""
     geometry = Geometry(max_model_len=40000, num_heads=1, num_kv_heads=1, page_tokens=4)
     bounds = StepBounds(max_num_seqs=1, max_num_rows=64, page_tokens=4)
     backend = build_backend(DECLARATIONS[1], geometry.specs, geometry.storage(4), bounds, 77, batch_invariant)
-    (work,) = backend.plan(made_up_batch([(39999, 1)])).work.values()
+    (work,) = backend.plan(dummy_batch([(39999, 1)])).work.values()
     assert work.rows_T2[0, 1] == (63 if batch_invariant else 125), "of whole blocks"
 
 
@@ -134,8 +132,8 @@ def layer(
     return replace(AttentionSpec(cache, num_heads, head_dim**-0.5, None, 40960, dtype, "cuda"), **changes)
 
 
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
-HALF_CODED = replace(
+QUANTIZED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
+HALF_QUANTIZED = replace(
     layer(), cache=LayerCache(0, "attention", KVFormat("mine", "uint8", "bfloat16", key_bits=4), 8, 128)
 )
 
@@ -163,10 +161,10 @@ def test_names_are_unique():
         (layer("bfloat16", head_dim=100), "torch_paged"),
         (layer("bfloat16", num_heads=129, num_kv_heads=1), "torch_paged"),
         (layer("bfloat16", num_heads=128, num_kv_heads=1), "triton_paged"),
-        *((layer(name), "triton_paged") for name in CODED),
-        *((layer(name, dtype="float16"), "triton_paged") for name in CODED),
-        *((layer(name, dtype="float32"), "torch_paged") for name in CODED),
-        *((layer(name, device_kind="cpu", dtype="float32"), "torch_paged") for name in CODED),
+        *((layer(name), "triton_paged") for name in QUANTIZED),
+        *((layer(name, dtype="float16"), "triton_paged") for name in QUANTIZED),
+        *((layer(name, dtype="float32"), "torch_paged") for name in QUANTIZED),
+        *((layer(name, device_kind="cpu", dtype="float32"), "torch_paged") for name in QUANTIZED),
         (layer("fp8", head_dim=272), "torch_paged"),
         (layer("fp8", num_heads=129, num_kv_heads=1), "torch_paged"),
     ],
@@ -201,7 +199,7 @@ def test_one_layer_is_enough_to_decline(compiler):
         (NATIVE, layer("float16", device_kind="cpu"), "it computes in float32 over float32 pages only"),
         *(
             (NATIVE, layer(name, device_kind="cpu"), f"the format {name} is not plain keys and values")
-            for name in CODED
+            for name in QUANTIZED
         ),
         (TRITON, layer(device_kind="cpu"), "it runs on GPUs, not on cpu"),
         (TRITON, layer("fp8", device_kind="cpu"), "it runs on GPUs, not on cpu"),
@@ -218,8 +216,8 @@ def test_one_layer_is_enough_to_decline(compiler):
         (TRITON, layer("fp8", num_heads=129, num_kv_heads=1), "129 query heads share a key head, 128 may"),
         (TORCH, layer(num_heads=7, num_kv_heads=2), "7 query heads do not divide into 2 key heads"),
         (TORCH, layer("fp8", head_dim=72), "head_dim is 72, and quantized heads are multiples of 16"),
-        (TRITON, HALF_CODED, "the format mine codes only one of keys and values"),
-        (TORCH, HALF_CODED, "the format mine codes only one of keys and values"),
+        (TRITON, HALF_QUANTIZED, "the format mine codes only one of keys and values"),
+        (TORCH, HALF_QUANTIZED, "the format mine codes only one of keys and values"),
     ],
 )
 def test_declines_in_words(compiler, declaration, spec, words):
@@ -230,7 +228,7 @@ def test_declines_in_words(compiler, declaration, spec, words):
     ("num_heads", "num_kv_heads", "head_dim"),
     [(64, 8, 128), (12, 12, 64), (32, 32, 80), (32, 8, 96), (14, 2, 112), (8, 1, 256), (16, 8, 256), (128, 1, 128)],
 )
-@pytest.mark.parametrize("kv_format", ["bfloat16", "float16", *CODED])
+@pytest.mark.parametrize("kv_format", ["bfloat16", "float16", *QUANTIZED])
 def test_triton_takes_every_geometry_of_ordinary_models(kv_format, num_heads, num_kv_heads, head_dim):
     assert TRITON.unsupported(layer(kv_format, num_heads, num_kv_heads, head_dim)) is None
 
@@ -250,7 +248,7 @@ def test_every_reason_is_listed_once(compiler):
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 def test_everybody_declines_a_format_that_nothing_attends_to(compiler, device_kind):
     with pytest.raises(UnsupportedModelError) as caught:
-        choose_declaration([replace(HALF_CODED, device_kind=device_kind)])
+        choose_declaration([replace(HALF_QUANTIZED, device_kind=device_kind)])
     assert all(f"{declaration.name}: " in str(caught.value) for declaration in DECLARATIONS)
 
 
@@ -280,11 +278,6 @@ def test_a_plan_without_torch_looks_for_a_compiler(tmp_path, environment, expect
     kept |= {name: value.format(bin=tmp_path) for name, value in environment.items()}
     ran = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [expected, "False"]
-
-
-def test_the_numbers_of_the_kernel_are_known_without_it():
-    assert len(tiled_attention.TILE_FIELDS) == TILE_FIELDS
-    assert tiled_attention.LARGE_TILE == QUERY_ROWS
 
 
 def test_native_holds_nothing():
@@ -330,11 +323,11 @@ def test_where_no_context_is_split_nothing_is_kept():
 @given(max_model_len=LENGTHS, bounds=EVERY_BOUNDS)
 def test_partial_results_have_a_cap(max_model_len, bounds):
     """Neither by the context nor by the number of sequences, and never more than could be used."""
-    rows = split_rows(max_model_len, bounds)
-    assert 0 <= rows <= SPLIT_ROWS
+    rows = max_partials(max_model_len, bounds)
+    assert 0 <= rows <= MAX_PARTIALS
     assert rows <= bounds.max_num_rows * -(-max_model_len // MIN_SPLIT_TOKENS)
     assert (rows == 0) == (max_model_len <= MIN_SPLIT_TOKENS)
-    assert split_rows(2**20, StepBounds(1024, 65536, 16)) == SPLIT_ROWS
+    assert max_partials(2**20, StepBounds(1024, 65536, 16)) == MAX_PARTIALS
 
 
 @given(
@@ -342,7 +335,7 @@ def test_partial_results_have_a_cap(max_model_len, bounds):
     bounds=EVERY_BOUNDS,
     group=st.integers(1, 128),
     windows=st.sampled_from([(None,), (5, 5)]),
-    kv_format=st.sampled_from(["bfloat16", *CODED]),
+    kv_format=st.sampled_from(["bfloat16", *QUANTIZED]),
 )
 def test_tiles_and_rows_are_counted_to_the_byte(max_model_len, bounds, group, windows, kv_format):
     specs = [
@@ -354,13 +347,13 @@ def test_tiles_and_rows_are_counted_to_the_byte(max_model_len, bounds, group, wi
     num_tiles = max_tiles(kind, max_model_len, bounds)
     assert (tiles.owner, tiles.phases) == ("attention/tiles", PHASES)
     assert (rows.owner, rows.phases) == ("attention/rows", PHASES)
-    assert tiles.num_bytes == len(set(windows)) * (1 + num_tiles) * TILE_FIELDS * 4
+    assert tiles.num_bytes == len(set(windows)) * (1 + num_tiles) * 8 * 4
     assert rows.num_bytes == len(set(windows)) * bounds.max_num_rows * 2 * 4
     rows_per_tile = least_tile_rows(kind)
     if kv_format == "bfloat16":
         assert rows_per_tile == tiled_attention.tile_rows(group, 1, large=True)
     whole = -(-bounds.max_num_rows // rows_per_tile)
-    assert num_tiles == whole + min(bounds.max_num_seqs, bounds.max_num_rows) + split_rows(max_model_len, bounds)
+    assert num_tiles == whole + min(bounds.max_num_seqs, bounds.max_num_rows) + max_partials(max_model_len, bounds)
 
 
 def test_every_kind_has_lists_for_every_window():
@@ -375,7 +368,7 @@ def test_every_kind_has_lists_for_every_window():
     tiles, rows, rotation = found.pop()
     kinds = tile_kinds([layer(name) for name in names])
     assert len(kinds) == 3
-    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, BOUNDS_DECLARATIONS) for kind in kinds) * TILE_FIELDS * 4
+    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, BOUNDS_DECLARATIONS) for kind in kinds) * 8 * 4
     assert rows == 2 * 3 * BOUNDS_DECLARATIONS.max_num_rows * 2 * 4
     assert rotation == 129 * 128 * 2
 
@@ -390,7 +383,7 @@ def test_every_kind_has_lists_for_every_window():
     ],
 )
 @pytest.mark.parametrize("declaration", [TRITON, TORCH], ids=lambda declaration: declaration.name)
-def test_a_rotation_for_every_head_dim_that_is_coded_rotated(declaration, names, head_dims, expected):
+def test_a_rotation_for_every_head_dim_that_is_quantized_rotated(declaration, names, head_dims, expected):
     specs = [layer(name, head_dim=head_dim) for name, head_dim in zip(names, head_dims, strict=True)]
     terms = {term.owner: term.num_bytes for term in declaration.terms(specs, BOUNDS_DECLARATIONS)}
     assert terms.get("attention/rotation") == expected

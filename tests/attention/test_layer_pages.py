@@ -115,7 +115,7 @@ def check(heads: QuantizedHeads, bits: int, head_dim: int, reader: Dequantizer, 
 @BITS
 @HEAD_DIMS
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 0)], ids=str)
-def test_heads_that_were_coded(bits, head_dim, shape):
+def test_heads_that_were_quantized(bits, head_dim, shape):
     reader = Dequantizer(bits, bits, head_dim, CPU)
     y = random(*shape, head_dim, seed=head_dim, scale=3.0)
     check(quantize_keys(y, bits), bits, head_dim, reader, "keys")
@@ -216,7 +216,7 @@ FORMATS = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quanti
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 
 
-def pages_of_coded_pages(
+def pages_of_quantized_pages(
     name: str, num_pages: int, page_tokens: int, k_mean: torch.Tensor | None = None
 ) -> QuantizedPages:
     """Pages whose every scale is NaN."""
@@ -235,7 +235,7 @@ def pages_of_coded_pages(
 
 def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> tuple[QuantizedPages, torch.Tensor]:
     """A sequence on these pages, and padding behind it; its heads, [L, H + 2 K, D]."""
-    quantized = pages_of_coded_pages(name, max(pages) + 2, page_tokens)
+    quantized = pages_of_quantized_pages(name, max(pages) + 2, page_tokens)
     qkv_TX = random(num_tokens + 2, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     slots = [pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(num_tokens)]
     positions_T = torch.arange(num_tokens + 2)
@@ -253,7 +253,7 @@ def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> t
 @EVERY_FORMAT
 @pytest.mark.parametrize("page_tokens", [1, 4, 16, 64])
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
-def test_any_range_is_read_as_it_was_coded(name, page_tokens, consecutive):
+def test_any_range_is_read_as_it_was_quantized(name, page_tokens, consecutive):
     num_tokens = 37
     num_pages = -(-num_tokens // page_tokens)
     pages = list(range(3, 3 + num_pages))
@@ -301,9 +301,9 @@ def test_halves_are_read_and_finished_in_their_type(dtype):
     assert out.isfinite().all()
 
 
-def test_a_mean_is_taken_from_keys_before_they_are_coded():
+def test_a_mean_is_taken_from_keys_before_they_are_quantized():
     mean = random(NUM_KV_HEADS, HEAD_DIM, seed=8, scale=20.0)
-    pages = [pages_of_coded_pages("turboquant_4bit_nc", 1, 4, k_mean) for k_mean in (None, mean)]
+    pages = [pages_of_quantized_pages("turboquant_4bit_nc", 1, 4, k_mean) for k_mean in (None, mean)]
     qkv_TX = random(1, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     shifted_TX = qkv_TX.clone()
     shifted_TX.view(1, -1, HEAD_DIM)[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS] += rotate_heads(mean)
@@ -316,7 +316,7 @@ def test_a_mean_is_taken_from_keys_before_they_are_coded():
 
 
 def test_pages_for_kernels_are_not_read():
-    quantized = pages_of_coded_pages("turboquant_4bit_nc", 1, 4)
+    quantized = pages_of_quantized_pages("turboquant_4bit_nc", 1, 4)
     with pytest.raises(AssertionError, match="made for kernels"):
         QuantizedPages(quantized.planes).read(PagedRows.locate([0], 0, 1, 4, CPU), torch.float32)
 

@@ -7,13 +7,13 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from attention.work_lists import MILLION, ListCase, Ranges, check_work, made_up_batch
+from attention.work_lists import MILLION, ListCase, Ranges, check_work, dummy_batch
 from holdfast.attention.backend import SequenceRows
-from holdfast.attention.declarations import SPLIT_ROWS, StepBounds, split_rows
+from holdfast.attention.declarations import MAX_PARTIALS, StepBounds, max_partials
 from holdfast.attention.tile_scheduler import StepRows
 
-PLAIN, CODED = ListCase(), ListCase(quantized=True)
-BOTH = pytest.mark.parametrize("case", [PLAIN, CODED], ids=["plain", "quantized"])
+PLAIN, QUANTIZED = ListCase(), ListCase(quantized=True)
+BOTH = pytest.mark.parametrize("case", [PLAIN, QUANTIZED], ids=["plain", "quantized"])
 
 
 @st.composite
@@ -50,7 +50,7 @@ def cases(draw):
 @given(made=cases(), captured=st.booleans())
 def test_every_token_that_a_row_may_see_is_in_one_tile(made, captured):
     case, rows, num_padding = made
-    batch = made_up_batch(rows, num_padding)
+    batch = dummy_batch(rows, num_padding)
     check_work(case, batch, case.work(batch, captured), captured)
 
 
@@ -68,7 +68,7 @@ def test_a_batch_invariant_row_is_split_by_its_own_length_alone(made, num_sms):
 
 
 def items_and_longest(case: ListCase, ranges: Ranges) -> tuple[int, int]:
-    """(tile, key head) pairs of steps whose sequences have a row each, and the longest of them in blocks."""
+    """(tile, key head) items of steps whose sequences have a row each, and the longest of them in blocks."""
     sizes = [-(-(high - low) // 64) for row in ranges.values() for low, high in row]
     return case.num_kv_heads * len(sizes), max(sizes)
 
@@ -82,11 +82,11 @@ LENGTHS = st.lists(st.one_of(st.integers(1, MILLION), st.integers(1, 2000)), min
 @example(lengths=32 * [8192], num_kv_heads=8, num_sms=132)
 @example(lengths=[131072, *(65 * [64])], num_kv_heads=8, num_sms=132)
 @example(lengths=[131072, *(66 * [64])], num_kv_heads=8, num_sms=132)
-def test_coded_steps_take_no_turn_more_than_they_must(lengths, num_kv_heads, num_sms):
+def test_quantized_steps_take_no_turn_more_than_they_must(lengths, num_kv_heads, num_sms):
     """No more items than programs where that can be; and no smaller share would do it."""
     bounds = StepBounds(256, 256, 16)
     case = replace(
-        CODED,
+        QUANTIZED,
         num_heads=8 * num_kv_heads,
         num_kv_heads=num_kv_heads,
         num_sms=num_sms,
@@ -102,16 +102,18 @@ def test_coded_steps_take_no_turn_more_than_they_must(lengths, num_kv_heads, num
     fair_share = max(1, -(-sum(lengths) * num_kv_heads // (64 * programs)))
     if longest > fair_share:
         cut = [-(-count // (longest - 1)) for count in blocks]
-        pairs = sum(count for count in cut if count > 1)
-        assert sum(cut) * num_kv_heads > turns * programs or pairs > case.room.max_pairs, "a smaller share would do"
+        partials = sum(count for count in cut if count > 1)
+        assert sum(cut) * num_kv_heads > turns * programs or partials > case.room.max_partials, (
+            "a smaller share would do"
+        )
 
 
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "splits"), [(1, 131072, 64), (8, 8192, 8), (32, 8192, 2), (64, 2048, 1), (4, 262144, 16)]
 )
-def test_splits_of_coded_steps_fill_an_h200(num_seqs, num_tokens, splits):
+def test_splits_of_quantized_steps_fill_an_h200(num_seqs, num_tokens, splits):
     """528 programs, 8 key heads: 66 tiles at most, in whole blocks."""
-    case = replace(CODED, given=CODED.geometry._replace(small_programs_per_sm=4, few_rows=0))
+    case = replace(QUANTIZED, given=QUANTIZED.geometry._replace(small_programs_per_sm=4, small_batch_rows=0))
     assert case.splits(num_seqs * [(num_tokens - 1, 1)]) == num_seqs * [splits]
 
 
@@ -121,7 +123,7 @@ def test_splits_of_coded_steps_fill_an_h200(num_seqs, num_tokens, splits):
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "balanced"])
 def test_partial_results_keep_to_their_cap(case, num_seqs, num_tokens, batch_invariant):
     splits = replace(case, batch_invariant=batch_invariant).splits(num_seqs * [(num_tokens - 1, 1)])
-    assert sum(count for count in splits if count > 1) <= SPLIT_ROWS
+    assert sum(count for count in splits if count > 1) <= MAX_PARTIALS
 
 
 @BOTH
@@ -133,7 +135,7 @@ def test_several_rows_of_a_sequence_count_each(case, group, num_seqs, batch_inva
     case = replace(case, num_heads=group, num_kv_heads=1, batch_invariant=batch_invariant)
     count = case.geometry.small_rows
     splits = case.splits(num_seqs * [(MILLION - count, count)])
-    assert count * sum(number for number in splits if number > 1) <= SPLIT_ROWS
+    assert count * sum(number for number in splits if number > 1) <= MAX_PARTIALS
 
 
 @BOTH
@@ -145,8 +147,8 @@ def test_a_lone_long_context_keeps_the_whole_machine_busy(case):
 
 
 def test_steps_of_few_rows_have_programs_of_their_own():
-    (few,) = CODED.splits([(MILLION - 1, 1)])
-    many, *_ = CODED.splits([(MILLION - 1, 1), *(3 * [(0, 1)])])
+    (few,) = QUANTIZED.splits([(MILLION - 1, 1)])
+    many, *_ = QUANTIZED.splits([(MILLION - 1, 1), *(3 * [(0, 1)])])
     assert 0.9 * 4 * 132 / 8 <= few <= 4 * 132 / 8 < many <= 5 * 132 / 8
 
 
@@ -169,7 +171,7 @@ def test_long_prompts_alone_are_split_too(case):
 def test_splits_of_prompts_share_what_room_is_left(case):
     """All tiles get the same, instead of the first ones all of it."""
     case = replace(case, num_heads=8, num_kv_heads=1, num_sms=528)
-    batch = made_up_batch([(200000, 64), *(6 * [(3000, 1)])])
+    batch = dummy_batch([(200000, 64), *(6 * [(3000, 1)])])
     ranges = check_work(case, batch, case.work(batch))
     splits = {len(ranges[row]) for row in range(64)}
     assert len(splits) == 1
@@ -178,13 +180,13 @@ def test_splits_of_prompts_share_what_room_is_left(case):
 
 def test_short_models_are_never_split():
     case = replace(PLAIN, max_model_len=256)
-    assert split_rows(256, case.bounds) == 0
+    assert max_partials(256, case.bounds) == 0
     assert case.splits([(255, 1), (200, 56), (0, 1)]) == [1, 1, 1]
 
 
 @BOTH
 def test_the_longest_large_tiles_come_first(case):
-    work = case.work(made_up_batch([(0, 64), (5000, 64), (100, 64)]))
+    work = case.work(dummy_batch([(0, 64), (5000, 64), (100, 64)]))
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     assert num_small == 0
     used = work.tiles_X8[1 : 1 + num_large]
@@ -198,7 +200,7 @@ def test_the_longest_large_tiles_come_first(case):
 )
 def test_ranges_behind_a_window_begin_with_a_block_of_codes(window, plain, quantized):
     """The second row sees the last token, the first one `window` of them, and the kernel hides the others."""
-    for case, expected in ((PLAIN, plain), (CODED, quantized)):
+    for case, expected in ((PLAIN, plain), (QUANTIZED, quantized)):
         case = replace(case, num_heads=8, num_kv_heads=8, window=window, num_sms=1)
         assert case.ranges([(39999, 2)]) == {0: [expected], 1: [expected]}
 
@@ -217,12 +219,12 @@ def test_ranges_behind_a_window_begin_with_a_block_of_codes(window, plain, quant
 )
 def test_which_kernels_a_step_takes(rows, captured, expected):
     num_sms = 1 if len(rows) != 2 or rows[0][1] == 1 else 132
-    work = replace(PLAIN, num_sms=num_sms).work(made_up_batch(rows), captured)
+    work = replace(PLAIN, num_sms=num_sms).work(dummy_batch(rows), captured)
     assert (work.has_small, work.has_large, work.has_merge) == expected
 
 
 def test_padding_alone_is_merged_into_zeros():
-    work = replace(PLAIN, num_sms=1).work(made_up_batch([(9, 1)], num_padding=3))
+    work = replace(PLAIN, num_sms=1).work(dummy_batch([(9, 1)], num_padding=3))
     assert work.has_merge
     assert work.rows_T2[:4, 1].tolist() == [1, 0, 0, 0]
 
@@ -233,7 +235,7 @@ def test_lists_lie_where_the_first_ones_lay(case):
     lists = case.lists()
     places = None
     for rows in ([(40000, 1)] * 30, [(0, 1)], [(700, 300), (3, 1)], []):
-        batch = made_up_batch(rows, num_padding=2)
+        batch = dummy_batch(rows, num_padding=2)
         work = lists.fill(StepRows.of(batch.sequences, batch.num_rows), captured=False)
         check_work(case, batch, work)
         places = places or (work.tiles_X8.data_ptr(), work.rows_T2.data_ptr())

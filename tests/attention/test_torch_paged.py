@@ -31,29 +31,29 @@ def test_every_page_format(kv_dtype, consecutive, chunk):
     check(Geometry(kv_dtype=kv_dtype), consecutive, chunk)
 
 
-CODED = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-EVERY_CODED = pytest.mark.parametrize("kv_dtype", CODED)
+QUANTIZED = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+EVERY_QUANTIZED = pytest.mark.parametrize("kv_dtype", QUANTIZED)
 
 
-@EVERY_CODED
+@EVERY_QUANTIZED
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize(("chunk", "page_tokens"), [(5, 1), (40, 16), (200, 64)])
-def test_every_coded_format(kv_dtype, consecutive, chunk, page_tokens):
+def test_every_quantized_format(kv_dtype, consecutive, chunk, page_tokens):
     check(Geometry(kv_dtype=kv_dtype, page_tokens=page_tokens), consecutive, chunk)
 
 
-@EVERY_CODED
+@EVERY_QUANTIZED
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (14, 2, 80), (8, 1, 128), (7, 1, 96), (3, 1, 16)]
 )
-def test_heads_of_coded_formats(kv_dtype, num_heads, num_kv_heads, head_dim):
+def test_heads_of_quantized_formats(kv_dtype, num_heads, num_kv_heads, head_dim):
     geometry = Geometry(num_heads, num_kv_heads, head_dim, page_tokens=16, kv_dtype=kv_dtype)
     check(geometry, consecutive=False, head_norm=geometry.head_norm(), rotary=geometry.rotary())
 
 
-@EVERY_CODED
+@EVERY_QUANTIZED
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
-def test_windows_of_coded_formats(kv_dtype, window):
+def test_windows_of_quantized_formats(kv_dtype, window):
     check(Geometry(kv_dtype=kv_dtype, windows=(window,), page_tokens=16), consecutive=False, chunk=20)
 
 
@@ -68,7 +68,7 @@ def test_layers_of_different_formats(layer):
     )
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", *CODED])
+@pytest.mark.parametrize("kv_dtype", ["float32", *QUANTIZED])
 @pytest.mark.parametrize("window", [None, 70])
 def test_chunks_and_pages_change_no_bit_of_codes(kv_dtype, window):
     """A block sees the same codes, however they came there."""
@@ -88,7 +88,7 @@ def test_chunks_and_pages_change_no_bit_of_codes(kv_dtype, window):
             assert all(same_bits(mine, theirs) for mine, theirs in zip(runs[0], other, strict=True))
 
 
-@EVERY_CODED
+@EVERY_QUANTIZED
 def test_what_is_subtracted_from_keys_is_not_seen(kv_dtype):
     """A constant part of all keys, far larger than the rest, costs nothing where it is known."""
     geometry = Geometry(kv_dtype=kv_dtype, head_dim=64, page_tokens=16)
@@ -105,7 +105,7 @@ def test_what_is_subtracted_from_keys_is_not_seen(kv_dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@EVERY_CODED
+@EVERY_QUANTIZED
 def test_half_computation_over_codes(dtype, kv_dtype):
     geometry = Geometry(head_dim=64, dtype=getattr(torch, dtype), kv_dtype=kv_dtype)
     made, num_pages = texts(geometry, LENGTHS, consecutive=False)
@@ -134,7 +134,7 @@ def test_a_mask_for_a_gpu_begins_at_an_aligned_place_and_so_does_each_row(dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_mix_of_formats_on_a_gpu(device, dtype):
     """Where no kernel takes the mix, since a layer's pages are wider than its queries."""
-    names = f"float32 {' '.join(CODED)}"
+    names = f"float32 {' '.join(QUANTIZED)}"
     geometry = Geometry(head_dim=64, page_tokens=16, windows=6 * (None,), kv_dtype=names, dtype=dtype, device=device)
     made, num_pages = texts(geometry, LENGTHS, consecutive=False)
     backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
@@ -212,7 +212,7 @@ def test_a_context_as_long_as_allowed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_dtype", ["float32", *CODED, "fp8 float32 fp8", "float16 turboquant_3bit_nc fp8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", *QUANTIZED, "fp8 float32 fp8", "float16 turboquant_3bit_nc fp8"])
 def test_what_it_holds_is_what_it_said(dtype, kv_dtype):
     geometry = Geometry(windows=(None, 5, None), max_model_len=70, dtype=dtype, kv_dtype=kv_dtype)
     backend = TorchPagedAttention(geometry.specs, geometry.storage(4))

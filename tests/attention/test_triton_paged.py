@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.steps import Geometry, build, check_rows, make_batch, on_triton, run_layer, scratch_for, store, texts
-from attention.work_lists import made_up_batch
+from attention.work_lists import dummy_batch
 from holdfast.attention.declarations import StepBounds, TritonPagedDeclaration
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.quant.formats import KV_FORMATS
@@ -15,7 +15,7 @@ from kernels.triton_cases import assert_allocates_nothing
 
 BIG = Geometry(num_heads=64, num_kv_heads=8, head_dim=16, page_tokens=16, max_model_len=2**20)
 BOUNDS = StepBounds(max_num_seqs=64, max_num_rows=2048, page_tokens=16)
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
+QUANTIZED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 
 
 def planner(geometry: Geometry, **options) -> TritonPagedAttention:
@@ -25,7 +25,7 @@ def planner(geometry: Geometry, **options) -> TritonPagedAttention:
 
 def test_layers_with_different_windows_have_lists_of_their_own():
     geometry = replace(BIG, windows=(None, 5, None))
-    works = planner(geometry).plan(made_up_batch([(40000, 1)])).work
+    works = planner(geometry).plan(dummy_batch([(40000, 1)])).work
     assert [window for _, window in works] == [None, 5]
     every, near = works.values()
     assert near.tiles_X8.data_ptr() != every.tiles_X8.data_ptr()
@@ -36,7 +36,7 @@ def test_layers_with_different_windows_have_lists_of_their_own():
 def test_layers_of_different_formats_have_lists_of_their_own():
     """As their kernels want them: over codes ranges begin with whole blocks."""
     geometry = replace(BIG, windows=(5, 5, 5, None), kv_dtype="float32 turboquant_k8v4 float32 turboquant_k8v4")
-    works = planner(geometry).plan(made_up_batch([(40000, 1)])).work
+    works = planner(geometry).plan(dummy_batch([(40000, 1)])).work
     assert [(kind.key_bits, window) for kind, window in works] == [(None, 5), (8, 5), (8, None)]
     plain, quantized, _ = works.values()
     assert plain.tiles_X8[1, 4] == 39996
@@ -45,13 +45,13 @@ def test_layers_of_different_formats_have_lists_of_their_own():
 
 def test_plans_lie_where_the_first_one_lay():
     backend = planner(replace(BIG, windows=(None, 7)))
-    first, second = (backend.plan(made_up_batch([(start, 1)])).work.values() for start in (40000, 3))
+    first, second = (backend.plan(dummy_batch([(start, 1)])).work.values() for start in (40000, 3))
     assert [work.tiles_X8.data_ptr() for work in first] == [work.tiles_X8.data_ptr() for work in second]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 5, None), (1024, 4096)], ids=str)
 @pytest.mark.parametrize("max_model_len", [200, 40960])
-@pytest.mark.parametrize("kv_dtype", ["float16", *CODED])
+@pytest.mark.parametrize("kv_dtype", ["float16", *QUANTIZED])
 def test_what_it_holds_is_what_it_said(windows, max_model_len, kv_dtype):
     geometry = replace(BIG, windows=windows, max_model_len=max_model_len, kv_dtype=kv_dtype, dtype=torch.float16)
     terms = TritonPagedDeclaration().terms(geometry.specs, BOUNDS)
@@ -71,7 +71,7 @@ def test_formats_may_change_places_between_plan_and_start():
 
 
 def test_a_step_without_a_page_table_is_refused():
-    batch = replace(made_up_batch([(0, 1)]), page_table_NP=None)
+    batch = replace(dummy_batch([(0, 1)]), page_table_NP=None)
     with pytest.raises(AssertionError, match="no page table"):
         planner(BIG).plan(batch)
 
@@ -134,7 +134,7 @@ def test_a_captured_step_serves_others(device):
     def attend(plan, out_TX):
         backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
 
-    nobody = replace(made_up_batch([], num_padding=4), page_table_NP=table)
+    nobody = replace(dummy_batch([], num_padding=4), page_table_NP=table)
     plan = backend.plan(nobody, captured=True)
     attend(plan, out)
     torch.cuda.synchronize()

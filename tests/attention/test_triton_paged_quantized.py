@@ -17,7 +17,7 @@ from attention.steps import (
     store,
     texts,
 )
-from attention.work_lists import made_up_batch
+from attention.work_lists import dummy_batch
 from holdfast.attention.declarations import TileKind, least_tile_rows
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
@@ -25,8 +25,8 @@ from holdfast.quant.formats import KV_FORMATS
 from kernels.exactness import same_bits
 from kernels.triton_cases import assert_allocates_nothing
 
-CODED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
-EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", CODED)
+QUANTIZED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
+EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", QUANTIZED)
 LONG = Geometry(num_heads=4, num_kv_heads=1, head_dim=64, page_tokens=16, max_model_len=2048)
 pytestmark = QUIET
 
@@ -90,7 +90,7 @@ def test_lists_have_room_for_what_the_kernel_wants(kv_dtype, group, num_kv_heads
 
 
 ON_GPU = [
-    *((name, torch.bfloat16, (64, 8, 128)) for name in CODED),
+    *((name, torch.bfloat16, (64, 8, 128)) for name in QUANTIZED),
     ("turboquant_k8v4", torch.float16, (14, 2, 64)),
     ("turboquant_4bit_nc", torch.float16, (8, 8, 80)),
     ("turboquant_3bit_nc", torch.bfloat16, (8, 1, 256)),
@@ -120,7 +120,7 @@ def test_a_captured_step_serves_others(device, kv_dtype):
     def attend(plan, out_TX):
         backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
 
-    nobody = replace(made_up_batch([], num_padding=4), page_table_NP=table)
+    nobody = replace(dummy_batch([], num_padding=4), page_table_NP=table)
     plan = backend.plan(nobody, captured=True)
     attend(plan, out)
     torch.cuda.synchronize()

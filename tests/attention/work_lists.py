@@ -8,11 +8,11 @@ import torch
 
 from attention.steps import CPU
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import StepBounds, TileKind, max_tiles, split_rows
+from holdfast.attention.declarations import StepBounds, TileKind, max_partials, max_tiles
 from holdfast.attention.layer_pages import PlainPages
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
-from holdfast.kernels.attention.tiled_attention import TILE_FIELDS, TileWork
-from holdfast.kernels.geometry import TileGeometry
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
 
 Ranges = dict[int, list[tuple[int, int]]]
 """Token ranges of every row."""
@@ -45,7 +45,14 @@ class ListCase:
         group = self.num_heads // self.num_kv_heads
         rows = max(1, 8 // group), max(1, 64 // group)
         return TileGeometry(
-            *rows, 5, 2, 64, few_rows=3, few_programs_per_sm=4, has_aligned_starts=True, takes_whole_turns=True
+            *rows,
+            5,
+            2,
+            64,
+            small_batch_rows=3,
+            small_batch_programs_per_sm=4,
+            has_aligned_starts=True,
+            takes_whole_turns=True,
         )
 
     @property
@@ -55,7 +62,7 @@ class ListCase:
             max_tiles(kind, self.max_model_len, self.bounds),
             self.bounds.max_num_rows,
             self.bounds.max_num_seqs,
-            split_rows(self.max_model_len, self.bounds),
+            max_partials(self.max_model_len, self.bounds),
         )
 
     def lists(self) -> TileScheduler:
@@ -67,16 +74,16 @@ class ListCase:
 
     def ranges(self, rows: list[tuple[int, int]], num_padding: int = 0) -> Ranges:
         """Of a step of (start, number of rows) of each sequence, everything checked."""
-        batch = made_up_batch(rows, num_padding)
+        batch = dummy_batch(rows, num_padding)
         return check_work(self, batch, self.work(batch))
 
     def splits(self, rows: list[tuple[int, int]]) -> list[int]:
         """Splits of the first row of each sequence."""
         ranges = self.ranges(rows)
-        return [len(ranges[sequence.row_start]) for sequence in made_up_batch(rows).sequences]
+        return [len(ranges[sequence.row_start]) for sequence in dummy_batch(rows).sequences]
 
 
-def made_up_batch(rows: list[tuple[int, int]], num_padding: int = 0) -> Batch:
+def dummy_batch(rows: list[tuple[int, int]], num_padding: int = 0) -> Batch:
     """(start, number of rows) of each sequence; pages are not looked at by a plan."""
     sequences, row = [], 0
     for index, (start, count) in enumerate(rows):
@@ -103,19 +110,19 @@ def check_work(case: ListCase, batch: Batch, work: TileWork, captured: bool = Fa
     for tile in used.tolist():
         blocks.setdefault(tile[1], []).append(dict(zip(TILE_FIELDS, tile, strict=True)))
     ranges: Ranges = {}
-    pairs: list[tuple[int, int]] = []
+    partials: list[tuple[int, int]] = []
     for sequence in batch.sequences:
         row, end = sequence.row_start, sequence.row_start + sequence.num_rows
         while row < end:
             block = sorted(blocks.pop(row), key=lambda tile: tile["low"])
-            row = _check_block(block, sequence, case, rows, ranges, pairs)
+            row = _check_block(block, sequence, case, rows, ranges, partials)
         assert row == end, "a tile takes rows of two sequences"
     assert not blocks, f"tiles for rows that nobody has: {blocks}"
     num_real = sum(sequence.num_rows for sequence in batch.sequences)
     assert not rows[num_real : batch.num_rows, 1].any(), "padding is to be written as zeros"
-    pairs.sort()
-    assert all(first[1] <= second[0] for first, second in pairwise(pairs)), "two rows share a place"
-    assert not pairs or pairs[-1][1] <= case.room.max_pairs, "a place outside of the scratch"
+    partials.sort()
+    assert all(first[1] <= second[0] for first, second in pairwise(partials)), "two rows share a place"
+    assert not partials or partials[-1][1] <= case.room.max_partials, "a place outside of the scratch"
     splits = rows[: batch.num_rows, 1]
     assert work.has_small == (captured or num_small > 0)
     assert work.has_merge == (captured or bool((splits != 1).any()))
@@ -129,12 +136,12 @@ def _check_block(
     case: ListCase,
     rows: np.ndarray,
     ranges: Ranges,
-    pairs: list[tuple[int, int]],
+    partials: list[tuple[int, int]],
 ) -> int:
     """The tiles of some rows: ranges that follow each other from what the first row sees to what the last one sees."""
     row, count, splits = block[0]["row"], block[0]["num_rows"], len(block)
     position, block_tokens = sequence.start + row - sequence.row_start, case.geometry.block_tokens
-    first_pair = -1 if splits == 1 else int(rows[row, 0])
+    first_partial = -1 if splits == 1 else int(rows[row, 0])
     expected_low = 0 if case.window is None else max(0, position - case.window + 1)
     if case.geometry.has_aligned_starts:
         expected_low -= expected_low % block_tokens
@@ -144,14 +151,14 @@ def _check_block(
         assert tile["table_row"] == sequence.table_row, f"{tile=} reads another sequence"
         assert (tile["row"], tile["num_rows"], tile["position"]) == (row, count, position), f"{tile=}"
         assert tile["num_splits"] == splits, f"{tile=} is one of {splits}"
-        assert tile["pair"] == (first_pair + index if splits > 1 else -1), f"{tile=} {first_pair=}"
+        assert tile["first_partial"] == (first_partial + index if splits > 1 else -1), f"{tile=} {first_partial=}"
         expected_low = tile["high"]
     assert expected_low == position + count, f"the last row of {block=} does not see itself"
     assert (rows[row : row + count, 1] == splits).all(), f"{block=} {rows[row : row + count]}"
     if splits > 1:
-        places = (first_pair + np.arange(count) * splits).tolist()
+        places = (first_partial + np.arange(count) * splits).tolist()
         assert rows[row : row + count, 0].tolist() == places, f"{block=}"
-        pairs.append((first_pair, first_pair + count * splits))
+        partials.append((first_partial, first_partial + count * splits))
     for i in range(count):
         ranges[row + i] = [(tile["low"], tile["high"]) for tile in block]
     return row + count

@@ -54,10 +54,10 @@ def test_specs_are_values() -> None:
 
 
 PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_quantized]
-CODED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
+QUANTIZED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 layers = st.lists(
     st.tuples(st.sampled_from(PLAIN), st.integers(1, 5), st.integers(1, 70))
-    | st.tuples(st.sampled_from(CODED), st.integers(1, 5), st.integers(1, 8).map(lambda blocks: 16 * blocks)),
+    | st.tuples(st.sampled_from(QUANTIZED), st.integers(1, 5), st.integers(1, 8).map(lambda blocks: 16 * blocks)),
     min_size=1,
     max_size=4,
 )
@@ -117,9 +117,9 @@ def test_the_order_of_formats_changes_no_byte(names, dice, page_tokens: int, num
     assert sum(sizes) == num_pages * spec.bytes_per_page
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
-def test_coded_pages_of_64_tokens_pad_nothing_with_an_even_number_of_heads(name: str, head_dim: int) -> None:
+def test_quantized_pages_of_64_tokens_pad_nothing_with_an_even_number_of_heads(name: str, head_dim: int) -> None:
     assert kv_padding_term(uniform_cache(3, KV_FORMATS[name], 2, head_dim, page_tokens=64)).num_bytes == 0
     odd = kv_padding_term(uniform_cache(3, KV_FORMATS[name], 3, head_dim, page_tokens=64)).num_bytes
     assert odd <= 3 * 6 * 128

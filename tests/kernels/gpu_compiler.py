@@ -35,7 +35,7 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NAMES |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 BF16, FP16 = torch.bfloat16, torch.float16
-CODED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
+QUANTIZED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
 
 
 class CompiledOnly:
@@ -146,8 +146,8 @@ def planes_of(
     return QuantizedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation, mean)
 
 
-def codes_of(
-    dtype: torch.dtype, head_dim: int, with_norm: bool = True, formats: tuple[tuple[int, int], ...] = CODED_BITS
+def write_quantized_of(
+    dtype: torch.dtype, head_dim: int, with_norm: bool = True, formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS
 ) -> None:
     """The write into compressed pages."""
     table, numbers = torch.empty(64, head_dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
@@ -158,7 +158,7 @@ def codes_of(
         write_quantized_kv.write_quantized_kv(qkv, numbers, numbers, planes, norm, Rotary(table, table))
 
 
-def coded_of(
+def quantized_attention_of(
     dtype: torch.dtype,
     bits: tuple[int, int],
     group: int,
@@ -192,23 +192,23 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D128, few rows": lambda: attention_of(BF16, 8, 128, None, num_rows=1),
     "attention D128, window": lambda: attention_of(BF16, 4, 128, 4096),
     "attention D256": lambda: attention_of(BF16, 8, 256, None),
-    "codes D64": lambda: codes_of(FP16, 64),
-    "codes D80": lambda: codes_of(BF16, 80, with_norm=False),
-    "codes D128": lambda: codes_of(BF16, 128),
-    "codes D128, one format": lambda: codes_of(BF16, 128, formats=((4, 4),)),
-    "codes D256": lambda: codes_of(BF16, 256),
-    "codes in float32": lambda: codes_of(torch.float32, 128, formats=((4, 4),)),
-    "quantized 8/8 D128": lambda: coded_of(BF16, (8, 8), 16, 128),
-    "quantized 8/4 D128, large tiles": lambda: coded_of(BF16, (8, 4), 7, 128, small=False),
-    "quantized 4/4 D128": lambda: coded_of(BF16, (4, 4), 8, 128),
-    "quantized 3/4 D128, small tiles": lambda: coded_of(BF16, (3, 4), 1, 128, large=False),
-    "quantized 3/3 D128, window": lambda: coded_of(BF16, (3, 3), 8, 128, window=4096),
-    "quantized 4/4 D64": lambda: coded_of(FP16, (4, 4), 7, 64, page_tokens=16),
-    "quantized 3/3 D64, small tiles": lambda: coded_of(FP16, (3, 3), 16, 64, large=False),
-    "quantized 4/4 D80, large tiles": lambda: coded_of(BF16, (4, 4), 1, 80, small=False),
-    "quantized 3/3 D80": lambda: coded_of(BF16, (3, 3), 8, 80, page_tokens=16),
-    "quantized 4/4 D256": lambda: coded_of(BF16, (4, 4), 8, 256),
-    "quantized 3/3 D256, large tiles": lambda: coded_of(BF16, (3, 3), 8, 256, small=False),
+    "codes D64": lambda: write_quantized_of(FP16, 64),
+    "codes D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
+    "codes D128": lambda: write_quantized_of(BF16, 128),
+    "codes D128, one format": lambda: write_quantized_of(BF16, 128, formats=((4, 4),)),
+    "codes D256": lambda: write_quantized_of(BF16, 256),
+    "codes in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
+    "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),
+    "quantized 8/4 D128, large tiles": lambda: quantized_attention_of(BF16, (8, 4), 7, 128, small=False),
+    "quantized 4/4 D128": lambda: quantized_attention_of(BF16, (4, 4), 8, 128),
+    "quantized 3/4 D128, small tiles": lambda: quantized_attention_of(BF16, (3, 4), 1, 128, large=False),
+    "quantized 3/3 D128, window": lambda: quantized_attention_of(BF16, (3, 3), 8, 128, window=4096),
+    "quantized 4/4 D64": lambda: quantized_attention_of(FP16, (4, 4), 7, 64, page_tokens=16),
+    "quantized 3/3 D64, small tiles": lambda: quantized_attention_of(FP16, (3, 3), 16, 64, large=False),
+    "quantized 4/4 D80, large tiles": lambda: quantized_attention_of(BF16, (4, 4), 1, 80, small=False),
+    "quantized 3/3 D80": lambda: quantized_attention_of(BF16, (3, 3), 8, 80, page_tokens=16),
+    "quantized 4/4 D256": lambda: quantized_attention_of(BF16, (4, 4), 8, 256),
+    "quantized 3/3 D256, large tiles": lambda: quantized_attention_of(BF16, (3, 3), 8, 256, small=False),
     "layer norm": lambda: layer_norm_of(BF16),
 }
 

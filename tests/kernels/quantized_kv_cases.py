@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.quantized_attention import (
-    BLOCK_TOKENS,
     quantized_attention,
     quantized_attention_reference,
     quantized_geometry,
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
+from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.kv_quantize import (
     dequantize_keys,
@@ -133,7 +133,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
 
 
 @dataclass
-class CodedStep:
+class QuantizedStep:
     """Sequences of a step, as the layer has them; nothing is quantized yet."""
 
     bits: tuple[int, int]
@@ -201,7 +201,7 @@ class CodedStep:
                 out[row + i] = torch.einsum("hl,lhd->hd", weights / weights.sum(-1, keepdim=True), v[low:end])
         return out.view(num_rows, -1)
 
-    def only(self, order: list[int]) -> "CodedStep":
+    def only(self, order: list[int]) -> "QuantizedStep":
         """Some of the sequences, in this order."""
         rows = [self.row_starts[i] + row for i in order for row in range(self.rows[i][1])]
         return replace(
@@ -209,7 +209,7 @@ class CodedStep:
         )
 
 
-def coded_step(
+def quantized_step(
     bits: tuple[int, int],
     rows: list[tuple[int, int]],
     head_dim: int = 64,
@@ -219,7 +219,7 @@ def coded_step(
     window: int | None = None,
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
-) -> CodedStep:
+) -> QuantizedStep:
     """Normal heads, whose lengths differ from token to token."""
     tokens = []
     for index, (start, count) in enumerate(rows):
@@ -228,12 +228,12 @@ def coded_step(
         k_length, v_length = (random(*shape, 1, seed=first + i).abs() for i in (2, 3))
         tokens.append((k * (0.2 + k_length), v * (0.1 + 2 * v_length)))
     q = random(sum(count for _, count in rows), group * num_kv_heads, head_dim, seed=seed + 7).to(dtype)
-    return CodedStep(bits, rows, q, tokens, page_tokens, window, head_dim**-0.5, seed)
+    return QuantizedStep(bits, rows, q, tokens, page_tokens, window, head_dim**-0.5, seed)
 
 
-def peaked_step(bits: int, num_tokens: int, gap: float, peak: int, head_dim: int = 16) -> CodedStep:
+def peaked_step(bits: int, num_tokens: int, gap: float, peak: int, head_dim: int = 16) -> QuantizedStep:
     """All scores are zero but that of one token, which is `gap` above them, as a power of two."""
-    step = coded_step((bits, bits), [(num_tokens - 1, 1)], head_dim, group=2)
+    step = quantized_step((bits, bits), [(num_tokens - 1, 1)], head_dim, group=2)
     k, _ = step.tokens[0]
     k.zero_()
     direction = torch.ones(head_dim)
@@ -253,7 +253,7 @@ class Cut:
     """Multiples of a block, rising; those that lie before all tokens or behind them make empty ranges."""
 
 
-def cut_tiles(step: CodedStep, cuts: list[Cut], num_padding: int = 0) -> Tiles:
+def cut_tiles(step: QuantizedStep, cuts: list[Cut], num_padding: int = 0) -> Tiles:
     """Tiles of every sequence, each cut in its own way; table rows are in reverse."""
     num_heads, num_kv_heads = step.q.shape[1], step.tokens[0][0].shape[1]
     geometry = quantized_geometry(num_heads, num_kv_heads, *step.bits)
@@ -265,11 +265,20 @@ def cut_tiles(step: CodedStep, cuts: list[Cut], num_padding: int = 0) -> Tiles:
             low = 0 if step.window is None else max(0, position - step.window + 1) // BLOCK_TOKENS * BLOCK_TOKENS
             ranges = _ranges(cut, low, position + rows)
             for split, (first, end) in enumerate(ranges):
-                pair = made.num_pairs + split if len(ranges) > 1 else -1
-                tile = (len(step.rows) - 1 - index, row_start + offset, rows, position, first, end, pair, len(ranges))
+                partial = made.num_partials + split if len(ranges) > 1 else -1
+                tile = (
+                    len(step.rows) - 1 - index,
+                    row_start + offset,
+                    rows,
+                    position,
+                    first,
+                    end,
+                    partial,
+                    len(ranges),
+                )
                 (made.large if cut.large else made.small).append(tile)
-            made.rows += [(made.num_pairs + i * len(ranges), len(ranges)) for i in range(rows)]
-            made.num_pairs += rows * len(ranges) if len(ranges) > 1 else 0
+            made.rows += [(made.num_partials + i * len(ranges), len(ranges)) for i in range(rows)]
+            made.num_partials += rows * len(ranges) if len(ranges) > 1 else 0
     made.rows += num_padding * [(0, 0)]
     return made
 
@@ -285,7 +294,7 @@ def _ranges(cut: Cut, low: int, high: int) -> list[tuple[int, int]]:
 
 
 def run_tiles(
-    step: CodedStep,
+    step: QuantizedStep,
     tiles: Tiles,
     device: torch.device,
     function=quantized_attention,
@@ -297,8 +306,8 @@ def run_tiles(
     planes = step.planes(device, zones)
     before = {name: tensor.clone() for name, tensor in tensors_of(planes).items()}
     out = zones.allocate(num_rows, num_heads * head_dim, dtype=step.q.dtype).fill_(NAN)
-    partial_out = zones.allocate(tiles.num_pairs, num_heads * head_dim).fill_(NAN)
-    partial_lse = zones.allocate(tiles.num_pairs, num_heads).fill_(NAN)
+    partial_out = zones.allocate(tiles.num_partials, num_heads * head_dim).fill_(NAN)
+    partial_lse = zones.allocate(tiles.num_partials, num_heads).fill_(NAN)
     padding = torch.full((num_rows - len(step.q), num_heads, head_dim), NAN, dtype=step.q.dtype)
     pages = step.pages()
     page_table = torch.full((len(pages), max(map(len, pages)) + 3), BEYOND, dtype=torch.int32)
@@ -308,7 +317,7 @@ def run_tiles(
     beyond = 4 * [(0, 0, 1, 0, 0, 1, BEYOND, 1)]  # tiles of a step before this one
     listed = torch.tensor([heads, *tiles.small, *tiles.large, *beyond], dtype=torch.int32, device=device)
     row_list = torch.tensor([*tiles.rows, *(4 * [(BEYOND, 3)])], dtype=torch.int32, device=device)
-    has_merge = tiles.num_pairs > 0 or any(splits == 0 for _, splits in tiles.rows)
+    has_merge = tiles.num_partials > 0 or any(splits == 0 for _, splits in tiles.rows)
     work = TileWork(listed, row_list, bool(tiles.small), bool(tiles.large), has_merge)
     q = amid(torch.cat((step.q, padding)), device)
     arguments = (page_table.to(device), work, step.scale, step.window, partial_out, partial_lse)
@@ -319,7 +328,7 @@ def run_tiles(
     return out.cpu()
 
 
-def assert_near(out: torch.Tensor, expected: torch.Tensor, step: CodedStep, at_least: float = 0.0) -> None:
+def assert_near(out: torch.Tensor, expected: torch.Tensor, step: QuantizedStep, at_least: float = 0.0) -> None:
     """Errors of heads are small against their lengths, or against `at_least`: all together, and of every head alone."""
     off, length = (x.double().view(-1, step.q.shape[2]).norm(dim=-1) for x in (out.double() - expected, expected))
     assert not off.isnan().any(), "NaN in a result, or in what it is judged by"
@@ -331,7 +340,7 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, step: CodedStep, at_l
 
 
 def judge(
-    step: CodedStep, cuts: list[Cut] | Cut, device: torch.device, num_padding: int = 0, num_sms: int = 1
+    step: QuantizedStep, cuts: list[Cut] | Cut, device: torch.device, num_padding: int = 0, num_sms: int = 1
 ) -> torch.Tensor:
     """Against the reference, and both against float64; padding is zeros."""
     cuts = cuts if isinstance(cuts, list) else [cuts] * len(step.rows)

@@ -136,7 +136,7 @@ def numbers_kernel(p_codes, p_out, BLOCK: constexpr):
 
 
 @jit
-def coded_kernel(p_x, p_out, size, BLOCK: constexpr, PLAIN: constexpr):
+def e4m3_kernel(p_x, p_out, size, BLOCK: constexpr, PLAIN: constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o, mask=o < size, other=0.0)
     tl.store(p_out + o, quantized_numbers(b_x, PLAIN).to(tl.float32), mask=o < size)
@@ -158,7 +158,7 @@ def bits_of(values: torch.Tensor, device) -> torch.Tensor:
 def quantized(values: torch.Tensor, device) -> torch.Tensor:
     x = values.to(device)
     out = torch.zeros(len(x), device=device)
-    coded_kernel[(-(-len(x) // 4096),)](x, out, len(x), BLOCK=4096, PLAIN=is_interpreted())
+    e4m3_kernel[(-(-len(x) // 4096),)](x, out, len(x), BLOCK=4096, PLAIN=is_interpreted())
     return out.cpu()
 
 
@@ -243,7 +243,7 @@ def test_every_code_is_the_number_that_torch_takes_it_for(device):
 
 
 @pytest.mark.parametrize("values", [every_half(), random(20000) * 100, torch.tensor(NOT_FINITE)], ids=len)
-def test_numbers_that_are_coded_on_their_way_into_a_product(device, values):
+def test_numbers_that_are_quantized_on_their_way_into_a_product(device, values):
     """By hand in the interpreter, by instruction on a GPU: the same numbers."""
     is_nan = values.isnan()
     numbers = quantized(values, device)

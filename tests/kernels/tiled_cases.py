@@ -38,7 +38,7 @@ class Tiles:
     small: list[tuple[int, ...]] = field(default_factory=list)
     large: list[tuple[int, ...]] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
-    num_pairs: int = 0
+    num_partials: int = 0
 
 
 def cut_tiles(case: PagedCase, cuts: list[Cut], num_padding: int = 0) -> Tiles:
@@ -53,11 +53,11 @@ def cut_tiles(case: PagedCase, cuts: list[Cut], num_padding: int = 0) -> Tiles:
             high = position + rows
             ends = _ends(cut, low, high)
             for split, (first, end) in enumerate(zip([low, *ends], ends, strict=False)):
-                pair = made.num_pairs + split if len(ends) > 1 else -1
-                tile = (len(case.rows) - 1 - index, row_start + offset, rows, position, first, end, pair, len(ends))
+                partial = made.num_partials + split if len(ends) > 1 else -1
+                tile = (len(case.rows) - 1 - index, row_start + offset, rows, position, first, end, partial, len(ends))
                 (made.large if cut.large else made.small).append(tile)
-            made.rows += [(made.num_pairs + i * len(ends), len(ends)) for i in range(rows)]
-            made.num_pairs += rows * len(ends) if len(ends) > 1 else 0
+            made.rows += [(made.num_partials + i * len(ends), len(ends)) for i in range(rows)]
+            made.num_partials += rows * len(ends) if len(ends) > 1 else 0
     made.rows += num_padding * [(0, 0)]
     return made
 
@@ -81,8 +81,8 @@ def run_tiles(
     zones = RedZones(device)
     num_rows, num_heads, head_dim = len(tiles.rows), *case.q.shape[1:]
     out = zones.allocate(num_rows, num_heads * head_dim, dtype=out_dtype or case.q.dtype).fill_(NAN)
-    partial_out = zones.allocate(tiles.num_pairs, num_heads * head_dim).fill_(NAN)
-    partial_lse = zones.allocate(tiles.num_pairs, num_heads).fill_(NAN)
+    partial_out = zones.allocate(tiles.num_partials, num_heads * head_dim).fill_(NAN)
+    partial_lse = zones.allocate(tiles.num_partials, num_heads).fill_(NAN)
     padding = torch.full((num_rows - len(case.q), num_heads, head_dim), NAN, dtype=case.q.dtype)
     longest = max(len(pages) for pages in case.pages)
     page_table = torch.full((len(case.pages), longest + 3), BEYOND, dtype=torch.int32)

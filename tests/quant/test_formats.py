@@ -14,7 +14,7 @@ from holdfast.quant.formats import (
 )
 
 PLAIN = [name for name, value in KV_FORMATS.items() if not value.is_quantized]
-CODED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
+QUANTIZED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)
@@ -68,22 +68,22 @@ MOST = {
 """What the formats of these names take in vLLM."""
 
 
-@pytest.mark.parametrize("name", CODED)
-def test_bytes_of_coded_formats(name: str) -> None:
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_bytes_of_quantized_formats(name: str) -> None:
     for head_dim, slot_bytes in SLOTS[name].items():
         assert slot_bytes <= MOST.get(name, {}).get(head_dim, slot_bytes)
         for num_kv_heads in (1, 3, 8):
             assert KV_FORMATS[name].bytes_per_token(num_kv_heads, head_dim) == num_kv_heads * slot_bytes
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_no_backend_mistakes_codes_for_keys(name: str) -> None:
     planes = KV_FORMATS[name].planes(2, 64)
     assert not {"k", "v"} & {plane.name for plane in planes}, "plain torch would attend to codes as if they were values"
     assert {plane.dtype for plane in planes} == {"uint8", "float16"}
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 192, 256])
 def test_codes_have_a_bit_for_every_bit(name: str, head_dim: int) -> None:
     kv_format = KV_FORMATS[name]
@@ -101,7 +101,7 @@ def test_a_format_is_found_by_its_name() -> None:
 
 
 def test_defaults_are_for_formats_that_there_are() -> None:
-    assert set(DEFAULT_PROTECTED_LAYERS) == set(CODED)
+    assert set(DEFAULT_PROTECTED_LAYERS) == set(QUANTIZED)
     assert min(DEFAULT_PROTECTED_LAYERS.values()) >= 0
 
 

@@ -284,7 +284,7 @@ SIDES = ["keys", "values"]
 BITS = [8, 4, 3]
 HEAD_DIMS = range(16, 257, 16)
 ENCODE: dict[str, Callable[[torch.Tensor, int], QuantizedHeads]] = {"keys": quantize_keys, "values": quantize_values}
-DECODE: dict[str, Callable[[QuantizedHeads, int, int], torch.Tensor]] = {
+DEQUANTIZE: dict[str, Callable[[QuantizedHeads, int, int], torch.Tensor]] = {
     "keys": dequantize_keys,
     "values": dequantize_values,
 }
@@ -301,7 +301,7 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def round_trip(y_XD: torch.Tensor, side: str, bits: int) -> torch.Tensor:
-    return DECODE[side](ENCODE[side](y_XD, bits), bits, y_XD.shape[-1])
+    return DEQUANTIZE[side](ENCODE[side](y_XD, bits), bits, y_XD.shape[-1])
 
 
 def assert_same_bits(ours: QuantizedHeads, theirs: QuantizedHeads) -> None:
@@ -398,9 +398,9 @@ def test_every_bit_is_where_the_docstring_says(side: str, bits: int, head_dim: i
         packed, signs = (scalar_keys if side == "keys" else scalar_values)(codes, bits)
         assert bytes(heads.codes_XB[row].tolist()) == packed
         assert (b"" if heads.signs_XS is None else bytes(heads.signs_XS[row].tolist())) == signs
-        decoded = DECODE[side](head(heads, row), bits, head_dim)
+        dequantized = DEQUANTIZE[side](head(heads, row), bits, head_dim)
         numbers = torch.tensor([BOOKS_HEAD_CODES[side][bits].values[code] for code in codes])
-        assert torch.equal(decoded, numbers * heads.scale_X[row].float())
+        assert torch.equal(dequantized, numbers * heads.scale_X[row].float())
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
@@ -427,7 +427,7 @@ def test_every_code_survives_at_every_place(side: str, bits: int) -> None:
             torch.tensor(1.0, dtype=torch.float16),
         )
         values = BOOKS_HEAD_CODES[side][bits].values
-        assert DECODE[side](heads, bits, 48).tolist() == [values[code] for code in codes]
+        assert DEQUANTIZE[side](heads, bits, 48).tolist() == [values[code] for code in codes]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -441,9 +441,9 @@ def test_bytes_and_error_of_every_head_dim(side: str, bits: int, head_dim: int) 
     assert (sign_bytes > 0) == (bits == 3)
     assert heads.codes_XB.dtype == torch.uint8
     assert heads.scale_X.dtype == torch.float16
-    decoded_XD = DECODE[side](heads, bits, head_dim)
-    assert decoded_XD.dtype == torch.float32
-    assert ((decoded_XD - y_XD).square().mean() / y_XD.square().mean()).item() < 1.3 * ERRORS[bits]
+    dequantized_XD = DEQUANTIZE[side](heads, bits, head_dim)
+    assert dequantized_XD.dtype == torch.float32
+    assert ((dequantized_XD - y_XD).square().mean() / y_XD.square().mean()).item() < 1.3 * ERRORS[bits]
 
 
 @every_bits
@@ -462,12 +462,12 @@ def test_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> N
     heads = ENCODE[side](y_XD, bits)
     assert heads.codes_XB.shape[:-1] == heads.scale_X.shape == leading
     assert heads.signs_XS is None or heads.signs_XS.shape[:-1] == leading
-    assert DECODE[side](heads, bits, 96).shape == y_XD.shape
+    assert DEQUANTIZE[side](heads, bits, 96).shape == y_XD.shape
 
 
 @every_bits
 @every_side
-def test_a_head_is_coded_as_if_it_were_alone(side: str, bits: int) -> None:
+def test_a_head_is_quantized_as_if_it_were_alone(side: str, bits: int) -> None:
     y_XD = gaussian(2, 3, 112)
     heads = ENCODE[side](y_XD, bits)
     for index in [(0, 0), (1, 2)]:
@@ -480,19 +480,19 @@ def test_slices_of_a_larger_plane_decode_alike(side: str, bits: int) -> None:
     y_XD = gaussian(4, 9, 64)
     heads = ENCODE[side](y_XD, bits)
     part = QuantizedHeads(*(None if plane is None else plane[1:3, 2:7] for plane in heads))  # type: ignore[arg-type]
-    assert torch.equal(DECODE[side](part, bits, 64), DECODE[side](heads, bits, 64)[1:3, 2:7])
+    assert torch.equal(DEQUANTIZE[side](part, bits, 64), DEQUANTIZE[side](heads, bits, 64)[1:3, 2:7])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_bits
 @every_side
-def test_half_precision_is_coded_as_its_numbers(side: str, bits: int, dtype: torch.dtype) -> None:
+def test_half_precision_is_quantized_as_its_numbers(side: str, bits: int, dtype: torch.dtype) -> None:
     y_XD = gaussian(6, 64).to(dtype)
     assert_same_bits(ENCODE[side](y_XD, bits), ENCODE[side](y_XD.float(), bits))
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_a_coded_key_has_the_length_of_the_true_one(bits: int) -> None:
+def test_a_quantized_key_has_the_length_of_the_true_one(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
     lengths_X = dequantize_keys(quantize_keys(y_XD, bits), bits, 64).norm(dim=-1)
     torch.testing.assert_close(lengths_X, y_XD.norm(dim=-1), rtol=2**-11, atol=0)
@@ -501,11 +501,11 @@ def test_a_coded_key_has_the_length_of_the_true_one(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 3])
 def test_no_other_scale_of_a_value_is_nearer(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
-    decoded_XD = round_trip(y_XD, "values", bits)
+    dequantized_XD = round_trip(y_XD, "values", bits)
     lengths_X = y_XD.norm(dim=-1)
     for factor in (0.997, 1.003):
-        assert ((factor * decoded_XD - y_XD).norm(dim=-1) > (decoded_XD - y_XD).norm(dim=-1)).all()
-    along_X = ((y_XD - decoded_XD) * decoded_XD).sum(-1) / lengths_X**2
+        assert ((factor * dequantized_XD - y_XD).norm(dim=-1) > (dequantized_XD - y_XD).norm(dim=-1)).all()
+    along_X = ((y_XD - dequantized_XD) * dequantized_XD).sum(-1) / lengths_X**2
     assert along_X.abs().max() < 2**-10
 
 
@@ -526,8 +526,8 @@ def test_zeros_stay_zeros(side: str, bits: int) -> None:
     y_XD[1] = 0
     heads = ENCODE[side](y_XD, bits)
     assert heads.scale_X[1] == 0
-    assert not DECODE[side](heads, bits, 64)[1].any()
-    assert not DECODE[side](ENCODE[side](-torch.zeros(2, 64), bits), bits, 64).any()
+    assert not DEQUANTIZE[side](heads, bits, 64)[1].any()
+    assert not DEQUANTIZE[side](ENCODE[side](-torch.zeros(2, 64), bits), bits, 64).any()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
@@ -540,8 +540,8 @@ def test_a_broken_head_spoils_no_other(side: str, bits: int, poison: float) -> N
     heads = ENCODE[side](y_XD, bits)
     for index in [(1, 1), (1, 3), (0, 2), (2, 2)]:
         assert_same_bits(head(heads, *index), head(sound, *index))
-    decoded_D = DECODE[side](head(heads, 1, 2), bits, 64)
-    assert not math.isnan(poison) or decoded_D.isnan().all(), "a head that is no number has to stay one"
+    dequantized_D = DEQUANTIZE[side](head(heads, 1, 2), bits, 64)
+    assert not math.isnan(poison) or dequantized_D.isnan().all(), "a head that is no number has to stay one"
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf], ids=str)
@@ -562,12 +562,12 @@ def test_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> N
     y_XD[2, 40] *= size
     heads = ENCODE[side](y_XD, bits)
     assert heads.scale_X.isfinite().all(), "a scale has to stay within float16"
-    decoded_XD = DECODE[side](heads, bits, 80)
-    assert decoded_XD.isfinite().all()
+    dequantized_XD = DEQUANTIZE[side](heads, bits, 80)
+    assert dequantized_XD.isfinite().all()
     if size < 1e-8:
-        assert decoded_XD[1].abs().max() < 1e-6
+        assert dequantized_XD[1].abs().max() < 1e-6
     for row in (0, 3):
-        assert (decoded_XD[row] - y_XD[row]).norm() < 0.3 * y_XD[row].norm()
+        assert (dequantized_XD[row] - y_XD[row]).norm() < 0.3 * y_XD[row].norm()
 
 
 @every_bits
@@ -580,11 +580,11 @@ def test_a_scale_beyond_float16_is_the_largest(side: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @every_side
-def test_coding_what_was_decoded_gives_the_same_codes(side: str, bits: int) -> None:
+def test_quantizing_what_was_dequantized_gives_the_same_codes(side: str, bits: int) -> None:
     """Where scales are not so small that float16 has few digits left for them."""
     y_XD = gaussian(500, 128) * torch.logspace(0, 3, 500).unsqueeze(1)
     first = ENCODE[side](y_XD, bits)
-    second = ENCODE[side](DECODE[side](first, bits, 128), bits)
+    second = ENCODE[side](DEQUANTIZE[side](first, bits, 128), bits)
     assert torch.equal(first.codes_XB, second.codes_XB)
     assert first.signs_XS is None or torch.equal(first.signs_XS, second.signs_XS)  # type: ignore[arg-type]
     torch.testing.assert_close(first.scale_X, second.scale_X, rtol=2**-10, atol=0)
@@ -608,7 +608,7 @@ def test_the_parts_are_those_of_the_docstring() -> None:
 def test_3_bits_without_their_sign_bits_are_refused(side: str) -> None:
     heads = ENCODE[side](gaussian(2, 32), 3)
     with pytest.raises(AssertionError, match="of 3 bits have sign bits"):
-        DECODE[side](heads._replace(signs_XS=None), 3, 32)
+        DEQUANTIZE[side](heads._replace(signs_XS=None), 3, 32)
 
 
 @given(
@@ -618,7 +618,7 @@ def test_3_bits_without_their_sign_bits_are_refused(side: str) -> None:
 )
 def test_no_finite_head_makes_a_nan(numbers: list[float], side: str, bits: int) -> None:
     y_D = torch.tensor(numbers)
-    decoded_D = round_trip(y_D, side, bits)
-    assert decoded_D.isfinite().all()
+    dequantized_D = round_trip(y_D, side, bits)
+    assert dequantized_D.isfinite().all()
     if 1e-2 < y_D.norm() < 1e4:
-        assert (decoded_D - y_D).norm() < {8: 0.06, 4: 0.9, 3: 1.1}[bits] * y_D.norm()
+        assert (dequantized_D - y_D).norm() < {8: 0.06, 4: 0.9, 3: 1.1}[bits] * y_D.norm()

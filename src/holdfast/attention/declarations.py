@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
+from holdfast.kernels.geometry import LARGE_TILE, QUANTIZED_LARGE_TILE, TILE_FIELDS
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, bytes_for
@@ -62,14 +63,9 @@ class BackendDeclaration(Protocol):
         ...
 
 
-SPLIT_ROWS = 1024
-"""Most (row, split) pairs whose partial results are kept at once: long contexts take longer splits, never more memory."""
+MAX_PARTIALS = 1024
+"""Most split-KV partials that are kept at once, one for each row of each split: long contexts take longer splits, never more memory."""
 MIN_SPLIT_TOKENS = 256
-TILE_FIELDS = 8
-QUERY_ROWS = 128
-"""Rows of queries times heads of a group in one tile of a prefill over plain pages."""
-QUANTIZED_QUERY_ROWS = 64
-"""The same over quantized pages; lists have room for tiles of this height, and kernels may take higher ones."""
 QUANTIZED_HEADS = 16
 """Quantized heads are multiples of this."""
 CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
@@ -124,26 +120,26 @@ class TritonPagedDeclaration:
             return f"head_dim is {spec.cache.head_dim}, and a multiple of {unit} up to 256 is computed"
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
-        if spec.num_heads // spec.cache.num_kv_heads > QUERY_ROWS:
-            return f"{spec.num_heads // spec.cache.num_kv_heads} query heads share a key head, {QUERY_ROWS} may"
+        if spec.num_heads // spec.cache.num_kv_heads > LARGE_TILE:
+            return f"{spec.num_heads // spec.cache.num_kv_heads} query heads share a key head, {LARGE_TILE} may"
         return None
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
-        rows = split_rows(specs[0].max_model_len, bounds)
-        if rows == 0:
+        num_partials = max_partials(specs[0].max_model_len, bounds)
+        if num_partials == 0:
             return ()
         num_heads = max(spec.num_heads for spec in specs)
         width = max(spec.num_heads * spec.cache.head_dim for spec in specs)
         return (
-            TensorSpec("partial_out", (rows, width), "float32"),
-            TensorSpec("partial_lse", (rows, num_heads), "float32"),
+            TensorSpec("partial_out", (num_partials, width), "float32"),
+            TensorSpec("partial_lse", (num_partials, num_heads), "float32"),
         )
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
         kinds, windows = tile_kinds(specs), {spec.window for spec in specs}
         num_tiles = sum(max_tiles(kind, specs[0].max_model_len, bounds) for kind in kinds)
         num_lists, num_list_tiles = len(kinds) * len(windows), len(windows) * num_tiles
-        list_bytes = bytes_for("int32", (num_list_tiles + num_lists, TILE_FIELDS))
+        list_bytes = bytes_for("int32", (num_list_tiles + num_lists, len(TILE_FIELDS)))
         row_bytes = bytes_for("int32", (num_lists, bounds.max_num_rows, 2))
         return (
             Term("attention/tiles", list_bytes, f"{num_list_tiles} tiles of a step's work, in {num_lists} lists"),
@@ -222,11 +218,11 @@ def mask_rows(max_model_len: int) -> int:
     return max(16, min(MAX_MASK_ROWS, MASK_ELEMENTS // max_model_len))
 
 
-def split_rows(max_model_len: int, bounds: StepBounds) -> int:
-    """(row, split) pairs that partial results are kept for: none where no context is long enough to be split."""
+def max_partials(max_model_len: int, bounds: StepBounds) -> int:
+    """Split-KV partials that there is room for: none where no context is long enough to be split."""
     if max_model_len <= MIN_SPLIT_TOKENS:
         return 0
-    return min(SPLIT_ROWS, bounds.max_num_rows * -(-max_model_len // MIN_SPLIT_TOKENS))
+    return min(MAX_PARTIALS, bounds.max_num_rows * -(-max_model_len // MIN_SPLIT_TOKENS))
 
 
 class TileKind(NamedTuple):
@@ -254,13 +250,13 @@ def max_tiles(kind: TileKind, max_model_len: int, bounds: StepBounds) -> int:
     """Tiles of the largest step: whole ones, the last one of each sequence, and one for each split."""
     rows_per_tile = least_tile_rows(kind)
     tiles = -(-bounds.max_num_rows // rows_per_tile) + min(bounds.max_num_seqs, bounds.max_num_rows)
-    return tiles + split_rows(max_model_len, bounds)
+    return tiles + max_partials(max_model_len, bounds)
 
 
 def least_tile_rows(kind: TileKind) -> int:
     """Rows that a large tile takes at least."""
-    query_rows = QUERY_ROWS if kind.key_bits is None else QUANTIZED_QUERY_ROWS
-    return max(1, query_rows // (kind.num_heads // kind.num_kv_heads))
+    height = LARGE_TILE if kind.key_bits is None else QUANTIZED_LARGE_TILE
+    return max(1, height // (kind.num_heads // kind.num_kv_heads))
 
 
 def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:

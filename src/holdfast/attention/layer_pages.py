@@ -19,8 +19,8 @@ from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import (
-    FEW_ROWS,
     LARGE_PROGRAMS_PER_SM,
+    SMALL_BATCH_ROWS,
     TileWork,
     small_programs,
     tile_rows,
@@ -28,7 +28,7 @@ from holdfast.kernels.attention.tiled_attention import (
 )
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
 from holdfast.kernels.attention.write_quantized_kv import write_quantized_kv
-from holdfast.kernels.geometry import TileGeometry
+from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     KEY_PARTS,
@@ -209,10 +209,6 @@ def _value_quads_of_3_bits() -> torch.Tensor:
     )
 
 
-BLOCK_TOKENS = 64
-"""Splits are multiples of what a kernel takes at once."""
-
-
 class PlainPages:
     """A plane of keys and one of values, [slots, K, D]."""
 
@@ -237,11 +233,11 @@ class PlainPages:
         return TileGeometry(
             small_rows=tile_rows(num_heads, num_kv_heads, large=False),
             large_rows=tile_rows(num_heads, num_kv_heads, large=True),
-            small_programs_per_sm=small_programs(FEW_ROWS + 1)[0],
+            small_programs_per_sm=small_programs(SMALL_BATCH_ROWS + 1)[0],
             large_programs_per_sm=LARGE_PROGRAMS_PER_SM,
             block_tokens=BLOCK_TOKENS,
-            few_rows=FEW_ROWS,
-            few_programs_per_sm=small_programs(FEW_ROWS)[0],
+            small_batch_rows=SMALL_BATCH_ROWS,
+            small_batch_programs_per_sm=small_programs(SMALL_BATCH_ROWS)[0],
         )
 
     def attend_tiles(

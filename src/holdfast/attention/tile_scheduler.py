@@ -14,8 +14,8 @@ import torch
 
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS
-from holdfast.kernels.attention.tiled_attention import TILE_FIELDS, TileWork
-from holdfast.kernels.geometry import TileGeometry
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
 
@@ -71,8 +71,8 @@ class ListRoom(NamedTuple):
     max_tiles: int
     max_num_rows: int
     max_num_seqs: int
-    max_pairs: int
-    """(row, split) pairs whose partial results are kept; 0: nothing is split."""
+    max_partials: int
+    """Of all rows and splits together; 0: nothing is split."""
 
 
 class Machine(NamedTuple):
@@ -120,12 +120,12 @@ class TileScheduler:
         self._lists.wait()
         self._host_rows_T2[: step.num_rows] = 0
         small, large = self._blocks(step)
-        num_small = num_large = num_pairs = 0
+        num_small = num_large = num_partials = 0
         if small is not None:
-            num_small, num_pairs = self._write(small, self._small_splits(small, step.num_rows), 1, 0)
+            num_small, num_partials = self._write(small, self._small_splits(small, step.num_rows), 1, 0)
         if large is not None:
-            splits = self._large_splits(large, self._room.max_pairs - num_pairs)
-            num_large, num_pairs = self._write(large, splits, 1 + num_small, num_pairs)
+            splits = self._large_splits(large, self._room.max_partials - num_partials)
+            num_large, num_partials = self._write(large, splits, 1 + num_small, num_partials)
             tiles_X8 = self._host_tiles_X8[1 + num_small : 1 + num_small + num_large]
             # The longest first, so that none is begun last.
             tiles_X8[:] = tiles_X8[np.argsort(tiles_X8[:, 4] - tiles_X8[:, 5], kind="stable")]
@@ -137,7 +137,7 @@ class TileScheduler:
             self._rows_T2,
             has_small=captured or num_small > 0,
             has_large=num_large > 0 or (captured and not step.is_decode),
-            has_merge=captured or num_pairs > 0 or int(step.columns_4N[2].sum()) < step.num_rows,
+            has_merge=captured or num_partials > 0 or int(step.columns_4N[2].sum()) < step.num_rows,
         )
 
     def _blocks(self, step: StepRows) -> tuple[Blocks | None, Blocks | None]:
@@ -166,10 +166,10 @@ class TileScheduler:
 
     def _small_splits(self, blocks: Blocks, num_step_rows: int) -> Splits:
         length_B, room, geometry = blocks.lengths, self._room, self._geometry
-        if room.max_pairs == 0:
+        if room.max_partials == 0:
             return Splits.into(1, length_B, geometry.block_tokens)
         if self._machine.batch_invariant:
-            most = max(1, room.max_pairs // (room.max_num_seqs * geometry.small_rows))
+            most = max(1, room.max_partials // (room.max_num_seqs * geometry.small_rows))
             wanted_B = np.minimum(most, -(-length_B // MIN_SPLIT_TOKENS))
             return Splits.into(wanted_B, length_B, geometry.block_tokens)
         programs = self._machine.num_sms * geometry.small_programs(num_step_rows)
@@ -179,7 +179,7 @@ class TileScheduler:
         while True:
             wanted_B = np.maximum(1, np.rint(length_B / fair_share).astype(np.int64))
             splits = Splits.into(wanted_B, length_B, geometry.block_tokens)
-            if _num_pairs(splits.count_B, blocks) <= room.max_pairs:
+            if _num_partials(splits.count_B, blocks) <= room.max_partials:
                 return splits
             fair_share *= 2
 
@@ -192,7 +192,7 @@ class TileScheduler:
 
         def fits(share: int) -> bool:
             count_B = -(-num_blocks_B // share)
-            return int(count_B.sum()) <= max_tiles and _num_pairs(count_B, blocks) <= self._room.max_pairs
+            return int(count_B.sum()) <= max_tiles and _num_partials(count_B, blocks) <= self._room.max_partials
 
         fair_share = max(1, -(-int(length_B.sum()) * self._num_kv_heads // (programs * block_tokens)))
         share = _least(fair_share, max(fair_share, int(num_blocks_B.max())), fits)
@@ -209,19 +209,19 @@ class TileScheduler:
             wanted_B = np.clip(length_B // (2 * MIN_SPLIT_TOKENS), 1, wanted - fewer)
             return Splits.into(wanted_B, length_B, block_tokens)
 
-        return splits_of(_least(0, wanted - 1, lambda fewer: _num_pairs(splits_of(fewer).count_B, blocks) <= room))
+        return splits_of(_least(0, wanted - 1, lambda fewer: _num_partials(splits_of(fewer).count_B, blocks) <= room))
 
-    def _write(self, blocks: Blocks, splits: Splits, first_tile: int, first_pair: int) -> tuple[int, int]:
-        """One tile a split, and what is merged of every row; how many tiles, and the first pair that is left."""
+    def _write(self, blocks: Blocks, splits: Splits, first_tile: int, first_partial: int) -> tuple[int, int]:
+        """One tile a split, and the partials of every row; how many tiles, and the first partial that is left."""
         count_B = splits.count_B
         is_split_B = count_B > 1
-        pairs_B = blocks.columns_4B[2] * count_B * is_split_B
-        ends_B = first_pair + pairs_B.cumsum()
-        pair_B, next_pair = ends_B - pairs_B, int(ends_B[-1])
+        num_partials_B = blocks.columns_4B[2] * count_B * is_split_B
+        ends_B = first_partial + num_partials_B.cumsum()
+        first_partial_B, next_partial = ends_B - num_partials_B, int(ends_B[-1])
         tiles_8B = np.empty((len(TILE_FIELDS), len(count_B)), dtype=np.int64)
         tiles_8B[:4], tiles_8B[4], tiles_8B[5] = blocks.columns_4B, blocks.low_B, blocks.high_B
-        tiles_8B[6], tiles_8B[7] = np.where(is_split_B, pair_B, -1), count_B
-        if next_pair > first_pair:
+        tiles_8B[6], tiles_8B[7] = np.where(is_split_B, first_partial_B, -1), count_B
+        if next_partial > first_partial:
             index_X, split_X = _spread(count_B)
             tiles_8B, tokens_X = tiles_8B[:, index_X], splits.tokens_B[index_X]
             tiles_8B[4] += split_X * tokens_X
@@ -229,21 +229,23 @@ class TileScheduler:
             tiles_8B[6] += split_X
         num_tiles = tiles_8B.shape[1]
         self._host_tiles_X8[first_tile : first_tile + num_tiles] = tiles_8B.T
-        self._write_rows(blocks.columns_4B[1], blocks.columns_4B[2], pair_B, count_B)
-        return num_tiles, next_pair
+        self._write_rows(blocks.columns_4B[1], blocks.columns_4B[2], first_partial_B, count_B)
+        return num_tiles, next_partial
 
-    def _write_rows(self, row_B: np.ndarray, num_rows_B: np.ndarray, pair_B: np.ndarray, count_B: np.ndarray) -> None:
-        """The first pair of every row, and its splits."""
+    def _write_rows(
+        self, row_B: np.ndarray, num_rows_B: np.ndarray, first_partial_B: np.ndarray, count_B: np.ndarray
+    ) -> None:
+        """The first partial of every row, and its splits."""
         if int(num_rows_B.sum()) > len(num_rows_B):
             index_R, nth_R = _spread(num_rows_B)
             row_B, count_B = row_B[index_R] + nth_R, count_B[index_R]
-            pair_B = pair_B[index_R] + nth_R * count_B
-        self._host_rows_T2[row_B, 0] = pair_B
+            first_partial_B = first_partial_B[index_R] + nth_R * count_B
+        self._host_rows_T2[row_B, 0] = first_partial_B
         self._host_rows_T2[row_B, 1] = count_B
 
 
-def _num_pairs(count_B: np.ndarray, blocks: Blocks) -> int:
-    """(row, split) pairs that have to be merged."""
+def _num_partials(count_B: np.ndarray, blocks: Blocks) -> int:
+    """That have to be merged: one for each row of each split."""
     return int((blocks.columns_4B[2] * count_B)[count_B > 1].sum())
 
 

@@ -12,8 +12,8 @@ from holdfast.attention.declarations import (
     StepBounds,
     TileKind,
     least_tile_rows,
+    max_partials,
     max_tiles,
-    split_rows,
     tile_kinds,
 )
 from holdfast.attention.layer_pages import KeyMeans, LayerPages
@@ -63,7 +63,7 @@ class TritonPagedAttention(LayerPages):
                 max_tiles(kind, max_model_len, bounds),
                 bounds.max_num_rows,
                 bounds.max_num_seqs,
-                split_rows(max_model_len, bounds),
+                max_partials(max_model_len, bounds),
             )
             for window in dict.fromkeys(spec.window for spec in specs):
                 self._lists[kind, window] = TileScheduler(geometry, kind.num_kv_heads, window, room, machine)

@@ -82,8 +82,18 @@ def order_specs(num_rows: int, top_k: int, num_experts: int) -> tuple[TensorSpec
     )
 
 
+TILE_FIELDS = ("table_row", "row", "num_rows", "position", "low", "high", "first_partial", "num_splits")
+"""Of a tile in a step's list (kernels/attention/tiled_attention.py)."""
+BLOCK_TOKENS = 64
+"""Stored tokens that an attention kernel takes at once."""
+LARGE_TILE = 128
+"""Rows of queries times heads of a GQA group in a large tile over plain pages, which is also the largest group."""
+QUANTIZED_LARGE_TILE = 64
+"""The least that a large tile over quantized pages has: lists have room for tiles of this height."""
+
+
 class TileGeometry(NamedTuple):
-    """What makers of tile lists must know of a kernel. Small tiles are for decoding and short queries, large ones for prompts."""
+    """What the tile scheduler must know of a kernel. Small tiles are for decoding and short queries, large ones for prompts."""
 
     small_rows: int
     """Most rows of a small tile."""
@@ -93,18 +103,18 @@ class TileGeometry(NamedTuple):
     large_programs_per_sm: int
     block_tokens: int
     """Tokens that a program takes at once: splits are whole blocks, but for the end of the last one."""
-    few_rows: int = 0
+    small_batch_rows: int = 0
     """Steps of at most so many rows run fewer programs for small tiles ..."""
-    few_programs_per_sm: int = 0
-    """... which are these; not looked at where few_rows is 0."""
+    small_batch_programs_per_sm: int = 0
+    """... which are these; not looked at where small_batch_rows is 0."""
     has_aligned_starts: bool = False
-    """Token ranges begin at multiples of block_tokens, also behind a window: the kernel masks what comes too pdl."""
+    """Token ranges begin at multiples of block_tokens, also behind a window: the kernel masks what comes too early."""
     takes_whole_turns: bool = False
     """Small tiles are cut so that the last turn of the programs is not for a few remainders; else to the nearest fair share."""
 
     def small_programs(self, num_rows: int) -> int:
         """Programs a multiprocessor for the small tiles of a step of so many rows, padding included."""
-        return self.few_programs_per_sm if num_rows <= self.few_rows else self.small_programs_per_sm
+        return self.small_batch_programs_per_sm if num_rows <= self.small_batch_rows else self.small_programs_per_sm
 
 
 CHUNK_TOKENS = 8192

@@ -9,15 +9,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.attention.quantized_attention import (
-    BLOCK_TOKENS,
-    FEW_MERGED_ROWS,
-    MERGED_HEADS,
     large_shape,
     quantized_attention,
     quantized_attention_reference,
     quantized_geometry,
 )
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS
 from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.quant.kv_quantize import rotation_table
 from kernels.exactness import random, same_bits
 from kernels.quantized_kv_cases import (
@@ -27,13 +26,13 @@ from kernels.quantized_kv_cases import (
     QUIET,
     Cut,
     assert_near,
-    coded_step,
     cut_tiles,
     fill_slots,
     heads_at,
     judge,
     make_planes,
     peaked_step,
+    quantized_step,
     run_tiles,
 )
 from kernels.triton_cases import assert_allocates_nothing
@@ -46,7 +45,7 @@ SMALL, LARGE, HALVES = Cut(), Cut(large=True), Cut(splits=2)
 @FORMATS
 def test_decode_prefill_and_padding_in_one_step(device, key_bits, value_bits):
     rows = [(63, 1), (0, 12), (10, 2), (64, 1), (150, 9), (0, 1)]
-    step = coded_step((key_bits, value_bits), rows, 32, group=4, num_kv_heads=2)
+    step = quantized_step((key_bits, value_bits), rows, 32, group=4, num_kv_heads=2)
     cuts = [SMALL, LARGE, HALVES, Cut(splits=5), Cut(large=True, splits=3), SMALL]
     judge(step, cuts, device, num_padding=3, num_sms=2)
 
@@ -58,7 +57,7 @@ def test_any_step(device, data):
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=2))
     bounds = st.lists(st.sampled_from([0, 64, 128, 192]), max_size=3).map(lambda ends: tuple(sorted(ends)))
     cuts = [data.draw(st.builds(Cut, st.booleans(), st.just(1), bounds)) for _ in rows]
-    step = coded_step(
+    step = quantized_step(
         data.draw(st.sampled_from(BITS)),
         rows,
         head_dim=data.draw(st.sampled_from([16, 48])),
@@ -73,7 +72,7 @@ def test_any_step(device, data):
 
 @FORMATS
 def test_small_and_large_tiles_agree(device, key_bits, value_bits):
-    step = coded_step((key_bits, value_bits), [(100, 1), (62, 2)], group=4)
+    step = quantized_step((key_bits, value_bits), [(100, 1), (62, 2)], group=4)
     small, large = (run_tiles(step, cut_tiles(step, [cut, cut]), device) for cut in (SMALL, LARGE))
     assert_near(large, small.double(), step)
 
@@ -82,10 +81,10 @@ def test_small_and_large_tiles_agree(device, key_bits, value_bits):
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["as they are", "rotated"])
 def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):
     """Straight to the output, or as partial results: of one range that has all, and of several."""
-    step = coded_step(bits, [(190, 2)], 80, group=3)
+    step = quantized_step(bits, [(190, 2)], 80, group=3)
     direct = run_tiles(step, cut_tiles(step, [Cut(large)]), device)
     for bounds in ((0,), (192,), (64,), (64, 128)):
-        for num_padding in (0, FEW_MERGED_ROWS):
+        for num_padding in (0, MERGE_BY_HEAD_ROWS):
             tiles = cut_tiles(step, [Cut(large, bounds=bounds)], num_padding)
             assert_near(run_tiles(step, tiles, device)[:2], direct.double(), step)
 
@@ -94,19 +93,19 @@ def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):
 def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     assert MERGED_HEADS < 9
-    for num_padding in (0, FEW_MERGED_ROWS):
-        judge(coded_step((4, 4), [(70, 1)], 48, group, num_kv_heads), HALVES, device, num_padding)
+    for num_padding in (0, MERGE_BY_HEAD_ROWS):
+        judge(quantized_step((4, 4), [(70, 1)], 48, group, num_kv_heads), HALVES, device, num_padding)
 
 
-@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
 def test_more_splits_than_are_merged_at_once(device, num_padding):
     """Most of them empty: nothing at first is not the end of it."""
     for bounds in (17 * (0,), (64, *(20 * (128,)))):
-        judge(coded_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
+        judge(quantized_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
 
 
-@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
-def test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it(device, num_padding):
+@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
+def test_a_peak_in_the_last_of_many_splits_rescales_what_was_merged_before_it(device, num_padding):
     """Those between are empty, so that only the first and the last count: 16 are merged at once."""
     step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
     judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
@@ -114,16 +113,16 @@ def test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it(devic
 
 def test_a_split_of_much_larger_values_decides(device):
     """Partial results are weighed by their sums alone, not by the values that went into them."""
-    step = coded_step((4, 4), [(127, 1)], group=2)
+    step = quantized_step((4, 4), [(127, 1)], group=2)
     step.tokens[0][1][:64] *= 5000
     for cut in (HALVES, Cut(large=True, splits=2)):
-        for num_padding in (0, FEW_MERGED_ROWS):
+        for num_padding in (0, MERGE_BY_HEAD_ROWS):
             out = run_tiles(step, cut_tiles(step, [cut], num_padding), device)
             assert_near(out[:1], step.exact(), step)
 
 
 def test_programs_beyond_the_work_do_nothing(device):
-    step = coded_step((4, 4), [(70, 1), (0, 9)], 16)
+    step = quantized_step((4, 4), [(70, 1), (0, 9)], 16)
     tiles = cut_tiles(step, [HALVES, LARGE])
     expected = run_tiles(step, tiles, device)
     assert same_bits(run_tiles(step, tiles, device, num_sms=3), expected)
@@ -148,12 +147,12 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
 @pytest.mark.parametrize("cut", [SMALL, Cut(splits=3), LARGE], ids=["small", "split", "large"])
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, cut):
     """Its own tiles given, and steps of many rows: few take a merge of another shape. Pages may lie elsewhere."""
-    step = coded_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
-    whole = run_tiles(step, cut_tiles(step, 4 * [cut], FEW_MERGED_ROWS), device, num_sms=2)
+    step = quantized_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
+    whole = run_tiles(step, cut_tiles(step, 4 * [cut], MERGE_BY_HEAD_ROWS), device, num_sms=2)
     for order in ([1, 0], [3, 2, 0]):
         rows = [step.row_starts[i] + row for i in order for row in range(step.rows[i][1])]
         some = step.only(order)
-        tiles = cut_tiles(some, len(order) * [cut], FEW_MERGED_ROWS + 3)
+        tiles = cut_tiles(some, len(order) * [cut], MERGE_BY_HEAD_ROWS + 3)
         assert same_bits(run_tiles(some, tiles, device)[: len(rows)], whole[rows]), f"{order=}"
 
 
@@ -200,14 +199,14 @@ def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
 
 def test_steps_of_many_rows_take_kernels_of_one_shape():
     """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
-    assert FEW_MERGED_ROWS < 16
+    assert MERGE_BY_HEAD_ROWS < 16
     geometry = quantized_geometry(32, 8, 4, 4)
     assert len({geometry.small_programs(num_rows) for num_rows in range(16, 300)}) == 1
 
 
 @pytest.mark.gpu
 def test_the_same_bits_every_time(device):
-    step = coded_step((4, 4), [(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=64, dtype=torch.bfloat16)
+    step = quantized_step((4, 4), [(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=64, dtype=torch.bfloat16)
     tiles = cut_tiles(step, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(step, tiles, device, num_sms=132)
     for _ in range(10):

@@ -13,13 +13,13 @@ from kernels.quantized_kv_cases import (
     HEAD_DIMS,
     NAN,
     QUIET,
-    CodedStep,
     Cut,
+    QuantizedStep,
     assert_near,
-    coded_step,
     cut_tiles,
     judge,
     peaked_step,
+    quantized_step,
     run_tiles,
 )
 
@@ -37,7 +37,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 @FORMATS
 def test_every_format(device, key_bits, value_bits, dtype):
     """A block that all rows see, one that they see a part of, and one that ends before its page does."""
-    step = coded_step((key_bits, value_bits), [(69, 1), (20, 2), (0, 1)], 128, dtype=dtype)
+    step = quantized_step((key_bits, value_bits), [(69, 1), (20, 2), (0, 1)], 128, dtype=dtype)
     judge(step, [HALVES, SMALL, SMALL], device, num_padding=1)
 
 
@@ -45,61 +45,63 @@ def test_every_format(device, key_bits, value_bits, dtype):
     ("head_dim", "bits"), [*product(HEAD_DIMS, (4, 3)), (16, 8), (80, 8), (256, 8)], ids=lambda number: str(number)
 )
 def test_every_head_dim(device, head_dim, bits):
-    judge(coded_step((bits, bits), [(65, 1)], head_dim, group=2), SMALL, device)
+    judge(quantized_step((bits, bits), [(65, 1)], head_dim, group=2), SMALL, device)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 71], ids=lambda group: f"{group} queries a key")
 def test_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = quantized_geometry(group, 1, 4, 4).small_rows
-    step = coded_step((4, 4), [(64 - rows, rows), (67, 1)], 16, group, num_kv_heads=2 if group < 9 else 1, seed=group)
+    step = quantized_step(
+        (4, 4), [(64 - rows, rows), (67, 1)], 16, group, num_kv_heads=2 if group < 9 else 1, seed=group
+    )
     judge(step, [SMALL, HALVES], device)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 64, 128, 256], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, page_tokens):
-    judge(coded_step((3, 4), [(139, 1)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
+    judge(quantized_step((3, 4), [(139, 1)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 1000])
 def test_every_length(device, num_tokens):
-    step = coded_step((4, 3), [(num_tokens - 1, 1)], 32, group=8, page_tokens=64)
+    step = quantized_step((4, 3), [(num_tokens - 1, 1)], 32, group=8, page_tokens=64)
     judge(step, Cut(splits=3) if num_tokens % 2 else SMALL, device)
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 3), (61, 5), (64, 2), (126, 8)], ids=str)
 def test_short_queries_see_no_token_behind_their_own(device, start, count):
     """Rows of a tile that end in different blocks."""
-    judge(coded_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
+    judge(quantized_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
 
 
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 1000], ids=lambda window: f"window of {window}")
 def test_every_window(device, window):
-    step = coded_step((4, 4), [(190, 1), (126, 3), (0, 3)], 16, group=2, window=window)
+    step = quantized_step((4, 4), [(190, 1), (126, 3), (0, 3)], 16, group=2, window=window)
     judge(step, [HALVES, SMALL, SMALL], device)
 
 
 @pytest.mark.parametrize("splits", [3, 4, 5])
 def test_every_number_of_splits(device, splits):
     """More than there are blocks, too: those that get none weigh nothing."""
-    judge(coded_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=splits), device)
+    judge(quantized_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=splits), device)
 
 
 @pytest.mark.parametrize(
     "bounds", [(0,), (0, 0, 64), (64, 64), (256,), (192, 256, 320)], ids=["first", "firsts", "between", "last", "lasts"]
 )
 def test_ranges_that_are_empty(device, bounds):
-    judge(coded_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
+    judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 
 
 def test_a_range_that_only_the_later_rows_of_a_tile_see(device):
-    judge(coded_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
+    judge(quantized_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
 @pytest.mark.parametrize("number", [NAN, 6e4])
 def test_the_window_hides_what_it_has_passed(device, number):
     """A token that no row sees any more may hold anything, also in a block that is read for others."""
-    step = coded_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
+    step = quantized_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
     tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
     for (k, v), first_seen in zip(step.tokens, (92, 119), strict=True):
@@ -107,7 +109,7 @@ def test_the_window_hides_what_it_has_passed(device, number):
     assert same_bits(run_tiles(step, tiles, device), clean)
 
 
-def hostile(step: CodedStep, device: torch.device, at_least: float = 0.0) -> None:
+def hostile(step: QuantizedStep, device: torch.device, at_least: float = 0.0) -> None:
     """Against float64 and nothing else: here scores are so large that the reference rounds queries otherwise."""
     tiles = cut_tiles(step, len(step.rows) * [HALVES])
     assert_near(run_tiles(step, tiles, device), step.exact(), step, at_least)
@@ -117,7 +119,7 @@ def hostile(step: CodedStep, device: torch.device, at_least: float = 0.0) -> Non
 @pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
 def test_keys_and_values_of_any_size(device, bits, factor):
     for which in (0, 1):
-        step = coded_step((bits, bits), [(100, 2)], group=2)
+        step = quantized_step((bits, bits), [(100, 2)], group=2)
         step.tokens[0][which].mul_(factor)
         # The type itself holds no more of numbers below 6e-5.
         hostile(step, device, at_least=1e-2 if which and factor < 1 else 0)
@@ -126,7 +128,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 @CODERS
 def test_one_token_with_huge_values(device, bits):
     """Its weight decides what the others' are rounded to."""
-    step = coded_step((bits, bits), [(100, 1), (100, 1)], group=2)
+    step = quantized_step((bits, bits), [(100, 1), (100, 1)], group=2)
     for (_, v), token in zip(step.tokens, (3, 80), strict=True):
         v[token] *= 2000
     hostile(step, device)
@@ -135,7 +137,7 @@ def test_one_token_with_huge_values(device, bits):
 @CODERS
 def test_queries_beyond_half_precision_are_cut(device, bits):
     """A query of 60000 in a model that scales scores by more than one."""
-    step = coded_step((bits, bits), [(70, 1)], group=2)
+    step = quantized_step((bits, bits), [(70, 1)], group=2)
     step.q[0, 0, :8] = 60000
     step.scale = 1.0
     hostile(step, device)
@@ -143,14 +145,14 @@ def test_queries_beyond_half_precision_are_cut(device, bits):
 
 @CODERS
 def test_keys_of_zeros_are_all_alike(device, bits):
-    step = coded_step((bits, bits), [(100, 1)], group=2)
+    step = quantized_step((bits, bits), [(100, 1)], group=2)
     step.tokens[0][0].zero_()
     judge(step, HALVES, device)
 
 
 @CODERS
 def test_values_of_zeros_are_zeros(device, bits):
-    step = coded_step((bits, bits), [(100, 1), (30, 2)], group=2)
+    step = quantized_step((bits, bits), [(100, 1), (30, 2)], group=2)
     for _, v in step.tokens:
         v.zero_()
     for cut in (SMALL, HALVES):
@@ -182,11 +184,11 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
 def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
-    step = coded_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
+    step = quantized_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
     tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
     for row in (1, 3):
-        hurt = coded_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
+        hurt = quantized_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
         hurt.q[row] = bad
         others = [other for other in range(4) if other != row]
         assert same_bits(run_tiles(hurt, tiles, device)[others], clean[others])
@@ -195,7 +197,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits} bits")
 def test_a_token_that_is_no_number_stays_in_its_sequence(device, which, bits):
-    step = coded_step((bits, bits), [(30, 1), (70, 1), (5, 1)], 16, group=2)
+    step = quantized_step((bits, bits), [(30, 1), (70, 1), (5, 1)], 16, group=2)
     cuts = [SMALL, HALVES, SMALL]
     clean = run_tiles(step, cut_tiles(step, cuts), device)
     step.tokens[1][which][20] = NAN
@@ -219,6 +221,6 @@ def test_a_token_that_is_no_number_stays_in_its_sequence(device, which, bits):
 )
 def test_long_contexts_on_a_gpu(device, bits, group, head_dim, dtype):
     rows = [(3000, 1), (4095, 1), (2999, 1), (64, 1), (0, 1), (777, 1)]
-    step = coded_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
+    step = quantized_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
     cuts = [Cut(splits=30), Cut(splits=9), SMALL, SMALL, SMALL, Cut(splits=4)]
     judge(step, cuts, device, num_padding=5, num_sms=132)

@@ -15,10 +15,10 @@ from kernels.quantized_kv_cases import (
     QUIET,
     Cut,
     assert_near,
-    coded_step,
     cut_tiles,
     judge,
     peaked_step,
+    quantized_step,
     run_tiles,
 )
 
@@ -36,7 +36,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 @FORMATS
 def test_every_format(device, key_bits, value_bits, dtype):
     """Prompts from their beginning, chunks in their middle, and several tiles of one."""
-    step = coded_step((key_bits, value_bits), [(0, 9), (60, 35), (130, 3)], 128, dtype=dtype)
+    step = quantized_step((key_bits, value_bits), [(0, 9), (60, 35), (130, 3)], 128, dtype=dtype)
     judge(step, [LARGE, LARGE, HALVES], device, num_padding=1)
 
 
@@ -44,7 +44,7 @@ def test_every_format(device, key_bits, value_bits, dtype):
     ("head_dim", "bits"), [*product(HEAD_DIMS, (4, 3)), (16, 8), (80, 8), (256, 8)], ids=lambda number: str(number)
 )
 def test_every_head_dim(device, head_dim, bits):
-    judge(coded_step((bits, bits), [(62, 5)], head_dim, group=2), LARGE, device)
+    judge(quantized_step((bits, bits), [(62, 5)], head_dim, group=2), LARGE, device)
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 8, 16, 71, 128], ids=lambda group: f"{group} queries a key")
@@ -52,47 +52,49 @@ def test_every_grouping(device, group):
     """A tile that is full, and one more row; groups that leave rows of a tile empty, and that are higher than one."""
     for bits in ((8, 4), (4, 4)) if group in (7, 128) else ((4, 4),):
         rows = quantized_geometry(group, 1, *bits).large_rows
-        judge(coded_step(bits, [(50, rows + 1)], 16, group, num_kv_heads=2 if group == 7 else 1), LARGE, device)
+        judge(quantized_step(bits, [(50, rows + 1)], 16, group, num_kv_heads=2 if group == 7 else 1), LARGE, device)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 64, 128, 256], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, page_tokens):
-    judge(coded_step((3, 4), [(130, 9)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
+    judge(quantized_step((3, 4), [(130, 9)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1000])
 def test_every_length(device, num_tokens):
     count = min(5, num_tokens)
-    step = coded_step((4, 3), [(num_tokens - count, count)], 32, group=8, page_tokens=64)
+    step = quantized_step((4, 3), [(num_tokens - count, count)], 32, group=8, page_tokens=64)
     judge(step, Cut(large=True, splits=3) if num_tokens % 2 else LARGE, device)
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 65, 1000], ids=lambda window: f"window of {window}")
 def test_every_window(device, window):
-    step = coded_step((4, 4), [(120, 20), (0, 3)], 16, group=1, window=window)
+    step = quantized_step((4, 4), [(120, 20), (0, 3)], 16, group=1, window=window)
     judge(step, [HALVES, LARGE], device)
 
 
 @pytest.mark.parametrize("splits", [3, 4, 5])
 def test_every_number_of_splits(device, splits):
-    judge(coded_step((8, 4), [(250, 9), (0, 5)], 16, group=1), Cut(large=True, splits=splits), device)
+    judge(quantized_step((8, 4), [(250, 9), (0, 5)], 16, group=1), Cut(large=True, splits=splits), device)
 
 
 @pytest.mark.parametrize(
     "bounds", [(0,), (0, 0, 64), (64, 64), (256,), (192, 256, 320)], ids=["first", "firsts", "between", "last", "lasts"]
 )
 def test_ranges_that_are_empty(device, bounds):
-    judge(coded_step((3, 3), [(186, 5), (62, 4)], 16, group=2), Cut(large=True, bounds=bounds), device)
+    judge(quantized_step((3, 3), [(186, 5), (62, 4)], 16, group=2), Cut(large=True, bounds=bounds), device)
 
 
 @pytest.mark.parametrize(("start", "bounds"), [(0, (64,)), (120, (64, 128))], ids=str)
 def test_ranges_that_only_later_rows_see(device, start, bounds):
     """Rows before the range get nothing from it, and it takes nothing from the range before it."""
-    judge(coded_step((4, 4), [(start, 70 if start == 0 else 12)], 16, group=1), Cut(large=True, bounds=bounds), device)
+    judge(
+        quantized_step((4, 4), [(start, 70 if start == 0 else 12)], 16, group=1), Cut(large=True, bounds=bounds), device
+    )
 
 
 def test_the_window_hides_what_it_has_passed(device):
-    step = coded_step((8, 8), [(99, 3), (126, 30)], 16, group=2, window=8)
+    step = quantized_step((8, 8), [(99, 3), (126, 30)], 16, group=2, window=8)
     tiles = cut_tiles(step, [LARGE, HALVES])
     clean = run_tiles(step, tiles, device)
     for (k, v), first_seen in zip(step.tokens, (92, 119), strict=True):
@@ -104,7 +106,7 @@ def test_the_window_hides_what_it_has_passed(device):
 @pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
 def test_keys_and_values_of_any_size(device, bits, factor):
     for which in (0, 1):
-        step = coded_step((bits, bits), [(60, 9)], group=2)
+        step = quantized_step((bits, bits), [(60, 9)], group=2)
         step.tokens[0][which].mul_(factor)
         out = run_tiles(step, cut_tiles(step, [LARGE]), device)
         # The type itself holds no more of numbers below 6e-5.
@@ -113,7 +115,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 @CODERS
 def test_one_token_with_huge_values(device, bits):
-    step = coded_step((bits, bits), [(60, 9)], group=2)
+    step = quantized_step((bits, bits), [(60, 9)], group=2)
     step.tokens[0][1][62] *= 2000
     assert_near(run_tiles(step, cut_tiles(step, [HALVES]), device), step.exact(), step)
 
@@ -121,7 +123,7 @@ def test_one_token_with_huge_values(device, bits):
 @CODERS
 def test_zeros(device, bits):
     """Keys that are all alike, and values that are nothing."""
-    step = coded_step((bits, bits), [(60, 9)], group=2)
+    step = quantized_step((bits, bits), [(60, 9)], group=2)
     step.tokens[0][0].zero_()
     judge(step, LARGE, device)
     step.tokens[0][1].zero_()
@@ -152,7 +154,7 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
 def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
-    step = coded_step((4, 4), [(60, 7)], 16, group=2)
+    step = quantized_step((4, 4), [(60, 7)], 16, group=2)
     tiles = cut_tiles(step, [LARGE])
     clean = run_tiles(step, tiles, device)
     step.q[3] = bad
@@ -163,7 +165,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 def test_a_token_that_is_no_number_stays_behind_its_tile(device, which):
     """Tiles that end before it do not see it, and other sequences never do."""
-    step = coded_step((4, 4), [(0, 100), (0, 5)], 16, group=2)
+    step = quantized_step((4, 4), [(0, 100), (0, 5)], 16, group=2)
     cuts = [LARGE, LARGE]
     clean = run_tiles(step, cut_tiles(step, cuts), device)
     step.tokens[0][which][90] = NAN
@@ -190,6 +192,6 @@ def test_a_token_that_is_no_number_stays_behind_its_tile(device, which):
 )
 def test_long_prompts_on_a_gpu(device, bits, group, head_dim, dtype):
     rows = [(0, 300), (900, 70), (2000, 33), (64, 1)]
-    step = coded_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
+    step = quantized_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
     cuts = [LARGE, Cut(large=True, splits=4), HALVES, LARGE]
     judge(step, cuts, device, num_padding=5, num_sms=132)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import (
-    FEW_MERGED_ROWS,
-    FEW_ROWS,
-    LARGE_TILE,
+    SMALL_BATCH_ROWS,
     SMALL_TILE,
     TileWork,
     large_blocks,
@@ -21,7 +20,7 @@ from holdfast.kernels.attention.tiled_attention import (
     tiled_attention,
     tiled_attention_reference,
 )
-from holdfast.kernels.geometry import TileGeometry
+from holdfast.kernels.geometry import LARGE_TILE, TileGeometry
 from kernels.exactness import random, same_bits
 from kernels.paged_cases import PagedCase, paged_case
 from kernels.tiled_cases import NAN, Cut, cut_tiles, rounded, run_tiles
@@ -133,7 +132,7 @@ def test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own(devic
     judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
 
 
-@pytest.mark.parametrize("num_padding", [0, FEW_MERGED_ROWS], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("num_empty", [16, 17, 40])
 def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty, num_padding):
     """Nothing at first is not the end of it."""
@@ -168,7 +167,7 @@ def test_any_step(device, data):
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)], ids=str)
 def test_every_number_of_heads_is_merged(device, widest, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
-    for num_padding in (0, FEW_MERGED_ROWS):
+    for num_padding in (0, MERGE_BY_HEAD_ROWS):
         case = paged_case([(40, 1)], group=group, num_kv_heads=num_kv_heads)
         judge(case, HALVES, device, widest, num_padding)
 
@@ -215,7 +214,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
             case.scale,
             case.window,
         )
-        tiles = cut_tiles(some, cuts[: len(order)], num_padding=FEW_MERGED_ROWS)
+        tiles = cut_tiles(some, cuts[: len(order)], num_padding=MERGE_BY_HEAD_ROWS)
         assert same_bits(run_tiles(some, tiles, device)[: len(rows)], whole[rows]), f"{order=}"
 
 
@@ -280,9 +279,9 @@ def test_rows_of_a_tile_fill_it_and_no_more(group):
 
 def test_steps_of_many_rows_take_kernels_of_one_shape():
     """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
-    assert len({small_programs(num_rows) for num_rows in range(FEW_ROWS + 1, 300)}) == 1
-    assert all(min(small_programs(num_rows)) >= 1 for num_rows in range(1, FEW_ROWS + 1))
-    assert max(FEW_ROWS, FEW_MERGED_ROWS) < 16
+    assert len({small_programs(num_rows) for num_rows in range(SMALL_BATCH_ROWS + 1, 300)}) == 1
+    assert all(min(small_programs(num_rows)) >= 1 for num_rows in range(1, SMALL_BATCH_ROWS + 1))
+    assert max(SMALL_BATCH_ROWS, MERGE_BY_HEAD_ROWS) < 16
 
 
 @pytest.mark.gpu
@@ -334,7 +333,7 @@ def test_the_programs_are_the_same_for_any_step(num_rows):
 
 @pytest.mark.parametrize(("num_rows", "programs"), [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
 def test_or_fewer_for_few_rows(num_rows, programs):
-    assert PLAIN._replace(few_rows=2, few_programs_per_sm=3).small_programs(num_rows) == programs
+    assert PLAIN._replace(small_batch_rows=2, small_batch_programs_per_sm=3).small_programs(num_rows) == programs
 
 
 def test_nothing_more_is_asked_of_a_list_unless_it_is_said():

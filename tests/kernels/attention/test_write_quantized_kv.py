@@ -147,7 +147,7 @@ def assert_same(mine: Written, theirs: Written) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_is_coded_like_the_reference(device, head_dim, bits):
+def test_every_head_dim_is_quantized_like_the_reference(device, head_dim, bits):
     dtype = torch.float16 if head_dim % 32 else torch.float32
     judge(make_case(1, head_dim, with_norm=head_dim % 64 != 0).rounded(dtype), (bits, bits), device)
 
@@ -172,7 +172,7 @@ def test_heads_may_come_without_norm_and_without_positions(device, with_norm, wi
 
 
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
-def test_every_grouping_is_coded_like_the_reference(device, group, num_kv_heads):
+def test_every_grouping_is_quantized_like_the_reference(device, group, num_kv_heads):
     """Programs are full, or have heads that are not there."""
     judge(make_case(1, 64, group, num_kv_heads), (4, 4), device)
 
@@ -267,7 +267,7 @@ def test_a_score_of_a_query_and_a_key_survives_the_rotation(device, function, bi
 
 
 @CODERS
-def test_outliers_are_coded_like_the_reference(device, bits):
+def test_outliers_are_quantized_like_the_reference(device, bits):
     case = make_case(2, 64, with_norm=False)
     case.qkv[0, ::7] *= 1e4
     case.qkv[1] = 1e-4 * case.qkv[1]

@@ -1,10 +1,10 @@
-"""Attention of rows to quantized keys and values over pages, straight from the codes: nothing is decoded into memory.
+"""Attention of rows to quantized keys and values over pages, straight from the codes: nothing is dequantized into memory.
 
 T rows, H query heads, K key/value heads, G = H / K, D head dim, N rows of the page table, P pages of a row,
-C (row, split) pairs
+C split-KV partials
 
-The work is the same list of tiles that plain pages take (kernels/attention/tiled_attention.py). Small tiles go to coded_decode.py,
-large ones to coded_prefill.py, and splits are merged here. Queries come in the space of the keys, rotated where these are;
+The work is the same list of tiles that plain pages take (tiled_attention.py). Small tiles go to quantized_decode.py, large
+ones to quantized_prefill.py, and splits are merged here. Queries come in the space of the keys, rotated where these are;
 outputs leave in the space of the model.
 """
 
@@ -15,8 +15,15 @@ import torch
 from holdfast.kernels.attention.quantized_decode import decode_kernel
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.quantized_prefill import prefill_kernel
+from holdfast.kernels.attention.split_kv import (
+    MERGE_BY_HEAD_ROWS,
+    MERGED_HEADS,
+    MERGED_SPLITS,
+    merge_head,
+    merge_heads,
+)
 from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
-from holdfast.kernels.geometry import TileGeometry
+from holdfast.kernels.geometry import BLOCK_TOKENS, QUANTIZED_LARGE_TILE, TileGeometry
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
 from holdfast.kernels.triton_compat import next_power_of_two as pow2
 from holdfast.quant.kv_quantize import (
@@ -30,15 +37,11 @@ from holdfast.quant.kv_quantize import (
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
-
-BLOCK_TOKENS = 64
 SMALL_COLUMNS = 8
 """Rows times heads of a small tile: what one tensor-core instruction has beside sixteen tokens."""
 SMALL_PROGRAMS_PER_SM = 8
 SMALL_REGISTERS = 232
 """Of a thread: so many that a multiprocessor has room for just the programs it is to get, and none gets more than another."""
-FEW_MERGED_ROWS = 8
-MERGED_HEADS = 8
 
 
 class LargeShape(NamedTuple):
@@ -53,7 +56,7 @@ class LargeShape(NamedTuple):
 
 def large_shape(key_bits: int) -> LargeShape:
     """Keys of 8 bits fill two programs of a multiprocessor; more to compute for each key wants more rows to share it."""
-    return LargeShape(64, 4, 2, 2) if key_bits == 8 else LargeShape(128, 8, 1, 1)
+    return LargeShape(QUANTIZED_LARGE_TILE, 4, 2, 2) if key_bits == 8 else LargeShape(128, 8, 1, 1)
 
 
 def quantized_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_bits: int) -> TileGeometry:
@@ -72,7 +75,7 @@ def quantized_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_b
 
 def row_form(num_rows: int) -> int:
     """Heads of a program that merges: what of a launch follows from the number of rows."""
-    return 1 if num_rows <= FEW_MERGED_ROWS else MERGED_HEADS
+    return 1 if num_rows <= MERGE_BY_HEAD_ROWS else MERGED_HEADS
 
 
 def quantized_attention(
@@ -167,7 +170,7 @@ def quantized_attention_reference(
     out_TX: torch.Tensor,
     num_sms: int,
 ) -> torch.Tensor:
-    """The same in plain torch, a row at a time over all its tokens; partial results are not kept."""
+    """The same in plain torch, a row at a time over all its tokens, without splits."""
     num_rows, num_heads, head_dim = q_THD.shape
     out_THD = out_TX.view(num_rows, num_heads, head_dim)
     group, page_tokens = num_heads // planes.num_kv_heads, planes.page_tokens
@@ -212,7 +215,7 @@ def _merge(
         HEADS=heads,
         HEAD_DIM=head_dim,
         ROTATES=planes.rotates_values,
-        BLOCK_S=16,
+        BLOCK_S=MERGED_SPLITS,
         BLOCK_D=max(16, pow2(head_dim)),
         PDL=pdl,
         num_warps=4,
@@ -239,7 +242,7 @@ def _merge_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.load(p_rows + i_row * 2).to(tl.int64)
+    first_partial = tl.load(p_rows + i_row * 2).to(tl.int64)
     num_splits = tl.load(p_rows + i_row * 2 + 1)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
@@ -253,26 +256,10 @@ def _merge_kernel(
     if num_splits == 1:
         return
     if HEADS == 1:
-        # Few rows: a program a head, with all splits side by side.
         i_head = tl.program_id(1)
-        o_s = tl.arange(0, BLOCK_S)
-        b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        b_m = -float("inf")
-        b_l = 0.0
-        for first in range(0, num_splits, BLOCK_S):
-            m_s = first + o_s < num_splits
-            o_pair = (pair + first + o_s) * NUM_HEADS + i_head
-            b_lse = tl.load(p_partial_lse + o_pair, mask=m_s, other=-float("inf"))
-            p_part = p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :]
-            b_part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)
-            b_m_new = tl.maximum(b_m, tl.max(b_lse))
-            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-            b_p = tl.exp2(b_lse - b_m_safe)
-            b_alpha = tl.exp2(b_m - b_m_safe)
-            b_acc = b_acc * b_alpha + tl.sum(b_part * b_p[:, None], axis=0)
-            b_l = b_l * b_alpha + tl.sum(b_p)
-            b_m = b_m_new
-        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)
+        b_out = merge_head(
+            p_partial_out, p_partial_lse, first_partial, num_splits, i_head, NUM_HEADS, HEAD_DIM, BLOCK_S, BLOCK_D
+        )
         if ROTATES:
             b_out = tl.sum(b_table.to(tl.float32) * b_out[:, None], axis=0) * rotation_scale
         p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d
@@ -280,23 +267,10 @@ def _merge_kernel(
     else:
         # Tensor cores rotate eight heads at once: heads stand beside their coordinates.
         o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        m_part = m_d[:, None] & (o_head < NUM_HEADS)[None, :]
-        b_acc = tl.zeros((BLOCK_D, HEADS), dtype=tl.float32)
-        b_m = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros((HEADS,), dtype=tl.float32)
-        for i_split in range(num_splits):
-            o_pair = (pair + i_split) * NUM_HEADS + o_head
-            b_lse = tl.load(p_partial_lse + o_pair, mask=o_head < NUM_HEADS, other=-float("inf"))
-            b_part = tl.load(p_partial_out + o_pair[None, :] * HEAD_DIM + o_d[:, None], mask=m_part, other=0.0)
-            b_m_new = tl.maximum(b_m, b_lse)
-            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-            b_p = tl.exp2(b_lse - b_m_safe)
-            b_alpha = tl.exp2(b_m - b_m_safe)
-            b_acc = b_acc * b_alpha[None, :] + b_part * b_p[None, :]
-            b_l = b_l * b_alpha + b_p
-            b_m = b_m_new
-        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[None, :]
+        b_out = merge_heads(
+            p_partial_out, p_partial_lse, first_partial, num_splits, o_head, 1, NUM_HEADS, HEAD_DIM, BLOCK_D
+        )
         if ROTATES:
             b_out = tl.dot(b_table.to(tl.float16), b_out.to(tl.float16)) * rotation_scale
         p_y = p_out + (i_row * NUM_HEADS + o_head)[None, :] * HEAD_DIM + o_d[:, None]
-        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_part)
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_d[:, None] & (o_head < NUM_HEADS)[None, :])

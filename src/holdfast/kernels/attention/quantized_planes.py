@@ -167,7 +167,7 @@ def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEA
 
 @jit
 def store_parts(
-    b_acc, b_scale, p_partial, o_pair, m_g, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr
+    b_acc, b_scale, p_partial, o_partial, m_g, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr
 ):
     """Sums in the order of coordinates, rotated as they are."""
     NUM_PARTS: constexpr = 2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)
@@ -175,7 +175,7 @@ def store_parts(
     m_out = m_g[None, :] & (o_c < HEAD_DIM // NUM_PARTS)[:, None]
     for part in tl.static_range(NUM_PARTS):
         o_d = part_dims(o_c, part, NUM_PARTS, HEAD_DIM)
-        tl.store(p_partial + o_pair[None, :] + o_d[:, None], b_acc[part] * b_scale[None, :], mask=m_out)
+        tl.store(p_partial + o_partial[None, :] + o_d[:, None], b_acc[part] * b_scale[None, :], mask=m_out)
 
 
 @jit

@@ -22,6 +22,7 @@ from holdfast.kernels.attention.quantized_planes import (
     part_dims,
     slots_of,
 )
+from holdfast.kernels.attention.split_kv import finite_max, load_tile
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -75,15 +76,9 @@ def prefill_kernel(
     o_row = o_m // GROUP
     for i_item in range(tl.program_id(0), num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
         i_head = i_item % NUM_KV_HEADS
-        p_tile = p_tiles + (1 + num_small + i_item // NUM_KV_HEADS) * 8
-        table_row = tl.load(p_tile)
-        row = tl.load(p_tile + 1)
-        num_rows = tl.load(p_tile + 2)
-        position = tl.load(p_tile + 3)
-        low = tl.load(p_tile + 4)
-        high = tl.load(p_tile + 5)
-        pair = tl.load(p_tile + 6)
-        num_splits = tl.load(p_tile + 7)
+        table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
+            p_tiles, 1 + num_small + i_item // NUM_KV_HEADS
+        )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
         if PDL:
@@ -99,78 +94,66 @@ def prefill_kernel(
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
+        # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
             clear = low
         clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
-        for i_block in tl.range(low // BLOCK_N, clear // BLOCK_N, num_stages=NUM_STAGES):
-            n = i_block * BLOCK_N
-            o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-            page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
-            o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-            b_next_ks = tl.load(p_k_scale + o_next)
-            b_next_vs = tl.load(p_v_scale + o_next)
-            b_score = _row_scores(b_q, p_k, p_k_signs, o_slot, o_n >= 0, False, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
-            b_score = b_score * b_ks.to(tl.float32)[None, :]
-            b_value_scale = b_vs.to(tl.float32)
-            b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-            b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
-            b_p = fast_exp2(b_score - b_m_new[:, None], PLAIN)
-            b_alpha = fast_exp2(b_m - b_m_new, PLAIN)
-            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
-            b_p = (b_p * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
-            b_v = _value_rows(
-                p_v, p_v_signs, o_slot, o_n >= 0, False, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN
-            )
-            b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
-            b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
-        for i_block in tl.range(clear // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=1):
-            n = i_block * BLOCK_N
-            o_token = n + o_n
-            m_n = o_token < high
-            if HAS_WINDOW:
-                m_n = m_n & (o_token > position - window)  # what no row sees any more may hold anything
-            o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-            page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
-            o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-            b_next_ks = tl.load(p_k_scale + o_next)
-            b_next_vs = tl.load(p_v_scale + o_next)
-            b_ks = tl.where(m_n, b_ks, 0.0)
-            b_vs = tl.where(m_n, b_vs, 0.0)
-            b_score = _row_scores(b_q, p_k, p_k_signs, o_slot, m_n, True, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
-            distance = (position + o_row)[:, None] - o_token[None, :]
-            m_seen = (distance >= 0) & m_n[None, :]
-            if HAS_WINDOW:
-                m_seen = m_seen & (distance < window)
-            b_score = tl.where(m_seen, b_score * b_ks.to(tl.float32)[None, :], -float("inf"))
-            b_value_scale = b_vs.to(tl.float32)
-            b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-            b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
-            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-            b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
-            b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
-            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
-            b_p = (b_p * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
-            b_v = _value_rows(p_v, p_v_signs, o_slot, m_n, True, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN)
-            b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
-            b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
-        # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
+        for MASKED in tl.static_range(2):
+            # Counted in blocks, so that the compiler knows where tokens are aligned.
+            first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
+            end_block = tl.cdiv(high, BLOCK_N) if MASKED else clear // BLOCK_N
+            for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
+                n = i_block * BLOCK_N
+                o_token = n + o_n
+                m_n = o_token < high if MASKED else o_n >= 0
+                if MASKED and HAS_WINDOW:
+                    m_n = m_n & (o_token > position - window)  # what no row sees any more may hold anything
+                o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+                page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+                o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+                b_next_ks = tl.load(p_k_scale + o_next)
+                b_next_vs = tl.load(p_v_scale + o_next)
+                if MASKED:
+                    b_ks = tl.where(m_n, b_ks, 0.0)
+                    b_vs = tl.where(m_n, b_vs, 0.0)
+                b_score = _row_scores(b_q, p_k, p_k_signs, o_slot, m_n, MASKED, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+                b_score = b_score * b_ks.to(tl.float32)[None, :]
+                if MASKED:
+                    distance = (position + o_row)[:, None] - o_token[None, :]
+                    m_seen = (distance >= 0) & m_n[None, :]
+                    if HAS_WINDOW:
+                        m_seen = m_seen & (distance < window)
+                    b_score = tl.where(m_seen, b_score, -float("inf"))
+                b_value_scale = b_vs.to(tl.float32)
+                b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
+                b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
+                b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
+                b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
+                b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
+                b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+                b_p = (b_p * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
+                b_v = _value_rows(
+                    p_v, p_v_signs, o_slot, m_n, MASKED, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN
+                )
+                b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
+                b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
+        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l * WEIGHT_ONE, 1.0)[:, None]
         # The halves of a head lie in halves of the block.
         o_dim = o_d // (BLOCK_D // 2) * (HEAD_DIM // 2) + o_d % (BLOCK_D // 2)
         m_d = o_d % (BLOCK_D // 2) < HEAD_DIM // 2
         m_out = m_m[:, None] & m_d[None, :]
-        if pair < 0:
+        if first_partial < 0:
             if VALUE_BITS < 8:
                 p_table = p_rotation + o_dim[:, None] * HEAD_DIM + o_dim[None, :]
                 b_table = tl.load(p_table, mask=m_d[:, None] & m_d[None, :], other=0.0).to(tl.float16)
                 b_out = tl.dot(b_out.to(tl.float16), b_table) * rotation_scale
             tl.store(p_out + o_q[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
         else:
-            o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
-            tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
-            tl.store(p_partial_lse + o_pair, b_m + tl.log2(b_l), mask=m_m)
+            o_partial = (first_partial + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
+            tl.store(p_partial_out + o_partial[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
+            tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
         tl.extra.cuda.gdc_launch_dependents()

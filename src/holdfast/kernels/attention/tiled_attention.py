@@ -1,16 +1,17 @@
 """Attention of rows to stored keys and values over pages, tile by tile, with long contexts split and merged.
 
 T rows, H query heads, K key/value heads, G = H / K, D head dim, S slots, N rows of the page table, P pages of a row,
-C (row, split) pairs
+C split-KV partials
 
-A tile is a few rows of one sequence against a range of its stored tokens. The G heads that share a key head stand side by
-side with the rows, so that they fill the tensor cores and every key is read once. The programs are as many as the machine
-runs at once, and take tiles in turn; how many tiles there are is read from the device, so a captured graph serves any step.
+A tile is a few rows of one sequence against a range of its stored tokens. The G heads of a GQA group stand side by side with
+the rows, so that they fill the tensor cores and every key is read once. The programs are as many as the machine runs at once,
+and take tiles in turn; how many tiles there are is read from the device, so a captured graph serves any step. The softmax is
+online: split_kv.py has its letters.
 
     tiles_X8[0]      number of small tiles, number of large tiles
     tiles_X8[1 + i]  page table row | first row | rows | position of the first row | token range [low, high)
-                     | where the partial result of the first row goes, -1: straight into the output | splits of a row
-    rows_T2          first (row, split) pair of a row | its splits: 0: padding, written as zeros; 1: done by its tile
+                     | where the partial of the first row goes, -1: straight into the output | splits of a row
+    rows_T2          first partial of a row | its splits: 0: padding, written as zeros; 1: done by its tile
 """
 
 from dataclasses import dataclass
@@ -18,17 +19,29 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.attention.split_kv import (
+    MERGE_BY_HEAD_ROWS,
+    MERGED_HEADS,
+    MERGED_SPLITS,
+    finite_max,
+    load_tile,
+    merge_head,
+    merge_heads,
+)
+from holdfast.kernels.geometry import LARGE_TILE
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 
-TILE_FIELDS = ("table_row", "row", "num_rows", "position", "low", "high", "pair", "num_splits")
 SMALL_TILE = 16
-LARGE_TILE = 128
-FEW_ROWS = 2
+SMALL_BATCH_ROWS = 2
 """Steps of so few rows are over before many programs have been brought up: they take fewer, of more warps."""
 LARGE_PROGRAMS_PER_SM = 2
-FEW_MERGED_ROWS = 8
-MERGED_HEADS = 8
-"""Most rows of a large step are not split: a program that looks at several heads has less to bring up for nothing."""
 LOG2_E = 1.4426950408889634
 
 
@@ -47,15 +60,15 @@ class TileWork:
 class RowForm(NamedTuple):
     """What of a launch follows from the number of rows, padding included."""
 
-    is_fused: bool
+    is_small_batch: bool
     """Small tiles take fewer programs of more warps."""
-    merges_few: bool
+    merges_by_head: bool
     """A merge takes one head a program."""
 
 
 def row_form(num_rows: int) -> RowForm:
     """The form of a step of so many rows."""
-    return RowForm(num_rows <= FEW_ROWS, num_rows <= FEW_MERGED_ROWS)
+    return RowForm(num_rows <= SMALL_BATCH_ROWS, num_rows <= MERGE_BY_HEAD_ROWS)
 
 
 def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
@@ -66,7 +79,7 @@ def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
 
 def small_programs(num_rows: int) -> tuple[int, int]:
     """Programs a multiprocessor and warps a program for small tiles; measured on an H200 (docs/log.md)."""
-    return (2, 4) if row_form(num_rows).is_fused else (4, 2)
+    return (2, 4) if row_form(num_rows).is_small_batch else (4, 2)
 
 
 def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
@@ -132,12 +145,12 @@ def tiled_attention(
             BLOCK_D=block_d,
             NUM_STAGES=num_stages,
             PDL=pdl,
-            FEW=not large and form.is_fused,
+            SMALL_BATCH=not large and form.is_small_batch,
             num_warps=num_warps,
             **pdl_launch(pdl),
         )
     if work.has_merge:
-        heads = 1 if form.merges_few else next_power_of_two(min(group, MERGED_HEADS))
+        heads = 1 if form.merges_by_head else next_power_of_two(min(group, MERGED_HEADS))
         _merge_kernel[(num_rows, -(-num_heads // heads))](
             out_TX,
             partial_out_CX,
@@ -146,7 +159,7 @@ def tiled_attention(
             NUM_HEADS=num_heads,
             HEADS=heads,
             HEAD_DIM=head_dim,
-            BLOCK_S=16,
+            BLOCK_S=MERGED_SPLITS,
             BLOCK_D=block_d,
             PDL=pdl,
             num_warps=2,
@@ -169,14 +182,14 @@ def tiled_attention_reference(
     out_TX: torch.Tensor,
     num_sms: int,
 ) -> torch.Tensor:
-    """The same in plain torch, a tile at a time, with the whole score matrix of the tile; partial results are not kept."""
+    """The same in plain torch, a tile at a time, with the whole score matrix of the tile; partials are merged as they come."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_groups = num_heads // k_plane_SKD.shape[1]
     out_THD = out_TX.view(num_rows, num_heads, head_dim)
-    sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
-    for table_row, row, count, position, low, high, pair, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
+    for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
         token_L = torch.arange(low, high, device=q_THD.device)
         slot_L = page_table_NP[table_row, token_L // page_tokens].long() * page_tokens + token_L % page_tokens
         k_HLD = k_plane_SKD[slot_L].float().repeat_interleave(num_groups, dim=1).transpose(0, 1)
@@ -188,17 +201,17 @@ def tiled_attention_reference(
         lse_Hn = scores_HnL.logsumexp(-1)
         out_HnD = torch.nan_to_num((scores_HnL - lse_Hn.unsqueeze(-1)).exp(), nan=0.0) @ v_HLD
         for i in range(count):
-            if pair < 0:
+            if first_partial < 0:
                 out_THD[row + i] = out_HnD[:, i].to(out_TX.dtype)
                 continue
-            old_out, old_lse = sums.get(
+            old_out, old_lse = merged.get(
                 row + i, (torch.zeros_like(out_HnD[:, i]), torch.full_like(lse_Hn[:, i], -torch.inf))
             )
             lse_H = torch.logaddexp(old_lse, lse_Hn[:, i])
             parts = ((old_out, old_lse), (out_HnD[:, i], lse_Hn[:, i]))
-            merged = sum(x * torch.nan_to_num((lse - lse_H).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
-            sums[row + i] = (torch.as_tensor(merged), lse_H)
-    for row, (out_HD, _) in sums.items():
+            out_HD = sum(x * torch.nan_to_num((lse - lse_H).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
+            merged[row + i] = (torch.as_tensor(out_HD), lse_H)
+    for row, (out_HD, _) in merged.items():
         out_THD[row] = out_HD.to(out_TX.dtype)
     if work.has_merge:
         out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
@@ -229,10 +242,10 @@ def _attend_kernel(
     BLOCK_D: constexpr,
     NUM_STAGES: constexpr,
     PDL: constexpr,
-    FEW: constexpr,
+    SMALL_BATCH: constexpr,
 ):
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
-    if PDL and FEW:
+    if PDL and SMALL_BATCH:
         tl.extra.cuda.gdc_launch_dependents()
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
@@ -244,15 +257,9 @@ def _attend_kernel(
     o_row = o_m // GROUP
     for i_item in range(tl.program_id(0), num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
         i_head = i_item % NUM_KV_HEADS
-        p_tile = p_tiles + (first_tile + i_item // NUM_KV_HEADS) * 8
-        table_row = tl.load(p_tile)
-        row = tl.load(p_tile + 1)
-        num_rows = tl.load(p_tile + 2)
-        position = tl.load(p_tile + 3)
-        low = tl.load(p_tile + 4)
-        high = tl.load(p_tile + 5)
-        pair = tl.load(p_tile + 6)
-        num_splits = tl.load(p_tile + 7)
+        table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
+            p_tiles, first_tile + i_item // NUM_KV_HEADS
+        )
         # Page ids are read one block ahead, so that no load of keys waits for another load.
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         b_next_page = tl.load(p_row_pages + (low + o_n) // page_tokens, mask=low + o_n < high, other=0)
@@ -265,63 +272,52 @@ def _attend_kernel(
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        # Tokens up to the first row's own are seen by every row: whole blocks of them need no mask.
+        # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
             clear = low
         clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
-        for n in tl.range(low, clear, BLOCK_N, num_stages=NUM_STAGES):
-            o_token = n + o_n
-            b_page = b_next_page
-            b_next_page = tl.load(
-                p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0
-            )
-            o_slot = b_page.to(tl.int64) * page_tokens + o_token % page_tokens
-            o_kv = o_slot * (NUM_KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
-            b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_d[:, None], other=0.0)
-            b_score = tl.dot(b_q, b_k) * scale_log2
-            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
-            b_p = tl.exp2(b_score - b_m_new[:, None])
-            b_alpha = tl.exp2(b_m - b_m_new)
-            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
-            b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_d[None, :], other=0.0)
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
-            b_m = b_m_new
-        for n in tl.range(clear, high, BLOCK_N, num_stages=NUM_STAGES):
-            o_token = n + o_n
-            m_n = o_token < high
-            b_page = b_next_page
-            b_next_page = tl.load(
-                p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0
-            )
-            o_slot = b_page.to(tl.int64) * page_tokens + o_token % page_tokens
-            o_kv = o_slot * (NUM_KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
-            b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_d[:, None] & m_n[None, :], other=0.0)
-            b_score = tl.dot(b_q, b_k) * scale_log2
-            distance = (position + o_row)[:, None] - o_token[None, :]
-            m_seen = (distance >= 0) & m_n[None, :]
-            if HAS_WINDOW:
-                m_seen = m_seen & (distance < window)
-            b_score = tl.where(m_seen, b_score, -float("inf"))
-            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
-            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-            b_p = tl.exp2(b_score - b_m_safe[:, None])
-            b_alpha = tl.exp2(b_m - b_m_safe)
-            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
-            b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_d[None, :] & m_n[:, None], other=0.0)
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
-            b_m = b_m_new
-        # A range that a row sees nothing of is neutral: no weight, and -inf as the logarithm of its sum.
+        for MASKED in tl.static_range(2):
+            first = clear if MASKED else low
+            end = high if MASKED else clear
+            for n in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
+                o_token = n + o_n
+                m_n = o_token < high
+                b_page = b_next_page
+                b_next_page = tl.load(
+                    p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0
+                )
+                o_slot = b_page.to(tl.int64) * page_tokens + o_token % page_tokens
+                o_kv = o_slot * (NUM_KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
+                m_k = m_d[:, None] & m_n[None, :] if MASKED else m_d[:, None]
+                b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_k, other=0.0)
+                b_score = tl.dot(b_q, b_k) * scale_log2
+                if MASKED:
+                    distance = (position + o_row)[:, None] - o_token[None, :]
+                    m_seen = (distance >= 0) & m_n[None, :]
+                    if HAS_WINDOW:
+                        m_seen = m_seen & (distance < window)
+                    b_score = tl.where(m_seen, b_score, -float("inf"))
+                b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+                b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
+                b_p = tl.exp2(b_score - b_m_safe[:, None])
+                b_alpha = tl.exp2(b_m - b_m_safe)
+                b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+                m_v = m_d[None, :] & m_n[:, None] if MASKED else m_d[None, :]
+                b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_v, other=0.0)
+                b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
+                b_m = b_m_new
+        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
         m_out = m_m[:, None] & m_d[None, :]
-        if pair < 0:
+        if first_partial < 0:
             tl.store(p_out + o_q[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
         else:
-            o_pair = (pair + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
-            tl.store(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out)
-            tl.store(p_partial_lse + o_pair, b_m + tl.log2(b_l), mask=m_m)
+            o_partial = (first_partial + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
+            tl.store(p_partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out)
+            tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        if not FEW:
+        if not SMALL_BATCH:
             # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
@@ -343,56 +339,25 @@ def _merge_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.load(p_rows + i_row * 2).to(tl.int64)
+    first_partial = tl.load(p_rows + i_row * 2).to(tl.int64)
     num_splits = tl.load(p_rows + i_row * 2 + 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if num_splits == 1:
         return
     o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
     if HEADS == 1:
-        # Few rows: a program a head, with all splits side by side.
         i_head = tl.program_id(1)
-        o_s = tl.arange(0, BLOCK_S)
-        b_acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        b_m = -float("inf")
-        b_l = 0.0
-        for first in range(0, num_splits, BLOCK_S):
-            m_s = first + o_s < num_splits
-            o_pair = (pair + first + o_s) * NUM_HEADS + i_head
-            b_lse = tl.load(p_partial_lse + o_pair, mask=m_s, other=-float("inf"))
-            b_part = tl.load(
-                p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0
-            )
-            b_m_new = tl.maximum(b_m, tl.max(b_lse, axis=0))
-            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-            b_p = tl.exp2(b_lse - b_m_safe)
-            b_alpha = tl.exp2(b_m - b_m_safe)
-            b_acc = b_acc * b_alpha + tl.sum(b_part * b_p[:, None], axis=0)
-            b_l = b_l * b_alpha + tl.sum(b_p, axis=0)
-            b_m = b_m_new
-        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)
-        tl.store(p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+        b_out = merge_head(
+            p_partial_out, p_partial_lse, first_partial, num_splits, i_head, NUM_HEADS, HEAD_DIM, BLOCK_S, BLOCK_D
+        )
+        p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
     else:
-        # Many rows, most of which are not split: a program for several heads, one split after the other.
         o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        m_head = o_head < NUM_HEADS
-        m_part = m_head[:, None] & m_d[None, :]
-        b_acc = tl.zeros((HEADS, BLOCK_D), dtype=tl.float32)
-        b_m = tl.full((HEADS,), -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros((HEADS,), dtype=tl.float32)
-        for i_split in range(num_splits):
-            o_pair = (pair + i_split) * NUM_HEADS + o_head
-            b_lse = tl.load(p_partial_lse + o_pair, mask=m_head, other=-float("inf"))
-            b_part = tl.load(p_partial_out + o_pair[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
-            b_m_new = tl.maximum(b_m, b_lse)
-            b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-            b_p = tl.exp2(b_lse - b_m_safe)
-            b_alpha = tl.exp2(b_m - b_m_safe)
-            b_acc = b_acc * b_alpha[:, None] + b_part * b_p[:, None]
-            b_l = b_l * b_alpha + b_p
-            b_m = b_m_new
-        b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-        o_out = (i_row * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
-        tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_part)
+        b_out = merge_heads(
+            p_partial_out, p_partial_lse, first_partial, num_splits, o_head, 0, NUM_HEADS, HEAD_DIM, BLOCK_D
+        )
+        p_y = p_out + (i_row * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
+        m_out = (o_head < NUM_HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
