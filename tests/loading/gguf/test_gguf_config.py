@@ -1,4 +1,4 @@
-""""""
+"""GGUF metadata as a config.json: numbers arrive, what is not computed is declined, wrong values are refused by name."""
 
 from array import array
 from pathlib import Path
@@ -227,12 +227,12 @@ def tensor(name: str, *shape: int) -> GGUFTensor:
 ROUTERS = tuple(tensor(f"blk.{layer}.ffn_gate_inp.weight", 8, 64) for layer in range(2))
 
 
-def spec_gguf_experts(arch: str, tensors: tuple[GGUFTensor, ...] = ROUTERS, **keys: object) -> ModelSpec:
+def experts_spec(arch: str, tensors: tuple[GGUFTensor, ...] = ROUTERS, **keys: object) -> ModelSpec:
     return read_spec(gguf_config(file(arch, tensors=tensors, **(EXPERTS | keys))), "some.gguf")
 
 
-def test_numbers_arrive_gguf_experts():
-    two, three = spec_gguf_experts("qwen2moe"), spec_gguf_experts("qwen3moe")
+def test_numbers_of_experts_arrive():
+    two, three = experts_spec("qwen2moe"), experts_spec("qwen3moe")
     assert [two.architecture, three.architecture] == list(ARCHITECTURES.values())
     assert two.experts == ExpertsSpec(8, 3, 24, shared_size=40, has_shared_gate=True, normalizes=False)
     assert three.experts == ExpertsSpec(8, 3, 24, normalizes=True)
@@ -243,20 +243,20 @@ def test_numbers_arrive_gguf_experts():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_file_may_say_whether_shares_are_normalized(arch):
     for normalizes in (False, True):
-        experts = spec_gguf_experts(arch, expert_weights_norm=normalizes).experts
+        experts = experts_spec(arch, expert_weights_norm=normalizes).experts
         assert experts is not None
         assert experts.normalizes == normalizes
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_sliding_window_is_in_every_layer_gguf_experts(arch):
+def test_with_experts_a_sliding_window_is_in_every_layer(arch):
     """Whichever layers the settings of a family would give it to."""
-    assert spec_gguf_experts(arch, attention__sliding_window=64).sliding_windows == (64, 64)
-    assert spec_gguf_experts(arch).sliding_windows == ()
+    assert experts_spec(arch, attention__sliding_window=64).sliding_windows == (64, 64)
+    assert experts_spec(arch).sliding_windows == ()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_neutral_values_change_nothing_gguf_experts(arch):
+def test_neutral_values_for_experts_change_nothing(arch):
     neutral = {
         "leading_dense_block_count": 0,
         "expert_gating_func": 1,
@@ -266,7 +266,7 @@ def test_neutral_values_change_nothing_gguf_experts(arch):
         "interleave_moe_layer_step": 1,
         "swiglu_clamp_exp": array("f", [0.0, 0.0]),
     }
-    assert spec_gguf_experts(arch, **neutral) == spec_gguf_experts(arch)
+    assert experts_spec(arch, **neutral) == experts_spec(arch)
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_neutral_values_change_nothing_gguf_experts(arch):
         ("logit_scale", 0.5),
     ],
 )
-def test_what_is_not_computed_is_declined_in_words_gguf_experts(key, value):
+def test_experts_that_are_not_computed_are_declined_in_words(key, value):
     with pytest.raises(UnsupportedModelError, match=rf"some\.gguf sets qwen3moe\.{key} = "):
-        spec_gguf_experts("qwen3moe", **{key: value})
+        experts_spec("qwen3moe", **{key: value})
 
 
 BROKEN_GGUF_EXPERTS: dict[str, tuple[dict[str, object], str]] = {
@@ -308,10 +308,10 @@ BROKEN_GGUF_EXPERTS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN_GGUF_EXPERTS)
-def test_wrong_values_are_refused_by_name_gguf_experts(case):
+def test_wrong_values_of_experts_are_refused_by_name(case):
     keys, named = BROKEN_GGUF_EXPERTS[case]
     with pytest.raises(ModelFormatError) as caught:
-        spec_gguf_experts("qwen2moe", ROUTERS, **keys)
+        experts_spec("qwen2moe", ROUTERS, **keys)
     assert "some.gguf" in str(caught.value)
     assert named in str(caught.value)
 
@@ -319,6 +319,6 @@ def test_wrong_values_are_refused_by_name_gguf_experts(case):
 def test_single_experts_are_declined_in_words():
     split = tensor("blk.1.ffn_up.7.weight", 24, 64)
     with pytest.raises(UnsupportedModelError, match=r"some\.gguf: tensor 'blk\.1\.ffn_up\.7\.weight' is a single"):
-        spec_gguf_experts("qwen3moe", (*ROUTERS, split))
+        experts_spec("qwen3moe", (*ROUTERS, split))
     with pytest.raises(UnsupportedModelError, match=r"sets llama\.expert_count = 8"):
         gguf_config(file("llama", tensors=(split,), expert_count=8))

@@ -1,4 +1,4 @@
-""""""
+"""Dequantizing, bit for bit what the `gguf` package computes: random and extreme blocks of every type."""
 
 import gguf
 import numpy as np
@@ -9,9 +9,24 @@ from holdfast.loading.gguf.dequantize import CHUNK_ELEMENTS, dequantize
 from holdfast.loading.gguf.file import TYPES
 from loading.quantized_blocks import assert_same_bits, extreme_blocks
 
-SCALE_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
+SCALE_PLACES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 """Bytes at which a block keeps its float16 scales."""
-CASES = {known.name: known for known in TYPES.values() if known.name in SCALE_PLACES}
+CASES = {known.name: known for known in TYPES.values() if known.block_elements > 1}
+WITH_QUANTIZER = [name for name in CASES if not name.endswith("_K")]
+"""Types that the `gguf` package can quantize to."""
+
+
+def test_every_type_has_its_case():
+    assert CASES.keys() == SCALE_PLACES.keys()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -28,15 +43,28 @@ def test_extreme_scales(name, codes):
     assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES[name], codes), ggml_type)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WITH_QUANTIZER)
 def test_quantized_numbers(name):
     numbers = np.random.default_rng(3).standard_normal((40, 320), dtype=np.float32) * 0.02
     raw = gguf.quants.quantize(numbers, getattr(gguf.GGMLQuantizationType, name))
     assert_same_bits(raw, CASES[name])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_of_a_block_counts_where_it_should(name):
+    """One block for each bit of a block, with that bit alone changed."""
+    ggml_type = CASES[name]
+    num_bits = 8 * ggml_type.block_bytes
+    base = np.random.default_rng(3).integers(0, 256, ggml_type.block_bytes, dtype=np.uint8)
+    for place in SCALE_PLACES[name]:
+        base[place : place + 2] = np.array([0x2E66], dtype=np.uint16).view(np.uint8)
+    bits = np.unpackbits(np.tile(base, (num_bits, 1)), axis=1)
+    bits[np.arange(num_bits), np.arange(num_bits)] ^= 1
+    assert_same_bits(np.packbits(bits, axis=1), ggml_type)
+
+
 @pytest.mark.parametrize("num_extra_blocks", [-1, 0, 1])
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_more_blocks_than_one_chunk(name, num_extra_blocks):
     ggml_type = CASES[name]
     num_blocks = CHUNK_ELEMENTS // ggml_type.block_elements + num_extra_blocks
@@ -47,44 +75,3 @@ def test_more_blocks_than_one_chunk(name, num_extra_blocks):
 def test_bytes_and_values_must_fit():
     with pytest.raises(AssertionError, match="2 blocks do not fill"):
         dequantize(torch.zeros(36, dtype=torch.uint8), CASES["Q4_0"], torch.empty(96))
-
-
-SCALE_PLACES_GGUF_DEQUANT_K = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Bytes at which a block keeps its float16 scales."""
-CASES = {known.name: known for known in TYPES.values() if known.name in SCALE_PLACES_GGUF_DEQUANT_K}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_random_bytes_gguf_dequant_k(name):
-    ggml_type = CASES[name]
-    raw = np.random.default_rng(1).integers(0, 256, (64, 3 * ggml_type.block_bytes), dtype=np.uint8)
-    assert_same_bits(raw, ggml_type)
-
-
-@pytest.mark.parametrize("codes", ["zeros", "ones", "random"])
-@pytest.mark.parametrize("name", CASES)
-def test_extreme_scales_gguf_dequant_k(name, codes):
-    ggml_type = CASES[name]
-    assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES_GGUF_DEQUANT_K[name], codes), ggml_type)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_bit_of_a_block_counts_where_it_should(name):
-    """One block for each bit of a block, with that bit alone changed."""
-    ggml_type = CASES[name]
-    num_bits = 8 * ggml_type.block_bytes
-    base = np.random.default_rng(3).integers(0, 256, ggml_type.block_bytes, dtype=np.uint8)
-    for place in SCALE_PLACES_GGUF_DEQUANT_K[name]:
-        base[place : place + 2] = np.array([0x2E66], dtype=np.uint16).view(np.uint8)
-    bits = np.unpackbits(np.tile(base, (num_bits, 1)), axis=1)
-    bits[np.arange(num_bits), np.arange(num_bits)] ^= 1
-    assert_same_bits(np.packbits(bits, axis=1), ggml_type)
-
-
-@pytest.mark.parametrize("num_extra_blocks", [-1, 0, 1])
-@pytest.mark.parametrize("name", CASES)
-def test_more_blocks_than_one_chunk_gguf_dequant_k(name, num_extra_blocks):
-    ggml_type = CASES[name]
-    num_blocks = CHUNK_ELEMENTS // ggml_type.block_elements + num_extra_blocks
-    raw = np.random.default_rng(4).integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8)
-    assert_same_bits(raw, ggml_type)

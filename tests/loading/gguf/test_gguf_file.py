@@ -1,4 +1,4 @@
-""""""
+"""GGUF files: read as the `gguf` package reads them; broken and hostile headers are refused; data by positional reads."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""GGUF metadata as the config.json that the model had before its conversion; no torch.
+"""GGUF metadata as the config.json that the model had before its conversion, experts included; no torch.
 
 Families then read it as they read any other. Values are checked here under the names that the file has for them.
 """

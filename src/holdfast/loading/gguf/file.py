@@ -1,4 +1,4 @@
-"""The tensor data of a GGUF file, by positional reads; no mapping, no torch.
+"""GGUF files: the header read as hostile input, and tensor data by positional reads; no mapping, no torch.
 
 [ magic, version, counts | key = value ... | name, shape, type, offset ... | padding | tensor data ............ ]
 0                                                                                    data_start       file_bytes
@@ -193,9 +193,7 @@ MAX_ENTRIES = 100_000
 MAX_ALIGNMENT = 2**20
 DEFAULT_ALIGNMENT = 32
 MIN_KEY_BYTES = 8 + 1 + 4 + 1  # length of the key, the key, type, value
-MIN_TENSOR_BYTES = (
-    8 + 1 + 4 + 8 + 4 + 8
-)  # length of the name, the name, number of dimensions, one of them, type, offset
+MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # length of the name, the name, how many dimensions, one, type, offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,12 @@ class GGUFSource:
         """Blocks of a step twice, as stored and as picked from interleaved heads; their values; what dequantizing takes."""
         return max((self._step_bytes(tensor) for tensor in self._tensors.values()), default=0)
 
+    @property
+    def held_bytes(self) -> int:
+        """What this thread's buffers hold now: at most the scratch without what dequantizing takes."""
+        raw, values = (getattr(self._buffers, name, None) for name in ("raw", "values"))
+        return (0 if raw is None else len(raw)) + (0 if values is None else values.nbytes)
+
     def read_into(
         self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
     ) -> None:
