@@ -75,8 +75,8 @@ def wanted_planes(weight, parameter, values, dtype=torch.bfloat16):
         own = rows[part.row_start : part.row_start + part.num_rows]
         if parameter.name == "experts.weight" and "gate_up" not in part.tensor:
             assert len(own) == INNER
-        peak = own.abs().amax().view(1) if weight.scheme.is_whole_tensor else None
-        part_codes, part_scales = quantize(own, weight.scheme, peak)
+        amax = own.abs().amax().view(1) if weight.scheme.is_whole_tensor else None
+        part_codes, part_scales = quantize(own, weight.scheme, amax)
         codes.append(part_codes)
         scales.append(part_scales)
     shapes = [plane.shape for plane in weight.scheme.planes(weight.shape)]

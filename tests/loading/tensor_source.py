@@ -8,7 +8,7 @@ from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Parameter, Part
 
 
-class MadeUpSource:
+class TensorSource:
     """Entries without data, or with tensors given beforehand, listed in the order in which they are given."""
 
     def __init__(self, entries=(), tensors=None, ignorable=frozenset(), on_read=None) -> None:

@@ -1,3 +1,5 @@
+"""Host memory of loads, measured in a process of their own: no more than is planned."""
+
 import json
 import os
 import subprocess

@@ -1,4 +1,4 @@
-""""""
+"""Opening models: a folder, a GGUF file, the default model, dummy weights; what is no model is told in words."""
 
 import importlib.util
 import json
@@ -101,7 +101,7 @@ def test_dummy_needs_the_config_alone(tmp_path):
     assert len(opened.source.entries) == 12
 
 
-def test_saved_weights_are_not_made_up(tmp_path):
+def test_saved_weights_have_no_dummies(tmp_path):
     folder = folder_with(tmp_path, **{"holdfast-weights": {}})
     with pytest.raises(UnsupportedModelError, match=r"load_format=dummy .*saved quantized.*leave load_format out"):
         open_directory_without_weights(folder)

@@ -10,7 +10,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.model_files import open_model
-from holdfast.loading.quantized.manifest import MANIFEST_FILE
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import HEAD_SCHEME
@@ -121,7 +121,7 @@ def test_damaged_files_are_dropped_and_the_model_is_quantized_again(folder: Path
 
 
 def test_a_cache_that_is_insisted_on_raises_where_there_is_none(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match="weight_cache=on was asked; weights are made up; leave it out"):
+    with pytest.raises(ConfigError, match="weight_cache=on was asked; weights are dummies; leave it out"):
         planned(folder, weight_cache="on", load_format="dummy")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "file"))

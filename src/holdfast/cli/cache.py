@@ -6,7 +6,8 @@ from holdfast.cli.tables import aligned
 from holdfast.cli.terminal import log_plainly, write_answer, write_line
 from holdfast.errors import HoldfastError
 from holdfast.loading.quantized.cache import CacheEntry, cache_entries, cache_folder, clear_cache
-from holdfast.loading.quantized.manifest import ALONE, MANIFEST_FILE, read_manifest
+from holdfast.loading.quantized.manifest import ALONE, read_manifest
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.settings import plain
 

@@ -1,6 +1,6 @@
 """The blueprint of whatever a person named: a folder, a GGUF file, a model of the catalogue, or the default model; no torch.
 
-What a name does not need is not imported: a plan from the catalogue answers before a reader of files is loaded.
+What a name does not need is not imported: a plan from the catalogue answers before a reader of weights is loaded.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, QUANTIZATION_KEY, read_json_object
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
 
 if TYPE_CHECKING:
     from holdfast.loading.planning.open_model import OpenModel
-
-CONFIG_FILE = "config.json"
-MANIFEST_FILE = "holdfast-weights.json"
-QUANTIZATION = "quantization_config"
 
 
 def open_blueprint(model: str | None) -> Blueprint:
@@ -48,7 +45,6 @@ def _existing(model: str) -> Path | None:
 
 
 def _read_folder(folder: Path) -> Blueprint:
-    from holdfast.loading.sources.files import read_json_object
     from holdfast.loading.sources.safetensors import file_inside, has_file
 
     name = folder.resolve().name
@@ -66,7 +62,7 @@ def _read_folder(folder: Path) -> Blueprint:
             f"{folder} cannot be read", str(error.strerror or error), "check the path and its permissions"
         ) from error
     stored = None
-    if has_file(folder, MANIFEST_FILE) or config.get(QUANTIZATION):
+    if has_file(folder, MANIFEST_FILE) or config.get(QUANTIZATION_KEY):
         stored = _stored_in_headers(folder, name) or _stored_in_settings(config, name)
     if stored is not None:
         return stored
@@ -119,11 +115,11 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
     from holdfast.models.settings import Settings
 
     architectures = Settings(config, CONFIG_FILE).texts("architectures") or ("",)
-    quantization = config.get(QUANTIZATION)
+    quantization = config.get(QUANTIZATION_KEY)
     if architectures[0] not in FAMILIES or not isinstance(quantization, dict):
         return None
     stored = read_stored_schemes(quantization, CONFIG_FILE)
-    blueprint = read_blueprint({**config, QUANTIZATION: None}, name)
+    blueprint = read_blueprint({**config, QUANTIZATION_KEY: None}, name)
     if stored is None:
         return blueprint
     stored.refuse_unread()

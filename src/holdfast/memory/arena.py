@@ -11,6 +11,8 @@ CPU_PAGE_BYTES = 4096
 UNWRITTEN = 0xFF
 """What touching leaves in a byte of each page: the byte that torch fills unwritten memory with when asked to, so that
 such memory stays NaN in every float."""
+OUT_OF_MEMORY = ("out of memory", "allocate", "ALLOC_FAILED")
+"""How torch, the driver, cuBLAS, a mapping and a CPU's allocator say it; not all of them have an exception of their own."""
 
 
 class Arena:
@@ -51,6 +53,11 @@ def allocate_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     buffer = torch.from_numpy(around.numpy()[start : start + num_bytes])
     buffer[::CPU_PAGE_BYTES].fill_(UNWRITTEN)
     return buffer
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def views_of(buffer: torch.Tensor, specs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,7 @@ from holdfast.kernels.gemm.linear import linear
 from holdfast.loading.blueprints import opened_blueprint
 from holdfast.loading.execution.execute import LoadReport
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.memory.arena import is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
@@ -88,8 +89,6 @@ INVARIANT_ROWS = 16
 """From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
 SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
-OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-"""How torch, the driver, cuBLAS and a CPU's allocator say it; not all of them have an exception of their own."""
 HELD_BY_CUDA = ("cuda context", "libraries", "allocator", "cuda graphs")
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 MakeBackend = Callable[..., AttentionBackend[Any]]
@@ -330,7 +329,7 @@ def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:
     """Somebody else took the memory that the plan had found free: say so, with the plan."""
     if isinstance(error, MemoryPlanError):
         error.table = error.table or plan.memory.table("load")  # loading has said it in its own words
-    if not isinstance(error, RuntimeError) or not any(words in str(error) for words in OUT_OF_MEMORY):
+    if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return
     terms = ", ".join(
         f"{term.owner} {format_bytes(term.num_bytes)}" for term in plan.memory.terms if term.num_bytes >= 2**20

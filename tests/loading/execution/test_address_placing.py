@@ -5,8 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from holdfast.kernels.load import place_kernels as place_codes
-from holdfast.kernels.load import place_kernels as place_plain
+from holdfast.kernels.load import place_kernels
 from holdfast.kernels.load.place_kernels import UNSPECIALIZED, Pointer
 from holdfast.kernels.load.place_rows import UNSEEN
 from holdfast.loading.execution.place import AddressPlacer, Placer, chunk_views
@@ -15,15 +14,12 @@ from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WEIGHT_SCHEMES
 from kernels.triton_cases import QUIET
-from loading.dummy_source import MadeUpSource
 from loading.mixed_model import bits
+from loading.tensor_source import TensorSource
 
 pytestmark = [QUIET, pytest.mark.skipif(torch.cuda.is_available(), reason="test_execute_gpu.py has the real thing")]
 
-KERNELS = {
-    place_plain: ("_place_plain_kernel", "_find_amax_kernel"),
-    place_codes: ("_by_row_kernel", "_by_block_kernel", "_by_power_kernel"),
-}
+KERNELS = ("_place_plain_kernel", "_find_amax_kernel", "_by_row_kernel", "_by_block_kernel", "_by_power_kernel")
 
 
 class AtAddresses:
@@ -59,22 +55,21 @@ class AtAddresses:
 def launches(monkeypatch):
     """Of every launch whether it was of a program that was at hand, and whether all addresses were aligned that matter."""
     log = []
-    for module, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, AtAddresses(getattr(module, name), log))
+    for name in KERNELS:
+        monkeypatch.setattr(place_kernels, name, AtAddresses(getattr(place_kernels, name), log))
     return log
 
 
-def place_both_ways(tensors, planes, moves, twins=(), chunk_bytes=4096):
+def place_both_ways(tensors, planes, moves, tied=(), chunk_bytes=4096):
     """Final tensors and findings, by addresses and by tensors; and what the address placer said of every piece."""
-    jobs, results, taken = [*moves, *twins], [], []
-    source = MadeUpSource(tensors=tensors)
-    chunks = list(cut_chunks(moves, twins, chunk_bytes))
+    jobs, results, taken = [*moves, *tied], [], []
+    source = TensorSource(tensors=tensors)
+    chunks = list(cut_chunks(moves, tied, chunk_bytes))
     for by_address in (True, False):
         final = {name: plane.clone() for name, plane in planes.items()}
-        findings, peaks = torch.zeros(len(jobs), 2, dtype=torch.int32), torch.zeros(len(moves))
-        placer = Placer(moves, twins, final, findings, peaks)
-        addresses = AddressPlacer(jobs, len(moves), final, findings, peaks)
+        findings, amax = torch.zeros(len(jobs), 2, dtype=torch.int32), torch.zeros(len(moves))
+        placer = Placer(moves, tied, final, findings, amax)
+        addresses = AddressPlacer(jobs, len(moves), final, findings, amax)
         memory = torch.zeros(1024 + max(chunk.num_bytes for chunk in chunks), dtype=torch.uint8)
         memory = memory[-memory.data_ptr() % 256 :][: max(chunk.num_bytes for chunk in chunks)]
         views = chunk_views(memory, jobs)
@@ -89,11 +84,11 @@ def place_both_ways(tensors, planes, moves, twins=(), chunk_bytes=4096):
                     taken.append(addresses.place(piece, views.address))
                 if not by_address or not taken[-1]:
                     placer.place(piece, views)
-        results.append(({name: bits(plane).clone() for name, plane in final.items()}, findings, peaks))
-    (final, findings, peaks), (wanted, wanted_findings, wanted_peaks) = results
+        results.append(({name: bits(plane).clone() for name, plane in final.items()}, findings, amax))
+    (final, findings, amax), (wanted, wanted_findings, wanted_amax) = results
     assert all(torch.equal(final[name], wanted[name]) for name in wanted)
     assert torch.equal(findings, wanted_findings)
-    assert torch.equal(peaks, wanted_peaks)
+    assert torch.equal(amax, wanted_amax)
     return taken, findings
 
 
@@ -107,8 +102,9 @@ def planes_for(scheme, shape, dtype=torch.float16):
 @pytest.mark.parametrize(
     "scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme.name if scheme else "plain"
 )
-@pytest.mark.parametrize("columns", [None, (64, 192)], ids=str)
-@pytest.mark.parametrize("chunk_bytes", [3000, 200_000])
+@pytest.mark.parametrize(
+    ("columns", "chunk_bytes"), [(None, 3000), ((64, 192), 200_000)], ids=["rows in pieces", "columns at once"]
+)
 def test_like_by_tensors(launches, scheme, columns, chunk_bytes):
     """Three tensors, of which two are parts of one weight and one has rows and columns taken from it."""
     scheme = scheme and scheme.with_parts((16,))
@@ -168,14 +164,14 @@ def test_vectors_and_conversions(launches, stored, final):
 @pytest.mark.parametrize(
     "scheme", [None, FP8, INT8, FP8_BLOCK, MXFP4], ids=lambda scheme: scheme.name if scheme else "plain"
 )
-def test_twins_are_compared(launches, scheme):
+def test_tied_weights_are_compared(launches, scheme):
     scheme = scheme and scheme.with_parts((16,))
     tensors = {"a": torch.randn(32, 64), "t": torch.zeros(32, 64), "u": torch.zeros(32, 64)}
     tensors["t"], tensors["u"] = tensors["a"].clone(), tensors["a"].clone()
     tensors["u"][[9, 30]] += 10
     moves = [Move("a", "float32", "w", Part("a", 0, (32, 64)), scheme, 0)]
-    twins = [Move(name, "float32", "w", Part(name, 0, (32, 64)), scheme, 0) for name in "tu"]
-    taken, findings = place_both_ways(tensors, planes_for(scheme, (32, 64), torch.float32), moves, twins, 3000)
+    tied = [Move(name, "float32", "w", Part(name, 0, (32, 64)), scheme, 0) for name in "tu"]
+    taken, findings = place_both_ways(tensors, planes_for(scheme, (32, 64), torch.float32), moves, tied, 3000)
     assert all(taken)
     assert findings[:, 1].tolist() == [UNSEEN, UNSEEN, 9 if scheme is None or scheme.block_rows == 1 else 0]
 

@@ -1,4 +1,4 @@
-""""""
+"""Loads: every scheme, layout and cut gives the same bytes, and whatever stops one leaves nothing behind."""
 
 import logging
 import random
@@ -22,11 +22,13 @@ from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.safetensors import SafetensorsFile, SafetensorsSource
 from holdfast.loading.sources.source import read_rows
 from holdfast.memory import arena
+from holdfast.memory.arena import UNWRITTEN
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import AS_STORED, INT8, WEIGHT_SCHEMES, WeightRecipe
-from loading.dummy_source import TIED, UNTIED, MadeUpSource
 from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights, wanted_planes
+from loading.smaller_chunks import chunks_of
+from loading.tensor_source import TIED, UNTIED, TensorSource
 from loading.tiny_models import FAMILIES, save_tiny
 
 REPORT = LoadReport(
@@ -52,8 +54,6 @@ def test_bytes_per_second_and_words():
 
 
 def test_a_load_of_nothing_divides_by_nothing():
-    from dataclasses import replace
-
     empty = replace(REPORT, seconds=0.0, read_bytes=0, num_readers=0, copy_seconds=0.0, place_seconds=0.0)
     assert empty.bytes_per_second == 0
     assert empty.words == "0.00 GB in 0.00 s, 0.0 GB/s; placing 0.00 s"
@@ -71,9 +71,19 @@ def random_tensors(parameters, seed=0):
     return {part.tensor: torch.randn(part.shape, generator=generator) for p in parameters for part in p.parts}
 
 
-def load(parameters, source, dtype="float32", ledger=None, on_progress=silent, recipe=AS_STORED, **options):
+def load(
+    parameters,
+    source,
+    dtype="float32",
+    ledger=None,
+    on_progress=silent,
+    recipe=AS_STORED,
+    chunk_bytes=None,
+    allow_nonfinite=False,
+):
     plan = plan_load(parameters, source, dtype, recipe)
-    return load_weights(plan, source, "cpu", ledger or Ledger(), on_progress, **options).weights
+    with chunks_of(chunk_bytes):
+        return load_weights(plan, source, "cpu", ledger or Ledger(), on_progress, allow_nonfinite).weights
 
 
 def watch_arenas(monkeypatch):
@@ -97,11 +107,12 @@ def expected(parameter, state):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["apart", "fused", "transposed"])
 @pytest.mark.parametrize("chunk_bytes", [5000, None])
+@pytest.mark.usefixtures("poison")
 def test_every_scheme_gives_the_bytes_of_its_definition_in_any_layout_and_chunks(recipe, layout, chunk_bytes):
     values, parameters = uprights(), parameters_for(layout)
-    source = MadeUpSource(tensors=tensors_for(parameters, values))
+    source = TensorSource(tensors=tensors_for(parameters, values))
     plan = plan_load(parameters, source, "bfloat16", RECIPES[recipe])
-    loaded = load_weights(plan, source, "cpu", Ledger(), silent, poison=True, chunk_bytes=chunk_bytes).weights
+    loaded = load(parameters, source, "bfloat16", recipe=RECIPES[recipe], chunk_bytes=chunk_bytes)
     assert list(loaded) == [weight.name for weight in plan.weights]
     for weight, parameter in zip(plan.weights, parameters, strict=True):
         planes = planes_of(loaded[weight.name])
@@ -124,7 +135,7 @@ def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
         save_file({name: tensors[name] for name in names[index::3]}, tmp_path / f"{index}.safetensors")
     source = SafetensorsSource([SafetensorsFile(tmp_path / f"{index}.safetensors") for index in (2, 0, 1)])
     shuffled = load(parameters, source, "float16", recipe=RECIPES[recipe], chunk_bytes=5000)
-    plain = load(parameters, MadeUpSource(tensors=tensors), "float16", recipe=RECIPES[recipe])
+    plain = load(parameters, TensorSource(tensors=tensors), "float16", recipe=RECIPES[recipe])
     for name, weight in plain.items():
         for ours, theirs in zip(planes_of(shuffled[name]), planes_of(weight), strict=True):
             assert torch.equal(bits(ours), bits(theirs)), name
@@ -135,7 +146,7 @@ def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
 @pytest.mark.parametrize("chunk_bytes", [4000, None])
 def test_a_share_of_rows_and_columns_has_the_bytes_of_a_slice(recipe, chunk_bytes):
     tensor = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    source = MadeUpSource(tensors={"t": tensor})
+    source = TensorSource(tensors={"t": tensor})
     whole = Parameter("w", (512, 256), (Part("t", 0, (512, 256)),))
     rows = Parameter("w", (256, 256), (Part("t", 0, (512, 256), (128, 384), whole_rows=(0, 512)),), whole=whole)
     columns = Parameter("w", (512, 128), (Part("t", 0, (512, 256), columns=(128, 256)),), whole=whole)
@@ -151,7 +162,7 @@ def test_a_share_of_rows_and_columns_has_the_bytes_of_a_slice(recipe, chunk_byte
 @pytest.mark.parametrize("chunk_bytes", [256, None])
 def test_rows_that_stand_for_several_are_repeated(chunk_bytes):
     scale = Parameter("w.scale", (6, 3), (Part("a", 0, (1, 3), repeats=2), Part("b", 2, (2, 3), repeats=2)))
-    source = MadeUpSource(tensors={"a": torch.randn(1, 3), "b": torch.randn(2, 3)})
+    source = TensorSource(tensors={"a": torch.randn(1, 3), "b": torch.randn(2, 3)})
     weights = load([scale], source, chunk_bytes=chunk_bytes)
     wanted = torch.cat([source.tensors["a"], source.tensors["b"]]).repeat_interleave(2, 0)
     assert torch.equal(weights["w.scale"], wanted)
@@ -195,7 +206,7 @@ def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, dummy):
     odd = Parameter("odd.bias", (77,), (Part("odd.bias", 0, (77,)),), "bias")
     wide = Parameter("wide.weight", (5, 129), (Part("wide.weight", 0, (5, 129)),))
     parameters = (odd, *UNTIED, wide)
-    source = DummySource(parameters, "float16") if dummy else MadeUpSource(tensors=random_tensors(parameters))
+    source = DummySource(parameters, "float16") if dummy else TensorSource(tensors=random_tensors(parameters))
     plan = plan_load(parameters, source, "bfloat16", RECIPES[recipe])
     ledger = Ledger()
     weights = load_weights(plan, source, "cpu", ledger, silent).weights
@@ -216,7 +227,7 @@ def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, dummy):
 
 @pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
 def test_staging_is_in_the_ledger_while_it_lasts(dummy):
-    source = DummySource(UNTIED, "bfloat16") if dummy else MadeUpSource(tensors=random_tensors(UNTIED))
+    source = DummySource(UNTIED, "bfloat16") if dummy else TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     ledger, groups = Ledger(), []
     load_weights(plan, source, "cpu", ledger, lambda done, total: groups.append(ledger.group_bytes()))
@@ -230,7 +241,7 @@ def test_rows_that_a_source_writes_itself_are_those_that_it_would_read(recipe, c
     parameters = tuple(parameter for parameter in parameters_for("apart") if parameter.kind != "router")
     source = DummySource(parameters, "bfloat16")
     stored = {name: read_rows(source, name, 0, entry.shape[0]) for name, entry in source.entries.items()}
-    wanted = load(parameters, MadeUpSource(tensors=stored), "bfloat16", recipe=RECIPES[recipe])
+    wanted = load(parameters, TensorSource(tensors=stored), "bfloat16", recipe=RECIPES[recipe])
     monkeypatch.setattr(source, "read_into", None)
     weights = load(parameters, source, "bfloat16", recipe=RECIPES[recipe], chunk_bytes=chunk_bytes)
     for name, weight in wanted.items():
@@ -240,11 +251,11 @@ def test_rows_that_a_source_writes_itself_are_those_that_it_would_read(recipe, c
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
 def test_progress_rises_from_nothing_to_everything_a_few_times_a_second(seconds, monkeypatch):
-    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    source = TensorSource(tensors=random_tensors(UNTIED))
     tied = source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"]}
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", seconds)
     seen = []
-    load(TIED, MadeUpSource(tensors=tied), on_progress=lambda done, total: seen.append((done, total)), chunk_bytes=32)
+    load(TIED, TensorSource(tensors=tied), on_progress=lambda done, total: seen.append((done, total)), chunk_bytes=32)
     assert seen[0][0] == 0
     assert seen[-1][0] == seen[-1][1] == sum(tensor.nbytes for tensor in tied.values())
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -253,7 +264,7 @@ def test_progress_rises_from_nothing_to_everything_a_few_times_a_second(seconds,
 
 
 def test_the_report_says_what_was_done():
-    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    source = TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     report = load_weights(plan, source, "cpu", Ledger(), silent).report
     assert (report.read_bytes, report.final_bytes) == (plan.read_bytes, plan.final_bytes)
@@ -270,7 +281,7 @@ def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
     tensors = random_tensors(TIED)
     tensors["model.embed_tokens.weight"][3, 1] = float("nan")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    weights = load(TIED, MadeUpSource(tensors=tensors), final, recipe=recipe, allow_nonfinite=True)
+    weights = load(TIED, TensorSource(tensors=tensors), final, recipe=recipe, allow_nonfinite=True)
     assert set(weights) == {"embed.weight", "layers.0.qkv.weight"}
 
 
@@ -282,7 +293,7 @@ def test_a_tied_head_that_differs_is_an_error_and_leaves_nothing(row, chunk_byte
     tensors["lm_head.weight"][row, 2] += 1
     ledger = Ledger()
     with pytest.raises(ModelFormatError, match=rf"m\.safetensors: 'lm_head.weight' differs .* in row {row};.*tie_word"):
-        load(TIED, MadeUpSource(tensors=tensors), ledger=ledger, chunk_bytes=chunk_bytes)
+        load(TIED, TensorSource(tensors=tensors), ledger=ledger, chunk_bytes=chunk_bytes)
     assert list(ledger) == []
 
 
@@ -294,7 +305,7 @@ def test_numbers_that_are_none_are_told_with_file_tensor_and_row(recipe, bad, ch
     tensor = torch.randn(300, 128).bfloat16()
     tensor[[217, 250], 5] = bad
     parameter = Parameter("w", (200, 128), (Part("t", 0, (300, 128), rows=(100, 300)),))
-    source = MadeUpSource(tensors={"t": tensor})
+    source = TensorSource(tensors={"t": tensor})
     ledger = Ledger()
     with pytest.raises(
         ModelFormatError, match=r"m\.safetensors: 't' is not finite in row 217;.*--allow-nonfinite to go on"
@@ -316,7 +327,7 @@ def test_tensors_that_are_not_finite_are_counted_not_their_moves(num_bad, told):
     halves = [Part(name, row, (4, 8), rows=(row, row + 2)) for name in names for row in (0, 2)]
     parameters = [Parameter(f"w{place}", (2, 8), (replace(half, row_start=0),)) for place, half in enumerate(halves)]
     with pytest.raises(ModelFormatError, match=f"'a' is not finite in row 0{told}"):
-        load(parameters, MadeUpSource(tensors=tensors), "bfloat16")
+        load(parameters, TensorSource(tensors=tensors), "bfloat16")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ModelFormatError("a", "b", "c")])
@@ -334,7 +345,7 @@ def test_whatever_stops_a_load_leaves_nothing_behind(error, at, dummy, monkeypat
             raise error
 
     ledger = Ledger()
-    source = DummySource(UNTIED, "float32") if dummy else MadeUpSource(tensors=random_tensors(UNTIED))
+    source = DummySource(UNTIED, "float32") if dummy else TensorSource(tensors=random_tensors(UNTIED))
     with pytest.raises(error if isinstance(error, type) else ModelFormatError) as caught:
         load(UNTIED, source, ledger=ledger, on_progress=stop, chunk_bytes=64)
     assert len(made) == 2
@@ -358,9 +369,9 @@ def test_a_failure_half_way_leaves_nothing_behind(fails, error, monkeypatch):
     def fail(*args, **kwargs):
         raise error
 
-    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    source = TensorSource(tensors=random_tensors(UNTIED))
     if fails == "read":
-        source = MadeUpSource(tensors=source.tensors, on_read=lambda name, start, end: name == "v" and fail())
+        source = TensorSource(tensors=source.tensors, on_read=lambda name, start, end: name == "v" and fail())
     elif fails == "write":
         source = DummySource(UNTIED, "float32")
         monkeypatch.setattr(dummy, "_repeat", fail)
@@ -387,7 +398,7 @@ def test_ctrl_c_while_waiting_for_a_reader_ends_the_load(monkeypatch):
 
     ledger = Ledger()
     with pytest.raises(KeyboardInterrupt):
-        load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED), on_read=interrupt), ledger=ledger, chunk_bytes=64)
+        load(UNTIED, TensorSource(tensors=random_tensors(UNTIED), on_read=interrupt), ledger=ledger, chunk_bytes=64)
     assert all(reference() is None for reference in made)
     assert list(ledger) == []
     assert threading.active_count() == threads
@@ -396,22 +407,23 @@ def test_ctrl_c_while_waiting_for_a_reader_ends_the_load(monkeypatch):
 def test_a_watched_arena_is_seen_while_a_weight_is_there(monkeypatch):
     """Or the tests above would find nothing left behind whatever was."""
     made = watch_arenas(monkeypatch)
-    weights = load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED)))
+    weights = load(UNTIED, TensorSource(tensors=random_tensors(UNTIED)))
     one = weights.pop("embed.weight")
     assert [reference() is not None for reference in made] == [True, False]
     del weights, one
     assert [reference() is not None for reference in made] == [False, False]
 
 
-def test_every_byte_is_written_over_the_poison(monkeypatch):
+@pytest.mark.usefixtures("poison")
+def test_every_byte_is_written_over_the_poison():
     """Without the last move its rows would still be poison: what a hole looks like."""
-    source = MadeUpSource(tensors=random_tensors(UNTIED))
+    source = TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
-    whole = load_weights(plan, source, "cpu", Ledger(), silent, poison=True).weights
-    assert not any((bits(tensor) == execute.POISON).all() for tensor in whole.values())
-    holed = load_weights(replace(plan, moves=plan.moves[:-1]), source, "cpu", Ledger(), silent, poison=True).weights
+    whole = load_weights(plan, source, "cpu", Ledger(), silent).weights
+    assert not any((bits(tensor) == UNWRITTEN).all() for tensor in whole.values())
+    holed = load_weights(replace(plan, moves=plan.moves[:-1]), source, "cpu", Ledger(), silent).weights
     target = plan.moves[-1].target
-    assert (bits(holed[target][-plan.moves[-1].num_source_rows :]) == execute.POISON).all()
+    assert (bits(holed[target][-plan.moves[-1].num_source_rows :]) == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -445,9 +457,4 @@ def test_other_failures_of_allocation_are_not_called_a_lack_of_memory(monkeypatc
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(RuntimeError, match="driver"):
-        load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED)))
-
-
-def test_chunks_larger_than_the_room_for_them_are_our_own_mistake():
-    with pytest.raises(AssertionError, match="chunk_bytes="):
-        load(UNTIED, MadeUpSource(tensors=random_tensors(UNTIED)), chunk_bytes=2**30)
+        load(UNTIED, TensorSource(tensors=random_tensors(UNTIED)))

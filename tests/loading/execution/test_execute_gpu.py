@@ -1,3 +1,5 @@
+"""Loads on a GPU: the bytes of a load on a CPU, in the memory that was planned."""
+
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,9 @@ from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import AS_STORED, WEIGHT_SCHEMES, WeightRecipe
-from loading.dummy_source import TIED, UNTIED, MadeUpSource
 from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, uprights
+from loading.smaller_chunks import chunks_of
+from loading.tensor_source import TIED, UNTIED, TensorSource
 
 pytestmark = pytest.mark.gpu
 
@@ -35,12 +38,14 @@ def random_tensors(parameters, dtype=torch.bfloat16):
 @pytest.mark.parametrize("layout", ["apart", "fused", "transposed"])
 @pytest.mark.parametrize("chunk_bytes", [5000, None])
 @pytest.mark.parametrize("final", ["float32", "float16", "bfloat16"])
+@pytest.mark.usefixtures("poison")
 def test_a_gpu_gets_the_bytes_that_a_cpu_gets(recipe, layout, chunk_bytes, final):
     parameters = parameters_for(layout)
-    source = MadeUpSource(tensors=tensors_for(parameters, uprights()))
+    source = TensorSource(tensors=tensors_for(parameters, uprights()))
     plan = plan_load(parameters, source, final, RECIPES[recipe])
     on_cpu = load_weights(plan, source, "cpu", Ledger(), silent).weights
-    on_gpu = load_weights(plan, source, "cuda", Ledger(), silent, poison=True, chunk_bytes=chunk_bytes).weights
+    with chunks_of(chunk_bytes):
+        on_gpu = load_weights(plan, source, "cuda", Ledger(), silent).weights
     for name, weight in on_cpu.items():
         for ours, theirs in zip(planes_of(on_gpu[name]), planes_of(weight), strict=True):
             assert torch.equal(bits(ours.cpu()), bits(theirs)), name
@@ -60,7 +65,7 @@ def load_watched(parameters, source, recipe, ledger, on_progress=silent):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["read", "written", "tied"])
 def test_a_gpu_holds_no_more_than_the_weights_and_the_staging_term(kind, recipe):
-    # What is compared with a twin is an embedding that is the head too.
+    # What a tied head is compared with is an embedding that is the head too.
     parameters = (replace(TIED[0], kind="head"), *TIED[1:]) if kind == "tied" else (SMALL, LARGE, *UNTIED)
     if recipe == "mxfp4" and kind != "tied":
         parameters = (SMALL, LARGE)
@@ -68,7 +73,7 @@ def test_a_gpu_holds_no_more_than_the_weights_and_the_staging_term(kind, recipe)
     if kind == "tied":
         recipe = "none" if recipe == "mxfp4" else recipe
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    source = DummySource(parameters, "bfloat16") if kind == "written" else MadeUpSource(tensors=tensors)
+    source = DummySource(parameters, "bfloat16") if kind == "written" else TensorSource(tensors=tensors)
     for _ in range(2):  # kernels that are compiled the first time may take memory of their own
         ledger = Ledger()
         plan, loaded, peak_bytes, held_bytes = load_watched(parameters, source, RECIPES[recipe], ledger)
@@ -84,7 +89,7 @@ def test_a_gpu_holds_no_more_than_the_weights_and_the_staging_term(kind, recipe)
 
 
 def test_nothing_is_allocated_while_chunks_stream():
-    source = MadeUpSource(tensors=random_tensors((LARGE,)))
+    source = TensorSource(tensors=random_tensors((LARGE,)))
     counts = []
 
     def count(done, total):
@@ -99,7 +104,7 @@ def test_nothing_is_allocated_while_chunks_stream():
 
 @pytest.mark.parametrize("kind", ["read", "written"])
 def test_a_stopped_load_gives_the_gpu_everything_back(kind):
-    source = DummySource([LARGE], "bfloat16") if kind == "written" else MadeUpSource(tensors=random_tensors([LARGE]))
+    source = DummySource([LARGE], "bfloat16") if kind == "written" else TensorSource(tensors=random_tensors([LARGE]))
     ledger = Ledger()
 
     def stop(done, total):
@@ -115,7 +120,7 @@ def test_a_stopped_load_gives_the_gpu_everything_back(kind):
 
 @pytest.mark.parametrize("num_loads", [3])
 def test_the_report_splits_the_time(num_loads):
-    source = MadeUpSource(tensors=random_tensors((LARGE,)))
+    source = TensorSource(tensors=random_tensors((LARGE,)))
     for _ in range(num_loads):
         report = load_watched((LARGE,), source, RECIPES["fp8"], Ledger())[1].report
     assert 0 < report.copy_seconds < report.seconds

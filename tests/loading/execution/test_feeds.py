@@ -1,4 +1,4 @@
-"""Feeds over dummy sources; the way to a GPU with streams that note what they are told and do it at once."""
+"""Feeds over sources in memory; the way to a GPU with streams that note what they are told and do it at once."""
 
 import threading
 
@@ -11,7 +11,7 @@ from holdfast.loading.execution.feeds import HostFeed, PinnedFeed, WriterFeed
 from holdfast.loading.execution.ring import cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
-from loading.dummy_source import MadeUpSource
+from loading.tensor_source import TensorSource
 
 CHUNK_BYTES = 1024
 
@@ -98,7 +98,7 @@ def fake_gpu(monkeypatch):
 def test_chunks_are_placed_where_they_were_read(num_places, num_readers):
     tensors, moves = some_moves(6)
     feed = HostFeed(
-        MadeUpSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(num_places), num_readers
+        TensorSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(num_places), num_readers
     )
     rows = collect(feed, moves)
     feed.close()
@@ -114,7 +114,7 @@ def test_chunks_are_placed_where_they_were_read(num_places, num_readers):
 def test_chunks_come_through_pinned_memory(num_places, num_pinned, num_readers, fake_gpu):
     tensors, moves = some_moves(9)
     chunks = cut_chunks(moves, [], CHUNK_BYTES)
-    feed = PinnedFeed(MadeUpSource(tensors=tensors), moves, chunks, places(num_places), num_readers, num_pinned)
+    feed = PinnedFeed(TensorSource(tensors=tensors), moves, chunks, places(num_places), num_readers, num_pinned)
     rows = collect(feed, moves)
     feed.close()
     feed.close()
@@ -130,7 +130,7 @@ def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake
     rows = torch.randn(8 * num_chunks, 32)  # 8 rows to a chunk
     move = Move("t", "float32", "t", Part("t", 0, tuple(rows.shape)), None, 0)
     chunks = cut_chunks([move], [], CHUNK_BYTES)
-    feed = PinnedFeed(MadeUpSource(tensors={"t": rows}), [move], chunks, places(3), 2, 4)
+    feed = PinnedFeed(TensorSource(tensors={"t": rows}), [move], chunks, places(3), 2, 4)
     assert torch.equal(collect(feed, [move])["t"], rows)
     feed.close()
     sampled = {n for n in range(num_chunks) if n % 16 == 0 or n in (1, 2, 4, 8, 32, 64)}
@@ -142,7 +142,7 @@ def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake
 
 def test_the_first_chunk_in_which_kernels_are_compiled_is_no_sample_where_there_are_others(fake_gpu):
     tensors, moves = some_moves(9)
-    feed = PinnedFeed(MadeUpSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(3), 1, 3)
+    feed = PinnedFeed(TensorSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(3), 1, 3)
     num_placed = 0
 
     def compile_first():
@@ -164,7 +164,7 @@ def test_a_reader_that_fails_ends_the_way_to_a_gpu(fake_gpu):
         if name == "t5":
             raise ModelFormatError("a", "b", "c")
 
-    source = MadeUpSource(tensors=tensors, on_read=fail)
+    source = TensorSource(tensors=tensors, on_read=fail)
     feed = PinnedFeed(source, moves, cut_chunks(moves, [], CHUNK_BYTES), places(2), 4, 3)
     with pytest.raises(ModelFormatError):
         collect(feed, moves)
@@ -178,7 +178,7 @@ def test_a_source_that_reads_several_at_once_is_asked_so(fake_gpu):
     tensors, moves = some_moves(9)
     asked = []
 
-    class Together(MadeUpSource):
+    class Together(TensorSource):
         def read_together(self, reads):
             asked.append([read.name for read in reads])
             for read in reads:

@@ -1,4 +1,4 @@
-""""""
+"""Placing: pieces in any order and size become the rows of their weight, and what is wrong with them is found."""
 
 import pytest
 import torch
@@ -10,19 +10,19 @@ from holdfast.loading.execution.ring import cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
-from loading.dummy_source import MadeUpSource
 from loading.mixed_model import bits
 from quant.whole_weights import quantize
+from loading.tensor_source import TensorSource
 
 
-def place_all(tensors, final, moves, twins=(), chunk_bytes=700, backwards=False):
+def place_all(tensors, final, moves, tied=(), chunk_bytes=700, backwards=False):
     """Read chunks into one of our own and place them; the placer, for what it found."""
-    jobs = [*moves, *twins]
-    findings, peaks = torch.zeros(len(jobs), 2, dtype=torch.int32), torch.full((len(jobs),), 7.0)
-    placer = Placer(moves, twins, final, findings, peaks)
+    jobs = [*moves, *tied]
+    findings, amax = torch.zeros(len(jobs), 2, dtype=torch.int32), torch.full((len(jobs),), 7.0)
+    placer = Placer(moves, tied, final, findings, amax)
     assert (findings == UNSEEN).all()
-    source = MadeUpSource(tensors=tensors)
-    chunks = list(cut_chunks(moves, twins, chunk_bytes))
+    source = TensorSource(tensors=tensors)
+    chunks = list(cut_chunks(moves, tied, chunk_bytes))
     memory = torch.zeros(1024 + max(chunk.num_bytes for chunk in chunks), dtype=torch.uint8)[1024:]
     views = chunk_views(memory, jobs)
     for chunk in reversed(chunks) if backwards else chunks:
@@ -82,8 +82,8 @@ def test_codes_and_scales_land_in_the_rows_of_the_part(scheme, is_transposed, ch
     final = empty_planes(scheme, (512, 64))
     move = Move("t", "bfloat16", "w", Part("t", 128, shape, is_transposed=is_transposed), scheme, 0)
     place_all(tensors, final, [move], chunk_bytes=chunk_bytes)
-    peak = upright.float().abs().max().view(1) if scheme.is_whole_tensor else None
-    codes, scales = quantize(upright.float(), scheme, peak)
+    amax = upright.float().abs().max().view(1) if scheme.is_whole_tensor else None
+    codes, scales = quantize(upright.float(), scheme, amax)
     assert torch.equal(bits(final["w"][128:384]), bits(codes))
     first = 128 // scheme.block_rows
     assert torch.equal(bits(final["w.scale"][first : first + len(scales)]), bits(scales))
@@ -94,17 +94,17 @@ def test_codes_and_scales_land_in_the_rows_of_the_part(scheme, is_transposed, ch
 def test_what_is_wrong_is_told_by_move_in_rows_of_the_tensor():
     tensors = {"a": torch.randn(30, 4), "b": torch.randn(30, 4)}
     tensors["b"][[12, 25], 1] = float("inf")
-    twin = tensors["a"].clone()
-    twin[[8, 9], 0] += 1
+    head = tensors["a"].clone()
+    head[[8, 9], 0] += 1
     moves = [
         Move("a", "float32", "a", Part("a", 0, (30, 4)), None, 0),
         Move("b", "float32", "b", Part("b", 0, (30, 4), rows=(10, 30)), None, 0),
     ]
-    twins = [Move("c", "float32", "a", Part("c", 0, (30, 4)), None, 0)]
+    tied = [Move("c", "float32", "a", Part("c", 0, (30, 4)), None, 0)]
     final = {"a": torch.zeros(30, 4), "b": torch.zeros(20, 4)}
-    placer = place_all(tensors | {"c": twin}, final, moves, twins, chunk_bytes=64)
-    assert placer.wrong_rows() == [(moves[1], 12, None), (twins[0], None, 8)]
-    assert torch.equal(final["a"], tensors["a"]), "a twin is compared, not written"
+    placer = place_all(tensors | {"c": head}, final, moves, tied, chunk_bytes=64)
+    assert placer.wrong_rows() == [(moves[1], 12, None), (tied[0], None, 8)]
+    assert torch.equal(final["a"], tensors["a"]), "tied weights are compared, not written"
 
 
 @pytest.mark.parametrize("chunk_bytes", [32, 4096])

@@ -1,4 +1,4 @@
-""""""
+"""Chunks hold every row once and wait for what they need; the ring hands them over whatever its readers do; pinned memory."""
 
 import threading
 import time
@@ -94,9 +94,9 @@ SHAPES = st.one_of(
 
 @settings(max_examples=200)
 @given(st.lists(SHAPES, max_size=6), st.lists(SHAPES, max_size=2), st.sampled_from([1, 256, 1000, 5000, 2**20]))
-def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, twins, chunk_bytes):
-    chunks = list(cut_chunks(moves, twins, chunk_bytes))
-    jobs = [*moves, *twins]
+def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, tied, chunk_bytes):
+    chunks = list(cut_chunks(moves, tied, chunk_bytes))
+    jobs = [*moves, *tied]
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     least = max((job.least_bytes for job in jobs), default=0)
     for chunk in chunks:
@@ -119,27 +119,27 @@ def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, twins, chunk
         starts = [piece.row - job.part.row_range[0] for piece in own if piece.places]
         assert all(start % job.block_rows == 0 for start in starts)
         looked_at = [row for piece in own if piece.finds_amax for row in range(piece.row, piece.row + piece.num_rows)]
-        assert looked_at == (list(range(*job.peak_rows)) if job.peak_rows else [])
+        assert looked_at == (list(range(*job.amax_rows)) if job.amax_rows else [])
 
 
 @settings(max_examples=100)
 @given(st.lists(SHAPES, max_size=6), st.lists(SHAPES, max_size=2), st.sampled_from([256, 1000, 5000, 2**20]))
-def test_peaks_come_before_rows_and_moves_before_twins(moves, twins, chunk_bytes):
-    chunks = list(cut_chunks(moves, twins, chunk_bytes))
-    for index in range(len(moves) + len(twins)):
+def test_amax_comes_before_rows_and_moves_before_tied_weights(moves, tied, chunk_bytes):
+    chunks = list(cut_chunks(moves, tied, chunk_bytes))
+    for index in range(len(moves) + len(tied)):
         own = [
             (chunk, place, piece) for chunk in chunks for place, piece in enumerate(chunk.pieces) if piece.move == index
         ]
-        peaks = [(chunk.number, place) for chunk, place, piece in own if piece.finds_amax]
+        found = [(chunk.number, place) for chunk, place, piece in own if piece.finds_amax]
         for chunk, place, piece in own:
-            if piece.places and peaks:
-                last_chunk, last_place = peaks[-1]
+            if piece.places and found:
+                last_chunk, last_place = found[-1]
                 is_same = last_chunk == chunk.number and last_place <= place
                 assert is_same or (last_chunk < chunk.number and chunk.after > last_chunk)
-    first_twin = next((chunk.number for chunk in chunks if chunk.pieces[-1].move >= len(moves)), len(chunks))
-    for chunk in chunks[first_twin:]:
+    first_tied = next((chunk.number for chunk in chunks if chunk.pieces[-1].move >= len(moves)), len(chunks))
+    for chunk in chunks[first_tied:]:
         assert all(piece.move >= len(moves) for piece in chunk.pieces)
-        assert chunk.after >= first_twin
+        assert chunk.after >= first_tied
 
 
 def test_small_moves_share_a_chunk_and_one_that_fits_is_never_cut():

@@ -1,4 +1,4 @@
-""""""
+"""Load plans from headers alone: which rows go where, what is read, and in how much memory; a model known from its headers."""
 
 import dataclasses
 import json
@@ -133,21 +133,21 @@ def test_every_layout_of_experts_gives_the_same_weight(layout, scheme):
     assert plan.read_bytes == 4 * 192 * 64 * 2
     assert all(move.num_bytes == 96 * 64 * 2 for move in plan.moves)
     wanted = (0, 96) if layout == 0 else (288, 384)
-    assert plan.moves[3].peak_rows == (wanted if scheme is FP8_TENSOR else None), "gate and up have scales of their own"
+    assert plan.moves[3].amax_rows == (wanted if scheme is FP8_TENSOR else None), "gate and up have scales of their own"
 
 
 def test_a_tied_head_is_no_surprise_and_is_compared():
     plan = plan_of(TIED, entries=[*entries_for(TIED), entry("lm_head.weight", (10, 4))], recipe=WeightRecipe(FP8))
-    (twin,) = plan.twins
-    assert (twin.tensor, twin.target, twin.scheme) == ("lm_head.weight", "embed.weight", INT8)
+    (head,) = plan.tied
+    assert (head.tensor, head.target, head.scheme) == ("lm_head.weight", "embed.weight", INT8)
     assert plan.read_bytes == 2 * (40 + 32 + 4 + 40)
-    assert plan_of(TIED).twins == ()
+    assert plan_of(TIED).tied == ()
 
 
 def test_a_tied_embedding_may_be_stored_as_the_head_alone():
     entries = [item for item in entries_for(UNTIED) if item.name != "model.embed_tokens.weight"]
     plan = plan_of(TIED, entries=entries)
-    assert plan.twins == ()
+    assert plan.tied == ()
     assert {move.tensor: move.target for move in plan.moves}["lm_head.weight"] == "embed.weight"
 
 
@@ -199,13 +199,13 @@ def test_staging_stays_at_two_chunks_for_twenty_thousand_moves():
     assert len(plan.moves) == 20_000
     specs = {spec.name: spec for spec in plan.staging_specs("cuda")}
     assert specs["findings"] == TensorSpec("findings", (20_000, 2), "int32")
-    assert specs["peaks"] == TensorSpec("peaks", (20_000,), "float32")
+    assert specs["amax"] == TensorSpec("amax", (20_000,), "float32")
     assert plan.staging_bytes("cuda") == arena_bytes(specs.values()) < 33 * MIB
     assert plan.pinned_bytes("cuda") == PINNED_CHUNKS * CHUNK_BYTES == 192 * MIB
     assert plan.host_bytes("cuda") <= 256 * MIB
 
 
-def test_a_twin_has_findings_too():
+def test_a_tied_head_has_findings_too():
     plan = plan_of(TIED, entries=[*entries_for(TIED), entry("lm_head.weight", (10, 4))])
     assert next(spec.shape for spec in plan.staging_specs("cuda") if spec.name == "findings") == (6, 2)
 
@@ -242,7 +242,7 @@ def test_terms_say_how_weights_are_stored():
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_made_up_weights_take_the_staging_of_real_ones(device_kind, dtype):
+def test_dummy_weights_take_the_staging_of_real_ones(device_kind, dtype):
     large = (Parameter("w", (5000, 4096), (Part("x", 0, (5000, 4096)),)),)
     dummy = plan_load(large, DummySource(large, dtype), "bfloat16")
     real = plan_of(large, entries=entries_for(large, dtype))

@@ -1,4 +1,4 @@
-"""Layouts: the one that is there is taken, and where none is whole, the errors are about the nearest."""
+"""Moves give the same rows in pieces of any size; of the layouts of a parameter the one that is there is taken."""
 
 from dataclasses import replace
 
@@ -34,8 +34,8 @@ def played(own, array, max_bytes, out):
         shape = (end - start, own.num_read_columns)
         rows = chunk.reshape(shape[::-1]).T if own.part.is_transposed else chunk.reshape(shape)
         first, last = own.kept_columns
-        place, stop = own.target_rows(start, end)
-        out[place:stop] = np.repeat(rows[:, first:last], own.part.repeats, axis=0)
+        place = own.part.row_start + (start - own.part.row_range[0]) * own.part.repeats
+        out[place : place + (end - start) * own.part.repeats] = np.repeat(rows[:, first:last], own.part.repeats, axis=0)
 
 
 @given(st.data())
@@ -97,12 +97,12 @@ def test_rows_of_a_transposed_tensor_end_with_their_matrix():
         own.read(4, 6)
 
 
-def test_the_peak_of_a_share_is_that_of_the_whole():
-    assert move(Part("t", 0, (8, 4), rows=(2, 4), whole_rows=(0, 4)), FP8_TENSOR).peak_rows == (0, 4)
-    assert move(Part("t", 0, (8, 4)), FP8_TENSOR).peak_rows == (0, 8)
-    assert move(Part("t", 0, (8, 4)), FP8).peak_rows is None
+def test_the_amax_of_a_share_is_that_of_the_whole():
+    assert move(Part("t", 0, (8, 4), rows=(2, 4), whole_rows=(0, 4)), FP8_TENSOR).amax_rows == (0, 4)
+    assert move(Part("t", 0, (8, 4)), FP8_TENSOR).amax_rows == (0, 8)
+    assert move(Part("t", 0, (8, 4)), FP8).amax_rows is None
     own = move(Part("t", 0, (8, 4), rows=(2, 4), whole_rows=(0, 6)), FP8_TENSOR)
-    assert list(own.row_ranges(16, own.peak_rows)) == [(0, 2), (2, 4), (4, 6)]
+    assert list(own.row_ranges(16, own.amax_rows)) == [(0, 2), (2, 4), (4, 6)]
 
 
 def test_a_plain_weight_is_one_tensor():
@@ -170,7 +170,7 @@ HEAD_ENTRY, EMBED_ENTRY = entry("lm_head.weight", (10, 4)), entry("model.embed_t
 
 
 @pytest.mark.parametrize(
-    ("entries", "fills", "twins"),
+    ("entries", "fills", "tied"),
     [
         ([EMBED_ENTRY], ["model.embed_tokens.weight"], []),
         ([HEAD_ENTRY], ["lm_head.weight"], []),
@@ -179,17 +179,17 @@ HEAD_ENTRY, EMBED_ENTRY = entry("lm_head.weight", (10, 4)), entry("model.embed_t
     ],
     ids=["embedding", "head", "both", "neither"],
 )
-def test_tied_embeddings_go_by_either_name(entries, fills, twins):
+def test_tied_embeddings_go_by_either_name(entries, fills, tied):
     choices = choose_all([EMBED], by_name(entries))
     assert [choice.parts[0].tensor for choice in choices.fills] == fills
-    assert [choice.parts[0].tensor for choice in choices.twins] == twins
-    assert all(choice.whole_parts == choice.parts for choice in (*choices.fills, *choices.twins))
+    assert [choice.parts[0].tensor for choice in choices.tied] == tied
+    assert all(choice.whole_parts == choice.parts for choice in (*choices.fills, *choices.tied))
 
 
-def test_a_head_of_its_own_is_nobodys_twin():
+def test_a_head_of_its_own_is_not_tied():
     head = Parameter("lm_head.weight", (10, 4), (Part("lm_head.weight", 0, (10, 4)),), "head", "rows")
     choices = choose_all([EMBED, head], by_name([EMBED_ENTRY, HEAD_ENTRY]))
-    assert choices.twins == ()
+    assert choices.tied == ()
     assert [choice.parts[0].tensor for choice in choices.fills] == ["model.embed_tokens.weight", "lm_head.weight"]
 
 

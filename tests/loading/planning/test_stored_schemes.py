@@ -19,8 +19,8 @@ from holdfast.loading.model_files import open_directory, open_directory_without_
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import (
     StoredSchemes,
+    dummy_source,
     is_followed,
-    make_up_source,
     matches,
     mx_codes,
     read_stored_schemes,
@@ -339,7 +339,7 @@ def loaded(model, plan):
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-def test_made_up_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypatch):
+def test_dummy_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypatch):
     monkeypatch.setattr(dummy, "TABLE_VALUES", 1021)  # a table that fits into the staging of so small a model
     write_config(tmp_path, how)
     without_weights = open_directory_without_weights(tmp_path)
@@ -368,20 +368,20 @@ def test_made_up_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeyp
             assert len(values.unique()) > 16, name
 
 
-def test_a_scheme_that_is_not_read_is_not_made_up(tmp_path):
+def test_a_scheme_that_is_not_read_has_no_dummies(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(UnsupportedModelError, match="quant_method = 'awq'"):
         open_directory_without_weights(tmp_path)
 
 
-def test_what_is_not_quantized_is_made_up_plain():
-    entries = make_up_source([experts(2, 4, 32)], "float16", None).entries
+def test_dummies_of_what_is_not_quantized_are_plain():
+    entries = dummy_source([experts(2, 4, 32)], "float16", None).entries
     assert {entry.dtype for entry in entries.values()} == {"float16"}
     left_out = StoredSchemes(MXFP4, ignore=("experts",))
-    source = make_up_source([experts(2, 4, 33)], "float16", left_out)
+    source = dummy_source([experts(2, 4, 33)], "float16", left_out)
     assert plan_load([experts(2, 4, 33)], source, "float16", stored=left_out).num_quantized == 0
     with pytest.raises(UnsupportedModelError, match=r"is stored as mxfp4; it has 33 columns"):
-        make_up_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))
+        dummy_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))
 
 
 def test_what_was_left_out_has_to_be_known(tmp_path):
@@ -393,11 +393,11 @@ def test_what_was_left_out_has_to_be_known(tmp_path):
             use(tmp_path)
 
 
-BLOCKS_STORED_SCHEMES = StoredSchemes(FP8_BLOCK, ("_scale_inv", "_scale"))
+IN_BLOCKS = StoredSchemes(FP8_BLOCK, ("_scale_inv", "_scale"))
 ROWS = StoredSchemes(FP8, ("_scale",))
 TENSORS = StoredSchemes(FP8_TENSOR, ("_scale",))
 MX = StoredSchemes(MXFP4)
-E4M3_STORED_SCHEMES = "float8_e4m3fn"
+E4M3_NAME = "float8_e4m3fn"
 NO_RECIPE = WeightRecipe()
 
 
@@ -438,7 +438,7 @@ def checkpoint(parts, scale_shape, rows_each, columns_each, random):
         shape = scale_shape(part.shape)
         scales = random.integers(1, 10**6, shape)
         name = part.tensor + ("_scale_inv" if rows_each == 128 else "_scale")
-        entries += [entry(part.tensor, part.shape, E4M3_STORED_SCHEMES), entry(name, shape, "float32")]
+        entries += [entry(part.tensor, part.shape, E4M3_NAME), entry(name, shape, "float32")]
         tensors |= {part.tensor: codes, name: scales}
         full = scales.reshape(*part.shape[:-2], -(-part.shape[-2] // rows_each), -(-part.shape[-1] // columns_each))
         wide = np.repeat(np.repeat(full, rows_each, axis=-2), columns_each, axis=-1)
@@ -469,7 +469,7 @@ def test_blocks_of_fused_weights_keep_their_scales(data):
     rank = data.draw(st.integers(0, size - 1))
     (parameter,) = shard_parameters([whole], Mesh(rank, size), 1, 1)
     entries, tensors, spreads = checkpoint(whole.parts, block_shape, 128, 128, np.random.default_rng(0))
-    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
+    plan = plan_of([parameter], entries, IN_BLOCKS)
     (weight,) = plan.weights
     assert weight.scheme is not None
     assert 128 % weight.scheme.block_rows == 0
@@ -487,7 +487,7 @@ def test_blocks_of_fused_weights_keep_their_scales(data):
 def test_blocks_are_as_low_as_the_seams_need(heights, block_rows, num_scale_moves):
     parameter = stacked("layers.0.qkv.weight", heights, 256)
     entries, _, _ = checkpoint(parameter.parts, block_shape, 128, 128, np.random.default_rng(0))
-    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
+    plan = plan_of([parameter], entries, IN_BLOCKS)
     assert plan.weights[0].scheme == FP8_BLOCK.with_parts([block_rows])
     assert sum(move.target.endswith(".scale") for move in plan.moves) == num_scale_moves
     assert all(move.scheme is None for move in plan.moves), "nothing is quantized"
@@ -502,7 +502,7 @@ def test_experts_in_blocks(layout, inner, mesh):
     parts = (whole.parts, *whole.layouts)[layout]
     (parameter,) = shard_parameters([whole], mesh, 1, 1)
     entries, tensors, spreads = checkpoint(parts, block_shape, 128, 128, np.random.default_rng(0))
-    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
+    plan = plan_of([parameter], entries, IN_BLOCKS)
     (weight,) = plan.weights
     own = (parameter.parts, *parameter.layouts)[layout]
     got = spread(carried_out(plan, tensors)[f"{parameter.name}.scale"], weight.scheme, parameter.shape)
@@ -600,55 +600,55 @@ def test_columns_of_blocks():
     whole = stacked("layers.0.o.weight", [256], 512, split="columns")
     entries, tensors, spreads = checkpoint(whole.parts, block_shape, 128, 128, np.random.default_rng(0))
     (parameter,) = shard_parameters([whole], Mesh(1, 2), 1, 1)
-    plan = plan_of([parameter], entries, BLOCKS_STORED_SCHEMES)
+    plan = plan_of([parameter], entries, IN_BLOCKS)
     got = spread(carried_out(plan, tensors)["layers.0.o.weight.scale"], FP8_BLOCK, parameter.shape)
     assert (got == scales_of(parameter, parameter.parts, spreads)).all()
     assert plan.read_bytes == 256 * 256 + 2 * 2 * 4
     (odd,) = shard_parameters([whole], Mesh(1, 8), 1, 1)
     with pytest.raises(UnsupportedModelError, match=r"the columns 64 to 127, and 128 share a scale; take fewer ranks"):
-        plan_of([odd], entries, BLOCKS_STORED_SCHEMES)
+        plan_of([odd], entries, IN_BLOCKS)
 
 
 QKV = stacked("layers.0.qkv.weight", [128, 128], 128)
 NAMES = ("t0", "t1")
 
 
-def qkv_entries(dtype=E4M3_STORED_SCHEMES):
+def qkv_entries(dtype=E4M3_NAME):
     codes = [entry(name, (128, 128), dtype) for name in NAMES]
     return codes + [entry(f"{name}_scale_inv", (1, 1), "float32") for name in NAMES]
 
 
 def test_a_missing_scale_is_missing():
     with pytest.raises(ModelFormatError, match=r"m.safetensors lacks 1 tensor: t1_scale_inv"):
-        plan_of([QKV], qkv_entries()[:-1], BLOCKS_STORED_SCHEMES)
+        plan_of([QKV], qkv_entries()[:-1], IN_BLOCKS)
     with pytest.raises(ModelFormatError, match=r"lacks 1 tensor: t0;"):
-        plan_of([QKV], qkv_entries()[1:], BLOCKS_STORED_SCHEMES)
+        plan_of([QKV], qkv_entries()[1:], IN_BLOCKS)
 
 
 def test_a_scale_of_another_shape_or_type_is_named():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (2, 1), "float32")]
     with pytest.raises(ModelFormatError, match=r"'t1_scale_inv' has the shape \[2, 1\]; .* need \[1, 1\]"):
-        plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
+        plan_of([QKV], entries, IN_BLOCKS)
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "int8")]
     with pytest.raises(UnsupportedModelError, match=r"'t1_scale_inv' is stored as int8; scales are read from .*uint8"):
-        plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
+        plan_of([QKV], entries, IN_BLOCKS)
 
 
 def test_scales_may_be_exponents_and_nothing_else_may():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (1, 1), "uint8")]
-    plan = plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
-    assert [spec.dtype for spec in plan.specs] == [E4M3_STORED_SCHEMES, "float32"]
-    assert [move.tensor_dtype for move in plan.moves] == [E4M3_STORED_SCHEMES, E4M3_STORED_SCHEMES, "float32", "uint8"]
+    plan = plan_of([QKV], entries, IN_BLOCKS)
+    assert [spec.dtype for spec in plan.specs] == [E4M3_NAME, "float32"]
+    assert [move.tensor_dtype for move in plan.moves] == [E4M3_NAME, E4M3_NAME, "float32", "uint8"]
     norm = Parameter("norm.weight", (8,), (Part("norm.weight", 0, (8,)),), "norm", dtype="float32")
     with pytest.raises(UnsupportedModelError, match=r"'norm.weight' is stored as uint8; weights are read from"):
-        plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], BLOCKS_STORED_SCHEMES)
+        plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], IN_BLOCKS)
 
 
 def test_a_scale_without_codes_is_too_many():
     entries = [entry(name, (128, 128)) for name in NAMES]
-    assert plan_of([QKV], entries, BLOCKS_STORED_SCHEMES).num_quantized == 0, "headers say what is quantized"
+    assert plan_of([QKV], entries, IN_BLOCKS).num_quantized == 0, "headers say what is quantized"
     with pytest.raises(ModelFormatError, match="2 tensors too many: t0_scale_inv, t1_scale_inv"):
-        plan_of([QKV], qkv_entries("bfloat16"), BLOCKS_STORED_SCHEMES)
+        plan_of([QKV], qkv_entries("bfloat16"), IN_BLOCKS)
 
 
 def test_parts_that_are_stored_differently_are_refused():
@@ -656,15 +656,15 @@ def test_parts_that_are_stored_differently_are_refused():
     with pytest.raises(
         UnsupportedModelError, match=r"'t1' is stored as bfloat16; layers.0.qkv.weight is made of it and of 't0'"
     ):
-        plan_of([QKV], entries, BLOCKS_STORED_SCHEMES)
+        plan_of([QKV], entries, IN_BLOCKS)
 
 
 def test_quantizing_twice_is_refused_and_the_same_again_is_not():
     with pytest.raises(
         ConfigError, match=r"quantization=int8 was asked; layers.0.qkv.weight is stored as fp8_block already"
     ):
-        plan_of([QKV], qkv_entries(), BLOCKS_STORED_SCHEMES, WeightRecipe(INT8))
-    assert plan_of([QKV], qkv_entries(), BLOCKS_STORED_SCHEMES, WeightRecipe(FP8_BLOCK)).num_quantized == 1
+        plan_of([QKV], qkv_entries(), IN_BLOCKS, WeightRecipe(INT8))
+    assert plan_of([QKV], qkv_entries(), IN_BLOCKS, WeightRecipe(FP8_BLOCK)).num_quantized == 1
 
 
 def test_what_the_makers_left_out_stays_as_it_is():
@@ -678,7 +678,7 @@ def test_what_the_makers_left_out_stays_as_it_is():
 
 
 def test_settings_count_where_something_is_stored_so():
-    names = [entry("t0", (128, 128)), entry("t0.input_scale", (), E4M3_STORED_SCHEMES)]
+    names = [entry("t0", (128, 128)), entry("t0.input_scale", (), E4M3_NAME)]
     assert ROWS.used_by({one.name: one for one in names}) is None
     assert ROWS.used_by({one.name: one for one in qkv_entries()}) is ROWS
     assert StoredSchemes(FP8, (), ("lm_head", "re:(?!a)b")).unread_pattern == "re:(?!a)b"
@@ -724,18 +724,18 @@ def test_patterns_of_modules(pattern, left_alone):
 
 
 def test_heads_may_have_scales_by_row_and_routers_none():
-    assert BLOCKS_STORED_SCHEMES.kinds == ("linear", "expert")
+    assert IN_BLOCKS.kinds == ("linear", "expert")
     assert ROWS.kinds == ("linear", "expert", "head")
     assert MX.kinds == ("expert",)
     router = Parameter("layers.0.router.weight", (4, 8), (Part("gate", 0, (4, 8)),), "router")
     with pytest.raises(UnsupportedModelError, match="'gate' is stored as float8_e4m3fn; a router in fp8 is not read"):
-        plan_of([router], [entry("gate", (4, 8), E4M3_STORED_SCHEMES)], ROWS)
+        plan_of([router], [entry("gate", (4, 8), E4M3_NAME)], ROWS)
     head = Parameter("lm_head.weight", (128, 128), (Part("lm_head.weight", 0, (128, 128)),), "head")
     entries = [
-        entry("lm_head.weight", (128, 128), E4M3_STORED_SCHEMES),
+        entry("lm_head.weight", (128, 128), E4M3_NAME),
         entry("lm_head.weight_scale_inv", (1, 1), "float32"),
     ]
     with pytest.raises(
         UnsupportedModelError, match=r"'lm_head.weight' is stored as .*; a head in fp8_block is not read"
     ):
-        plan_of([head], entries, BLOCKS_STORED_SCHEMES)
+        plan_of([head], entries, IN_BLOCKS)

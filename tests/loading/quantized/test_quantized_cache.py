@@ -1,3 +1,5 @@
+"""The cache of quantized weights: a second start gets the bytes of the first, from sound entries of the same source alone."""
+
 import errno
 import logging
 import os
@@ -24,8 +26,9 @@ from holdfast.loading.quantized.cache import (
     find_cached,
     trim_cache,
 )
-from holdfast.loading.quantized.manifest import ALONE, MANIFEST_FILE, Mesh, identify_source
+from holdfast.loading.quantized.manifest import ALONE, Mesh, identify_source
 from holdfast.loading.sources.dummy import DummySource
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.weight_schemes import FP8, FP8_TENSOR, INT8, MXFP4, WeightRecipe
 from loading.saved_weights import (
@@ -88,6 +91,7 @@ def test_a_second_start_finds_what_the_first_has_kept(cache, model, caplog, reci
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
+@pytest.mark.usefixtures("poison")
 def test_a_load_from_the_cache_gives_what_the_first_load_gave(cache, model, recipe):
     """The whole way: read, quantize, keep; then copy what was kept, without quantizing, to the bit."""
     for name in FILES:
@@ -99,7 +103,7 @@ def test_a_load_from_the_cache_gives_what_the_first_load_gave(cache, model, reci
     slot = slot_of(model, plan)
     assert slot.hit is not None
     source, again = slot.hit
-    second = load_weights(again, source, "cpu", Ledger(), lambda done, total: None, poison=True).weights
+    second = load_weights(again, source, "cpu", Ledger(), lambda done, total: None).weights
     source.close()
     model.source.close()
     was, now = ({name: bits(plane) for name, plane in planes_of(plan, weights).items()} for weights in (first, second))
@@ -244,7 +248,7 @@ def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
 def test_what_is_not_worth_caching_is_told(cache, model):
     assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized as it loads"
     dummy = replace(model, source=DummySource(PARAMETERS, "bfloat16"))
-    assert find_cached(dummy, plan_of(model)) == "weights are made up"
+    assert find_cached(dummy, plan_of(model)) == "weights are dummies"
     plan = plan_of(model)
     odd = replace(plan.weights[2], scheme=replace(FP8, name="own"))
     told = find_cached(model, replace(plan, weights=(odd,)))
@@ -266,7 +270,7 @@ def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, c
 
 def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
     plan = plan_of(model)
-    write, num_written = quantized_writer._write_fully, []
+    write, num_written = quantized_writer.write_fully, []
 
     def full(file, data) -> None:
         num_written.append(len(data))
@@ -274,7 +278,7 @@ def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(file, data)
 
-    monkeypatch.setattr(quantized_writer, "_write_fully", full)
+    monkeypatch.setattr(quantized_writer, "write_fully", full)
     assert slot_of(model, plan).save(loaded(plan)) == "No space left on device"
     assert len(num_written) > 1
     assert "not kept for the next start: No space left on device" in caplog.text

@@ -1,4 +1,4 @@
-""""""
+"""Manifests of saved weights: what tells one source from another, and hostile files that say they are one."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_files_that_came_and_went_are_told(tmp_path):
     assert less.change(now) == "model-a.safetensors is gone"
 
 
-def test_made_up_weights_are_nobody(tmp_path):
+def test_dummy_weights_have_no_identity(tmp_path):
     model = write_model(tmp_path / "m")
     assert identify_source(replace(model, source=DummySource(model.parameters, "bfloat16"))) is None
 

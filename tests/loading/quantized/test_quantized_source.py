@@ -1,3 +1,5 @@
+"""Saved weights as a source: every byte as it was saved, and whatever is damaged or exchanged is refused."""
+
 import json
 import os
 import random
@@ -14,9 +16,10 @@ import torch
 
 from holdfast.errors import ConfigError, ModelError, ModelFormatError
 from holdfast.loading.planning.plan import CHUNK_BYTES, CPU_CHUNK_BYTES, plan_load
-from holdfast.loading.quantized.manifest import MANIFEST_FILE, Mesh
+from holdfast.loading.quantized.manifest import Mesh
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized, plan_from_cache, plan_quantized
 from holdfast.loading.quantized.writer import remove_whole, save_quantized
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WEIGHT_SCHEMES, WeightRecipe
@@ -46,7 +49,7 @@ def test_any_chunks_give_the_same_bytes(saved, max_bytes):
     assert has_saved_weights(folder)
     source = open_quantized(folder)
     again = plan_from_cache(plan, source)
-    assert (again.weights, again.specs, again.twins, again.recipe) == (plan.weights, plan.specs, (), plan.recipe)
+    assert (again.weights, again.specs, again.tied, again.recipe) == (plan.weights, plan.specs, (), plan.recipe)
     assert again.reader_bytes == source.scratch_bytes_per_reader == source.manifest.block_bytes
     assert not source.ignorable
     small = tuple(move for move in again.moves if move.num_bytes <= 1000 * max_bytes)

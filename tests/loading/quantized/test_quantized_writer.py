@@ -1,4 +1,4 @@
-""""""
+"""Saving quantized weights: whole folders or none, under locks, that other packages can read."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.quantized import writer as quantized_writer
-from holdfast.loading.quantized.manifest import MANIFEST_FILE, Mesh, identify_source, read_manifest
+from holdfast.loading.quantized.manifest import Mesh, identify_source, read_manifest
 from holdfast.loading.quantized.source import open_quantized, plan_quantized
 from holdfast.loading.quantized.writer import (
     files_of,
@@ -30,6 +30,7 @@ from holdfast.loading.quantized.writer import (
     whole_folder,
 )
 from holdfast.loading.sources.dummy import DummySource
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.weight_schemes import FP8, MXFP4, WeightRecipe
 from loading.saved_weights import PARAMETERS, RECIPES, bits, loaded, plan_of, planes_of, read_all, write_model
@@ -262,14 +263,14 @@ def test_host_tensors_are_written_without_a_copy(tmp_path, model, monkeypatch):
     weights = loaded(plan)
     addresses = {plane.data_ptr() for plane in planes_of(plan, weights).values()}
     seen: list[int] = []
-    on_host = quantized_writer.PlaneWriter._on_host
+    on_host = quantized_writer.PlaneWriter.on_host
 
     def watched(self, piece: torch.Tensor) -> torch.Tensor:
         host = on_host(self, piece)
         seen.append(host.data_ptr())
         return host
 
-    monkeypatch.setattr(quantized_writer.PlaneWriter, "_on_host", watched)
+    monkeypatch.setattr(quantized_writer.PlaneWriter, "on_host", watched)
     save_quantized(tmp_path / "out", model, plan, weights)
     assert set(seen) == addresses
 
@@ -313,7 +314,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, model, monkeypatch):
     def full(file: FileIO, data: memoryview) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(quantized_writer, "_write_fully", full)
+    monkeypatch.setattr(quantized_writer, "write_fully", full)
     with pytest.raises(ConfigError, match="could not be written: No space left on device; name a folder on a disk"):
         save_quantized(tmp_path / "out", model, plan, loaded(plan))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -323,7 +324,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, model, monkeypatch):
 def test_a_model_that_changes_meanwhile_is_not_saved(tmp_path, model, monkeypatch, when):
     plan, config = plan_of(model), model.path / "config.json"
     planned = refuse_saving(tmp_path / "out", model, plan)
-    copy = quantized_writer._copy_settings
+    copy = quantized_writer.copy_settings
 
     def change(source: Path, folder: Path) -> None:
         config.write_text('{"model_type": "another"}')
@@ -332,7 +333,7 @@ def test_a_model_that_changes_meanwhile_is_not_saved(tmp_path, model, monkeypatc
     if when == "load":
         config.write_text('{"model_type": "another"}')
     else:
-        monkeypatch.setattr(quantized_writer, "_copy_settings", change)
+        monkeypatch.setattr(quantized_writer, "copy_settings", change)
     with pytest.raises(ConfigError, match=r"changed while it was loaded: config\.json was changed; start again"):
         save_quantized(tmp_path / "out", model, plan, loaded(plan), planned=planned)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -363,7 +364,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path, model, monkeypatch):
 def test_what_cannot_be_saved_is_refused_before_a_load(tmp_path, model, monkeypatch):
     plan, out = plan_of(model), tmp_path / "out"
     assert refuse_saving(out, model, plan) == identify_source(model)
-    with pytest.raises(ConfigError, match="made up are not saved"):
+    with pytest.raises(ConfigError, match="dummy weights are not saved"):
         refuse_saving(out, replace(model, source=DummySource(PARAMETERS, "bfloat16")), plan)
     with pytest.raises(ConfigError, match="nothing is quantized"):
         refuse_saving(out, model, plan_of(model, WeightRecipe()))

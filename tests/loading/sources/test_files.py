@@ -1,4 +1,4 @@
-""""""
+"""Files: runs of bytes at positions, and JSON as hostile input."""
 
 import os
 import random

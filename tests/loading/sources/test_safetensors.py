@@ -1,4 +1,4 @@
-""""""
+"""Safetensors: files that the package accepts and no others; folders with an index; rows of all files as one source."""
 
 import json
 import os
@@ -288,7 +288,7 @@ def names_in(folder):
     return names
 
 
-def refusal_weight_files(folder, kind=ModelError):
+def refusal_of_folder(folder, kind=ModelError):
     with pytest.raises(kind) as caught:
         open_weight_files(folder)
     assert str(caught.value).isprintable()
@@ -320,7 +320,7 @@ def test_one_file_or_an_index(tmp_path):
 def test_an_index_that_names_anything_but_a_file_beside_it_is_refused_before_a_file_is_opened(tmp_path, target):
     shards(tmp_path, {"a.safetensors": ["x"]}, {"x": "a.safetensors", "evil": target})
     (tmp_path / "a.safetensors").write_bytes(b"would be refused if it were opened")
-    message = refusal_weight_files(tmp_path, ModelFormatError)
+    message = refusal_of_folder(tmp_path, ModelFormatError)
     assert "'evil'" in message
     assert "model.safetensors.index.json" in message
 
@@ -328,21 +328,21 @@ def test_an_index_that_names_anything_but_a_file_beside_it_is_refused_before_a_f
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "[]", '{"weight_map"'])
 def test_an_index_without_a_map_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert "model.safetensors.index.json" in refusal_weight_files(tmp_path, ModelFormatError)
+    assert "model.safetensors.index.json" in refusal_of_folder(tmp_path, ModelFormatError)
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     outside = write(tmp_path / "secret.safetensors", {"x": ("F32", [1])})
     (tmp_path / "model" / "model.safetensors").symlink_to(outside)
-    assert "link that leads out of model" in refusal_weight_files(tmp_path / "model", ModelFormatError)
+    assert "link that leads out of model" in refusal_of_folder(tmp_path / "model", ModelFormatError)
     (tmp_path / "model" / "model.safetensors").unlink()
     shards(tmp_path / "model", {}, {"x": "a.safetensors"})
     (tmp_path / "model" / "a.safetensors").symlink_to(outside)
-    assert "a.safetensors is a link that leads out" in refusal_weight_files(tmp_path / "model", ModelFormatError)
+    assert "a.safetensors is a link that leads out" in refusal_of_folder(tmp_path / "model", ModelFormatError)
     (tmp_path / "model" / "a.safetensors").unlink()
     (tmp_path / "model" / "a.safetensors").symlink_to("a.safetensors")
-    assert "a.safetensors" in refusal_weight_files(tmp_path / "model")
+    assert "a.safetensors" in refusal_of_folder(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
@@ -358,7 +358,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
 )
 def test_what_has_the_name_of_a_file_and_is_none_is_refused(tmp_path, name, put, words):
     put(tmp_path / name)
-    assert f"has {name}; it is {words}" in refusal_weight_files(tmp_path, ModelFormatError)
+    assert f"has {name}; it is {words}" in refusal_of_folder(tmp_path, ModelFormatError)
 
 
 def test_the_download_cache_of_hugging_face_is_read_through_its_links(tmp_path):
@@ -382,15 +382,15 @@ def test_a_folder_may_itself_be_a_link(tmp_path):
 
 def test_missing_shards_are_named(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"]}, {"x": "a.safetensors", "y": "b.safetensors", "z": "c.safetensors"})
-    message = refusal_weight_files(tmp_path, ModelNotFoundError)
+    message = refusal_of_folder(tmp_path, ModelNotFoundError)
     assert "b.safetensors, c.safetensors" in message
 
 
 def test_index_and_files_must_agree(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]}, {"x": "b.safetensors", "y": "b.safetensors"})
-    assert "places 'x' in b.safetensors; it is missing" in refusal_weight_files(tmp_path, ModelFormatError)
+    assert "places 'x' in b.safetensors; it is missing" in refusal_of_folder(tmp_path, ModelFormatError)
     shards(tmp_path, {"a.safetensors": ["x", "extra"]}, {"x": "a.safetensors"})
-    assert "a.safetensors holds the tensor 'extra'; it is not mentioned" in refusal_weight_files(
+    assert "a.safetensors holds the tensor 'extra'; it is not mentioned" in refusal_of_folder(
         tmp_path, ModelFormatError
     )
 
@@ -401,7 +401,7 @@ def test_a_tensor_in_two_files_is_a_duplicate(tmp_path):
         {"a.safetensors": ["x", "y"], "b.safetensors": ["y", "z"]},
         {"x": "a.safetensors", "y": "a.safetensors", "z": "b.safetensors"},
     )
-    message = refusal_weight_files(tmp_path, ModelFormatError)
+    message = refusal_of_folder(tmp_path, ModelFormatError)
     assert "b.safetensors holds the tensor 'y'; it is placed in a.safetensors" in message
 
 
@@ -409,20 +409,20 @@ def test_a_truncated_shard_is_named(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]})
     data = (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "b.safetensors").write_bytes(data[:-1])
-    assert "b.safetensors is cut off in 'y'" in refusal_weight_files(tmp_path, ModelFormatError)
+    assert "b.safetensors is cut off in 'y'" in refusal_of_folder(tmp_path, ModelFormatError)
 
 
 def test_pickles_are_refused_unopened(tmp_path):
     (tmp_path / "pytorch_model.bin").mkdir()  # opening it would fail
-    message = refusal_weight_files(tmp_path, UnsupportedModelError)
+    message = refusal_of_folder(tmp_path, UnsupportedModelError)
     assert "pytorch_model.bin" in message
     assert "safetensors" in message
 
 
 def test_other_contents_are_told(tmp_path):
-    assert "holds no weights" in refusal_weight_files(tmp_path, ModelNotFoundError)
+    assert "holds no weights" in refusal_of_folder(tmp_path, ModelNotFoundError)
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    assert "model-00001-of-00002.safetensors" in refusal_weight_files(tmp_path, ModelNotFoundError)
+    assert "model-00001-of-00002.safetensors" in refusal_of_folder(tmp_path, ModelNotFoundError)
 
 
 def source_of(tmp_path, files, renames=()):

@@ -1,4 +1,4 @@
-"""Carries out a load plan: two arenas are allocated once, and chunks of rows stream through one into their place in the other."""
+"""load_weights carries out a load plan: chunks of rows stream through one arena into their place in another; and reports."""
 
 import os
 import time
@@ -16,13 +16,21 @@ from holdfast.loading.execution.ring import Chunk, cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.loading.planning.plan import PINNED_CHUNKS, LoadPlan
 from holdfast.loading.sources.source import WeightSource, WritingSource
-from holdfast.memory.arena import Arena
+from holdfast.memory.arena import Arena, is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import SCALE_SUFFIX
+
+log = get_logger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Bytes of the checkpoint that are done, and in all."""
+SECONDS_BETWEEN_PROGRESS = 0.05
+CPU_READERS = 2
+"""Threads that read while another one places on the same processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,7 @@ class LoadReport:
     read_bytes: int
     """Of the checkpoint, as the plan counts them."""
     read_seconds: float
-    """Spent on reading, summed over the readers; 0 where the source made the rows up."""
+    """Spent on reading, summed over the readers; 0 where the source writes the rows itself."""
     num_readers: int
     copy_seconds: float
     """Spent by the GPU on copies; told from a sample of the chunks."""
@@ -68,20 +76,6 @@ class LoadReport:
         return "; ".join(parts)
 
 
-log = get_logger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Bytes of the checkpoint that are done, and in all."""
-SECONDS_BETWEEN_PROGRESS = 0.05
-CPU_READERS = 2
-"""Threads that read while another one places on the same processor."""
-POISON = 0x7F
-"""A byte that is no number in e4m3, and none to be overlooked elsewhere."""
-
-OUT_OF_MEMORY = ("alloc", "out of memory", "Cannot allocate")
-"""How torch, CUDA and a mapping say it; not all of them have an exception of their own."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """Every weight by name, on the device, and what it took."""
@@ -99,24 +93,18 @@ def load_weights(
     ledger: Ledger,
     on_progress: Progress,
     allow_nonfinite: bool = False,
-    poison: bool = False,
-    chunk_bytes: int | None = None,
 ) -> LoadedWeights:
     """Read, convert and quantize every weight into one arena; each of its tensors is in the ledger as weights/NAME.
 
-    Whatever stops a load leaves no entry, no tensor and no thread behind. `poison` fills the arena beforehand, so that a row
-    that nobody wrote would show; `chunk_bytes` cuts smaller chunks than the plan has room for, with the same result.
+    Whatever stops a load leaves no entry, no tensor and no thread behind.
     """
     target = torch.device(device)
     start = time.perf_counter()
     with _lack_of_memory_in_words(plan, target, "as much in one piece"):
         arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
     try:
-        if poison:
-            for tensor in arena.tensors.values():
-                tensor.view(-1).view(torch.uint8).fill_(POISON)
         load = _Load(plan, source, target, arena.tensors, on_progress)
-        is_finite = load.run(ledger, allow_nonfinite, chunk_bytes)
+        is_finite = load.run(ledger, allow_nonfinite)
         return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start), is_finite)
     except BaseException as error:
         # Frames that the error has left behind still name rows of the arena.
@@ -143,27 +131,25 @@ class _Load:
         self._source = source
         self._device = device
         self._tensors = tensors
-        self._moves = (*plan.moves, *plan.twins)
+        self._moves = (*plan.moves, *plan.tied)
         self._progress = _Progress(plan.read_bytes, on_progress)
         self._num_readers = _count_readers(plan, device)
         self._seconds = (0.0, 0.0, 0.0)
         self._peaks: tuple[int, int, int] | None = None
 
-    def run(self, ledger: Ledger, allow_nonfinite: bool, chunk_bytes: int | None) -> bool:
+    def run(self, ledger: Ledger, allow_nonfinite: bool) -> bool:
         """Place all rows; whether all of them are finite."""
         plan, device = self._plan, self._device
-        most_bytes = plan.chunk_bytes(device.type)
-        chunk_bytes = most_bytes if chunk_bytes is None else chunk_bytes
-        assert chunk_bytes <= most_bytes, f"{chunk_bytes=} with room for {most_bytes}"
         with _lack_of_memory_in_words(plan, device, "the staging to load them through"):
             staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows on their way")
         try:
-            return self._stream(staging.tensors, cut_chunks(plan.moves, plan.twins, chunk_bytes), allow_nonfinite)
+            chunks = cut_chunks(plan.moves, plan.tied, plan.chunk_bytes(device.type))
+            return self._stream(staging.tensors, chunks, allow_nonfinite)
         finally:
             staging.release()
 
     def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> bool:
-        placer = Placer(self._plan.moves, self._plan.twins, self._tensors, staging["findings"], staging["peaks"])
+        placer = Placer(self._plan.moves, self._plan.tied, self._tensors, staging["findings"], staging["amax"])
         self._progress.begin()
         with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
             for chunk, views in feed:
@@ -296,8 +282,7 @@ def _lack_of_memory_in_words(plan: LoadPlan, device: torch.device, what: str) ->
     try:
         yield
     except (RuntimeError, OSError) as error:
-        told = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and not any(word in told for word in OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
         raise MemoryPlanError(
             f"the weights need {format_bytes(plan.final_bytes)} on {device}",

@@ -73,8 +73,7 @@ class PinnedFeed:
 
     A copy takes several times as long as placing, so that little would be won by doing both at once, and the thread that
     starts it all would have to say much more. One chunk on the GPU is enough for that: nothing is copied over it before it
-    was placed. The thread waits for nothing: whoever wants to read into a pinned chunk waits until
-    its copy is done.
+    was placed. The thread waits for nothing: whoever wants to read into a pinned chunk waits until its copy is done.
     """
 
     def __init__(

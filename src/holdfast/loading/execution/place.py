@@ -1,7 +1,8 @@
 """Placer: a piece of a chunk into its place among the final weights, and what was found wrong with it on the way.
 
-A view costs about as much as a launch, and a piece would need half a dozen. Here everything about the moves of a target is
-worked out once, and a piece is some sums of integers and one launch. The kernels, and so the results, are the same.
+There are two ways to the same kernels: by tensors, anywhere, and by addresses, on a GPU (AddressPlacer). A view costs about
+as much as a launch, and a piece would need half a dozen. By address, everything about the moves of a target is worked out
+once, and a piece is some sums of integers and one launch.
 
 R rows of a piece, C columns that are read of each
 """
@@ -67,14 +68,14 @@ class AddressPlacer:
         num_moves: int,
         tensors: Mapping[str, torch.Tensor],
         findings: torch.Tensor,
-        peaks: torch.Tensor,
+        amax: torch.Tensor,
     ) -> None:
-        """`jobs` are the moves and the twins behind them; `findings` and `peaks` have a row for every one."""
+        """`jobs` are the moves, those of tied weights last; `findings` has a row for every one, `amax` for all but those."""
         self._jobs = jobs
         self._num_moves = num_moves
         self._tensors = tensors
         self._findings = findings.data_ptr()
-        self._peaks = peaks.data_ptr()
+        self._amax = amax.data_ptr()
         self._lanes: dict[object, _Lane] = {}
 
     def place(self, piece: Piece, chunk: int) -> bool:
@@ -92,9 +93,9 @@ class AddressPlacer:
         row = piece.row - (part.rows[0] if part.rows else 0)
         x = chunk + piece.offset
         if lane.p_amax is not None:
-            lane.p_amax.address = self._peaks + AMAX_BYTES * index
+            lane.p_amax.address = self._amax + AMAX_BYTES * index
             if piece.finds_amax:
-                assert lane.find_amax is not None, f"{move} has no peak"
+                assert lane.find_amax is not None, f"{move} has no amax"
                 lane.p_x.address = x
                 lane.find_amax.start_at(piece.num_rows, x, lane.p_x, lane.p_amax)
         if not piece.places:
@@ -149,11 +150,11 @@ class AddressPlacer:
         assert x.dtype in FLOATS, f"{move}: is not quantized"
         assert scales.is_contiguous(), f"{move.target}: scales lie apart"
         assert not width or scales.shape[-1] == -(-(kept[1] - kept[0]) // width), f"{move}: {scales.shape=}"
-        assert not (verify and scheme.is_whole_tensor), f"{move}: a twin has no peak"
+        assert not (verify and scheme.is_whole_tensor), f"{move}: a tied weight has no amax"
         p_x, p_y, p_scales = (Pointer(read.dtype) for read in (as_kernels_read(x), as_bits(target), as_bits(scales)))
         p_nonfinite, p_differing = Pointer(torch.int32), Pointer(torch.int32)
         p_amax = Pointer(torch.int32) if scheme.is_whole_tensor else None
-        peaks = () if width else (p_amax,)
+        row_amax = () if width else (p_amax,)
         return _Lane(
             launch=codes_launch(
                 scheme, seen[1] - seen[0], (kept[0] - seen[0], kept[1] - seen[0]), (num_columns, 1), verify
@@ -165,7 +166,7 @@ class AddressPlacer:
             scales=scales.data_ptr(),
             scale_row_bytes=(scales.shape[-1] if width else 1) * scales.element_size(),
             block_rows=scheme.block_rows,
-            leading=(p_x, p_y, p_scales, *peaks, p_nonfinite, p_differing),
+            leading=(p_x, p_y, p_scales, *row_amax, p_nonfinite, p_differing),
             p_x=p_x,
             p_y=p_y,
             p_scales=p_scales,
@@ -208,35 +209,35 @@ class _Route(NamedTuple):
     """All of it, as rows."""
     scales: torch.Tensor | None
     findings: Findings
-    peak: torch.Tensor | None
+    amax: torch.Tensor | None
     verify: bool
 
 
 class Placer:
-    """Knows the way of every move. `findings` and `peaks` are tensors of the staging, with a row for every move."""
+    """Knows the way of every move. `findings` and `amax` are tensors of the staging, with a row for every move."""
 
     def __init__(
         self,
         moves: Sequence[Move],
-        twins: Sequence[Move],
+        tied: Sequence[Move],
         tensors: Mapping[str, torch.Tensor],
         findings: torch.Tensor,
-        peaks: torch.Tensor,
+        amax: torch.Tensor,
     ) -> None:
-        self._jobs = (*moves, *twins)
+        self._jobs = (*moves, *tied)
         self._num_moves = len(moves)
         self._tensors = tensors
         self._findings = findings
         self._flat_findings = findings.view(-1)
-        self._peaks = peaks
+        self._amax = amax
         self._route: _Route | None = None
         self._route_index = -1
         self._planes: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._by_address: AddressPlacer | None = None
         if can_run(findings) and not is_interpreted():
-            self._by_address = AddressPlacer(self._jobs, len(moves), tensors, findings, peaks)
+            self._by_address = AddressPlacer(self._jobs, len(moves), tensors, findings, amax)
         findings.fill_(UNSEEN)
-        peaks.zero_()
+        amax.zero_()
 
     def place(self, piece: Piece, views: ChunkViews) -> None:
         """Convert or quantize the piece, which lies in the chunk, into its place; or compare it with what lies there."""
@@ -250,8 +251,8 @@ class Placer:
         if route.target.dtype == E8M0:
             rows_RC = rows_RC.view(E8M0)
         if piece.finds_amax:
-            assert route.peak is not None, f"{self._jobs[piece.move]} has no peak"
-            find_amax(rows_RC, route.peak)
+            assert route.amax is not None, f"{self._jobs[piece.move]} has no amax"
+            find_amax(rows_RC, route.amax)
         if not piece.places:
             return
         row = piece.row - route.first_row
@@ -292,7 +293,7 @@ class Placer:
             target=target,
             scales=scales,
             findings=Findings(findings.narrow(0, 2 * index, 1), findings.narrow(0, 2 * index + 1, 1)),
-            peak=self._peaks.narrow(0, index, 1) if scheme is not None and scheme.is_whole_tensor else None,
+            amax=self._amax.narrow(0, index, 1) if scheme is not None and scheme.is_whole_tensor else None,
             verify=index >= self._num_moves,
         )
 
@@ -325,7 +326,7 @@ def _quantize(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
     codes = route.target.narrow(0, place, num_rows)
     block_rows = scheme.block_rows
     scales = scales.narrow(0, place // block_rows, -(-num_rows // block_rows))
-    place_quantized(rows_RC, route.kept, scheme, codes, scales, route.peak, row, route.findings, route.verify)
+    place_quantized(rows_RC, route.kept, scheme, codes, scales, route.amax, row, route.findings, route.verify)
 
 
 def _repeat(rows_RC: torch.Tensor, route: _Route, row: int) -> None:

@@ -1,6 +1,4 @@
-"""ChunkRing: reader threads that fill a fixed number of buffers, chunk after chunk, for one taker.
-
-torch's own pinned memory is rounded up to a power of two and kept for the life of the process.
+"""Moves are cut into chunks, and reader threads fill a few buffers (ChunkRing), chunk after chunk, for one taker.
 
 A chunk is what travels at once: pieces of one or several moves, each at an aligned place. A move that fits into a chunk is
 never cut. Rows of a transposed tensor are cut inside each of its matrices, which are read as they are stored: as rows of
@@ -26,40 +24,12 @@ import torch
 from holdfast.loading.planning.moves import Move, Read
 from holdfast.memory.workspace_plan import aligned
 
-HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
-
-
-class PinnedMemory:
-    """One mapping, pinned while it lasts. Whoever has copies under way must wait for them before `release`."""
-
-    def __init__(self, num_bytes: int) -> None:
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if HUGE_PAGES is not None:
-            with suppress(OSError):  # few large pages are pinned, and filled, faster; not every system has them
-                mapping.madvise(HUGE_PAGES)
-        self.view = memoryview(mapping)
-        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._address: int | None = None
-        runtime = torch.cuda.cudart()
-        assert runtime is not None, "torch was built without CUDA"
-        self._runtime = runtime
-        code = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
-        if code != 0:
-            raise RuntimeError(f"{num_bytes} bytes of host memory could not be allocated as pinned: CUDA error {code}")
-        self._address = self.tensor.data_ptr()
-
-    def release(self) -> None:
-        """Pinned no more; the memory is free as soon as nobody has a view. Again is nothing."""
-        if self._address is not None:
-            self._runtime.cudaHostUnregister(self._address)
-            self._address = None
-
 
 class Piece(NamedTuple):
     """Some rows of one move, read at once."""
 
     move: int
-    """Index of the move; twins count on behind the moves."""
+    """Index of the move; those of tied weights count on behind the others."""
     row: int
     """The first row, as the move counts them: of the tensor, after transposing and joining."""
     num_rows: int
@@ -68,7 +38,7 @@ class Piece(NamedTuple):
     """Where its bytes begin in the chunk."""
     num_bytes: int
     finds_amax: bool
-    """Whether the largest magnitude of its rows is wanted, before any of the move's rows is placed."""
+    """Whether the amax of its rows is wanted, before any of the move's rows is placed."""
     places: bool
 
 
@@ -84,8 +54,8 @@ class Chunk(NamedTuple):
     """Of the checkpoint, that are done with when this chunk is placed."""
 
 
-def cut_chunks(moves: Sequence[Move], twins: Sequence[Move], chunk_bytes: int) -> Iterator[Chunk]:
-    """All moves in order, then the twins, which wait for the moves; cut while they are asked for.
+def cut_chunks(moves: Sequence[Move], tied: Sequence[Move], chunk_bytes: int) -> Iterator[Chunk]:
+    """All moves in order, then those of tied weights, which wait for the others; cut while they are asked for.
 
     Only rows that cannot be apart and have more bytes (`Move.least_bytes`) make a chunk larger than `chunk_bytes`.
     """
@@ -94,8 +64,8 @@ def cut_chunks(moves: Sequence[Move], twins: Sequence[Move], chunk_bytes: int) -
         yield from cutter.cut(index, move)
     yield from cutter.flush()
     cutter.wait_for_all()
-    for index, twin in enumerate(twins, len(moves)):
-        yield from cutter.cut(index, twin)
+    for index, move in enumerate(tied, len(moves)):
+        yield from cutter.cut(index, move)
     yield from cutter.flush()
 
 
@@ -119,15 +89,15 @@ class _Cutter:
 
     def cut(self, index: int, move: Move) -> Iterator[Chunk]:
         """The chunks that this move fills; its last rows may wait for the next move's."""
-        rows, peak_rows = move.part.row_range, move.peak_rows
-        if peak_rows is None:
+        rows, amax_rows = move.part.row_range, move.amax_rows
+        if amax_rows is None:
             yield from self._add(index, move, rows, finds_amax=False, places=True)
             return
-        if rows == peak_rows and self._is_one_piece(move):
+        if rows == amax_rows and self._is_one_piece(move):
             yield from self._add(index, move, rows, finds_amax=True, places=True)
             return
         # All of it is looked at before the first row is placed, whatever the move takes of it.
-        yield from self._add(index, move, peak_rows, finds_amax=True, places=False)
+        yield from self._add(index, move, amax_rows, finds_amax=True, places=False)
         before, self._barrier = self._barrier, self._number + 1
         yield from self._add(index, move, rows, finds_amax=False, places=True)
         self._barrier = before
@@ -271,9 +241,8 @@ class ChunkRing:
                 self._fill(chunk, free.buffer)
                 self._read_seconds.append(time.perf_counter() - start)
                 self._full.put((chunk, free.buffer))
-        except (
-            BaseException
-        ) as error:  # raised where chunks are taken; no name here may keep it, its frames keep buffers
+        except BaseException as error:
+            # Raised where chunks are taken; no name here may keep it, its frames keep buffers.
             self._is_stopped = True
             self._full.put(_End(error))
         else:
@@ -290,3 +259,35 @@ class ChunkRing:
                 self._free.put(free)
                 return None
             return chunk, free
+
+
+HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+class PinnedMemory:
+    """One mapping, pinned while it lasts. Whoever has copies under way must wait for them before `release`.
+
+    torch's own pinned memory is rounded up to a power of two and kept for the life of the process.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if HUGE_PAGES is not None:
+            with suppress(OSError):  # few large pages are pinned, and filled, faster; not every system has them
+                mapping.madvise(HUGE_PAGES)
+        self.view = memoryview(mapping)
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._address: int | None = None
+        runtime = torch.cuda.cudart()
+        assert runtime is not None, "torch was built without CUDA"
+        self._runtime = runtime
+        code = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+        if code != 0:
+            raise RuntimeError(f"{num_bytes} bytes of host memory could not be allocated as pinned: CUDA error {code}")
+        self._address = self.tensor.data_ptr()
+
+    def release(self) -> None:
+        """Pinned no more; the memory is free as soon as nobody has a view. Again is nothing."""
+        if self._address is not None:
+            self._runtime.cudaHostUnregister(self._address)
+            self._address = None

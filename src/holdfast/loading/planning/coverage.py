@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, found from headers and said in words: names, shapes, types, schemes; no torch."""
+"""Moves fill every row once, which is proved; what is wrong with a checkpoint is found from headers and said; no torch."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from math import prod

@@ -1,4 +1,4 @@
-"""Which of the ways to store a parameter a checkpoint has taken, and under which name it has tied embeddings; no torch."""
+"""Moves: rows of checkpoint tensors and the rows of weights that they fill; and which layout a checkpoint has taken; no torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,8 +85,8 @@ class Move:
         return min(self.block_rows, self.num_source_rows) * self.row_bytes
 
     @property
-    def peak_rows(self) -> tuple[int, int] | None:
-        """The rows of the tensor whose largest magnitude decides about the scale; None: each row or block has its own."""
+    def amax_rows(self) -> tuple[int, int] | None:
+        """The rows of the tensor whose amax decides about the scale; None: each row or block has its own."""
         return self.part.whole_range if self.scheme is not None and self.scheme.is_whole_tensor else None
 
     def row_ranges(self, max_bytes: int, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
@@ -111,12 +111,6 @@ class Move:
         first, last = self.read_columns or (0, part.source_columns)
         columns = None if (start, end) == (0, part.matrix_rows) else (start, end)
         return Read(matrix * part.source_columns + first, matrix * part.source_columns + last, columns)
-
-    def target_rows(self, row_start: int, row_end: int) -> tuple[int, int]:
-        """The rows of the target that these rows fill."""
-        first = self.part.row_range[0]
-        start, end = ((row - first) * self.part.repeats + self.part.row_start for row in (row_start, row_end))
-        return start, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,24 +166,24 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """For every parameter, and for tensors that must equal what another one has filled."""
+    """For every parameter, and for stored tensors that must equal what another one has filled: tied weights."""
 
     fills: tuple[Choice, ...]
-    twins: tuple[Choice, ...]
+    tied: tuple[Choice, ...]
 
 
 def choose_all(parameters: Sequence[Parameter], entries: Mapping[str, TensorEntry]) -> Choices:
-    """A model with tied embeddings may be stored with an embedding, with a head, or with both, which are then twins."""
+    """A model with tied embeddings may be stored with an embedding, with a head, or with both: then the head is compared."""
     fills = [choose(parameter, entries) for parameter in turn_squares(parameters, entries)]
-    twins: list[Choice] = []
+    tied: list[Choice] = []
     uses_head = any(part.tensor == HEAD for choice in fills for part in choice.whole_parts)
     for place, choice in enumerate(fills):
         if choice.parameter.name == EMBEDDING and HEAD in entries and not uses_head:
             if all(part.tensor in entries for part in choice.whole_parts):
-                twins.append(choice.renamed(HEAD))
+                tied.append(choice.renamed(HEAD))
             else:
                 fills[place] = choice.renamed(HEAD)
-    return Choices(tuple(fills), tuple(twins))
+    return Choices(tuple(fills), tuple(tied))
 
 
 def turn_squares(parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry]) -> tuple[Parameter, ...]:

@@ -1,4 +1,4 @@
-"""From headers to a plan: which checkpoint rows fill which rows of which weight, and everything that is wrong, before a weight is read; no torch."""
+"""LoadPlan, from headers alone: which checkpoint rows fill which rows of which weight, in how much memory; no torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -48,8 +48,8 @@ class LoadPlan:
     weights: tuple[PlannedWeight, ...]
     moves: tuple[Move, ...]
     """In the order in which the source lists its tensors, so that files are read from front to back."""
-    twins: tuple[Move, ...]
-    """Compared, not written, when all moves are done: the head of a model with tied embeddings."""
+    tied: tuple[Move, ...]
+    """Compared, not written, when all moves are done: the stored head of a model with tied weights."""
     recipe: WeightRecipe
     writer_specs: tuple[TensorSpec, ...]
     """What a source that writes rows itself works with; nothing for one that reads them."""
@@ -73,7 +73,7 @@ class LoadPlan:
 
     @property
     def read_bytes(self) -> int:
-        return sum(move.num_bytes for move in (*self.moves, *self.twins))
+        return sum(move.num_bytes for move in (*self.moves, *self.tied))
 
     @property
     def num_quantized(self) -> int:
@@ -89,7 +89,7 @@ class LoadPlan:
     @cached_property
     def _row_bytes(self) -> tuple[int, int]:
         """Bytes of all rows as they are read, and of the largest row or block of rows; found once for thousands of moves."""
-        moves = (*self.moves, *self.twins)
+        moves = (*self.moves, *self.tied)
         all_bytes = sum(aligned(move.chunk_bytes) for move in moves)
         return all_bytes, max((move.least_bytes for move in moves), default=0)
 
@@ -108,8 +108,8 @@ class LoadPlan:
             if spare_bytes > 0:
                 specs.append(TensorSpec("spare", (spare_bytes,), "uint8"))
         num_moves = len(self.moves)
-        findings = TensorSpec("findings", (num_moves + len(self.twins), 2), "int32")
-        return (*specs, findings, TensorSpec("peaks", (num_moves,), "float32"))
+        findings = TensorSpec("findings", (num_moves + len(self.tied), 2), "int32")
+        return (*specs, findings, TensorSpec("amax", (num_moves,), "float32"))
 
     def staging_bytes(self, device_kind: str) -> int:
         """Most memory of the device that a load holds beside the final tensors."""
@@ -159,7 +159,7 @@ def plan_load(
     planes = StoredPlanes(tuple(parameters), {}) if stored is None else stored.planes(parameters, entries, recipe)
     choices = choose_all(planes.parameters, entries)
     ignorable = source.ignorable if stored is None else source.ignorable | stored.ignorable(entries)
-    every = (*choices.fills, *choices.twins)
+    every = (*choices.fills, *choices.tied)
     refuse_missing(every, entries)
     refuse_unexpected(every, ignorable, entries)
     scale_names = planes.scale_names
@@ -184,7 +184,7 @@ def plan_load(
         dtype=dtype,
         weights=weights,
         moves=moves,
-        twins=_moves(choices.twins, schemes, entries),
+        tied=_moves(choices.tied, schemes, entries),
         recipe=recipe,
         writer_specs=writer_specs,
         reader_bytes=source.scratch_bytes_per_reader,

@@ -1,8 +1,4 @@
-"""Dummy weights of a checkpoint that its settings call quantized: the codes and scales that its files would hold; no torch.
-
-They come from files that nobody vouches for, and an expression can be made to run for ever. So those are followed that
-consist of names, dots (each stands for itself), ".*", groups of alternatives, and "^" and "$" at the ends; of others it is
-known that they are not.
+"""Checkpoints that are quantized already: how settings say so, where codes and scales lie, dummies of them; no torch.
 
 quant_method          a matrix X.weight of N rows and K columns is stored as
 fp8, in blocks        X.weight e4m3, X.weight_scale_inv [N / 128, K / 128]
@@ -22,6 +18,7 @@ from typing import NamedTuple
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.planning.moves import Choice, choose, turn_squares
 from holdfast.loading.sources.dummy import DummyPlane, DummySource
+from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Kind, Parameter, Part
 from holdfast.models.settings import Settings, listed
@@ -35,190 +32,6 @@ from holdfast.quant.weight_schemes import (
     WeightRecipe,
     WeightScheme,
 )
-
-MAX_WAYS = 64
-"""Expressions without alternatives that one with them may stand for."""
-_GROUP = re.compile(r"\((?:\?:)?([^()]*)\)(?![*+?{])")
-_ANYTHING = re.compile(r"(?<!\\)\.\*")
-_NAME = re.compile(r"(?:[\w.-]|\\\.)*")
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Names match as wholes, or as some of the components in a row; expressions from the beginning of a name on."""
-    if not pattern.startswith(REGEX_PREFIX):
-        return f".{pattern}." in f".{module}."
-    return any(_follows(pieces, module, is_whole) for pieces, is_whole in _ways(pattern) or ())
-
-
-def is_followed(pattern: str) -> bool:
-    """Whether it is known what a pattern matches."""
-    return not pattern.startswith(REGEX_PREFIX) or _ways(pattern) is not None
-
-
-@lru_cache(maxsize=256)
-def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
-    """Every way to match: names with anything between them, and whether the last one ends it; None: not followed."""
-    whole, ways = [pattern.removeprefix(REGEX_PREFIX)], []
-    while whole:
-        text = whole.pop()
-        group = _GROUP.search(text)
-        options = group[1].split("|") if group else text.split("|")
-        if group or len(options) > 1:
-            before, behind = (text[: group.start()], text[group.end() :]) if group else ("", "")
-            whole += [before + option + behind for option in options]
-        else:
-            ways.append(_pieces(text))
-        if len(whole) + len(ways) > MAX_WAYS or None in ways:
-            return None
-    return tuple(way for way in ways if way is not None)
-
-
-def _pieces(text: str) -> tuple[tuple[str, ...], bool] | None:
-    text = text.removeprefix("^")
-    is_whole = text.endswith("$")
-    pieces = _ANYTHING.split(text.removesuffix("$"))
-    if not all(map(_NAME.fullmatch, pieces)):
-        return None
-    return tuple(piece.replace("\\.", ".") for piece in pieces), is_whole
-
-
-def _follows(pieces: tuple[str, ...], module: str, is_whole: bool) -> bool:
-    """Whether the module begins with the first piece and has the others behind it, the last one at its end if need be."""
-    first, *others = pieces
-    if not module.startswith(first):
-        return False
-    place = len(first)
-    for piece in others[:-1]:
-        found = module.find(piece, place)
-        if found < 0:
-            return False
-        place = found + len(piece)
-    if not others:
-        return not is_whole or place == len(module)
-    last = others[-1]
-    return module.find(last, place) >= 0 if not is_whole else module.endswith(last) and len(module) - len(last) >= place
-
-
-MX_CODES, MX_SCALES = "_blocks", "_scales"
-"""What follows a module's name in the names of its mxfp4 tensors."""
-
-
-def mx_codes_name(tensor: str) -> str:
-    """The tensor that holds the codes of a matrix which would be this one, were it plain."""
-    return tensor.removesuffix(".weight") + MX_CODES
-
-
-def mx_codes(part: Part, scheme: WeightScheme) -> Part:
-    """A part of a matrix as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
-    num_blocks, block_bytes = part.source_columns // scheme.block_columns, scheme.block_columns // scheme.codes_per_byte
-    leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
-    return replace(
-        part,
-        tensor=mx_codes_name(part.tensor),
-        shape=(*leading, num_blocks, block_bytes),
-        columns=_divided(part.columns, scheme.codes_per_byte),
-        is_transposed=False,
-        joined_rows=num_blocks,
-    )
-
-
-def scale_parts(
-    codes: Iterable[Part],
-    stored: WeightScheme,
-    settled: WeightScheme,
-    endings: tuple[str, ...],
-    entries: Mapping[str, TensorEntry],
-) -> tuple[Part, ...]:
-    """The scales of these codes, row after row; `settled` has the blocks of rows that they are to be kept for."""
-    found: list[Part] = []
-    row = 0
-    for part in codes:
-        for scales in _scales_of(part, stored, settled, endings, entries):
-            found.append(replace(scales, row_start=row))
-            row += scales.num_rows
-    return tuple(found)
-
-
-def _scales_of(
-    part: Part,
-    stored: WeightScheme,
-    settled: WeightScheme,
-    endings: tuple[str, ...],
-    entries: Mapping[str, TensorEntry],
-) -> Iterator[Part]:
-    if stored.codes_per_byte > 1:
-        name = part.tensor.removesuffix(MX_CODES) + MX_SCALES
-        columns = _divided(part.columns, part.shape[-1])
-        yield replace(part, tensor=name, shape=part.shape[:-1], columns=columns, joined_rows=1)
-        return
-    names = [part.tensor + ending for ending in endings]
-    name = next((name for name in names if name in entries), names[0])
-    if stored.block_columns:
-        num_rows, num_columns = (
-            -(-part.matrix_rows // stored.block_rows),
-            -(-part.source_columns // stored.block_columns),
-        )
-        tail = (num_columns, num_rows) if part.is_transposed else (num_rows, num_columns)
-        columns = _divided(part.columns, stored.block_columns)
-        scales = Part(name, 0, (*part.shape[:-2], *tail), None, columns, part.is_transposed)
-        yield from _runs(scales, part, stored.block_rows, settled.block_rows)
-        return
-    entry = entries.get(name)
-    shapes = _row_scale_shapes(part)
-    shape = entry.shape if entry is not None and entry.shape in shapes else next(iter(shapes))
-    rows_each = shapes[shape]
-    if len(shape) == 2 and shape == (*part.shape[:-2], part.matrix_rows):
-        yield from _rows_of_matrices(Part(name, 0, shape, is_transposed=True), part)
-        return
-    scales = Part(name, 0, shape, is_transposed=part.is_transposed and rows_each == 1 and len(shape) > 1)
-    if rows_each == 1:
-        yield replace(scales, rows=part.rows, whole_rows=part.whole_rows)
-    else:
-        yield from _runs(scales, part, rows_each, 1)
-
-
-def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
-    """Shapes in which scales by row or by matrix are stored, and how many rows each of them is for."""
-    leading, num_rows = part.shape[:-2], part.matrix_rows
-    by_row = {(*leading, 1, num_rows) if part.is_transposed else (*leading, num_rows, 1): 1}
-    if not leading:
-        return {**by_row, (num_rows,): 1, (1,): num_rows, (): num_rows}
-    count = prod(leading)
-    return {**by_row, (*leading, num_rows): 1, (*leading, 1, 1): num_rows, (count, 1): num_rows, (count,): num_rows}
-
-
-def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
-    """Scales [E, N] of E matrices: those of one lie in a row, which becomes a column."""
-    row, end = codes.row_range
-    while row < end:
-        matrix, place = divmod(row, codes.matrix_rows)
-        next_row = min(end, row - place + codes.matrix_rows)
-        yield replace(scales, rows=(place, place + next_row - row), columns=(matrix, matrix + 1))
-        row = next_row
-
-
-def _runs(scales: Part, codes: Part, rows_each: int, our_rows: int) -> Iterator[Part]:
-    """Parts of consecutive scales that each stand for the same number of ours: of `our_rows` rows, out of `rows_each`.
-
-    Matrices begin with a scale of their own, so the last scale of one may stand for fewer rows.
-    """
-    in_matrix = -(-codes.matrix_rows // rows_each)
-    row, end = codes.row_range
-    runs: list[tuple[int, int]] = []
-    while row < end:
-        matrix, place = divmod(row, codes.matrix_rows)
-        next_row = min(end, row - place + min(codes.matrix_rows, (place // rows_each + 1) * rows_each))
-        runs.append((matrix * in_matrix + place // rows_each, -(-(next_row - row) // our_rows)))
-        row = next_row
-    breaks = [index for index, (one, two) in enumerate(pairwise(runs), 1) if two != (one[0] + 1, one[1])]
-    for start, stop in pairwise((0, *breaks, len(runs))):
-        first, repeats = runs[start]
-        yield replace(scales, rows=(first, first + stop - start), repeats=repeats)
-
-
-def _divided(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None:
-    return None if columns is None else (columns[0] // width, -(-columns[1] // width))
-
 
 UNNEEDED_ENDINGS = (".input_scale", ".input_scale_ub", ".input_scale_inv", ".activation_scale")
 """Tensors beside a stored matrix that say how activations were scaled when it was made."""
@@ -252,7 +65,7 @@ class StoredSchemes:
     """What follows the name of a matrix in the name of its scales; the first that is there counts."""
     ignore: tuple[str, ...] = ()
     """Modules that are left as they were: a name, the beginning or the end of one, or a pattern behind "re:"."""
-    file: str = "config.json"
+    file: str = CONFIG_FILE
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -432,7 +245,7 @@ def _not_stored_so(parameter: Parameter, scheme: WeightScheme, reason: str) -> U
     )
 
 
-SECTION = "quantization_config."
+SECTION = f"{QUANTIZATION_KEY}."
 FP8_METHOD, FBGEMM, COMPRESSED, MX = "fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4"
 METHODS = (FP8_METHOD, FBGEMM, COMPRESSED, MX)
 IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")
@@ -453,12 +266,12 @@ WORDS = ("quant_method", "version", "global_compression_ratio", "activation_scal
 """Keys that are read elsewhere, or say nothing about how weights are stored."""
 STRATEGIES: Mapping[str, WeightScheme] = {"channel": FP8, "tensor": FP8_TENSOR, "block": FP8_BLOCK}
 """What compressed-tensors calls the ways to scale a matrix."""
-CODED: Mapping[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
+E4M3_SETTINGS: Mapping[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
 """What it says of weights and of activations that are e4m3."""
 INVERSE, PLAIN = "_scale_inv", "_scale"
 
 
-def read_stored_schemes(config: Mapping[str, object] | None, file: str = "config.json") -> StoredSchemes | None:
+def read_stored_schemes(config: Mapping[str, object] | None, file: str = CONFIG_FILE) -> StoredSchemes | None:
     """How a checkpoint with this quantization_config stores its matrices; None for one that does not quantize them."""
     if not config:
         return None
@@ -520,7 +333,7 @@ def _group_scheme(group: Settings) -> WeightScheme:
         raise _declined(group, "input_activations", None, "products with e4m3 weights take activations as e4m3 too")
     if group.values.get("output_activations") is not None:
         raise _declined(group, "output_activations", group.values["output_activations"], "none are quantized here")
-    for part, wanted in ((weights, {**CODED, "dynamic": (False, None)}), (activations, CODED)):
+    for part, wanted in ((weights, {**E4M3_SETTINGS, "dynamic": (False, None)}), (activations, E4M3_SETTINGS)):
         for key, values in wanted.items():
             if part.values.get(key, values[0]) not in values:
                 raise _declined(part, key, part.values[key], f"{shown(values[0])} is understood there")
@@ -540,8 +353,129 @@ def _declined(settings: Settings, key: str, value: object, has: str) -> Unsuppor
     )
 
 
-def make_up_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSchemes | None) -> DummySource:
-    """Weights in a type, but for the matrices that are stored otherwise."""
+MX_CODES, MX_SCALES = "_blocks", "_scales"
+"""What follows a module's name in the names of its mxfp4 tensors."""
+
+
+def mx_codes_name(tensor: str) -> str:
+    """The tensor that holds the codes of a matrix which would be this one, were it plain."""
+    return tensor.removesuffix(".weight") + MX_CODES
+
+
+def mx_codes(part: Part, scheme: WeightScheme) -> Part:
+    """A part of a matrix as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
+    num_blocks, block_bytes = part.source_columns // scheme.block_columns, scheme.block_columns // scheme.codes_per_byte
+    leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
+    return replace(
+        part,
+        tensor=mx_codes_name(part.tensor),
+        shape=(*leading, num_blocks, block_bytes),
+        columns=_divided(part.columns, scheme.codes_per_byte),
+        is_transposed=False,
+        joined_rows=num_blocks,
+    )
+
+
+def scale_parts(
+    codes: Iterable[Part],
+    stored: WeightScheme,
+    settled: WeightScheme,
+    endings: tuple[str, ...],
+    entries: Mapping[str, TensorEntry],
+) -> tuple[Part, ...]:
+    """The scales of these codes, row after row; `settled` has the blocks of rows that they are to be kept for."""
+    found: list[Part] = []
+    row = 0
+    for part in codes:
+        for scales in _scales_of(part, stored, settled, endings, entries):
+            found.append(replace(scales, row_start=row))
+            row += scales.num_rows
+    return tuple(found)
+
+
+def _scales_of(
+    part: Part,
+    stored: WeightScheme,
+    settled: WeightScheme,
+    endings: tuple[str, ...],
+    entries: Mapping[str, TensorEntry],
+) -> Iterator[Part]:
+    if stored.codes_per_byte > 1:
+        name = part.tensor.removesuffix(MX_CODES) + MX_SCALES
+        columns = _divided(part.columns, part.shape[-1])
+        yield replace(part, tensor=name, shape=part.shape[:-1], columns=columns, joined_rows=1)
+        return
+    names = [part.tensor + ending for ending in endings]
+    name = next((name for name in names if name in entries), names[0])
+    if stored.block_columns:
+        num_rows, num_columns = (
+            -(-part.matrix_rows // stored.block_rows),
+            -(-part.source_columns // stored.block_columns),
+        )
+        tail = (num_columns, num_rows) if part.is_transposed else (num_rows, num_columns)
+        columns = _divided(part.columns, stored.block_columns)
+        scales = Part(name, 0, (*part.shape[:-2], *tail), None, columns, part.is_transposed)
+        yield from _runs(scales, part, stored.block_rows, settled.block_rows)
+        return
+    entry = entries.get(name)
+    shapes = _row_scale_shapes(part)
+    shape = entry.shape if entry is not None and entry.shape in shapes else next(iter(shapes))
+    rows_each = shapes[shape]
+    if len(shape) == 2 and shape == (*part.shape[:-2], part.matrix_rows):
+        yield from _rows_of_matrices(Part(name, 0, shape, is_transposed=True), part)
+        return
+    scales = Part(name, 0, shape, is_transposed=part.is_transposed and rows_each == 1 and len(shape) > 1)
+    if rows_each == 1:
+        yield replace(scales, rows=part.rows, whole_rows=part.whole_rows)
+    else:
+        yield from _runs(scales, part, rows_each, 1)
+
+
+def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
+    """Shapes in which scales by row or by matrix are stored, and how many rows each of them is for."""
+    leading, num_rows = part.shape[:-2], part.matrix_rows
+    by_row = {(*leading, 1, num_rows) if part.is_transposed else (*leading, num_rows, 1): 1}
+    if not leading:
+        return {**by_row, (num_rows,): 1, (1,): num_rows, (): num_rows}
+    count = prod(leading)
+    return {**by_row, (*leading, num_rows): 1, (*leading, 1, 1): num_rows, (count, 1): num_rows, (count,): num_rows}
+
+
+def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
+    """Scales [E, N] of E matrices: those of one lie in a row, which becomes a column."""
+    row, end = codes.row_range
+    while row < end:
+        matrix, place = divmod(row, codes.matrix_rows)
+        next_row = min(end, row - place + codes.matrix_rows)
+        yield replace(scales, rows=(place, place + next_row - row), columns=(matrix, matrix + 1))
+        row = next_row
+
+
+def _runs(scales: Part, codes: Part, rows_each: int, our_rows: int) -> Iterator[Part]:
+    """Parts of consecutive scales that each stand for the same number of ours: of `our_rows` rows, out of `rows_each`.
+
+    Matrices begin with a scale of their own, so the last scale of one may stand for fewer rows.
+    """
+    in_matrix = -(-codes.matrix_rows // rows_each)
+    row, end = codes.row_range
+    runs: list[tuple[int, int]] = []
+    while row < end:
+        matrix, place = divmod(row, codes.matrix_rows)
+        next_row = min(end, row - place + min(codes.matrix_rows, (place // rows_each + 1) * rows_each))
+        runs.append((matrix * in_matrix + place // rows_each, -(-(next_row - row) // our_rows)))
+        row = next_row
+    breaks = [index for index, (one, two) in enumerate(pairwise(runs), 1) if two != (one[0] + 1, one[1])]
+    for start, stop in pairwise((0, *breaks, len(runs))):
+        first, repeats = runs[start]
+        yield replace(scales, rows=(first, first + stop - start), repeats=repeats)
+
+
+def _divided(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None:
+    return None if columns is None else (columns[0] // width, -(-columns[1] // width))
+
+
+def dummy_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSchemes | None) -> DummySource:
+    """Dummy weights in a type, but for matrices that settings call quantized: codes and scales as files would hold them."""
     if stored is not None:
         stored.refuse_unread()
     plain: list[Parameter] = []
@@ -575,3 +509,69 @@ def _single_scales(part: Part, scheme: WeightScheme, endings: tuple[str, ...]) -
     leading = part.shape[:-2]
     name, shape = part.tensor + endings[0], (*leading, 1, 1) if leading else ()
     return {name: TensorEntry(name, scheme.scale_dtype, shape, "dummy weights", 0)}
+
+
+# Patterns of modules that were left out come from files that nobody vouches for, and an expression can be made to run for
+# ever. So those are followed that consist of names, dots (each stands for itself), ".*", groups of alternatives, and "^" and
+# "$" at the ends; of others it is known that they are not.
+MAX_WAYS = 64
+"""Expressions without alternatives that one with them may stand for."""
+_GROUP = re.compile(r"\((?:\?:)?([^()]*)\)(?![*+?{])")
+_ANYTHING = re.compile(r"(?<!\\)\.\*")
+_NAME = re.compile(r"(?:[\w.-]|\\\.)*")
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Names match as wholes, or as some of the components in a row; expressions from the beginning of a name on."""
+    if not pattern.startswith(REGEX_PREFIX):
+        return f".{pattern}." in f".{module}."
+    return any(_follows(pieces, module, is_whole) for pieces, is_whole in _ways(pattern) or ())
+
+
+def is_followed(pattern: str) -> bool:
+    """Whether it is known what a pattern matches."""
+    return not pattern.startswith(REGEX_PREFIX) or _ways(pattern) is not None
+
+
+@lru_cache(maxsize=256)
+def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
+    """Every way to match: names with anything between them, and whether the last one ends it; None: not followed."""
+    whole, ways = [pattern.removeprefix(REGEX_PREFIX)], []
+    while whole:
+        text = whole.pop()
+        group = _GROUP.search(text)
+        options = group[1].split("|") if group else text.split("|")
+        if group or len(options) > 1:
+            before, behind = (text[: group.start()], text[group.end() :]) if group else ("", "")
+            whole += [before + option + behind for option in options]
+        else:
+            ways.append(_pieces(text))
+        if len(whole) + len(ways) > MAX_WAYS or None in ways:
+            return None
+    return tuple(way for way in ways if way is not None)
+
+
+def _pieces(text: str) -> tuple[tuple[str, ...], bool] | None:
+    text = text.removeprefix("^")
+    is_whole = text.endswith("$")
+    pieces = _ANYTHING.split(text.removesuffix("$"))
+    if not all(map(_NAME.fullmatch, pieces)):
+        return None
+    return tuple(piece.replace("\\.", ".") for piece in pieces), is_whole
+
+
+def _follows(pieces: tuple[str, ...], module: str, is_whole: bool) -> bool:
+    """Whether the module begins with the first piece and has the others behind it, the last one at its end if need be."""
+    first, *others = pieces
+    if not module.startswith(first):
+        return False
+    place = len(first)
+    for piece in others[:-1]:
+        found = module.find(piece, place)
+        if found < 0:
+            return False
+        place = found + len(piece)
+    if not others:
+        return not is_whole or place == len(module)
+    last = others[-1]
+    return module.find(last, place) >= 0 if not is_whole else module.endswith(last) and len(module) - len(last) >= place

@@ -19,7 +19,6 @@ from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.planning.plan import LoadPlan
 from holdfast.loading.quantized.manifest import (
     ALONE,
-    MANIFEST_FILE,
     VERSION,
     Mesh,
     SourceIdentity,
@@ -30,6 +29,7 @@ from holdfast.loading.quantized.manifest import (
 )
 from holdfast.loading.quantized.source import QuantizedSource, open_quantized, plan_from_cache
 from holdfast.loading.quantized.writer import plan_digest, remove_whole, sweep, whole_folder, write_weights
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
 
@@ -144,7 +144,7 @@ def find_cached(
 ) -> CacheSlot | str:
     """The place of a load in the cache, with saved weights where there are sound ones of exactly this source and plan.
 
-    Without a place, the reason in words: nothing is quantized, weights are made up, or there is no cache.
+    Without a place, the reason in words: nothing is quantized, weights are dummies, or there is no cache.
     """
     if not any(move.scheme for move in plan.moves):
         return "nothing is quantized as it loads"
@@ -154,7 +154,7 @@ def find_cached(
     try:
         identity = identify_source(model)
         if identity is None:
-            return "weights are made up"
+            return "weights are dummies"
         parent = cache_folder() if folder is None else folder
     except (OSError, HoldfastError) as error:
         log.warning("quantized weights are not cached: %s", error)

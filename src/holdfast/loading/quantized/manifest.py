@@ -1,11 +1,12 @@
 """The manifest of saved weights: what they were made from, how, and a checksum for every block of them; hostile input; no torch.
 
-Names, sizes, times and headers of the files, and the settings; not where they lie, so that a model may be moved. Weights that
-were exchanged for others of the same size, at the same time to the nanosecond, under the same header, are not noticed.
-
 A folder of saved weights holds holdfast-weights.json, which this is, and model-00001.safetensors and so on, whose tensors are
 the planes of the final weights: a tensor as it is, or codes under the weight's name and scales beside them. The manifest is
 written last, so a folder that has one is whole.
+
+A source is known by names, sizes, times and headers of its files, and by its settings; not by where they lie, so that a model
+may be moved. Weights that were exchanged for others of the same size, at the same time to the nanosecond, under the same
+header, are not noticed.
 """
 
 import hashlib
@@ -22,14 +23,13 @@ from holdfast import __version__
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.planning.moves import PlannedWeight
 from holdfast.loading.planning.open_model import OpenModel
-from holdfast.loading.sources.files import read_json_object
+from holdfast.loading.sources.files import CONFIG_FILE, read_json_object
 from holdfast.loading.sources.safetensors import MAX_HEADER_BYTES, file_inside
 from holdfast.loading.sources.source import WritingSource
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, HEAD_SCHEME, ROW_SCHEMES, WEIGHT_SCHEMES, WeightRecipe
 
-SETTINGS_FILE = "config.json"
 MAX_SETTINGS_BYTES = 32 * 2**20
 DIGEST_BYTES = 16
 """Of every checksum: the first half of SHA-256, which processors have instructions for."""
@@ -74,7 +74,7 @@ class SourceIdentity:
             change = now_files[name].change(then_files[name])
             if change is not None:
                 return change
-        return None if self.settings_digest == then.settings_digest else f"{SETTINGS_FILE} was changed"
+        return None if self.settings_digest == then.settings_digest else f"{CONFIG_FILE} was changed"
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +95,7 @@ def identify_source(model: OpenModel) -> SourceIdentity | None:
         assert names in ([], [model.path.name]), f"{model.path.name} is one file, and its tensors are in {names}"
         return SourceIdentity((_identify(model.path, model.gguf.data_start),), digest(b"").hex())
     files = tuple(_identify(file_inside(model.path, name), None) for name in names)
-    settings = file_inside(model.path, SETTINGS_FILE)
+    settings = file_inside(model.path, CONFIG_FILE)
     return SourceIdentity(files, digest(_beginning(settings, MAX_SETTINGS_BYTES)[0]).hex())
 
 
@@ -132,7 +132,6 @@ def _beginning(path: Path, num_bytes: int) -> tuple[bytes, os.stat_result]:
     return bytes(data[:num_read]), status
 
 
-MANIFEST_FILE = "holdfast-weights.json"
 FORMAT = "holdfast weights"
 VERSION = 1
 """Raised whenever the same source and recipe would give other bytes, or the manifest says something else."""

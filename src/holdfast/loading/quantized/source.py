@@ -24,7 +24,6 @@ from holdfast.loading.planning.plan import LoadPlan
 from holdfast.loading.quantized.manifest import (
     ALONE,
     DIGEST_BYTES,
-    MANIFEST_FILE,
     SAVE_AGAIN,
     Manifest,
     Mesh,
@@ -35,6 +34,7 @@ from holdfast.loading.quantized.manifest import (
     read_manifest,
 )
 from holdfast.loading.quantized.writer import locked
+from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.loading.sources.safetensors import TORCH_DTYPES, SafetensorsFile, StoredTensor, file_inside, has_file
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.memory.workspace_plan import TensorSpec
@@ -208,7 +208,7 @@ def plan_from_cache(plan: LoadPlan, source: QuantizedSource) -> LoadPlan:
             raise _broken(f"{source.folder.name} does not hold {weight.name} as the plan has it", str(weight))
     if saved:
         raise _broken(f"{source.folder.name} holds weights that the plan has not", listed(list(saved)))
-    return replace(plan, moves=source.moves(), twins=(), writer_specs=(), reader_bytes=source.scratch_bytes_per_reader)
+    return replace(plan, moves=source.moves(), tied=(), writer_specs=(), reader_bytes=source.scratch_bytes_per_reader)
 
 
 def plan_quantized(
@@ -244,7 +244,7 @@ def plan_quantized(
         dtype=dtype,
         weights=weights,
         moves=source.moves(),
-        twins=(),
+        tied=(),
         recipe=replace(manifest.recipe, ignore=tuple(plain)),  # by name: patterns out of a file are never run
         writer_specs=(),
         reader_bytes=source.scratch_bytes_per_reader,

@@ -1,4 +1,4 @@
-"""Writes final weights as files that load without quantizing: planes as safetensors, then the manifest; no torch until a write.
+"""Saving final weights in files that load without quantizing: whole folders or none, under locks; no torch until a write.
 
 Whoever writes or reads such a folder holds a lock on it, which ends with the process. So what a killed process left behind
 can be told from what another is writing, and nobody removes what somebody reads.
@@ -23,8 +23,6 @@ from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.planning.plan import LoadPlan
 from holdfast.loading.quantized.manifest import (
     ALONE,
-    MANIFEST_FILE,
-    SETTINGS_FILE,
     Manifest,
     Mesh,
     PlaneFile,
@@ -35,6 +33,7 @@ from holdfast.loading.quantized.manifest import (
     manifest_text,
     unsaved,
 )
+from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE
 from holdfast.loading.sources.safetensors import TORCH_DTYPES, file_inside
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec
@@ -42,6 +41,250 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
+
+MAX_FILE_BYTES = 4 * 2**30
+"""Of the planes in one file; a plane that has more gets a file of its own."""
+CHUNK_BYTES = 16 * 2**20
+"""Bytes that are checked and written at a time, and that a GPU sends through pinned memory: the only memory that writing takes."""
+DIGEST_THREADS = 4
+MAX_COPIED_BYTES = 512 * 2**20
+COPIED_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What a model has besides its weights, as far as it is read here."""
+STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
+Progress = Callable[[int, int], None]
+"""Bytes written so far, and in all."""
+
+
+def save_quantized(
+    folder: Path,
+    model: OpenModel,
+    plan: LoadPlan,
+    weights: Mapping[str, torch.Tensor | QuantizedWeight],
+    mesh: Mesh = ALONE,
+    on_progress: Progress = lambda done, total: None,
+    planned: SourceIdentity | None = None,
+) -> int:
+    """Write a folder that is a model of its own: weights, settings, tokenizer. The bytes of its weights are returned.
+
+    `refuse_saving` says beforehand what can be known beforehand, and what the source was: `planned`, which it must still be.
+    """
+    found = refuse_saving(folder, model, plan)
+    identity = found if planned is None else planned
+    final = folder.absolute()
+    try:
+        sweep(final.parent, final.name)
+        with whole_folder(final) as partial:
+            copy_settings(model.path, partial)
+            _refuse_changed(folder, model, identity)  # after the copy, which is then of the same model as the weights
+            return write_weights(partial, plan, weights, identity, mesh, on_progress)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"save_quantized={folder} was asked",
+            "another process has written there meanwhile",
+            "use what is there now, or name a new folder",
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"save_quantized={folder} was asked",
+            f"it could not be written: {error.strerror or error}",
+            "name a folder on a disk that has room and may be written",
+        ) from error
+
+
+def refuse_saving(folder: Path, model: OpenModel, plan: LoadPlan) -> SourceIdentity:
+    """What is wrong with saving to this folder, as an error, before anything is loaded; else what the source is."""
+    needed = sum(spec.num_bytes for spec in plan.specs)
+    reason, do = unsaved(plan.weights), "leave the option out"
+    identity = None if reason else identify_source(model)
+    if reason is None and identity is None:
+        reason = "dummy weights are not saved"
+    if reason is None and model.kind == "gguf":
+        reason, do = "a GGUF file has no config.json and no tokenizer.json to go with the weights", "save from a folder"
+    if reason is None and not any(move.scheme for move in plan.moves):
+        reason, do = "nothing is quantized as it loads", _nothing_to_save(model, plan)
+    try:
+        if reason is None and os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            reason, do = "there is something there already", "name a new folder"
+        if reason is None and not folder.absolute().parent.is_dir():
+            reason, do = "the folder that it would be in is not there", "make it first"
+        if reason is None and (free := shutil.disk_usage(folder.absolute().parent).free) < needed:
+            reason, do = f"{format_bytes(needed)} are needed and {format_bytes(free)} free", "name another disk"
+    except OSError as error:
+        reason, do = str(error.strerror or error), "name a folder that may be written"
+    if reason is not None or identity is None:
+        raise ConfigError(f"save_quantized={folder} was asked", str(reason), do)
+    return identity
+
+
+def _refuse_changed(folder: Path, model: OpenModel, planned: SourceIdentity) -> None:
+    """Weights of one model and settings of another are no model."""
+    now = identify_source(model)
+    assert now is not None, f"{model.path.name} has files, or refuse_saving would have said so"
+    change = now.change(planned)
+    if change is not None:
+        raise ConfigError(
+            f"save_quantized={folder} was asked",
+            f"the model was changed while it was loaded: {change}",
+            "start again, and leave its files alone meanwhile",
+        )
+
+
+def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
+    """What to do for weights that nothing changes on their way."""
+    if model.kind == "directory" and os.path.lexists(model.path / MANIFEST_FILE):
+        return f"copy the folder {model.path.name}, which was saved so already"
+    if model.stored is not None and plan.num_quantized:
+        return f"copy the folder {model.path.name}, which is stored so already"
+    return "leave some of quantization_ignore out, or save_quantized"
+
+
+def write_weights(
+    folder: Path,
+    plan: LoadPlan,
+    weights: Mapping[str, torch.Tensor | QuantizedWeight],
+    identity: SourceIdentity,
+    mesh: Mesh,
+    on_progress: Progress = lambda done, total: None,
+) -> int:
+    """Files of weights and their manifest, into a folder that has none; OSError where the disk says no."""
+    planes = dict(_planes(plan, weights))
+    block_bytes = block_bytes_for(plan.specs)
+    writer = PlaneWriter(block_bytes, sum(spec.num_bytes for spec in plan.specs), on_progress)
+    with writer:
+        files = tuple(
+            writer.write_file(folder / f"model-{number:05}.safetensors", specs, planes)
+            for number, specs in enumerate(files_of(plan.specs), 1)
+        )
+    manifest = Manifest(plan.dtype, plan.recipe, mesh, plan_digest(plan), identity, plan.weights, block_bytes, files)
+    with open(folder / MANIFEST_FILE, "x", encoding="utf-8") as file:
+        file.write(manifest_text(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    return manifest.num_bytes
+
+
+def plan_digest(plan: LoadPlan) -> str:
+    """Changes with every checkpoint row that goes elsewhere, and with every weight that is kept otherwise."""
+    return digest(repr((plan.dtype, plan.weights, plan.moves, plan.tied)).encode()).hex()
+
+
+def files_of(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """The planes of each file, in order."""
+    held: list[TensorSpec] = []
+    held_bytes = 0
+    for spec in specs:
+        if held and held_bytes + spec.num_bytes > MAX_FILE_BYTES:
+            yield held
+            held, held_bytes = [], 0
+        held.append(spec)
+        held_bytes += spec.num_bytes
+    if held:
+        yield held
+
+
+class PlaneWriter:
+    """Writes planes chunk by chunk; those of a GPU come through one pinned chunk, those of the host are written as they lie."""
+
+    def __init__(self, block_bytes: int, total_bytes: int, on_progress: Progress) -> None:
+        assert CHUNK_BYTES % block_bytes == 0, f"{CHUNK_BYTES=} is no multiple of {block_bytes=}"
+        self._block_bytes = block_bytes
+        self._total_bytes = total_bytes
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._pinned: torch.Tensor | None = None
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS)
+
+    def __enter__(self) -> PlaneWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+        self._pinned = None
+
+    def write_file(self, path: Path, specs: list[TensorSpec], planes: Mapping[str, torch.Tensor]) -> PlaneFile:
+        """One file, on the disk when this returns."""
+        header = header_of(specs)
+        with open(path, "xb", buffering=0) as file:
+            write_fully(file, memoryview(header))
+            digests = {spec.name: self._write_plane(file, spec, planes[spec.name]) for spec in specs}
+            os.fsync(file.fileno())
+        num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
+        return PlaneFile(path.name, num_bytes, digest(header).hex(), digests)
+
+    def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> bytes:
+        import torch
+
+        dtype = str(plane.dtype).removeprefix("torch.")
+        assert (tuple(plane.shape), dtype) == (spec.shape, spec.dtype), f"{plane.shape} {dtype} for {spec}"
+        assert plane.is_contiguous(), f"{spec.name}: strides {plane.stride()}"
+        digests: list[bytes] = []
+        for piece in plane.detach().view(-1).view(torch.uint8).split(CHUNK_BYTES):
+            chunk = self.on_host(piece).numpy().data
+            blocks = [chunk[at : at + self._block_bytes] for at in range(0, len(chunk), self._block_bytes)]
+            checked = self._pool.map(digest, blocks)
+            write_fully(file, chunk)
+            digests += checked
+            self._done_bytes += len(chunk)
+            self._on_progress(self._done_bytes, self._total_bytes)
+        return b"".join(digests)
+
+    def on_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """The piece itself, or what it was copied to; valid until the next."""
+        import torch
+
+        if piece.device.type == "cpu":
+            return piece
+        if self._pinned is None:
+            self._pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        return self._pinned[: piece.numel()].copy_(piece)
+
+
+def header_of(specs: list[TensorSpec]) -> bytes:
+    """The beginning of a safetensors file, padded so that data begins at a multiple of 8."""
+    values, end = {}, 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        values[spec.name] = {
+            "dtype": STORED_DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(values, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _planes(
+    plan: LoadPlan, weights: Mapping[str, torch.Tensor | QuantizedWeight]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for weight in plan.weights:
+        held = weights[weight.name]
+        tensors = (held.codes, held.scales) if isinstance(held, QuantizedWeight) else (held,)
+        for spec, tensor in zip(weight.specs, tensors, strict=True):
+            yield spec.name, tensor
+
+
+def write_fully(file: FileIO, data: memoryview) -> None:
+    """One call may take less than it is given."""
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+def copy_settings(source: Path, folder: Path) -> None:
+    """What a model has besides its weights, from one folder to another."""
+    for name in COPIED_FILES:
+        path = file_inside(source, name)
+        if path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES:
+            shutil.copyfile(path, folder / name)
+
 
 PARTIAL_ENDING = ".partial"
 
@@ -149,245 +392,3 @@ def sync_folder(folder: Path) -> None:
 
 def _hidden_beside(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.{os.getpid()}-{os.urandom(4).hex()}{PARTIAL_ENDING}"
-
-
-MAX_FILE_BYTES = 4 * 2**30
-"""Of the planes in one file; a plane that has more gets a file of its own."""
-CHUNK_BYTES = 16 * 2**20
-"""Bytes that are checked and written at a time, and that a GPU sends through pinned memory: the only memory that writing takes."""
-DIGEST_THREADS = 4
-MAX_COPIED_BYTES = 512 * 2**20
-COPIED_FILES = (
-    SETTINGS_FILE,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-"""What a model has besides its weights, as far as it is read here."""
-STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
-Progress = Callable[[int, int], None]
-"""Bytes written so far, and in all."""
-
-
-def save_quantized(
-    folder: Path,
-    model: OpenModel,
-    plan: LoadPlan,
-    weights: Mapping[str, torch.Tensor | QuantizedWeight],
-    mesh: Mesh = ALONE,
-    on_progress: Progress = lambda done, total: None,
-    planned: SourceIdentity | None = None,
-) -> int:
-    """Write a folder that is a model of its own: weights, settings, tokenizer. The bytes of its weights are returned.
-
-    `refuse_saving` says beforehand what can be known beforehand, and what the source was: `planned`, which it must still be.
-    """
-    found = refuse_saving(folder, model, plan)
-    identity = found if planned is None else planned
-    final = folder.absolute()
-    try:
-        sweep(final.parent, final.name)
-        with whole_folder(final) as partial:
-            _copy_settings(model.path, partial)
-            _refuse_changed(folder, model, identity)  # after the copy, which is then of the same model as the weights
-            return write_weights(partial, plan, weights, identity, mesh, on_progress)
-    except FileExistsError as error:
-        raise ConfigError(
-            f"save_quantized={folder} was asked",
-            "another process has written there meanwhile",
-            "use what is there now, or name a new folder",
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"save_quantized={folder} was asked",
-            f"it could not be written: {error.strerror or error}",
-            "name a folder on a disk that has room and may be written",
-        ) from error
-
-
-def refuse_saving(folder: Path, model: OpenModel, plan: LoadPlan) -> SourceIdentity:
-    """What is wrong with saving to this folder, as an error, before anything is loaded; else what the source is."""
-    needed = sum(spec.num_bytes for spec in plan.specs)
-    reason, do = unsaved(plan.weights), "leave the option out"
-    identity = None if reason else identify_source(model)
-    if reason is None and identity is None:
-        reason = "weights that are made up are not saved"
-    if reason is None and model.kind == "gguf":
-        reason, do = "a GGUF file has no config.json and no tokenizer.json to go with the weights", "save from a folder"
-    if reason is None and not any(move.scheme for move in plan.moves):
-        reason, do = "nothing is quantized as it loads", _nothing_to_save(model, plan)
-    try:
-        if reason is None and os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            reason, do = "there is something there already", "name a new folder"
-        if reason is None and not folder.absolute().parent.is_dir():
-            reason, do = "the folder that it would be in is not there", "make it first"
-        if reason is None and (free := shutil.disk_usage(folder.absolute().parent).free) < needed:
-            reason, do = f"{format_bytes(needed)} are needed and {format_bytes(free)} free", "name another disk"
-    except OSError as error:
-        reason, do = str(error.strerror or error), "name a folder that may be written"
-    if reason is not None or identity is None:
-        raise ConfigError(f"save_quantized={folder} was asked", str(reason), do)
-    return identity
-
-
-def _refuse_changed(folder: Path, model: OpenModel, planned: SourceIdentity) -> None:
-    """Weights of one model and settings of another are no model."""
-    now = identify_source(model)
-    assert now is not None, f"{model.path.name} has files, or refuse_saving would have said so"
-    change = now.change(planned)
-    if change is not None:
-        raise ConfigError(
-            f"save_quantized={folder} was asked",
-            f"the model was changed while it was loaded: {change}",
-            "start again, and leave its files alone meanwhile",
-        )
-
-
-def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
-    """What to do for weights that nothing changes on their way."""
-    if model.kind == "directory" and os.path.lexists(model.path / MANIFEST_FILE):
-        return f"copy the folder {model.path.name}, which was saved so already"
-    if model.stored is not None and plan.num_quantized:
-        return f"copy the folder {model.path.name}, which is stored so already"
-    return "leave some of quantization_ignore out, or save_quantized"
-
-
-def write_weights(
-    folder: Path,
-    plan: LoadPlan,
-    weights: Mapping[str, torch.Tensor | QuantizedWeight],
-    identity: SourceIdentity,
-    mesh: Mesh,
-    on_progress: Progress = lambda done, total: None,
-) -> int:
-    """Files of weights and their manifest, into a folder that has none; OSError where the disk says no."""
-    planes = dict(_planes(plan, weights))
-    block_bytes = block_bytes_for(plan.specs)
-    writer = PlaneWriter(block_bytes, sum(spec.num_bytes for spec in plan.specs), on_progress)
-    with writer:
-        files = tuple(
-            writer.write_file(folder / f"model-{number:05}.safetensors", specs, planes)
-            for number, specs in enumerate(files_of(plan.specs), 1)
-        )
-    manifest = Manifest(plan.dtype, plan.recipe, mesh, plan_digest(plan), identity, plan.weights, block_bytes, files)
-    with open(folder / MANIFEST_FILE, "x", encoding="utf-8") as file:
-        file.write(manifest_text(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    return manifest.num_bytes
-
-
-def plan_digest(plan: LoadPlan) -> str:
-    """Changes with every checkpoint row that goes elsewhere, and with every weight that is kept otherwise."""
-    return digest(repr((plan.dtype, plan.weights, plan.moves, plan.twins)).encode()).hex()
-
-
-def files_of(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """The planes of each file, in order."""
-    held: list[TensorSpec] = []
-    held_bytes = 0
-    for spec in specs:
-        if held and held_bytes + spec.num_bytes > MAX_FILE_BYTES:
-            yield held
-            held, held_bytes = [], 0
-        held.append(spec)
-        held_bytes += spec.num_bytes
-    if held:
-        yield held
-
-
-class PlaneWriter:
-    """Writes planes chunk by chunk; those of a GPU come through one pinned chunk, those of the host are written as they lie."""
-
-    def __init__(self, block_bytes: int, total_bytes: int, on_progress: Progress) -> None:
-        assert CHUNK_BYTES % block_bytes == 0, f"{CHUNK_BYTES=} is no multiple of {block_bytes=}"
-        self._block_bytes = block_bytes
-        self._total_bytes = total_bytes
-        self._on_progress = on_progress
-        self._done_bytes = 0
-        self._pinned: torch.Tensor | None = None
-        self._pool = ThreadPoolExecutor(DIGEST_THREADS)
-
-    def __enter__(self) -> PlaneWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
-        self._pinned = None
-
-    def write_file(self, path: Path, specs: list[TensorSpec], planes: Mapping[str, torch.Tensor]) -> PlaneFile:
-        """One file, on the disk when this returns."""
-        header = header_of(specs)
-        with open(path, "xb", buffering=0) as file:
-            _write_fully(file, memoryview(header))
-            digests = {spec.name: self._write_plane(file, spec, planes[spec.name]) for spec in specs}
-            os.fsync(file.fileno())
-        num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
-        return PlaneFile(path.name, num_bytes, digest(header).hex(), digests)
-
-    def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> bytes:
-        import torch
-
-        dtype = str(plane.dtype).removeprefix("torch.")
-        assert (tuple(plane.shape), dtype) == (spec.shape, spec.dtype), f"{plane.shape} {dtype} for {spec}"
-        assert plane.is_contiguous(), f"{spec.name}: strides {plane.stride()}"
-        digests: list[bytes] = []
-        for piece in plane.detach().view(-1).view(torch.uint8).split(CHUNK_BYTES):
-            chunk = self._on_host(piece).numpy().data
-            blocks = [chunk[at : at + self._block_bytes] for at in range(0, len(chunk), self._block_bytes)]
-            checked = self._pool.map(digest, blocks)
-            _write_fully(file, chunk)
-            digests += checked
-            self._done_bytes += len(chunk)
-            self._on_progress(self._done_bytes, self._total_bytes)
-        return b"".join(digests)
-
-    def _on_host(self, piece: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        if piece.device.type == "cpu":
-            return piece
-        if self._pinned is None:
-            self._pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-        return self._pinned[: piece.numel()].copy_(piece)
-
-
-def header_of(specs: list[TensorSpec]) -> bytes:
-    """The beginning of a safetensors file, padded so that data begins at a multiple of 8."""
-    values, end = {}, 0
-    for spec in specs:
-        start, end = end, end + spec.num_bytes
-        values[spec.name] = {
-            "dtype": STORED_DTYPES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(values, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _planes(
-    plan: LoadPlan, weights: Mapping[str, torch.Tensor | QuantizedWeight]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for weight in plan.weights:
-        held = weights[weight.name]
-        tensors = (held.codes, held.scales) if isinstance(held, QuantizedWeight) else (held,)
-        for spec, tensor in zip(weight.specs, tensors, strict=True):
-            yield spec.name, tensor
-
-
-def _write_fully(file: FileIO, data: memoryview) -> None:
-    """One call may take less than it is given."""
-    while data:
-        data = data[file.write(data) or 0 :]
-
-
-def _copy_settings(source: Path, folder: Path) -> None:
-    for name in COPIED_FILES:
-        path = file_inside(source, name)
-        if path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES:
-            shutil.copyfile(path, folder / name)

@@ -45,7 +45,7 @@ class DummyPlane(NamedTuple):
     def codes(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> DummyPlane:
         """Numbers of e4m3; or bytes, all equally common, so that both halves of each are any code of e2m1."""
         if scheme.codes_per_byte == 1:
-            assert scheme.code_dtype == "float8_e4m3fn", f"{name}: codes of {scheme.name} are not made up"
+            assert scheme.code_dtype == "float8_e4m3fn", f"{name}: there are no dummy codes of {scheme.name}"
             return cls(name, scheme.code_dtype, shape, E4M3_SPREAD, 0.0)
         return cls(name, scheme.code_dtype, shape, 127.9 / sqrt(3), 128.0)
 
@@ -150,7 +150,7 @@ class DummySource:
         with self._lock:
             if self._table is None:
                 self._table = torch.empty(TABLE_VALUES)
-                _draw(self._table)
+                draw_table(self._table)
             return self._table
 
     def row_elements(self, name: str) -> int:
@@ -178,7 +178,7 @@ class _TableWriter:
         self._table, self._scaled, self._stored = tensors["table"], tensors["scaled"], tensors["stored"]
         self._at_hand: tuple[str, float, float] | None = None
         self._values = self._stored
-        _draw(self._table)
+        draw_table(self._table)
 
     def write(
         self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: tuple[int, int] | None = None
@@ -209,8 +209,8 @@ class _TableWriter:
         return self._stored.view(torch.uint8)[: scaled.numel() * wanted.itemsize].view(wanted).copy_(scaled)
 
 
-def _draw(table: torch.Tensor) -> None:
-    """Uniform values of variance 1; the raw bits of PCG64 are the same for every version and machine."""
+def draw_table(table: torch.Tensor) -> None:
+    """Fill it with uniform values of variance 1; the raw bits of PCG64 are the same for every version and machine."""
     import numpy as np
     import torch
 

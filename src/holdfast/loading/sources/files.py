@@ -1,4 +1,4 @@
-"""JSON files of a model, read as hostile input: bounded size and depth, no duplicate keys, no NaN; no torch."""
+"""Files of a model: bytes at positions, by any number of threads (OpenFile), and JSON read as hostile input; no torch."""
 
 import json
 import os
@@ -80,10 +80,15 @@ class OpenFile:
 MAX_JSON_BYTES = 32 * 2**20
 """Of one file; the largest indexes there are have about 15 MiB."""
 AGAIN = "download the model again"
+CONFIG_FILE = "config.json"
+QUANTIZATION_KEY = "quantization_config"
+"""In it: how the checkpoint is quantized already."""
+MANIFEST_FILE = "holdfast-weights.json"
+"""A folder that has it holds weights that were saved quantized (loading/quantized/manifest.py)."""
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The object that a JSON file holds."""
+    """The object that a JSON file holds: bounded in size and depth, without duplicate keys or NaN."""
     value = parse_json(read_small_file(path, MAX_JSON_BYTES), path.name)
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path.name} holds a JSON {type(value).__name__}", "an object is needed", AGAIN)

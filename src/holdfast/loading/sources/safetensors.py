@@ -1,4 +1,4 @@
-"""The weights of a folder: one or many safetensors files as one source, read straight to where the bytes are wanted; no torch.
+"""Safetensors: a file with its checked header, the files of a folder, and all of them as one source; no torch.
 
 [ header bytes: u64 | header: JSON name -> dtype, shape, data_offsets | tensor data ........ ]
 0                   8                                                data_start     file_bytes

@@ -1,4 +1,4 @@
-"""WeightSource: tensors as headers have them, whose rows are read by position; RowRead: what is asked; no torch until then."""
+"""WeightSource: a checkpoint of tensors as headers have them, whose rows are read by position; no torch until a read."""
 
 from __future__ import annotations
 
