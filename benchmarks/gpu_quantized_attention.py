@@ -124,7 +124,7 @@ def check(shape: Shape, format_name: str, device: torch.device) -> float:
     plan = backend.plan(rig.batch, captured=True)
     exact_TX = torch.zeros_like(rig.out_TX, dtype=torch.float32)
     assert rig.batch.page_table_NP is not None, "the batch has no page table"
-    planes = backend._pages[0].planes
+    planes = backend.pages[0].planes
     assert isinstance(planes, QuantizedPlanes), f"{format_name} is not quantized"
     quantized_attention_reference(
         rig.q_THD,

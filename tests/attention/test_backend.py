@@ -1,4 +1,4 @@
-""""""
+"""What every attention backend keeps to, whichever it is: its contract, run over random steps."""
 
 import inspect
 from dataclasses import FrozenInstanceError

@@ -111,11 +111,11 @@ def test_means_reach_the_pages_of_their_layer(declaration):
     geometry = Geometry(windows=(None, None), kv_dtype="float32 turboquant_4bit_nc", page_tokens=16)
     mean = torch.ones(2, 16)
     backend = build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 1, False, [None, mean])
-    assert backend._pages[1].planes.k_mean_KD is mean
+    assert backend.pages[1].planes.k_mean_KD is mean
 
 
 NATIVE, TRITON, TORCH = NativePagedDeclaration(), TritonPagedDeclaration(), TorchPagedDeclaration()
-BOUNDS_DECLARATIONS = StepBounds(max_num_seqs=256, max_num_rows=8192, page_tokens=16)
+LARGE_BOUNDS = StepBounds(max_num_seqs=256, max_num_rows=8192, page_tokens=16)
 EVERY_BOUNDS = st.builds(StepBounds, st.integers(1, 1024), st.integers(1, 65536), st.just(16))
 LENGTHS = st.one_of(st.integers(1, 300), st.integers(1, 2**20))
 
@@ -282,7 +282,7 @@ def test_a_plan_without_torch_looks_for_a_compiler(tmp_path, environment, expect
 
 def test_native_holds_nothing():
     spec = layer("float32", device_kind="cpu")
-    assert NATIVE.scratch([spec], BOUNDS_DECLARATIONS) == NATIVE.terms([spec], BOUNDS_DECLARATIONS) == ()
+    assert NATIVE.scratch([spec], LARGE_BOUNDS) == NATIVE.terms([spec], LARGE_BOUNDS) == ()
 
 
 @pytest.mark.parametrize("max_model_len", [1, 64, 2048, 32768, 131072, 10**7])
@@ -290,8 +290,8 @@ def test_native_holds_nothing():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masks_of_plain_torch_are_bounded(max_model_len, windows, dtype):
     specs = [layer(dtype, window=window, max_model_len=max_model_len) for window in windows]
-    assert TORCH.scratch(specs, BOUNDS_DECLARATIONS) == ()
-    (term,) = TORCH.terms(specs, BOUNDS_DECLARATIONS)
+    assert TORCH.scratch(specs, LARGE_BOUNDS) == ()
+    (term,) = TORCH.terms(specs, LARGE_BOUNDS)
     rows, num_windows = mask_rows(max_model_len), len(set(windows))
     assert 16 <= rows <= MAX_MASK_ROWS
     assert (term.owner, term.phases) == ("attention/masks", PHASES)
@@ -303,21 +303,21 @@ def test_masks_of_plain_torch_are_bounded(max_model_len, windows, dtype):
 def test_partial_results_of_qwen3_32b():
     """64 heads of 128, 40960 tokens: 32 MiB and a little, in one set for 64 layers."""
     specs = 64 * [layer()]
-    assert TRITON.scratch(specs, BOUNDS_DECLARATIONS) == (
+    assert TRITON.scratch(specs, LARGE_BOUNDS) == (
         TensorSpec("partial_out", (1024, 64 * 128), "float32"),
         TensorSpec("partial_lse", (1024, 64), "float32"),
     )
-    assert sum(spec.num_bytes for spec in TRITON.scratch(specs, BOUNDS_DECLARATIONS)) == 1024 * 64 * (128 + 1) * 4
+    assert sum(spec.num_bytes for spec in TRITON.scratch(specs, LARGE_BOUNDS)) == 1024 * 64 * (128 + 1) * 4
 
 
 def test_the_largest_layer_decides():
     specs = [layer(num_heads=64, head_dim=64), layer(num_heads=32, head_dim=256)]
-    assert [spec.shape for spec in TRITON.scratch(specs, BOUNDS_DECLARATIONS)] == [(1024, 32 * 256), (1024, 64)]
+    assert [spec.shape for spec in TRITON.scratch(specs, LARGE_BOUNDS)] == [(1024, 32 * 256), (1024, 64)]
 
 
 def test_where_no_context_is_split_nothing_is_kept():
-    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS)], BOUNDS_DECLARATIONS) == ()
-    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS + 1)], BOUNDS_DECLARATIONS) != ()
+    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS)], LARGE_BOUNDS) == ()
+    assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS + 1)], LARGE_BOUNDS) != ()
 
 
 @given(max_model_len=LENGTHS, bounds=EVERY_BOUNDS)
@@ -363,13 +363,13 @@ def test_every_kind_has_lists_for_every_window():
     found = set()
     for order in permutations(names):
         specs = [layer(name, window=window) for name, window in zip(order, windows, strict=True)]
-        found.add(tuple(term.num_bytes for term in TRITON.terms(specs, BOUNDS_DECLARATIONS)))
+        found.add(tuple(term.num_bytes for term in TRITON.terms(specs, LARGE_BOUNDS)))
     assert len(found) == 1
     tiles, rows, rotation = found.pop()
     kinds = tile_kinds([layer(name) for name in names])
     assert len(kinds) == 3
-    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, BOUNDS_DECLARATIONS) for kind in kinds) * 8 * 4
-    assert rows == 2 * 3 * BOUNDS_DECLARATIONS.max_num_rows * 2 * 4
+    assert tiles == 2 * sum(1 + max_tiles(kind, 40960, LARGE_BOUNDS) for kind in kinds) * 8 * 4
+    assert rows == 2 * 3 * LARGE_BOUNDS.max_num_rows * 2 * 4
     assert rotation == 129 * 128 * 2
 
 
@@ -385,7 +385,7 @@ def test_every_kind_has_lists_for_every_window():
 @pytest.mark.parametrize("declaration", [TRITON, TORCH], ids=lambda declaration: declaration.name)
 def test_a_rotation_for_every_head_dim_that_is_quantized_rotated(declaration, names, head_dims, expected):
     specs = [layer(name, head_dim=head_dim) for name, head_dim in zip(names, head_dims, strict=True)]
-    terms = {term.owner: term.num_bytes for term in declaration.terms(specs, BOUNDS_DECLARATIONS)}
+    terms = {term.owner: term.num_bytes for term in declaration.terms(specs, LARGE_BOUNDS)}
     assert terms.get("attention/rotation") == expected
 
 
@@ -402,11 +402,9 @@ def test_a_rotation_for_every_head_dim_that_is_quantized_rotated(declaration, na
 )
 def test_tables_of_plain_torch(names, num_bytes):
     specs = [layer(name) for name in names]
-    terms = {term.owner: term.num_bytes for term in TORCH.terms(specs, BOUNDS_DECLARATIONS)}
+    terms = {term.owner: term.num_bytes for term in TORCH.terms(specs, LARGE_BOUNDS)}
     assert terms.get("attention/dequantize") == num_bytes
 
 
 def test_scratch_does_not_depend_on_the_format():
-    assert TRITON.scratch([layer("turboquant_3bit_nc")], BOUNDS_DECLARATIONS) == TRITON.scratch(
-        [layer()], BOUNDS_DECLARATIONS
-    )
+    assert TRITON.scratch([layer("turboquant_3bit_nc")], LARGE_BOUNDS) == TRITON.scratch([layer()], LARGE_BOUNDS)

@@ -260,7 +260,7 @@ def test_any_range_is_read_as_it_was_quantized(name, page_tokens, consecutive):
     pages = pages if consecutive else pages[::-1]
     quantized, heads_LXD = written(name, pages, num_tokens, page_tokens)
     k_LKD, v_LKD = heads_LXD[:, NUM_HEADS:].split(NUM_KV_HEADS, dim=1)
-    planes, reader = quantized.planes, quantized._readable
+    planes, reader = quantized.planes, quantized.reader
     k_LKD = rotate_heads(k_LKD) if planes.rotates_keys else k_LKD
     v_LKD = rotate_heads(v_LKD) if planes.rotates_values else v_LKD
     k_LKD = dequantize_keys(quantize_keys(k_LKD, planes.key_bits), planes.key_bits, HEAD_DIM)
@@ -325,7 +325,7 @@ MIX = Geometry(windows=5 * (None,), kv_dtype="float32 fp8 turboquant_k8v4 turboq
 
 
 def test_every_layer_has_pages_of_its_kind():
-    pages = LayerPages(MIX.specs, MIX.storage(2))._pages
+    pages = LayerPages(MIX.specs, MIX.storage(2)).pages
     assert [type(one) for one in pages] == [PlainPages, QuantizedPages, QuantizedPages, QuantizedPages, PlainPages]
 
 
@@ -348,7 +348,7 @@ def test_rows_go_to_the_planes_of_their_layer():
 
 def test_layers_share_one_rotation():
     layers = LayerPages(MIX.specs, MIX.storage(2))
-    first, second, third = (pages.planes for pages in layers._pages if isinstance(pages, QuantizedPages))
+    first, second, third = (pages.planes for pages in layers.pages if isinstance(pages, QuantizedPages))
     assert first.rotation_DD.numel() == 0, "8 bits are not rotated"
     assert second.rotation_DD.data_ptr() == third.rotation_DD.data_ptr()
     assert layers.held_bytes() == {"attention/rotation": 17 * 16 * 4}
@@ -368,7 +368,7 @@ def test_plain_layers_hold_nothing(kv_dtype):
 def test_means_belong_to_their_layer():
     mean = torch.ones(2, 16)
     layers = LayerPages(MIX.specs, MIX.storage(2), [None, None, mean, None, None])
-    means = [pages.planes.k_mean_KD for pages in layers._pages if isinstance(pages, QuantizedPages)]
+    means = [pages.planes.k_mean_KD for pages in layers.pages if isinstance(pages, QuantizedPages)]
     assert [one is mean for one in means] == [False, True, False]
     with pytest.raises(ValueError, match="shorter"):
         LayerPages(MIX.specs, MIX.storage(2), [mean])

@@ -1,3 +1,5 @@
+"""Attention over float32 pages on the CPU with the C kernel."""
+
 from dataclasses import replace
 
 import pytest

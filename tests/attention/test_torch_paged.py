@@ -1,3 +1,5 @@
+"""Attention over any pages in plain torch: every format, head and window."""
+
 from dataclasses import replace
 
 import pytest

@@ -1,3 +1,5 @@
+"""The tensors behind page ids: one arena, a plane for each layer and kind."""
+
 import pytest
 import torch
 

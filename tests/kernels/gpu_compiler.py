@@ -20,10 +20,8 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from holdfast.kernels import norm as layer_norm  # noqa: E402
-from holdfast.kernels.attention import quantized_attention as quantized_attention  # noqa: E402
-from holdfast.kernels.attention import tiled_attention  # noqa: E402
-from holdfast.kernels.attention import write_quantized_kv as write_quantized_kv  # noqa: E402
+from holdfast.kernels import norm  # noqa: E402
+from holdfast.kernels.attention import quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import deferred_rms_norm, small_batch  # noqa: E402
@@ -102,7 +100,7 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
     scratch = deferred_rms_norm.SmallBatchScratch(
         torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32)
     )
-    x, weight, bias, y, out, norm = (
+    x, weight, bias, y, out, norm_weight = (
         torch.empty(shape, dtype=dtype)
         for shape in (
             (num_rows, size_k),
@@ -113,9 +111,9 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
             (size_k,),
         )
     )
-    rows = deferred_rms_norm.defer_rms_norm(x, norm, 1e-5, x, scratch)
+    rows = deferred_rms_norm.defer_rms_norm(x, norm_weight, 1e-5, x, scratch)
     small_batch.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
-    small_batch.linear_add(x, weight, None if gated else bias, y, norm, 1e-5, out, scratch)
+    small_batch.linear_add(x, weight, None if gated else bias, y, norm_weight, 1e-5, out, scratch)
 
 
 def attention_of(dtype: torch.dtype, group: int, head_dim: int, window: int | None, num_rows: int = 4) -> None:
@@ -131,13 +129,13 @@ def attention_of(dtype: torch.dtype, group: int, head_dim: int, window: int | No
 
 def layer_norm_of(dtype: torch.dtype) -> None:
     x = torch.empty(3, 768, dtype=dtype)
-    layer_norm.layer_norm(x, x[0], x[1], 1e-5, x)
+    norm.layer_norm(x, x[0], x[1], 1e-5, x)
 
 
 def planes_of(
     dtype: torch.dtype, key_bits: int, value_bits: int, head_dim: int, num_kv_heads: int = 2, page_tokens: int = 16
 ) -> QuantizedPlanes:
-    """Compressed planes of two pages."""
+    """Quantized planes of two pages."""
     storage = {
         plane.name: torch.empty(2 * page_tokens, *plane.token_shape, dtype=getattr(torch, plane.dtype))
         for plane in KVFormat("any", "uint8", "uint8", key_bits, value_bits).planes(num_kv_heads, head_dim)
@@ -149,13 +147,13 @@ def planes_of(
 def write_quantized_of(
     dtype: torch.dtype, head_dim: int, with_norm: bool = True, formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS
 ) -> None:
-    """The write into compressed pages."""
+    """The write into quantized pages."""
     table, numbers = torch.empty(64, head_dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
-    norm = HeadNorm(table[0], table[1], 1e-6) if with_norm else None
+    head_norm = HeadNorm(table[0], table[1], 1e-6) if with_norm else None
     for key_bits, value_bits in formats:
         planes = planes_of(dtype, key_bits, value_bits, head_dim)
         qkv = torch.empty(3, 18 * head_dim, dtype=dtype)
-        write_quantized_kv.write_quantized_kv(qkv, numbers, numbers, planes, norm, Rotary(table, table))
+        write_quantized_kv.write_quantized_kv(qkv, numbers, numbers, planes, head_norm, Rotary(table, table))
 
 
 def quantized_attention_of(
@@ -168,7 +166,7 @@ def quantized_attention_of(
     large: bool = True,
     page_tokens: int = 64,
 ) -> None:
-    """Attention to compressed pages, and the merge."""
+    """Attention to quantized pages, and the merge."""
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
     planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
@@ -189,15 +187,15 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D8": lambda: attention_of(BF16, 1, 8, None),
     "attention D64": lambda: attention_of(FP16, 7, 64, None),
     "attention D128": lambda: attention_of(BF16, 8, 128, None),
-    "attention D128, few rows": lambda: attention_of(BF16, 8, 128, None, num_rows=1),
+    "attention D128, small batch": lambda: attention_of(BF16, 8, 128, None, num_rows=1),
     "attention D128, window": lambda: attention_of(BF16, 4, 128, 4096),
     "attention D256": lambda: attention_of(BF16, 8, 256, None),
-    "codes D64": lambda: write_quantized_of(FP16, 64),
-    "codes D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
-    "codes D128": lambda: write_quantized_of(BF16, 128),
-    "codes D128, one format": lambda: write_quantized_of(BF16, 128, formats=((4, 4),)),
-    "codes D256": lambda: write_quantized_of(BF16, 256),
-    "codes in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
+    "write quantized D64": lambda: write_quantized_of(FP16, 64),
+    "write quantized D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
+    "write quantized D128": lambda: write_quantized_of(BF16, 128),
+    "write quantized D128, one format": lambda: write_quantized_of(BF16, 128, formats=((4, 4),)),
+    "write quantized D256": lambda: write_quantized_of(BF16, 256),
+    "write quantized in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
     "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),
     "quantized 8/4 D128, large tiles": lambda: quantized_attention_of(BF16, (8, 4), 7, 128, small=False),
     "quantized 4/4 D128": lambda: quantized_attention_of(BF16, (4, 4), 8, 128),
@@ -214,11 +212,11 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """The cases that were named, early launches included."""
+    """The cases that were named, with programmatic dependent launch (PDL)."""
     modules: list[ModuleType] = [
         deferred_rms_norm,
         quantized_attention,
-        layer_norm,
+        norm,
         small_batch,
         tiled_attention,
         write_quantized_kv,

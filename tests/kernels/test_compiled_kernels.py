@@ -11,7 +11,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "gpu_compiler.py"
 SHARED_BYTES = 227 * 1024
 """What a program may hold on an H100 or H200."""
-FEW_CASES = ("one gated row", "rows", "attention D128", "codes D128, one format", "quantized 4/4 D128")
+COMMON_CASES = ("one gated row", "rows", "attention D128", "write quantized D128, one format", "quantized 4/4 D128")
 OTHER_CASES = (
     "one row",
     "one row of odd sizes",
@@ -19,14 +19,14 @@ OTHER_CASES = (
     "rows of odd sizes",
     "attention D8",
     "attention D64",
-    "attention D128, few rows",
+    "attention D128, small batch",
     "attention D128, window",
     "attention D256",
-    "codes D64",
-    "codes D80",
-    "codes D128",
-    "codes D256",
-    "codes in float32",
+    "write quantized D64",
+    "write quantized D80",
+    "write quantized D128",
+    "write quantized D256",
+    "write quantized in float32",
     "quantized 8/8 D128",
     "quantized 8/4 D128, large tiles",
     "quantized 3/4 D128, small tiles",
@@ -54,7 +54,7 @@ def check(cases: tuple[str, ...], cache: Path) -> None:
 
 
 def test_kernels_compile(tmp_path):
-    check(FEW_CASES, tmp_path)
+    check(COMMON_CASES, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-""""""
+"""Pieces of kernels that work on bits: every e4m3 number, rounding to bf16 and fp8, and words of quantized heads."""
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def numbers_kernel(p_codes, p_out, BLOCK: constexpr):
 
 
 @jit
-def e4m3_kernel(p_x, p_out, size, BLOCK: constexpr, PLAIN: constexpr):
+def operand_kernel(p_x, p_out, size, BLOCK: constexpr, PLAIN: constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(p_x + o, mask=o < size, other=0.0)
     tl.store(p_out + o, quantized_numbers(b_x, PLAIN).to(tl.float32), mask=o < size)
@@ -158,7 +158,7 @@ def bits_of(values: torch.Tensor, device) -> torch.Tensor:
 def quantized(values: torch.Tensor, device) -> torch.Tensor:
     x = values.to(device)
     out = torch.zeros(len(x), device=device)
-    e4m3_kernel[(-(-len(x) // 4096),)](x, out, len(x), BLOCK=4096, PLAIN=is_interpreted())
+    operand_kernel[(-(-len(x) // 4096),)](x, out, len(x), BLOCK=4096, PLAIN=is_interpreted())
     return out.cpu()
 
 

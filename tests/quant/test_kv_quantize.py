@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.quant import kv_quantize as codebooks
+from holdfast.quant import kv_quantize
 from holdfast.quant.kv_quantize import (
     CUBIC_3_BITS,
     CUBIC_4_BITS,
@@ -218,7 +218,7 @@ def test_no_gain_is_better_by_a_thousandth(book: Codebook) -> None:
 def test_errors_are_those_of_the_docstring(book: Codebook, name: str) -> None:
     mse = book_mse(book, book.gain)
     assert mse == pytest.approx(STATED[name], abs=5e-7)
-    assert f"{STATED[name]:.6f} (+{100 * (mse / LLOYD_MAX[book.bits] - 1):.1f} %)" in str(codebooks.__doc__)
+    assert f"{STATED[name]:.6f} (+{100 * (mse / LLOYD_MAX[book.bits] - 1):.1f} %)" in str(kv_quantize.__doc__)
 
 
 @pytest.mark.parametrize(("book", "name"), NAMED, ids=NAMES)
@@ -236,13 +236,13 @@ def test_lloyd_max_is_the_bound_that_the_docstring_states(bits: int) -> None:
     values = lloyd_max(2**bits)
     mse = normal_mse(values)
     assert mse == pytest.approx(LLOYD_MAX[bits], abs=5e-7)
-    assert f"{LLOYD_MAX[bits]:.6f}" in str(codebooks.__doc__)
+    assert f"{LLOYD_MAX[bits]:.6f}" in str(kv_quantize.__doc__)
     for books in (KEY_CODEBOOKS, VALUE_CODEBOOKS):
         assert mse < book_mse(books[bits], books[bits].gain) < 1.02 * mse
 
 
 def test_the_docstring_states_no_other_errors() -> None:
-    stated = {float(number) for number in re.findall(r"0\.0\d{5}", str(codebooks.__doc__))}
+    stated = {float(number) for number in re.findall(r"0\.0\d{5}", str(kv_quantize.__doc__))}
     assert stated == {*LLOYD_MAX.values(), *STATED.values()}
 
 

@@ -266,7 +266,7 @@ class PlainPages:
         return rows.read(k_plane_SKD, self._page_tokens, dtype), rows.read(v_plane_SKD, self._page_tokens, dtype)
 
     def finish(self, out_TX: torch.Tensor) -> None:
-        """Bring sums of what was `read`, weighted by attention, into the form of outputs: they are."""
+        """Bring p times what was `read` into the form of outputs: it is."""
 
 
 class QuantizedPages:
@@ -308,26 +308,27 @@ class QuantizedPages:
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the form that what is `read` takes: their coordinates in the order of the keys'."""
-        return q_THD if self.planes.key_bits == 8 else q_THD.index_select(-1, self._readable.key_order_D)
+        return q_THD if self.planes.key_bits == 8 else q_THD.index_select(-1, self.reader.key_order_D)
 
     def read(self, rows: PagedRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of these rows, each [K, L, D], with their coordinates in the order in which they are stored."""
-        planes, reader = self.planes, self._readable
+        planes, reader = self.planes, self.reader
         k_KLD = reader.keys(_heads(rows, planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt))
         v_KLD = reader.values(_heads(rows, planes.v_codes_PKtB, planes.v_signs_PKtS, planes.v_scale_PKt))
         return k_KLD.to(dtype), v_KLD.to(dtype)
 
     def finish(self, out_TX: torch.Tensor) -> None:
-        """Bring sums of values, weighted by attention, into the form of outputs: in order, and rotated back."""
+        """Bring p times values into the form of outputs: in order, and rotated back."""
         out_XD = out_TX.view(-1, self.planes.head_dim)
-        ordered_XD = out_XD.index_select(-1, self._readable.value_places_D)
+        ordered_XD = out_XD.index_select(-1, self.reader.value_places_D)
         if self.planes.rotates_values:
             ordered_XD = ordered_XD.float() @ self.planes.rotation_DD[: self.planes.head_dim].float()
             ordered_XD *= hadamard_block(self.planes.head_dim) ** -0.5
         out_XD.copy_(ordered_XD)
 
     @property
-    def _readable(self) -> Dequantizer:
+    def reader(self) -> Dequantizer:
+        """What `read` dequantizes with."""
         assert self._reader is not None, "these pages were made for kernels, not for reading"
         return self._reader
 
@@ -361,12 +362,13 @@ class LayerPages:
         self._no_rotation = torch.empty(0, 0, dtype=dtype, device=self._device)
         self._readers: dict[tuple[int, int, int], Dequantizer] = {}
         means = k_means or (None,) * len(specs)
-        self._pages = [
+        self.pages: tuple[PlainPages | QuantizedPages, ...] = tuple(
             self._quantized(layer, storage, k_mean_KD, is_read)
             if spec.cache.format.is_quantized
             else PlainPages(storage.plane(layer, "k"), storage.plane(layer, "v"), storage.spec.page_tokens)
             for layer, (spec, k_mean_KD) in enumerate(zip(specs, means, strict=True))
-        ]
+        )
+        """Of each layer, in order."""
 
     def write(
         self,
@@ -378,7 +380,7 @@ class LayerPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Keys and values to their slots, queries to `out_THD`, all in one pass."""
-        self._pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
+        self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
 
     def held_bytes(self) -> dict[str, int]:
         """What quantized pages take beside the storage."""

@@ -39,7 +39,7 @@ class NativePagedAttention(LayerPages):
     def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
         super().__init__(specs, storage)
         self._page_tokens = storage.spec.page_tokens
-        self._planes = [pages.planes for pages in self._pages if isinstance(pages, PlainPages)]
+        self._planes = [pages.planes for pages in self.pages if isinstance(pages, PlainPages)]
         assert len(self._planes) == len(specs), "the C kernel reads plain pages"
 
     def plan(self, batch: Batch, captured: bool = False) -> NativePlan:

@@ -93,7 +93,7 @@ class TorchPagedAttention(LayerPages):
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        spec, pages, rows = self._specs[layer], self._pages[layer], plan.every
+        spec, pages, rows = self._specs[layer], self.pages[layer], plan.every
         if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
             rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
         num_rows, num_heads, head_dim = q_THD.shape

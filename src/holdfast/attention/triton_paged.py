@@ -55,7 +55,7 @@ class TritonPagedAttention(LayerPages):
         max_model_len = specs[0].max_model_len
         self._lists: dict[WorkKey, TileScheduler] = {}
         for kind in tile_kinds(specs):
-            pages = self._pages[next(layer for layer, (other, _) in enumerate(self._keys) if other == kind)]
+            pages = self.pages[next(layer for layer, (other, _) in enumerate(self._keys) if other == kind)]
             geometry = pages.tile_geometry(kind.num_heads)
             least_rows = least_tile_rows(kind)
             assert geometry.large_rows >= least_rows, f"{geometry=}: lists are made for tiles of {least_rows} rows"
@@ -93,7 +93,7 @@ class TritonPagedAttention(LayerPages):
     ) -> torch.Tensor:
         spec, work = self._specs[layer], plan.work[self._keys[layer]]
         partials = (scratch[0], scratch[1]) if scratch else (out_TX, out_TX)
-        self._pages[layer].attend_tiles(
+        self.pages[layer].attend_tiles(
             q_THD, plan.page_table_NP, work, spec.scale, spec.window, partials, out_TX, self._num_sms
         )
         if not wanted_only or plan.wanted_rows_R is None:

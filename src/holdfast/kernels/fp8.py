@@ -1,8 +1,7 @@
-"""Pieces of kernels that work on the bits of numbers: fp8 (e4m3) to and from float, exponents, packed words; alike on a GPU and in the interpreter.
+"""Pieces of kernels that work on the bits of numbers: KV heads quantized and packed into words, fp8 (e4m3), bf16 and e8m0 to and from float32.
 
 A head is four blocks, its quarters: what a word holds lies at the same place of several of them, or side by side in one.
-
-bfloat16 comes and goes as int16, because the interpreter does not round it; e4m3 as uint8, because not every GPU has it.
+All of it gives the same bits on a GPU and in the interpreter. bfloat16 comes and goes as int16, because the interpreter does not round it; e4m3 as uint8, because not every GPU has it.
 Bytes that become float32 are exponents (e8m0), a type that Triton does not know.
 """
 
@@ -13,7 +12,7 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
 
 
 @jit
@@ -43,10 +42,10 @@ def _quotient(b_x, b_y):
 def _fp8_codes(b_x):
     """The e4m3 numbers of heads as int32, quarter by quarter, and the scale that takes the largest of a head to 448."""
     # As integers: NaN is above all numbers there, and is not lost.
-    b_largest = tl.maximum(_size_bits(b_x[0]), _size_bits(b_x[1]))
-    b_largest = tl.maximum(b_largest, tl.maximum(_size_bits(b_x[2]), _size_bits(b_x[3])))
-    b_largest = tl.max(b_largest, axis=1).to(tl.float32, bitcast=True)
-    b_scale = _quotient(b_largest, tl.full(b_largest.shape, 448.0, tl.float32)).to(tl.float16)
+    b_amax = tl.maximum(size_bits(b_x[0]), size_bits(b_x[1]))
+    b_amax = tl.maximum(b_amax, tl.maximum(size_bits(b_x[2]), size_bits(b_x[3])))
+    b_amax = tl.max(b_amax, axis=1).to(tl.float32, bitcast=True)
+    b_scale = _quotient(b_amax, tl.full(b_amax.shape, 448.0, tl.float32)).to(tl.float16)
     b_divisor = tl.where(b_scale == 0, 1.0, b_scale.to(tl.float32))
     b_factor = tl.where(b_scale == 0, 0.0, tl.div_rn(tl.full(b_scale.shape, 1.0, tl.float32), b_divisor))[:, None]
     b_0, b_1 = e4m3_code(b_x[0] * b_factor), e4m3_code(b_x[1] * b_factor)
@@ -55,16 +54,10 @@ def _fp8_codes(b_x):
 
 
 @jit
-def _size_bits(b_x):
-    """The bits of absolute values, which rise with them."""
-    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@jit
 def e4m3_code(b_x):
     """The bits of the nearest e4m3 number as int32: of two the even one, and no larger than 448."""
     # In integers, because not every GPU has the instruction, and the interpreter has it wrong.
-    b_size = tl.minimum(_size_bits(b_x), 0x43E00000)
+    b_size = tl.minimum(size_bits(b_x), 0x43E00000)
     b_normal = (b_size + 0x7FFFF + (b_size >> 20 & 1) >> 20) - 960
     # Below 2^-6 the steps are 2^-9: those of float32 at 2^14, where the sum rounds.
     b_small = (b_size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
@@ -218,9 +211,6 @@ def _store_split_words(p_bytes, i_place, m_store, b_bits, FIRST: constexpr, COUN
     tl.store(p_bytes + i_place[:, None, None] * STRIDE + o_byte, b_bytes.to(tl.uint8), mask=m_byte)
 
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
-
-
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of the same size by bytes of an element."""
 EXPONENT_BITS = {
@@ -345,32 +335,25 @@ def narrowed_bits(b_x, TARGET: constexpr):
     return b_bits
 
 
-# ruff: noqa: ANN001, ANN201, SIM108 the arguments of kernels have no types
-
-
-# Constants of a kernel bind a name and read it under the same condition.
-# pyright: reportPossiblyUnboundVariable=false
-
-
 @jit
 def quantized_numbers(b_x, PLAIN: constexpr):
     """float32 as the operand of a product of e4m3 numbers: e4m3, or, in the interpreter, the same numbers in half precision."""
     if PLAIN:
-        b_coded = e4m3_value(e4m3_code(b_x)).to(tl.float16)
+        b_numbers = e4m3_value(e4m3_code(b_x)).to(tl.float16)
     else:
         # The instruction saturates, and rounds as `e4m3_code` does.
-        b_coded = b_x.to(tl.float8e4nv)
-    return b_coded
+        b_numbers = b_x.to(tl.float8e4nv)
+    return b_numbers
 
 
 @jit
 def loaded_numbers(b_codes, PLAIN: constexpr):
     """Codes that were loaded, as such an operand; the interpreter loads bytes (see `kernel_codes`)."""
     if PLAIN:
-        b_coded = e4m3_value(b_codes.to(tl.int32)).to(tl.float16)
+        b_numbers = e4m3_value(b_codes.to(tl.int32)).to(tl.float16)
     else:
-        b_coded = b_codes
-    return b_coded
+        b_numbers = b_codes
+    return b_numbers
 
 
 def kernel_codes(codes: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ The best one (Lloyd-Max) has values that no instruction makes cheaply. These hav
 
 X any leading dimensions, D head dim (a multiple of 16), B bytes of a head's codes, S bytes of its sign bits
 
-A quantized head is scale * codebook[code]. Keys and values of 3 and 4 bits are quantized in the rotated space (quant/kv_quantize.py);
+A quantized head is scale * codebook[code]. Keys and values of 3 and 4 bits are quantized in the rotated space;
 8 bits are e4m3 numbers of the head as it is, with a scale that takes its largest to the largest of them.
 
 Words are little-endian. Kernels take a word's codes apart into parts: tensors that hold the coordinates at the same place

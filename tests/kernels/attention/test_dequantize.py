@@ -1,4 +1,4 @@
-""""""
+"""Codes taken apart: the assembler's bits, run step by step in numpy, and the kernels' way without it, against the codebooks."""
 
 import numpy as np
 import pytest
@@ -80,24 +80,24 @@ def e4m3_numbers(codes) -> torch.Tensor:
 def test_constants_are_the_bytes_that_torch_makes_of_them():
     for code, number in enumerate(e4m3_numbers(range(127))):
         if code >= 8:  # below are those without a leading one
-            assert dequantize._fp8_byte(float(number)) == code
+            assert dequantize.fp8_byte(float(number)) == code
     for codebook in KEY_CODEBOOKS.values():
         for first in range(0, len(codebook.magnitudes), 4):
             magnitudes = codebook.magnitudes[first : first + 4]
             codes = torch.tensor(magnitudes).to(torch.float8_e4m3fn)
             assert codes.float().tolist() == list(magnitudes)
-            assert int(dequantize._fp8_word(magnitudes), 16) == int(codes.view(torch.int32))
+            assert int(dequantize.fp8_word(magnitudes), 16) == int(codes.view(torch.int32))
 
 
 @given(st.floats(2.0**-14, 65504, width=16), st.sampled_from([1, -1]))
-def test_pairs_are_a_float16_twice(number, sign):
+def test_words_are_a_float16_twice(number, sign):
     number = sign * number
-    assert int(dequantize._fp16_pair(number), 16) == int(f16_word([number, number]))
+    assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
 
 
 @pytest.mark.parametrize("number", [CUBIC_4_BITS, CUBIC_3_BITS, 1.0, -519.5, -515.5])
 def test_constants_are_what_float16_holds(number):
-    assert int(dequantize._fp16_pair(number), 16) == int(f16_word([number, number]))
+    assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
     assert float(torch.tensor(number).half()) == number
 
 
@@ -118,12 +118,12 @@ def test_the_assembler_looks_keys_up(bits):
     heads = any_heads("keys", bits)
     codes = heads.codes_XB.numpy()
     if bits == 4:
-        out = run_assembler(dequantize._KEYS_4_ASM, [codes], 2)
+        out = run_assembler(dequantize.KEYS_4_TEXT, [codes], 2)
     else:
         assert heads.signs_XS is not None
         signs = np.tile(heads.signs_XS.numpy(), 2)
         upper = np.broadcast_to(np.repeat([0, 255], HALF).astype(np.uint8), signs.shape)
-        out = run_assembler(dequantize._keys_3_asm(is_halved=False), [codes, signs, upper], 4)
+        out = run_assembler(dequantize.keys_3_asm(is_halved=False), [codes, signs, upper], 4)
     assert torch.equal(from_e4m3(out), expected_parts(heads, "keys", bits))
 
 
@@ -131,7 +131,7 @@ def test_the_assembler_looks_both_halves_of_keys_up():
     heads = any_heads("keys", 3)
     assert heads.signs_XS is not None
     lower, upper = heads.codes_XB.numpy()[:, :HALF], heads.codes_XB.numpy()[:, HALF:]
-    out = run_assembler(dequantize._keys_3_asm(is_halved=True), [lower, upper, heads.signs_XS.numpy()], 8)
+    out = run_assembler(dequantize.keys_3_asm(is_halved=True), [lower, upper, heads.signs_XS.numpy()], 8)
     assert torch.equal(torch.cat((from_e4m3(out[:4]), from_e4m3(out[4:])), -1), expected_parts(heads, "keys", 3))
 
 
@@ -144,7 +144,7 @@ def test_the_assembler_computes_values(bits):
         words += [np.tile(heads.signs_XS.numpy(), 2)]
         upper = np.repeat([0, -1], HEAD_DIM // 16).astype(np.int16)
         words += [np.broadcast_to(upper, (NUM_TOKENS, HEAD_DIM // 8))]
-    texts = {8: dequantize._VALUES_8_ASM, 4: dequantize._values_4_asm(), 3: dequantize._values_3_asm()}
+    texts = {8: dequantize.VALUES_8_TEXT, 4: dequantize.values_4_asm(), 3: dequantize.values_3_asm()}
     out = run_assembler(texts[bits], words, VALUE_PARTS[bits])
     assert torch.equal(from_f16(out), expected_parts(heads, "values", bits))
 

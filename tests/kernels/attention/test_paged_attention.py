@@ -1,4 +1,4 @@
-""""""
+"""Attention over float32 pages, in C and in torch: against float64, alone as in company, amid poison."""
 
 import random as chance
 

@@ -1,4 +1,4 @@
-""""""
+"""Attention to quantized pages in any mix of tiles: against its reference and float64, its merge, its geometry, its launches."""
 
 from dataclasses import replace
 

@@ -1,11 +1,11 @@
-""""""
+"""Quantized pages: their layout, what is stored and read back, and the pieces of kernels that find codes and store outputs."""
 
 import pytest
 import torch
 
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
-    WEIGHT_ONE,
+    P_ONE,
     QuantizedPlanes,
     bytes_at,
     key_codes,
@@ -16,7 +16,7 @@ from holdfast.kernels.attention.quantized_planes import (
     store_rotated,
 )
 from holdfast.kernels.triton_compat import constexpr, jit, tl
-from holdfast.quant import kv_quantize as head_codes
+from holdfast.quant import kv_quantize
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.kv_quantize import (
     FP8_MAX,
@@ -140,8 +140,8 @@ NAN = float("nan")
 def test_weights_and_scales_fit_half_precision():
     half = torch.finfo(torch.float16)
     assert torch.log2(torch.tensor(half.smallest_normal * half.eps)) == LEAST_LOG2.value
-    assert WEIGHT_ONE.value * 2 <= half.max, "a weight may pass one by a rounding"
-    assert WEIGHT_ONE.value * FP8_MAX * 2**20 < torch.finfo(torch.float32).max / 2**60
+    assert P_ONE.value * 2 <= half.max, "a weight may pass one by a rounding"
+    assert P_ONE.value * FP8_MAX * 2**20 < torch.finfo(torch.float32).max / 2**60
 
 
 @jit
@@ -207,7 +207,7 @@ def test_coordinates_of_parts_are_those_of_the_format(device, num_parts):
     for head_dim in HEAD_DIMS:
         dims = torch.full((num_parts, head_dim // num_parts), -1, dtype=torch.int32, device=device)
         _dims_kernel[(1,)](dims, NUM_PARTS=num_parts, HEAD_DIM=head_dim, COLUMNS=256)
-        assert torch.equal(dims.cpu().long(), head_codes.part_dims(num_parts, head_dim))
+        assert torch.equal(dims.cpu().long(), kv_quantize.part_dims(num_parts, head_dim))
         assert dims.flatten().sort().values.tolist() == list(range(head_dim))
 
 
@@ -319,7 +319,7 @@ def test_sums_go_to_their_coordinates(device, head_dim, bits, rotated, guarded):
     scale = torch.ones(block_g)
     scale[:num_columns] = random(num_columns).abs()
     acc = torch.full((num_parts, columns, block_g), 1e3)  # what is no number of a head is a number still
-    acc[:, : head_dim // num_parts, :num_columns] = sums[:, head_codes.part_dims(num_parts, head_dim)].movedim(0, -1)
+    acc[:, : head_dim // num_parts, :num_columns] = sums[:, kv_quantize.part_dims(num_parts, head_dim)].movedim(0, -1)
     out = guarded(7, head_dim, dtype=torch.float16 if rotated else torch.float32).fill_(NAN)
     places = [3, 0, 6, 1, 5, 2, BEYOND, BEYOND]
     _store_kernel[(1,)](

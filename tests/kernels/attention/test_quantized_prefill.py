@@ -1,4 +1,4 @@
-""""""
+"""Large tiles over quantized pages: every format, head and group, causal masks and windows, p that half precision must hold."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-""""""
+"""Single entries of the block table, written from a list."""
 
 import pytest
 import torch

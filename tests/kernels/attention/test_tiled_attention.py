@@ -1,4 +1,4 @@
-""""""
+"""Attention to plain pages in any mix of tiles: against its reference and float64, causal masks, merges, small batches."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-""""""
+"""The write into plain pages, in C and in torch: norm, rope, slots, padding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-""""""
+"""The write into plain pages on a GPU or in the interpreter, against its reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-""""""
+"""The write into quantized pages, against its reference to the bit where the interpreter rounds as a GPU does."""
 
 from dataclasses import dataclass, replace
 

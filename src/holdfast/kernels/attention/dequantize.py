@@ -14,7 +14,7 @@ from holdfast.quant.kv_quantize import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS
 # ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
 
 
-def _fp8_byte(number: float) -> int:
+def fp8_byte(number: float) -> int:
     """The e4m3 byte of a positive number that e4m3 has."""
     exponent = 7
     while number >= 2:
@@ -24,15 +24,15 @@ def _fp8_byte(number: float) -> int:
     return exponent << 3 | int((number - 1) * 8)
 
 
-def _fp8_word(magnitudes: tuple[float, ...]) -> str:
+def fp8_word(magnitudes: tuple[float, ...]) -> str:
     """Four of them as a constant of the assembler."""
-    return f"0x{sum(_fp8_byte(number) << 8 * i for i, number in enumerate(magnitudes)):08x}"
+    return f"0x{sum(fp8_byte(number) << 8 * i for i, number in enumerate(magnitudes)):08x}"
 
 
-def _fp16_pair(number: float) -> str:
+def fp16_twice(number: float) -> str:
     """A number twice, as a constant of the assembler: a float16 with few bits, of either sign."""
     if number < 0:
-        return f"0x{int(_fp16_pair(-number), 16) | 0x80008000:08x}"
+        return f"0x{int(fp16_twice(-number), 16) | 0x80008000:08x}"
     exponent = 15
     while number >= 2:
         number, exponent = number / 2, exponent + 1
@@ -43,20 +43,20 @@ def _fp16_pair(number: float) -> str:
 
 
 _KEY_4, _KEY_3 = KEY_CODEBOOKS[4].magnitudes, KEY_CODEBOOKS[3].magnitudes
-_KEYS_4_ASM = f"""{{
+KEYS_4_TEXT = f"""{{
 .reg .b32 m, s, t;
 and.b32 m, $2, 0x77777777;
-prmt.b32 t, {_fp8_word(_KEY_4[:4])}, {_fp8_word(_KEY_4[4:])}, m;
+prmt.b32 t, {fp8_word(_KEY_4[:4])}, {fp8_word(_KEY_4[4:])}, m;
 lop3.b32 $0, t, $2, 0x80808080, 0xF8;
 shr.u32 m, m, 16;
-prmt.b32 t, {_fp8_word(_KEY_4[:4])}, {_fp8_word(_KEY_4[4:])}, m;
+prmt.b32 t, {fp8_word(_KEY_4[:4])}, {fp8_word(_KEY_4[4:])}, m;
 shl.b32 s, $2, 4;
 lop3.b32 $1, t, s, 0x80808080, 0xF8;
 }}"""
 """$2: four bytes of codes; $0, $1: four e4m3 numbers each of parts 0 and 1. 0xF8 is a | (b & c)."""
 
 
-def _keys_3_asm(is_halved: bool) -> str:
+def keys_3_asm(is_halved: bool) -> str:
     """Bytes of codes, sign bits: four parts; or bytes of both halves, sign bits: four parts each.
 
     The sign bits of a column's parts are the lower half of a byte, or the upper one where the column is in the upper half.
@@ -74,7 +74,7 @@ def _keys_3_asm(is_halved: bool) -> str:
         for part, selector in enumerate(("m", "m", "n", "n")):
             if part % 2:
                 lines.append(f"shr.u32 {selector}, {selector}, 16;")
-            lines.append(f"prmt.b32 t, {_fp8_word(_KEY_3)}, {_fp8_word(_KEY_3)}, {selector};")
+            lines.append(f"prmt.b32 t, {fp8_word(_KEY_3)}, {fp8_word(_KEY_3)}, {selector};")
             lines.append(f"shl.b32 s, {signs}, {7 - part - first_bit};")
             lines.append(f"lop3.b32 ${4 * half + part}, t, s, 0x80808080, 0xF8;")
     return "\n".join([*lines, "}"])
@@ -82,14 +82,14 @@ def _keys_3_asm(is_halved: bool) -> str:
 
 def _cubic_lines(out: str, shift: int, middle: float, beta: float) -> list[str]:
     """x is 512 + n 2^shift; t = n - middle; out = t + beta t^3."""
-    lines = [f"mov.b32 c, {_fp16_pair(-(512 / 2**shift + middle))};", "add.rn.f16x2 t, x, c;"]
+    lines = [f"mov.b32 c, {fp16_twice(-(512 / 2**shift + middle))};", "add.rn.f16x2 t, x, c;"]
     if shift:
-        lines[1:] = [f"mov.b32 f, {_fp16_pair(2.0**-shift)};", "fma.rn.f16x2 t, x, f, c;"]
-    lines += [f"mov.b32 b, {_fp16_pair(beta)};", f"mov.b32 i, {_fp16_pair(1.0)};"]
+        lines[1:] = [f"mov.b32 f, {fp16_twice(2.0**-shift)};", "fma.rn.f16x2 t, x, f, c;"]
+    lines += [f"mov.b32 b, {fp16_twice(beta)};", f"mov.b32 i, {fp16_twice(1.0)};"]
     return [*lines, "mul.rn.f16x2 u, t, t;", "fma.rn.f16x2 u, u, b, i;", f"mul.rn.f16x2 {out}, u, t;"]
 
 
-def _values_4_asm() -> str:
+def values_4_asm() -> str:
     # Shifted by one, so that a code is a whole number above 512, whose mantissa counts halves.
     lines = ["{", ".reg .b32 y, z, x, t, u, b, c, f, i;", "shl.b32 y, $4, 1;", "shr.u32 z, $4, 7;"]
     for part in range(4):
@@ -99,7 +99,7 @@ def _values_4_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
-def _values_3_asm() -> str:
+def values_3_asm() -> str:
     # $8: two words of two bits a part; $9: two words of third bits; $10: 1 where the odd ones of them belong to the column.
     lines = ["{", ".reg .b32 y, z, h, yh, zh, x, t, u, b, c, f, i;", "shl.b32 y, $8, 1;", "shr.u32 z, $8, 7;"]
     lines += ["shr.u32 h, $9, 1;", "lop3.b32 h, $9, h, $10, 0xD8;", "shl.b32 yh, h, 3;", "shr.u32 zh, h, 5;"]
@@ -111,7 +111,7 @@ def _values_3_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
-_VALUES_8_ASM = """{
+VALUES_8_TEXT = """{
 .reg .b32 a, b;
 .reg .b16 p, q, r, s;
 prmt.b32 a, $2, 0, 0x3120;
@@ -121,12 +121,12 @@ cvt.rn.f16x2.e4m3x2 $1, q;
 }"""
 """$2: two words of two bytes; $0: both lower bytes, $1: both upper bytes, as half precision."""
 
-KEYS_4_ASM = kernel_constant(_KEYS_4_ASM)
-KEYS_3_ASM = kernel_constant(_keys_3_asm(is_halved=False))
-KEYS_3_HALVES_ASM = kernel_constant(_keys_3_asm(is_halved=True))
-VALUES_8_ASM = kernel_constant(_VALUES_8_ASM)
-VALUES_4_ASM = kernel_constant(_values_4_asm())
-VALUES_3_ASM = kernel_constant(_values_3_asm())
+KEYS_4_ASM = kernel_constant(KEYS_4_TEXT)
+KEYS_3_ASM = kernel_constant(keys_3_asm(is_halved=False))
+KEYS_3_HALVES_ASM = kernel_constant(keys_3_asm(is_halved=True))
+VALUES_8_ASM = kernel_constant(VALUES_8_TEXT)
+VALUES_4_ASM = kernel_constant(values_4_asm())
+VALUES_3_ASM = kernel_constant(values_3_asm())
 CUBIC_4 = kernel_constant(CUBIC_4_BITS)
 CUBIC_3 = kernel_constant(CUBIC_3_BITS)
 EXP2_ASM = kernel_constant("ex2.approx.ftz.f32 $0, $1;")

@@ -1,4 +1,4 @@
-"""Attention of rows to the stored keys and values of their own sequence, over pages.
+"""Attention of rows to the stored keys and values of their own sequence, over float32 pages on a CPU: the C kernel and its reference.
 
 T rows, H query heads, K key/value heads, D head dim, S slots, N sequences
 """

@@ -1,11 +1,11 @@
-"""Attention of few rows to quantized pages: tokens along the tensor cores' rows, and the heads that share a key beside them.
+"""Decode attention to quantized pages, in small tiles: tokens along the tensor cores' rows, the heads of a GQA group beside them.
 
 G columns: the rows of a tile times the heads of a group, N tokens of a block, C columns of words
 
 One warp does a tile alone. Scores are keys times queries, [N, G], so eight heads fill an instruction that sixteen rows of
-queries would leave half empty; no warp waits for another, and weights turn into an operand by a few shuffles. A key's scale
-multiplies its scores, a value's scale its weights. Weights are kept below 2^14 by a bound that knows the scales, so half
-precision holds them however long the context is.
+queries would leave half empty; no warp waits for another, and p of the softmax turns into an operand by a few shuffles. A
+key's scale multiplies its scores, a value's scale its p, which is kept below 2^14 by a bound that knows the scales, so that
+half precision holds it however long the context is.
 """
 
 from holdfast.kernels.attention.dequantize import (
@@ -22,7 +22,7 @@ from holdfast.kernels.attention.dequantize import (
 )
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
-    WEIGHT_ONE,
+    P_ONE,
     bytes_at,
     key_codes,
     pages_of,
@@ -99,7 +99,7 @@ def decode_kernel(
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
         b_m = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
-        b_sums = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
+        b_l_tokens = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
         b_acc = _no_output(VALUE_BITS, VALUE_COLUMNS, BLOCK_G)
         # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
         clear = tl.minimum(high, position + 1)
@@ -138,9 +138,9 @@ def decode_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_score - b_m_safe[None, :], PLAIN)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
-                b_sums = b_sums * b_alpha[None, :] + b_p
-                b_p = (b_p * (b_value_scale * WEIGHT_ONE)[:, None]).to(tl.float16)
-                b_acc = _weighed(
+                b_l_tokens = b_l_tokens * b_alpha[None, :] + b_p
+                b_p = (b_p * (b_value_scale * P_ONE)[:, None]).to(tl.float16)
+                b_acc = _add_values(
                     b_acc,
                     b_p,
                     b_alpha,
@@ -156,9 +156,9 @@ def decode_kernel(
                     PLAIN,
                 )
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
-        b_l = tl.sum(b_sums, axis=0)
+        b_l = tl.sum(b_l_tokens, axis=0)
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
-        b_scale = 1.0 / tl.where(b_l > 0, b_l * WEIGHT_ONE, 1.0)
+        b_scale = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)
         if first_partial < 0:
             store_rotated(
                 b_acc,
@@ -293,7 +293,7 @@ def _no_output(VALUE_BITS: constexpr, VALUE_COLUMNS: constexpr, BLOCK_G: constex
 
 
 @jit
-def _weighed(
+def _add_values(
     b_acc,
     b_p,
     b_alpha,
@@ -308,7 +308,7 @@ def _weighed(
     VALUE_COLUMNS: constexpr,
     PLAIN: constexpr,
 ):
-    """The sums with a block of values added, part by part."""
+    """The rescaled accumulators with p times a block of values added, part by part."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     p_words = p_v + o_slot[None, :] * WORDS + o_c[:, None]

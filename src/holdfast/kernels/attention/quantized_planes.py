@@ -1,10 +1,9 @@
-"""Where a kernel finds the codes of a tile, and where it puts the sums: pages, slots, the coordinates of a part of a head.
+"""QuantizedPlanes: the pages of a layer as kernels see them; and where a kernel finds a tile's codes and puts its outputs.
 
-P pages, K key/value heads, t tokens of a page, B bytes of a head's codes, S bytes of its sign bits, D head dim
+P pages, K key/value heads, t tokens of a page, B bytes of a head's codes, S bytes of its sign bits, D head dim, N tokens of a
+block, C columns of words, G columns of queries
 
 A page is laid out head by head, so that the tokens of a head are neighbours and a tile of them is one run of memory.
-
-N tokens of a block, C columns of words, G columns of queries
 """
 
 from collections.abc import Callable
@@ -114,8 +113,8 @@ class QuantizedPlanes:
 # ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
 
 
-WEIGHT_ONE = kernel_constant(16384.0)
-"""What a weight of one becomes in half precision."""
+P_ONE = kernel_constant(16384.0)
+"""What p = 1 of the softmax becomes in half precision."""
 LEAST_LOG2 = kernel_constant(-24.0)
 """Of a float16 scale that is not zero."""
 
@@ -156,7 +155,7 @@ def bytes_at(p, o_slot, o_c, m_n, limit, ROW: constexpr, MASKED: constexpr):
 
 @jit
 def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, PLAIN: constexpr):
-    """[N, C] of the codes of keys, as code_parts.py takes them apart: bytes, or for codes without assembler whole words."""
+    """[N, C] of the codes of keys, as dequantize.py takes them apart: bytes, or whole words where there is no assembler."""
     ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
     if PLAIN and KEY_BITS < 8:
         p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]
@@ -169,7 +168,7 @@ def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEA
 def store_parts(
     b_acc, b_scale, p_partial, o_partial, m_g, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr
 ):
-    """Sums in the order of coordinates, rotated as they are."""
+    """Partials in the order of coordinates, rotated as they are."""
     NUM_PARTS: constexpr = 2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     m_out = m_g[None, :] & (o_c < HEAD_DIM // NUM_PARTS)[:, None]
@@ -192,7 +191,7 @@ def store_rotated(
     VALUE_COLUMNS: constexpr,
     BLOCK_D: constexpr,
 ):
-    """Sums rotated back, in the type of the output."""
+    """Outputs rotated back, in their type."""
     NUM_PARTS: constexpr = 2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     o_d = tl.arange(0, BLOCK_D)

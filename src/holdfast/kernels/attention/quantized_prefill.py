@@ -1,4 +1,4 @@
-"""Attention of many rows to quantized pages: codes become operands in shared memory once for 128 rows of queries and heads.
+"""Prefill attention to quantized pages, in large tiles: codes are dequantized into operands once for 128 rows of queries and heads.
 
 M rows of a tile: its rows times the heads of a group, N tokens of a block, C columns of words, D head dim
 """
@@ -15,7 +15,7 @@ from holdfast.kernels.attention.dequantize import (
 )
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
-    WEIGHT_ONE,
+    P_ONE,
     bytes_at,
     key_codes,
     pages_of,
@@ -132,14 +132,14 @@ def prefill_kernel(
                 b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
-                b_p = (b_p * (b_value_scale * WEIGHT_ONE)[None, :]).to(tl.float16)
+                b_p = (b_p * (b_value_scale * P_ONE)[None, :]).to(tl.float16)
                 b_v = _value_rows(
                     p_v, p_v_signs, o_slot, m_n, MASKED, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, BLOCK_D, PLAIN
                 )
                 b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
-        b_out = b_acc / tl.where(b_l > 0, b_l * WEIGHT_ONE, 1.0)[:, None]
+        b_out = b_acc / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
         # The halves of a head lie in halves of the block.
         o_dim = o_d // (BLOCK_D // 2) * (HEAD_DIM // 2) + o_d % (BLOCK_D // 2)
         m_d = o_d % (BLOCK_D // 2) < HEAD_DIM // 2

@@ -1,8 +1,9 @@
-"""Single entries of the page table, written from a list.
+"""What a step writes into the KV cache: keys and values into plain pages, from a fused projection, and pages into the block table.
 
-T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, S slots, L positions, R rows that are not padding
+T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, S slots, L positions, R rows that are not padding,
+U entries of a list, each (place in the flat block table, page id), N rows of the table, P pages of a row
 
-U entries of the list, each (place in the flat table, page id); N rows of P pages
+`write_kv` norms and rotates heads and gives the queries back; `scatter_pages` writes single entries of the table.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The way of a fused projection into compressed pages: norm and rotate heads, code keys and values, give queries back.
+"""The way of a fused projection into quantized pages: norm and rotate heads, quantize keys and values, give queries back.
 
 T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows that are not padding
 """

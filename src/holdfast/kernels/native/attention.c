@@ -1,12 +1,13 @@
 // Attention of rows to the stored keys and values of their sequence, straight over the pages.
 //
 // A task is a few rows of one sequence, each with the query heads of one key/value head, or with some of them where they are
-// many; a row and a query head are a pair. The task walks the sequence's tokens in tiles that start at multiples of TILE, with a running maximum and
-// sum, so a pair's result depends on its own position and the tokens below it, never on how the prompt was cut into steps.
+// many; a row and a query head are a query. The task walks the sequence's tokens in tiles that start at multiples of TILE, with
+// an online softmax (m the running maximum, l the running sum, alpha what rescales them), so a query's result depends on its own
+// position and the tokens below it, never on how the prompt was cut into steps.
 #include "vector.h"
 
 #define TILE 64
-#define TASK_PAIRS 96
+#define TASK_QUERIES 96
 #define MR 4
 #define NR 4
 
@@ -23,11 +24,11 @@ typedef struct {
 } sequence;
 
 // scores[r][t] = q[r] . key[t]. Rows and tokens beyond the last repeat an earlier one, and what they give is not used.
-static void score_tile(const float *q, const float *const *keys, float *scores, long num_pairs, long num_tokens,
+static void score_tile(const float *q, const float *const *keys, float *scores, long num_queries, long num_tokens,
                        long head_dim) {
-    for (long r = 0; r < num_pairs; r += MR) {
+    for (long r = 0; r < num_queries; r += MR) {
         const float *query[MR];
-        UNROLL for (int i = 0; i < MR; i++) query[i] = q + (r + i < num_pairs ? r + i : r) * head_dim;
+        UNROLL for (int i = 0; i < MR; i++) query[i] = q + (r + i < num_queries ? r + i : r) * head_dim;
         for (long t = 0; t < num_tokens; t += NR) {
             const float *key[NR];
             UNROLL for (int j = 0; j < NR; j++) key[j] = keys[t + j < num_tokens ? t + j : t];
@@ -43,7 +44,7 @@ static void score_tile(const float *q, const float *const *keys, float *scores, 
                 }
             }
             UNROLL for (int i = 0; i < MR; i++) {
-                if (r + i >= num_pairs) break;
+                if (r + i >= num_queries) break;
                 float *out = scores + (r + i) * TILE + t;
                 store_sums4(out, sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
                 for (int j = 0; j < NR && d < head_dim; j++)
@@ -53,75 +54,75 @@ static void score_tile(const float *q, const float *const *keys, float *scores, 
     }
 }
 
-// sums[r] += sum over t of weights[r][t] * value[t], MR pairs and NR vectors of the head at a time.
-static void add_values(const float *weights, const float *const *values, float *sums, long num_pairs, long num_tokens,
+// acc[r] += sum over t of p[r][t] * value[t], MR queries and NR vectors of the head at a time.
+static void add_values(const float *p, const float *const *values, float *acc, long num_queries, long num_tokens,
                        long head_dim) {
-    for (long r = 0; r < num_pairs; r += MR) {
-        long pairs = num_pairs - r < MR ? num_pairs - r : MR, d = 0;
-        const float *weight[MR];
-        UNROLL for (int i = 0; i < MR; i++) weight[i] = weights + (r + (i < pairs ? i : 0)) * TILE;
+    for (long r = 0; r < num_queries; r += MR) {
+        long queries = num_queries - r < MR ? num_queries - r : MR, d = 0;
+        const float *p_row[MR];
+        UNROLL for (int i = 0; i < MR; i++) p_row[i] = p + (r + (i < queries ? i : 0)) * TILE;
         for (; d + NR * LANES <= head_dim; d += NR * LANES) {
             vec total[MR][NR];
             UNROLL for (int i = 0; i < MR; i++) UNROLL for (int j = 0; j < NR; j++)
-                total[i][j] = load(sums + (r + (i < pairs ? i : 0)) * head_dim + d + j * LANES);
+                total[i][j] = load(acc + (r + (i < queries ? i : 0)) * head_dim + d + j * LANES);
             for (long t = 0; t < num_tokens; t++) {
                 vec value[NR];
                 UNROLL for (int j = 0; j < NR; j++) value[j] = load(values[t] + d + j * LANES);
                 UNROLL for (int i = 0; i < MR; i++) {
-                    float factor = weight[i][t];
-                    UNROLL for (int j = 0; j < NR; j++) total[i][j] = multiply_add_by(value[j], factor, total[i][j]);
+                    float p_rt = p_row[i][t];
+                    UNROLL for (int j = 0; j < NR; j++) total[i][j] = multiply_add_by(value[j], p_rt, total[i][j]);
                 }
             }
             UNROLL for (int i = 0; i < MR; i++) {
-                if (i >= pairs) break;
-                UNROLL for (int j = 0; j < NR; j++) store(sums + (r + i) * head_dim + d + j * LANES, total[i][j]);
+                if (i >= queries) break;
+                UNROLL for (int j = 0; j < NR; j++) store(acc + (r + i) * head_dim + d + j * LANES, total[i][j]);
             }
         }
-        for (int i = 0; i < pairs && d < head_dim; i++)
+        for (int i = 0; i < queries && d < head_dim; i++)
             for (long e = d; e < head_dim; e++) {
-                float s = sums[(r + i) * head_dim + e];
-                for (long t = 0; t < num_tokens; t++) s = fmaf(weight[i][t], values[t][e], s);
-                sums[(r + i) * head_dim + e] = s;
+                float s = acc[(r + i) * head_dim + e];
+                for (long t = 0; t < num_tokens; t++) s = fmaf(p_row[i][t], values[t][e], s);
+                acc[(r + i) * head_dim + e] = s;
             }
     }
 }
 
-// One pair in one tile: scores of tokens [low, high) become weights, all others 0; maximum, sum and output follow.
-static void soften(float *scores, long low, long high, float *running_max, float *running_sum, float *sums, long head_dim) {
+// One query in one tile: scores of tokens [low, high) become p, all others 0; m, l and what was accumulated follow.
+static void online_softmax(float *scores, long low, long high, float *m, float *l, float *acc, long head_dim) {
     for (long t = 0; t < low; t++) scores[t] = -INFINITY;
     for (long t = high; t < TILE; t++) scores[t] = -INFINITY;
     vec highest = load(scores);
     UNROLL for (long t = LANES; t < TILE; t += LANES) highest = max_vec(highest, load(scores + t));
-    float new_max = max_lanes(highest);
-    if (new_max > *running_max) {
-        float factor = exp_vec(splat(*running_max - new_max))[0];
+    float new_m = max_lanes(highest);
+    if (new_m > *m) {
+        float alpha = exp_vec(splat(*m - new_m))[0];
         long d = 0;
-        for (; d + LANES <= head_dim; d += LANES) store(sums + d, load(sums + d) * splat(factor));
-        for (; d < head_dim; d++) sums[d] *= factor;
-        *running_sum *= factor;
-        *running_max = new_max;
+        for (; d + LANES <= head_dim; d += LANES) store(acc + d, load(acc + d) * splat(alpha));
+        for (; d < head_dim; d++) acc[d] *= alpha;
+        *l *= alpha;
+        *m = new_m;
     }
-    vec total = splat(0.0f), shift = splat(*running_max);
+    vec total = splat(0.0f), shift = splat(*m);
     for (long t = 0; t < TILE; t += 2 * LANES) {  // two at a time: one waits while the other works
         vec left = exp_vec(load(scores + t) - shift), right = exp_vec(load(scores + t + LANES) - shift);
         store(scores + t, left);
         store(scores + t + LANES, right);
         total += left + right;
     }
-    *running_sum += sum_lanes(total);
+    *l += sum_lanes(total);
 }
 
 // Rows [first, first + count) of the step's part of a sequence, and query heads [head, head + group) of a key/value head.
 static void attend(const problem *p, const sequence *s, long first, long count, long kv_head, long head, long group) {
-    long head_dim = p->head_dim, num_pairs = count * group;
-    float q[num_pairs * head_dim], sums[num_pairs * head_dim], scores[num_pairs * TILE];
-    float running_max[num_pairs], running_sum[num_pairs];
-    for (long r = 0; r < num_pairs; r++) {
+    long head_dim = p->head_dim, num_queries = count * group;
+    float q[num_queries * head_dim], acc[num_queries * head_dim], scores[num_queries * TILE];
+    float m[num_queries], l[num_queries];
+    for (long r = 0; r < num_queries; r++) {
         const float *row = p->q + ((s->row + first + r / group) * p->num_heads + head + r % group) * head_dim;
         for (long d = 0; d < head_dim; d++) q[r * head_dim + d] = row[d] * p->scale;
-        running_max[r] = -INFINITY, running_sum[r] = 0.0f;
+        m[r] = -INFINITY, l[r] = 0.0f;
     }
-    memset(sums, 0, num_pairs * head_dim * sizeof(float));
+    memset(acc, 0, num_queries * head_dim * sizeof(float));
 
     long position = s->start + first, end = position + count;
     long lowest = p->window > 0 && position - p->window + 1 > 0 ? position - p->window + 1 : 0;
@@ -135,28 +136,28 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
             values[t] = p->v_plane + offset;
         }
         // Rows whose position lies below the tile see none of it.
-        long row = tile > position ? tile - position : 0, skipped = row * group, pairs = num_pairs - skipped;
-        score_tile(q + skipped * head_dim, keys, scores + skipped * TILE, pairs, num_tokens, head_dim);
-        for (long r = skipped; r < num_pairs; r++) {
+        long row = tile > position ? tile - position : 0, skipped = row * group, queries = num_queries - skipped;
+        score_tile(q + skipped * head_dim, keys, scores + skipped * TILE, queries, num_tokens, head_dim);
+        for (long r = skipped; r < num_queries; r++) {
             long own = position + r / group;
             long low = p->window > 0 && own - p->window + 1 > tile ? own - p->window + 1 - tile : 0;
             long high = own + 1 - tile < num_tokens ? own + 1 - tile : num_tokens;
             if (low >= high)  // the window has left the tile
                 memset(scores + r * TILE, 0, TILE * sizeof(float));
             else
-                soften(scores + r * TILE, low, high, running_max + r, running_sum + r, sums + r * head_dim, head_dim);
+                online_softmax(scores + r * TILE, low, high, m + r, l + r, acc + r * head_dim, head_dim);
         }
-        // A row that sees a part of the tile goes alone and stops at its own token: a weight of 0 would not keep out a later
+        // A row that sees a part of the tile goes alone and stops at its own token: a p of 0 would not keep out a later
         // value that is not finite. The others go together.
         for (; position + row + 1 < tile + num_tokens; row++)
-            add_values(scores + row * group * TILE, values, sums + row * group * head_dim, group, position + row + 1 - tile,
+            add_values(scores + row * group * TILE, values, acc + row * group * head_dim, group, position + row + 1 - tile,
                        head_dim);
         skipped = row * group;
-        add_values(scores + skipped * TILE, values, sums + skipped * head_dim, num_pairs - skipped, num_tokens, head_dim);
+        add_values(scores + skipped * TILE, values, acc + skipped * head_dim, num_queries - skipped, num_tokens, head_dim);
     }
-    for (long r = 0; r < num_pairs; r++) {
+    for (long r = 0; r < num_queries; r++) {
         float *out = p->out + ((s->row + first + r / group) * p->num_heads + head + r % group) * head_dim;
-        for (long d = 0; d < head_dim; d++) out[d] = sums[r * head_dim + d] / running_sum[r];
+        for (long d = 0; d < head_dim; d++) out[d] = acc[r * head_dim + d] / l[r];
     }
 }
 
@@ -165,8 +166,8 @@ void holdfast_paged_attention(const float *q, const float *k_plane, const float 
                               long head_dim, long page_tokens, long window, float scale) {
     problem p = {q, k_plane, v_plane, out, pages, num_heads, num_kv_heads, head_dim, page_tokens, window, scale};
     long group = num_heads / num_kv_heads;
-    long rows_per_task = TASK_PAIRS / group > 0 ? TASK_PAIRS / group : 1;
-    long heads_per_task = group < TASK_PAIRS ? group : TASK_PAIRS, parts = (group + heads_per_task - 1) / heads_per_task;
+    long rows_per_task = TASK_QUERIES / group > 0 ? TASK_QUERIES / group : 1;
+    long heads_per_task = group < TASK_QUERIES ? group : TASK_QUERIES, parts = (group + heads_per_task - 1) / heads_per_task;
     long tasks_per_block = num_kv_heads * parts;
     const sequence *all = (const sequence *)sequences;
 #pragma omp parallel

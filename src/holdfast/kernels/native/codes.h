@@ -1,6 +1,6 @@
 // What the codes and scales of a weight stand for, one by one and, where the machine has the instructions, a line at a time.
 //
-// A line is turned back up to a power of two, which is exact, and which its scale makes up for; a code times its scale is
+// A line is dequantized up to a power of two, which is exact, and which its scale makes up for; a code times its scale is
 // then rounded once, as it is for single codes.
 #ifndef HOLDFAST_CODES_H
 #define HOLDFAST_CODES_H
@@ -133,7 +133,7 @@ static inline int has_lines(enum kind kind, float scale) {
 }
 
 // Codes [column, column + LINE) of a row.
-static inline __attribute__((always_inline)) void decode_line(const enum kind kind, const uint8_t *codes, long column,
+static inline __attribute__((always_inline)) void dequantize_line(const enum kind kind, const uint8_t *codes, long column,
                                                               vec *out) {
     if (kind == E4M3) e4m3_line(codes + column, out);
     else if (kind == INT8) int8_line(codes + column, out);

@@ -1,6 +1,6 @@
 // The same product as linear.c with a weight that is stored as codes with scales, to the bit that of its float32 values.
 //
-// A lone row meets codes that are turned back in registers. More rows share what was turned back: some rows of the weight,
+// A lone row meets codes that are dequantized in registers. More rows share what was dequantized: some rows of the weight,
 // a chunk of k at a time, in a buffer that stays in the first cache. Memory gives a quarter or an eighth of the bytes.
 #include <omp.h>
 
@@ -8,25 +8,25 @@
 #include "tiles.h"
 
 #define BLOCK_N 96
-#define BLOCK_M 64  // rows of x that share what was turned back
+#define BLOCK_M 64  // rows of x that share what was dequantized
 #define CHUNK 1024  // columns: 16 KiB of floats for NR rows
 #define INLINE static inline __attribute__((always_inline))
 
-struct coded_weight {
+struct quantized_weight {
     const uint8_t *codes;
     const void *scales;
     long columns, block_rows, block_columns, blocks_per_row;
 };
 
-INLINE const uint8_t *codes_of(const enum kind kind, const struct coded_weight *w, long n) {
+INLINE const uint8_t *codes_of(const enum kind kind, const struct quantized_weight *w, long n) {
     return w->codes + n * (kind == E2M1 ? w->columns / 2 : w->columns);
 }
 
 // Where the scales of row n begin.
-INLINE long scales_of(const struct coded_weight *w, long n) { return n / w->block_rows * w->blocks_per_row; }
+INLINE long scales_of(const struct quantized_weight *w, long n) { return n / w->block_rows * w->blocks_per_row; }
 
 // Columns [start, end) of row n as floats.
-INLINE void decode(const enum kind kind, const struct coded_weight *w, long n, long start, long end, float *out) {
+INLINE void dequantize(const enum kind kind, const struct quantized_weight *w, long n, long start, long end, float *out) {
     const uint8_t *codes = codes_of(kind, w, n);
     long scales = scales_of(w, n), block = start / w->block_columns;
     for (long column = start; column < end; block++) {
@@ -35,7 +35,7 @@ INLINE void decode(const enum kind kind, const struct coded_weight *w, long n, l
         if (has_lines(kind, scale)) {
             vec factor = splat(scale * line_factor(kind)), values[LINE / LANES];
             for (; column + LINE <= stop; column += LINE) {
-                decode_line(kind, codes, column, values);
+                dequantize_line(kind, codes, column, values);
                 UNROLL for (int i = 0; i < LINE / LANES; i++) store(out + column - start + i * LANES, values[i] * factor);
             }
         }
@@ -44,7 +44,7 @@ INLINE void decode(const enum kind kind, const struct coded_weight *w, long n, l
 }
 
 // Outputs n to n + NR of a lone row, or false where codes cannot be taken by lines.
-INLINE int lone_row(const enum kind kind, const struct coded_weight *w, const float *x, const float *bias, float *y,
+INLINE int lone_row(const enum kind kind, const struct quantized_weight *w, const float *x, const float *bias, float *y,
                     long n) {
     long k_size = w->columns, column = 0, lines_end = k_size / LINE * LINE;
     if (w->block_columns % LINE && w->block_columns < k_size) return 0;
@@ -65,14 +65,14 @@ INLINE int lone_row(const enum kind kind, const struct coded_weight *w, const fl
         for (; column < stop; column += LINE) {
             UNROLL for (int j = 0; j < NR; j++) {
                 vec values[LINE / LANES];
-                decode_line(kind, codes[j], column, values);
+                dequantize_line(kind, codes[j], column, values);
                 UNROLL for (int i = 0; i < LINE / LANES; i++)
                     sums[j] = multiply_add(load(x + column + i * LANES), values[i] * factors[j], sums[j]);
             }
         }
     }
     float rest[NR * LINE];
-    for (int j = 0; j < NR; j++) decode(kind, w, n + j, column, k_size, rest + j * LINE);
+    for (int j = 0; j < NR; j++) dequantize(kind, w, n + j, column, k_size, rest + j * LINE);
     long whole = add_products(1, NR, sums, x + column, 0, rest, LINE, k_size - column);
     finish(sums, NR, x + column, rest, LINE, bias, y, whole, k_size - column);
     return 1;
@@ -94,7 +94,7 @@ typedef void sums_function(const float *, long, const float *, vec *, long);
 static sums_function *const sums_functions[] = {0, sums_1, sums_2, sums_3, sums_4};
 
 // Outputs n to n + cols of up to BLOCK_M rows of x.
-INLINE void some_rows(const enum kind kind, const struct coded_weight *w, const float *x, const float *bias, float *y,
+INLINE void some_rows(const enum kind kind, const struct quantized_weight *w, const float *x, const float *bias, float *y,
                       long rows, long n, long cols, long ldy) {
     float values[NR * CHUNK];
     vec sums[BLOCK_M * NR];
@@ -103,7 +103,7 @@ INLINE void some_rows(const enum kind kind, const struct coded_weight *w, const 
     for (long i = 0; i < rows * NR; i++) sums[i] = splat(0.0f);
     for (; start < k_size; start += width) {
         width = k_size - start < CHUNK ? k_size - start : CHUNK;
-        for (long j = 0; j < cols; j++) decode(kind, w, n + j, start, start + width, values + j * CHUNK);
+        for (long j = 0; j < cols; j++) dequantize(kind, w, n + j, start, start + width, values + j * CHUNK);
         for (long m = 0; m < rows; m += MR)
             sums_functions[rows - m < MR ? rows - m : MR](x + m * k_size + start, k_size, values, sums + m * NR, width);
     }
@@ -113,9 +113,9 @@ INLINE void some_rows(const enum kind kind, const struct coded_weight *w, const 
                width);
 }
 
-typedef void tile_function(const struct coded_weight *, const float *, const float *, float *, long, long, long, long);
+typedef void tile_function(const struct quantized_weight *, const float *, const float *, float *, long, long, long, long);
 #define DEFINE_TILE(KIND)                                                                                               \
-    static void tile_##KIND(const struct coded_weight *w, const float *x, const float *bias, float *y, long rows, long n, \
+    static void tile_##KIND(const struct quantized_weight *w, const float *x, const float *bias, float *y, long rows, long n, \
                             long cols, long ldy) {                                                                      \
         if (rows == 1 && cols == NR && lone_row(KIND, w, x, bias, y, n)) return;                                        \
         some_rows(KIND, w, x, bias, y, rows, n, cols, ldy);                                                             \
@@ -128,7 +128,7 @@ static tile_function *const tiles[] = {tile_E4M3, tile_INT8, tile_E2M1};
 void holdfast_quantized_linear(const float *x, const uint8_t *codes, const void *scales, const float *bias, float *y,
                            long m_size, long n_size, long k_size, long kind, long block_rows, long block_columns) {
     long blocks_per_row = (k_size + block_columns - 1) / block_columns;
-    struct coded_weight w = {codes, scales, k_size, block_rows, block_columns, blocks_per_row};
+    struct quantized_weight w = {codes, scales, k_size, block_rows, block_columns, blocks_per_row};
     // As many columns for every thread, in blocks of about BLOCK_N.
     long share = (n_size + omp_get_max_threads() - 1) / omp_get_max_threads(), turns = (share + BLOCK_N - 1) / BLOCK_N;
     long block_n = turns ? ((share + turns - 1) / turns + NR - 1) / NR * NR : NR;
