@@ -86,7 +86,7 @@ def run_holdfast(
     with tempfile.TemporaryDirectory() as folder:
         opened = open_engine(model, Path(folder), tiny, device, **settings)
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - start, "decode": []}
-    decoder = opened.runner._decoder
+    decoder = opened.runner.decoder
     weights = next(row for row in opened.llm.memory.rows if row.owner == "weights").planned_bytes
     embedding, head = decoder._embed_VE, decoder._head_VE
     assert not isinstance(embedding, QuantizedWeight), "this script quantizes nothing"
@@ -126,16 +126,16 @@ def graph_seconds(opened: "OpenEngine", batch: int, num_replays: int) -> dict[st
     import torch
 
     runner = opened.runner
-    size = runner._graphs.size_for(batch, batch, True) if runner._graphs is not None else None
-    if runner._graphs is None or runner._stream is None or size is None:
+    size = runner.graphs.size_for(batch, batch, True) if runner.graphs is not None else None
+    if runner.graphs is None or runner._stream is None or size is None:
         return {}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(runner._stream):
         for _ in range(3):
-            runner._graphs.replay(size, True)
+            runner.graphs.replay(size, True)
         start.record()
         for _ in range(num_replays):
-            runner._graphs.replay(size, True)
+            runner.graphs.replay(size, True)
         end.record()
     end.synchronize()
     return {"graph_size": size, "graph_seconds": start.elapsed_time(end) / num_replays / 1000}

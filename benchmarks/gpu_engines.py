@@ -21,11 +21,11 @@ from holdfast.runner.runner import Runner
 OWNERS = (
     (r"\._workspace\b", "workspace"),
     (r"\b_?planes\b", "kv pages"),
-    (r"\b_?backend\b", "attention"),
-    (r"^_buffers\b", "inputs"),
-    (r"^_sampler\b", "sampling"),
+    (r"\bbackend\b", "attention"),
+    (r"^buffers\b", "inputs"),
+    (r"^sampler\b", "sampling"),
     (r"rotary", "rope"),
-    (r"^_decoder\b", "weights"),
+    (r"^decoder\b", "weights"),
 )
 """Which part of a runner belongs to which owner of the plan, the more particular first."""
 

@@ -61,7 +61,7 @@ class RerunGraphs:
     def replay(self, size: int, is_decode: bool) -> torch.Tensor:
         """The step that was planned last."""
         logits_RV = self._ears.run_eager()
-        self._ears.runner._sampler.find_likeliest(logits_RV)
+        self._ears.runner.sampler.find_argmax(logits_RV)
         return logits_RV
 
     def release(self) -> None:
@@ -91,7 +91,7 @@ class Ears:
         self._heard: Heard | None = None
         self._is_compared = False
         runner = self.runner
-        fill, plan, self._step_logits = runner._buffers.fill, runner._backend.plan, runner._decoder.step_logits
+        fill, plan, self._step_logits = runner.buffers.fill, runner.backend.plan, runner.decoder.step_logits
 
         def heard_fill(*arguments: Any, **named: Any) -> Batch:  # noqa: ANN401
             self.batch = batch = fill(*arguments, **named)
@@ -101,14 +101,14 @@ class Ears:
             self.plan = plan(*arguments, **named)
             return self.plan
 
-        replace(runner._buffers, "fill", heard_fill)
-        replace(runner._backend, "plan", heard_plan)
-        replace(runner._decoder, "step_logits", self._heard_step_logits)
-        if runner._graphs is None:
+        replace(runner.buffers, "fill", heard_fill)
+        replace(runner.backend, "plan", heard_plan)
+        replace(runner.decoder, "step_logits", self._heard_step_logits)
+        if runner.graphs is None:
             limits = runner.limits
             sizes = tuple(2**power for power in range(limits.max_num_batched_tokens.bit_length()))
-            runner._graphs = RerunGraphs(self, sizes, limits.max_num_seqs)
-        self.graphs = runner._graphs
+            runner.graphs = RerunGraphs(self, sizes, limits.max_num_seqs)
+        self.graphs = runner.graphs
         self._pads = not isinstance(self.graphs, RerunGraphs)
         self._replay = self.graphs.replay
         replace(self.graphs, "replay", self._heard_replay)
@@ -125,11 +125,11 @@ class Ears:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """No graphs inside."""
-        self.runner._graphs = None
+        self.runner.graphs = None
         try:
             yield
         finally:
-            self.runner._graphs = self.graphs
+            self.runner.graphs = self.graphs
 
     def run_eager(self) -> torch.Tensor:
         """The last planned step once more: it writes the same keys to the same slots."""
@@ -274,9 +274,9 @@ class Poison:
             for layer in range(len(storage.spec.layers))
             for plane in storage.planes(layer).values()
         ]
-        lanes = runner._decoder._workspace.lanes
+        lanes = runner.decoder._workspace.lanes
         self._lanes = [lanes[lane] for lane in POISONED_LANES if lane in lanes]
-        self._table = runner._buffers._page_table
+        self._table = runner.buffers.page_table
         self.num_poisoned_pages = 0
 
     def spread(self) -> None:
@@ -288,8 +288,8 @@ class Poison:
             lane.fill_(POISON_BYTE)
         if self._table is not None and free:
             is_unused_NP = np.ones(self._table.table_NP.shape, dtype=bool)
-            for own in self._table._rows.values():
-                is_unused_NP[own.row, : own.num_pages] = False
+            for row, num_pages in self._table.num_pages_by_row.items():
+                is_unused_NP[row, :num_pages] = False
             self._table.table_NP.masked_fill_(torch.from_numpy(is_unused_NP).to(self._device), free[0])
         self._synchronize()
 

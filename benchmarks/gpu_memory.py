@@ -182,14 +182,14 @@ def run_case(case: Case, tiny: bool, device: str) -> dict[str, Any]:
     assert all(len(output.outputs[0].token_ids) == OUTPUT_TOKENS for output in outputs), f"{outputs=}"
     looks["served"] = _look(device)
     report, before = opened.llm.memory.as_dict(), opened.built.profile.before
-    graphs = opened.runner._graphs
+    graphs = opened.runner.graphs
     is_cuda = device.startswith("cuda")
     return {
         "report": report,
         "looks": {name: look._asdict() for name, look in looks.items()},
         "bare_used_bytes": before.used if before is not None else 0,
-        "num_graphs": len(graphs._steps) if graphs is not None else 0,
-        "num_layers": len(opened.runner._decoder._layers),
+        "num_graphs": len(graphs) if graphs is not None else 0,
+        "num_layers": len(opened.runner.decoder._layers),
         "load_seconds": opened.built.load_seconds,
         "storages": storages_by_owner(opened.runner, "cuda" if is_cuda else "cpu"),
         "blocks": blocks_of(torch.cuda.memory_snapshot()) if is_cuda else [],

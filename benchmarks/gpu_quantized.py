@@ -161,18 +161,18 @@ def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> float
     from holdfast.layers import moe
 
     counts: list[int] = []
-    route_tokens, graphs = moe.route_tokens, opened.runner._graphs
+    route_tokens, graphs = moe.route_tokens, opened.runner.graphs
 
     def counted(logits_TE: Any, normalize: bool, expert_ids_TS: Any, shares_TS: Any) -> None:  # noqa: ANN401
         route_tokens(logits_TE, normalize, expert_ids_TS, shares_TS)
         if len(expert_ids_TS) == len(made):  # steps with more rows are of prompts
             counts.append(expert_ids_TS.unique().numel())
 
-    moe.route_tokens, opened.runner._graphs = counted, None
+    moe.route_tokens, opened.runner.graphs = counted, None
     try:
         generate(opened, made, 1 + COUNTED_STEPS)
     finally:
-        moe.route_tokens, opened.runner._graphs = route_tokens, graphs
+        moe.route_tokens, opened.runner.graphs = route_tokens, graphs
     assert counts, f"no step of {len(made)} rows was run"
     return sum(counts) / len(counts)
 

@@ -234,12 +234,12 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
 @pytest.mark.parametrize(
     ("path", "owner"),
     [
-        ("_decoder._workspace._arenas[layers].tensors[layers]", "workspace"),
-        ("_backend._lists[None].tensor", "attention"),
-        ("_buffers._page_table._table.tensor", "inputs"),
-        ("_sampler._chooser.likeliest_S", "sampling"),
-        ("_decoder._layers[0].attention._rotary.cos_LD", "rope"),
-        ("_decoder._layers[0].attention.qkv.weight_NK", "weights"),
+        ("decoder._workspace._arenas[layers].tensors[layers]", "workspace"),
+        ("backend._lists[None].tensor", "attention"),
+        ("buffers.page_table.table.tensor", "inputs"),
+        ("sampler._chooser.argmax_S", "sampling"),
+        ("decoder._layers[0].attention._rotary.cos_LD", "rope"),
+        ("decoder._layers[0].attention.qkv.weight_NK", "weights"),
         ("_invented", "other"),
     ],
 )
@@ -259,7 +259,7 @@ def test_pages_are_found_under_every_backend_and_nothing_else_is_called_pages(ba
     dtype = torch.float32 if kv_dtype == "float32" else torch.float16
     geometry = Geometry(kv_dtype=kv_dtype, windows=(None, None), dtype=dtype)
     storage = geometry.storage(num_pages=4)
-    found = gpu_engines.storages_by_owner(Thing(_backend=build(backend_type, geometry, storage)), "cpu")
+    found = gpu_engines.storages_by_owner(Thing(backend=build(backend_type, geometry, storage)), "cpu")
     pages = {plane.untyped_storage().data_ptr() for layer in range(2) for plane in storage.planes(layer).values()}
     assert found["kv pages"].keys() == pages
     assert found.keys() <= {"kv pages", "attention"}

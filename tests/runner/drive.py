@@ -126,7 +126,7 @@ class Rig:
             rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, longest, torch_dtype, CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
         self.decoder = Decoder(spec, model.weights, self.backend, rotary, self.workspace, scratch)
-        self.buffers = BatchBuffers(limits, CPU, Ledger(), mirrored=backend == "triton_paged")
+        self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=backend != "triton_paged")
         self.runner = Runner(
             self.decoder,
             self.backend,

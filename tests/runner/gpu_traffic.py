@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 256,
     },
 }
-"""Tiny, and wide enough for the kernels of few rows."""
+"""Tiny, and wide enough for the fused decode path."""
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,
@@ -202,7 +202,7 @@ def traffic(built: BuiltRunner, seed: int = 1) -> Traffic:
 @contextmanager
 def recorded(built: BuiltRunner) -> Iterator[list[torch.Tensor]]:
     """Inside, every row of logits that is sampled from is kept, one tensor a step that samples."""
-    sampler: Any = built.runner._sampler
+    sampler: Any = built.runner.sampler
     kept: list[torch.Tensor] = []
     sample = sampler.sample
 
@@ -223,9 +223,9 @@ class CheckedReplays:
     def __init__(self, built: BuiltRunner) -> None:
         self._runner: Any = built.runner
         self._planned: tuple[Batch, Any] | None = None
-        self._plan, self._replay = self._runner._backend.plan, self._runner._graphs.replay
-        self._runner._backend.plan = self._keep_plan
-        self._runner._graphs.replay = self._check
+        self._plan, self._replay = self._runner.backend.plan, self._runner.graphs.replay
+        self._runner.backend.plan = self._keep_plan
+        self._runner.graphs.replay = self._check
         self.sizes: list[tuple[int, bool]] = []
 
     def _keep_plan(self, batch: Batch, captured: bool = False) -> Any:
@@ -236,9 +236,9 @@ class CheckedReplays:
     def _check(self, size: int, is_decode: bool) -> torch.Tensor:
         assert self._planned is not None, "a replay without a plan"
         logits_RV = self._replay(size, is_decode)
-        sampler, num_rows = self._runner._sampler, len(logits_RV)
+        sampler, num_rows = self._runner.sampler, len(logits_RV)
         from_graph = logits_RV.clone(), sampler.argmax_S[:num_rows].clone()
-        eager_RV = self._runner._decoder.step_logits(*self._planned)
+        eager_RV = self._runner.decoder.step_logits(*self._planned)
         sampler.find_argmax(eager_RV)
         assert same_bits(eager_RV, from_graph[0]), f"logits of {size=} {is_decode=} differ"
         assert torch.equal(sampler.argmax_S[:num_rows], from_graph[1]), f"argmax of {size=} {is_decode=} differ"

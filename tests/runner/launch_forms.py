@@ -7,7 +7,6 @@ multiples of 16 or one, and the options. So a form that a step takes and the war
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
 from holdfast.kernels import triton_compat
 from holdfast.kernels.gemm import linear
-from holdfast.kernels.gemm import linear as quantized_linear
 from holdfast.loading.model_files import open_model
 from holdfast.memory.devices import H200
 from holdfast.memory.ledger import Ledger
@@ -29,6 +27,7 @@ from holdfast.runner import build as building
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling import sampler as sampling
 from holdfast.runner.sampling.device_sampler import DeviceSampler
+from holdfast.runner.step_inputs import BatchBuffers
 from runner.gpu_traffic import SMALL, write_model
 
 CPU = torch.device("cpu")
@@ -92,7 +91,7 @@ def _take_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("plain_linear", "plain_linear_float32"):
         monkeypatch.setattr(linear, name, nothing)
-    monkeypatch.setattr(quantized_linear.torch, "_scaled_mm", nothing)
+    monkeypatch.setattr(linear.torch, "_scaled_mm", nothing)
 
 
 def _record_kernels(monkeypatch: pytest.MonkeyPatch) -> set[Form]:
@@ -135,7 +134,11 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
                 "takes_fused_decode",
                 lambda spec, dtype, _, recipe: takes_fused_decode(spec, dtype, "cuda", recipe),
             )
-            monkeypatch.setattr(building, "BatchBuffers", partial(building.BatchBuffers, mirrored=True))
+            monkeypatch.setattr(
+                building,
+                "BatchBuffers",
+                lambda limits, device, ledger, is_shared: BatchBuffers(limits, device, ledger, is_shared=False),
+            )
             monkeypatch.setattr(sampling, "HostSampler", _device_sampler)
             monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
             monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
@@ -145,7 +148,7 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
                     specs, storage, bounds, NUM_SMS, invariant
                 )
             )
-            runner._sampler._has_kernels = True
+            runner.sampler._has_kernels = True
             runner._stream = SimpleNamespace(synchronize=lambda: None)
             runner._on_stream = runner._handing_over = nullcontext
             monkeypatch.setattr(build, "_device", SimpleNamespace(type="cuda"))

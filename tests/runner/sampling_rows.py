@@ -2,9 +2,11 @@
 
 import random
 
+import pytest
 import torch
 
 from holdfast.memory.ledger import Ledger
+from holdfast.planning import terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling.sampler import Sampler
@@ -58,3 +60,16 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
 
 def make_sampler(vocab_size: int, max_rows: int = 64, device: torch.device = DEVICE) -> Sampler:
     return Sampler(vocab_size, device, max_rows, Ledger())
+
+
+def divide_rows(patch: pytest.MonkeyPatch, vocab_size: int, rows_at_once: int) -> None:
+    """Samplers that are made from here on divide their rows into blocks of so many."""
+    for name in ("BLOCK_ELEMENTS", "EDITED_ELEMENTS"):
+        patch.setattr(terms, name, rows_at_once * vocab_size)
+    patch.setattr(terms, "MAX_ROWS", min(rows_at_once, terms.MAX_ROWS))
+
+
+def make_divided_sampler(vocab_size: int, max_rows: int, rows_at_once: int) -> Sampler:
+    with pytest.MonkeyPatch.context() as patch:
+        divide_rows(patch, vocab_size, rows_at_once)
+        return make_sampler(vocab_size, max_rows)

@@ -200,7 +200,7 @@ def test_steps_that_are_padded_to_a_least_number_of_rows_give_the_same(model, mi
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged", "triton_paged"])
 @pytest.mark.parametrize(
     "limits",
-    [Limits(1, 1, 1, 1), Limits(1, 1, 40, 4), Limits(3, 2, 5, 16), Limits(2, 30, 7, 4), Limits(8, 6, 3, 2)],
+    [Limits(1, 1, 1, 1), Limits(3, 2, 5, 16), Limits(2, 10, 7, 4), Limits(8, 6, 3, 2)],
     ids=lambda limits: "-".join(map(str, (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len))),
 )
 def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):

@@ -22,7 +22,7 @@ from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner import build as invariance
+from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, key_bias_norms, refuse_variant_products
 from kernels.exactness import random, require_native
 from loading.tiny_models import FAMILIES, save_tiny
@@ -73,7 +73,7 @@ def test_a_product_that_changes_with_the_number_of_rows_is_refused(monkeypatch, 
         y_TN[0, 0] += 1e-3 * (weight_NK.shape == (7, 64) and len(x_TK) >= from_rows)
         return y_TN
 
-    monkeypatch.setattr(invariance, "linear", changing)
+    monkeypatch.setattr(building, "linear", changing)
     with pytest.raises(ConfigError, match=r"16 and \d+ rows by a weight of \[7, 64\] differently"):
         refuse_variant_products(weights(), 16, 1000)
     refuse_variant_products(weights()[:1], 16, 1000)
@@ -86,7 +86,7 @@ def test_every_shape_is_asked_once_and_vectors_not_at_all(monkeypatch):
         asked.append((tuple(weight_NK.shape), len(x_TK)))
         return linear(x_TK, weight_NK, bias_N)
 
-    monkeypatch.setattr(invariance, "linear", watched)
+    monkeypatch.setattr(building, "linear", watched)
     refuse_variant_products(weights(), 16, 100)
     assert {shape for shape, _ in asked} == {(40, 24), (7, 64)}
     counts = [num_rows for shape, num_rows in asked if shape == (40, 24)]
@@ -98,8 +98,8 @@ def test_every_shape_is_asked_once_and_vectors_not_at_all(monkeypatch):
 MIB = 1024**2
 ODD_HEADS = ("llama_bias", "llama_tied")
 """Heads of 24 and of 8 elements."""
-OTHER_ROPES = ("llama3", "llama_linear", "llama_dynamic", "llama_yarn", "llama_longrope")
-"""Those that hold what llama holds, with other numbers in the table of angles."""
+DISTINCT = ("llama", "llama_tied", "llama_bias", "qwen2_window", "qwen3", "opt")
+"""One for each way of holding weights, pages and positions; the others hold what one of these holds, with other numbers."""
 SETTINGS = {
     "native": {"kv_cache_dtype": "float32"},
     "torch": {"kv_cache_dtype": "float16"},
@@ -114,7 +114,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     ("settings", "family"),
-    [(name, family) for name in SETTINGS for family in FAMILIES if name == "native" or family not in OTHER_ROPES],
+    [(name, family) for name in SETTINGS for family in (FAMILIES if name == "native" else DISTINCT)],
 )
 def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     """Owner by owner; pages, whose planes may end between two aligned places, to what aligning them can cost."""
@@ -179,7 +179,7 @@ def scheduled(number, num_tokens, pages, params):
     return ScheduledSequence(sequence, 0, num_tokens)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_ROPES])
+@pytest.mark.parametrize("family", DISTINCT)
 def test_the_largest_step_stays_within_the_terms(build, family):
     """Of last rows, then of every row. In C: torch's own attention takes copies of the context on top, which no term knows."""
     require_native()
@@ -303,7 +303,7 @@ def test_backends_follow_formats(build):
 
 
 @pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
-def test_pages_of_coded_formats(build, kv_format):
+def test_pages_of_quantized_formats(build, kv_format):
     built = build("qwen3", kv_cache_dtype=kv_format, page_tokens=None, max_model_len=100)
     assert built.runner.limits.page_tokens == 64
     names = [spec.cache.format.name for spec in built.plan.attention_specs]

@@ -17,6 +17,7 @@ from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
 from kernels.exactness import same_bits
+from runner.drive import lanes
 from runner.gpu_traffic import (
     CheckedReplays,
     Known,
@@ -40,7 +41,7 @@ LARGE = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
 MODES = [
     pytest.param("qwen3", {}, id="qwen3"),
     pytest.param("windows", {}, id="windows"),
-    pytest.param("qwen3", {"dtype": "float16"}, id="float16, without kernels for few rows"),
+    pytest.param("qwen3", {"dtype": "float16"}, id="float16, without the fused decode path"),
     pytest.param("experts", {}, id="experts"),
     pytest.param("qwen3", {"quantization": "fp8"}, id="fp8"),
     pytest.param("experts", {"quantization": "fp8"}, id="experts in fp8"),
@@ -208,15 +209,15 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     for layer in range(len(built.storage.spec.layers)):
         for plane in built.storage.planes(layer).values():
             plane[slots.flatten()] = float("nan")
-    for lane, memory in runner._decoder._workspace.lanes.items():
-        if lane != "fused_decode":  # products of few rows count in it, and leave it at zero
+    for lane, memory in runner.decoder._workspace.lanes.items():
+        if lane != "fused_decode":  # small-batch GEMMs count in it, and leave it at zero
             memory.fill_(0xFF)
-    inputs, table = runner._buffers._inputs, runner._buffers._page_table
+    inputs, table = runner.buffers.inputs, runner.buffers.page_table
     inputs.host.fill(7)
     inputs.tensor.fill_(7)
     fresh_NP = torch.full_like(table.table_NP, free_pages[0])
-    for own in table._rows.values():
-        fresh_NP[own.row, : own.num_pages] = table.table_NP[own.row, : own.num_pages]
+    for row, num_pages in table.num_pages_by_row.items():
+        fresh_NP[row, :num_pages] = table.table_NP[row, :num_pages]
     table.table_NP.copy_(fresh_NP)
     torch.cuda.synchronize()
 

@@ -1,9 +1,10 @@
 """Steps from graphs: which one a step takes, and that padded, captured steps compute what eager ones do, to the bit.
 
-Graphs are made up (fake_graphs.py), and the kernels run in Triton's interpreter, so nothing here needs a GPU.
+Graphs are fakes (fake_graphs.py), and the kernels run in Triton's interpreter, so nothing here needs a GPU.
 """
 
 import random
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from holdfast.runner.graphs import StepGraphs
 from kernels.exactness import same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import Drive, LoadedModel, Request, Rig, load_model
-from runner.fake_graphs import FakeGraph, pretend_to_have_a_stream, use_fake_graphs
+from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=300, page_tokens=4)
 """Contexts beyond 256 tokens can be split, and from 64 on they are."""
 NUM_PAGES = 120
 DECODE, MIXED = (1, 2, 4), (8, 16)
+IDS = count()
 
 
 @pytest.fixture(scope="module")
@@ -69,27 +71,24 @@ def captured_rig(model: LoadedModel, monkeypatch, num_logit_rows: int = 4) -> tu
 
 @pytest.fixture(scope="module")
 def captured(load):
-    """One for the tests that have sequences of their own and leave it open."""
+    """One for the tests that have sequences of their own; its mixed graphs give the logits of two rows."""
     with pytest.MonkeyPatch.context() as patch:
-        return captured_rig(load("llama"), patch)
+        return captured_rig(load("llama"), patch, num_logit_rows=2)
 
 
-def make_requests(params: SamplingParams) -> list[Request]:
+def make_requests() -> list[Request]:
     """One long enough to be split, others that come later; chunks, decoding, and both in one step."""
-    dice = random.Random(3)
-    lengths = ((70, 0), (1, 1), (9, 4), (3, 5))
-    return [Request([dice.randrange(8, VOCAB) for _ in range(n)], 5, arrival, params) for n, arrival in lengths]
+    dice, params = random.Random(3), SamplingParams(temperature=1.0, logprobs=2)
+    plans = ((66, 4, 0), (1, 4, 3), (9, 5, 3), (3, 5, 4))
+    return [
+        Request([dice.randrange(8, VOCAB) for _ in range(length)], max_tokens, arrival, params)
+        for length, max_tokens, arrival in plans
+    ]
 
 
-@pytest.mark.parametrize(
-    ("family", "params"),
-    [
-        ("llama", SamplingParams(temperature=1.0, logprobs=2)),
-        ("qwen2_window", SamplingParams(temperature=0.0)),
-    ],
-    ids=["llama, random", "windows, greedy"],
-)
-def test_padded_steps_from_graphs_equal_eager_ones(load, monkeypatch, family, params):
+def test_padded_steps_from_graphs_equal_eager_ones(load, monkeypatch):
+    """With windows in some layers, and none in the first."""
+    family = "qwen2_window"
     rig, graphs = captured_rig(load(family), monkeypatch)
     rigs = {
         "graphs": rig,
@@ -98,7 +97,7 @@ def test_padded_steps_from_graphs_equal_eager_ones(load, monkeypatch, family, pa
     }
     ran: dict[str, tuple[Drive, list[Request]]] = {}
     for name, one in rigs.items():
-        drive, requests = Drive(one, NUM_PAGES), make_requests(params)
+        drive, requests = Drive(one, NUM_PAGES), make_requests()
         drive.run(requests)
         ran[name] = drive, requests
     for index in range(4):
@@ -110,13 +109,20 @@ def test_padded_steps_from_graphs_equal_eager_ones(load, monkeypatch, family, pa
             assert same_bits(row, logits["eager"][position])
             assert float((row - logits["torch"][position]).abs().max()) <= 1e-4
     assert {(8, False), (16, False), (2, True), (4, True)} <= set(graphs.replayed)
+    assert len(graphs) == 5
+    for _ in range(2):
+        rig.runner.close()
+        assert rig.runner.graphs is None
+        assert len(graphs) == 0, "a runner that is closed lets go of them"
 
 
 def make_sequence(number: int, num_tokens: int) -> Sequence:
+    """Tokens and pages follow from the number; no two have the same id."""
     dice = random.Random(number)
     token_ids = [dice.randrange(8, VOCAB) for _ in range(num_tokens)]
     pages = list(range(20 * number, 20 * number + -(-num_tokens // 4) + 2))
-    return Sequence(number, token_ids, num_tokens, SamplingParams(temperature=0.0), 0, max_tokens=9, pages=pages)
+    params = SamplingParams(temperature=0.0)
+    return Sequence(next(IDS), token_ids, num_tokens, params, 0, max_tokens=9, pages=pages)
 
 
 def step(*parts: tuple[Sequence, int, int]) -> Step:
@@ -152,8 +158,8 @@ def test_prompt_logprobs_run_without_a_graph(captured):
     assert graphs.replayed == []
 
 
-def test_more_logits_than_a_graph_gives_run_without(load, monkeypatch):
-    rig, graphs = captured_rig(load("llama"), monkeypatch, num_logit_rows=2)
+def test_more_logits_than_a_graph_gives_run_without(captured):
+    rig, graphs = captured
     sequences = [make_sequence(number, 2) for number in range(3)]
     expected = [rig.execute(step((sequence, 0, 2))).results[0] for sequence in sequences]
     graphs.replayed.clear()
@@ -162,14 +168,14 @@ def test_more_logits_than_a_graph_gives_run_without(load, monkeypatch):
     assert graphs.replayed == []
 
 
-def test_what_padding_and_freed_pages_hold_changes_nothing(load, monkeypatch):
+def test_what_padding_and_freed_pages_hold_changes_nothing(captured):
     """A graph of four rows runs for one: the rest of its buffers, and pages that nobody has, hold NaN or what was there."""
-    rig, graphs = captured_rig(load("llama"), monkeypatch)
+    rig, graphs = captured
     longer, shorter = make_sequence(0, 40), make_sequence(1, 3)
     rig.execute(step((longer, 0, 16)))
     rig.execute(step((longer, 16, 32)))
     rig.execute(step((longer, 32, 40)))
-    first = rig.logits[0][39]
+    first = rig.logits[longer.sequence_id][39]
     rig.execute(step((shorter, 0, 3)))
     rig.execute(step((longer, 39, 40), (shorter, 2, 3), (make_sequence(2, 1), 0, 1)))
     own = {page * 4 + token for page in longer.pages[:10] for token in range(4)}
@@ -180,12 +186,4 @@ def test_what_padding_and_freed_pages_hold_changes_nothing(load, monkeypatch):
     graphs.replayed.clear()
     rig.execute(step((longer, 39, 40)))
     assert graphs.replayed == [(1, True)]
-    assert same_bits(rig.logits[0][39], first)
-
-
-def test_closing_lets_go_of_the_graphs(load, monkeypatch):
-    rig, _ = captured_rig(load("llama"), monkeypatch)
-    assert len(FakeGraph.made) == 5
-    rig.runner.close()
-    rig.runner.close()
-    assert rig.runner._graphs is None
+    assert same_bits(rig.logits[longer.sequence_id][39], first)

@@ -195,24 +195,24 @@ def test_check_finds_a_wrong_page(side):
     table = table_of()
     own = sequence(0, [1, 2, 3])
     (row,) = run(table, [own])
-    (table.table_NP if side == "table" else table._table.host)[row, 1] = 7
+    (table.table_NP if side == "table" else table.table.host)[row, 1] = 7
     with pytest.raises(AssertionError, match=side):
         table.check([own])
 
 
-def test_what_is_held_is_what_was_planned():
+def test_a_table_holds_what_was_planned():
     limits, ledger = Limits(3, 64, 1000, 16), Ledger()
     table = PageTable(limits, CPU, ledger)
     planned = {term.owner: term.num_bytes for term in batch_terms(limits, "cuda") if "page" in term.owner}
     assert {entry.owner: entry.num_bytes for entry in ledger} == planned
     assert table.table_NP.dtype == torch.int32
     assert table.table_NP.shape == (3, 63)
-    assert table.table_NP.nbytes + table._updates.tensor.nbytes == sum(planned.values())
+    assert table.table_NP.nbytes + table.updates.tensor.nbytes == sum(planned.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_allocation_and_no_synchronization_on_a_gpu(device):
+def test_a_table_that_grows_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
     table = table_of(64, 300, device)
     dice = random.Random(0)
     people = [sequence(index, [dice.randrange(10**6)]) for index in range(100)]
@@ -239,7 +239,7 @@ def test_no_allocation_and_no_synchronization_on_a_gpu(device):
 
 
 @pytest.mark.gpu
-def test_a_host_far_ahead_of_the_device_spoils_nothing(device):
+def test_a_host_far_ahead_of_the_device_spoils_no_table(device):
     table = table_of(16, 64, device)
     people = [sequence(index, [1000 * index]) for index in range(40)]
     run(table, people[:16])
@@ -258,15 +258,15 @@ def test_a_host_far_ahead_of_the_device_spoils_nothing(device):
         assert all(held[row][: len(pages)] == pages for row, pages in step)
 
 
-BOTH = pytest.mark.parametrize("mirrored", [False, True], ids=["shared", "mirrored"])
+BOTH = pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "mirrored"])
 
 
 def limits(max_num_batched_tokens=64, page_tokens=4):
     return Limits(8, max_num_batched_tokens, 128, page_tokens)
 
 
-def buffers_of(mirrored=False, max_num_batched_tokens=64, page_tokens=4, device=CPU):
-    return BatchBuffers(limits(max_num_batched_tokens, page_tokens), device, Ledger(), mirrored=mirrored)
+def buffers_of(is_shared, max_num_batched_tokens=64, page_tokens=4, device=CPU):
+    return BatchBuffers(limits(max_num_batched_tokens, page_tokens), device, Ledger(), is_shared=is_shared)
 
 
 def scheduled(start, num_new_tokens, pages, num_tokens=None, first_token=100, sequence_id=None):
@@ -289,8 +289,8 @@ def plain(step, page_tokens=4):
 
 
 @BOTH
-def test_rows_lie_one_sequence_behind_the_other(mirrored):
-    buffers = buffers_of(mirrored)
+def test_rows_lie_one_sequence_behind_the_other(is_shared):
+    buffers = buffers_of(is_shared)
     step = Step((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7], first_token=300), scheduled(3, 2, [0, 4])))
     batch = buffers.fill(step, [5, 6, 8])
     assert batch.token_ids_T.tolist() == [100, 101, 102, 103, 104, 105, 309, 103, 104]
@@ -316,7 +316,7 @@ def test_rows_lie_one_sequence_behind_the_other(mirrored):
 @pytest.mark.parametrize("seed", range(10))
 def test_slots_of_any_part_of_any_sequence(page_tokens, seed):
     dice = random.Random(seed)
-    buffers = buffers_of(seed % 2, 200, page_tokens)
+    buffers = buffers_of(seed % 2 == 0, 200, page_tokens)
     items, expected = [], []
     for _ in range(3):
         start, count = dice.choice([0, 3, 4, 50]), dice.choice([1, 2, 4, 5, 50])
@@ -329,8 +329,8 @@ def test_slots_of_any_part_of_any_sequence(page_tokens, seed):
 
 
 @BOTH
-def test_every_row_wanted_needs_no_list(mirrored):
-    buffers = buffers_of(mirrored)
+def test_every_row_wanted_needs_no_list(is_shared):
+    buffers = buffers_of(is_shared)
     assert buffers.fill(Step((scheduled(0, 3, [0]),)), [0, 1, 2]).logits is None
     assert buffers.fill(Step((scheduled(7, 1, [0, 1]), scheduled(0, 1, [2]))), [0, 1]).logits is None
     batch = buffers.fill(Step((scheduled(0, 3, [0]),)), [0, 1, 2], num_padded_rows=8, num_padded_logit_rows=4)
@@ -339,8 +339,8 @@ def test_every_row_wanted_needs_no_list(mirrored):
 
 
 @BOTH
-def test_no_row_wanted(mirrored):
-    buffers, step = buffers_of(mirrored), Step((scheduled(0, 3, [0], num_tokens=9),))
+def test_no_row_wanted(is_shared):
+    buffers, step = buffers_of(is_shared), Step((scheduled(0, 3, [0], num_tokens=9),))
     batch = buffers.fill(step, [])
     assert batch.logits is not None
     assert batch.logits.rows_R.tolist() == []
@@ -351,15 +351,15 @@ def test_no_row_wanted(mirrored):
 
 
 @BOTH
-def test_nothing_but_padding(mirrored):
-    batch = buffers_of(mirrored).fill(Step(()), [], num_padded_rows=5)
+def test_nothing_but_padding(is_shared):
+    batch = buffers_of(is_shared).fill(Step(()), [], num_padded_rows=5)
     assert [tensor.tolist() for tensor in tensors(batch)] == [[0] * 5, [0] * 5, [-1] * 5]
     assert batch.sequences == ()
 
 
 @BOTH
-def test_padding_hides_what_a_larger_step_left(mirrored):
-    buffers = buffers_of(mirrored)
+def test_padding_hides_what_a_larger_step_left(is_shared):
+    buffers = buffers_of(is_shared)
     buffers.fill(Step((scheduled(0, 64, list(range(16))),)), list(range(1, 64)))
     step = Step((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7])))
     batch = buffers.fill(step, [5, 6], num_padded_rows=16, num_padded_logit_rows=4)
@@ -377,14 +377,14 @@ def test_padding_hides_what_a_larger_step_left(mirrored):
 def test_padding_to_less_than_there_is_or_more_than_has_room_is_a_mistake(num_padded_rows, num_padded_logit_rows):
     step = Step((scheduled(0, 7, [9, 2]),))
     with pytest.raises(AssertionError, match="num_rows"):
-        buffers_of().fill(step, [5, 6], num_padded_rows, num_padded_logit_rows)
+        buffers_of(is_shared=True).fill(step, [5, 6], num_padded_rows, num_padded_logit_rows)
 
 
 @BOTH
 @given(data=st.data())
-def test_any_steps_one_after_the_other(mirrored, data):
+def test_any_steps_one_after_the_other(is_shared, data):
     max_rows, page_tokens = data.draw(st.sampled_from([(40, 4), (64, 1), (33, 16)]))
-    buffers = buffers_of(mirrored, max_rows, page_tokens)
+    buffers = buffers_of(is_shared, max_rows, page_tokens)
     addresses = set()
     everybody = [(index, list(range(100 * index, 100 * index + 128 // page_tokens))) for index in range(11)]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -415,7 +415,7 @@ def test_any_steps_one_after_the_other(mirrored, data):
             assert [own.pages for own in singles] == [owners[row].pages for row in wanted]
             assert [own.table_row for own in singles] == [owners[row].table_row for row in wanted]
         for own in batch.sequences:
-            if mirrored:
+            if not is_shared:
                 assert batch.page_table_NP[own.table_row, : len(own.pages)].tolist() == own.pages
             else:
                 assert (batch.page_table_NP, own.table_row) == (None, -1)
@@ -424,8 +424,8 @@ def test_any_steps_one_after_the_other(mirrored, data):
 
 
 @BOTH
-def test_addresses_never_change_and_nothing_of_the_last_step_remains(mirrored):
-    buffers = buffers_of(mirrored)
+def test_addresses_never_change_and_nothing_of_the_last_step_remains(is_shared):
+    buffers = buffers_of(is_shared)
     addresses = set()
     dice = random.Random(0)
     for _ in range(50):
@@ -434,14 +434,14 @@ def test_addresses_never_change_and_nothing_of_the_last_step_remains(mirrored):
         batch = buffers.fill(step, [0] if count > 1 else [], dice.choice([None, 64]), dice.choice([None, 5]))
         assert batch.logits is not None
         pointers = [tensor.data_ptr() for tensor in (*tensors(batch), batch.logits.rows_R) if tensor.numel()]
-        addresses.add(tuple(pointers) if len(pointers) == 4 else (*pointers, buffers._buffers[3].data_ptr()))
+        addresses.add(tuple(pointers) if len(pointers) == 4 else (*pointers, buffers.inputs.tensor[3].data_ptr()))
         assert batch.positions_T.tolist() == [*range(count)] + [0] * (batch.num_rows - count)
     assert len(addresses) == 1
 
 
 @BOTH
-def test_a_step_as_large_as_allowed(mirrored):
-    buffers = buffers_of(mirrored)
+def test_a_step_as_large_as_allowed(is_shared):
+    buffers = buffers_of(is_shared)
     batch = buffers.fill(Step((scheduled(0, 64, list(range(16))),)), list(range(63)))
     assert batch.num_rows == 64
     assert batch.logits is not None
@@ -449,26 +449,28 @@ def test_a_step_as_large_as_allowed(mirrored):
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 64, 100, 2048])
-def test_what_is_held_is_what_was_planned_batch_buffers(max_num_batched_tokens):
-    for mirrored in (False, True):
+def test_buffers_hold_what_was_planned(max_num_batched_tokens):
+    for is_shared in (True, False):
         ledger = Ledger()
         bounds = limits(max_num_batched_tokens)
-        buffers = BatchBuffers(bounds, CPU, ledger, mirrored=mirrored)
-        planned = {term.owner: term.num_bytes for term in batch_terms(bounds, "cuda" if mirrored else "cpu")}
+        buffers = BatchBuffers(bounds, CPU, ledger, is_shared=is_shared)
+        planned = {term.owner: term.num_bytes for term in batch_terms(bounds, "cpu" if is_shared else "cuda")}
         assert {entry.owner: entry.num_bytes for entry in ledger} == planned
-        held = buffers._inputs.tensor.untyped_storage().nbytes()
+        held = buffers.inputs.tensor.untyped_storage().nbytes()
         assert held == sum(num_bytes for owner, num_bytes in planned.items() if "page" not in owner)
         assert 4 * 8 * max_num_batched_tokens <= held < 4 * (8 * max_num_batched_tokens + 256)
-        address = buffers._inputs.host.__array_interface__["data"][0]
-        assert (address == buffers._inputs.tensor.data_ptr()) is not mirrored
-        assert all((buffer.data_ptr() - buffers._inputs.tensor.data_ptr()) % 256 == 0 for buffer in buffers._buffers)
+        address = buffers.inputs.host.__array_interface__["data"][0]
+        assert (address == buffers.inputs.tensor.data_ptr()) is is_shared
+        assert all(
+            (buffer.data_ptr() - buffers.inputs.tensor.data_ptr()) % 256 == 0 for buffer in buffers.inputs.tensor
+        )
 
 
 def test_a_batch_is_what_the_device_has_and_not_what_the_host_writes_next():
-    buffers = buffers_of(mirrored=True)
+    buffers = buffers_of(is_shared=False)
     step = Step((scheduled(0, 6, [9, 2]),))
     batch = buffers.fill(step, [5])
-    buffers._inputs.host[:] = 77
+    buffers.inputs.host[:] = 77
     assert [tensor.tolist() for tensor in tensors(batch)] == list(plain(step))
     assert batch.logits is not None
     assert batch.logits.rows_R.tolist() == [5]
@@ -476,25 +478,25 @@ def test_a_batch_is_what_the_device_has_and_not_what_the_host_writes_next():
 
 def sent_ranges(buffers, step, *arguments):
     """Places of the packed memory that a step brought to the device, as [start, end) of each run."""
-    buffers._inputs.tensor.fill_(NEVER_SENT)
+    buffers.inputs.tensor.fill_(NEVER_SENT)
     buffers.fill(step, *arguments)
-    was_sent = [False, *(buffers._inputs.tensor.view(-1) != NEVER_SENT).tolist(), False]
+    was_sent = [False, *(buffers.inputs.tensor.view(-1) != NEVER_SENT).tolist(), False]
     edges = [place for place in range(1, len(was_sent)) if was_sent[place] != was_sent[place - 1]]
     return [(start - 1, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def test_one_copy_of_no_more_than_what_is_used_and_between():
     step = Step((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
-    assert sent_ranges(buffers_of(True, 8192), step, [0, 1, 2]) == [(0, 2 * 8192 + 3)]
-    assert sent_ranges(buffers_of(True, 8192), step, [1, 2], 16, 4) == [(0, 3 * 8192 + 4)]
+    assert sent_ranges(buffers_of(False, 8192), step, [0, 1, 2]) == [(0, 2 * 8192 + 3)]
+    assert sent_ranges(buffers_of(False, 8192), step, [1, 2], 16, 4) == [(0, 3 * 8192 + 4)]
 
 
 def test_a_copy_for_each_where_the_gaps_are_wide():
     n = MAX_GAP_BYTES // 2 // 8 + 32
     step = Step((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
     rows = [(start, start + 16) for start in (0, n, 2 * n)]
-    assert sent_ranges(buffers_of(True, n), step, [0, 1, 2], 16) == rows
-    assert sent_ranges(buffers_of(True, n), step, [1, 2], 16, 4) == [*rows, (3 * n, 3 * n + 4)]
+    assert sent_ranges(buffers_of(False, n), step, [0, 1, 2], 16) == rows
+    assert sent_ranges(buffers_of(False, n), step, [1, 2], 16, 4) == [*rows, (3 * n, 3 * n + 4)]
 
 
 def growing(dice, num_sequences):
@@ -516,8 +518,8 @@ def one_token_more(item):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_allocation_and_no_synchronization_on_a_gpu_batch_buffers(device):
-    buffers, dice = buffers_of(device=device), random.Random(0)
+def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
+    buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 20))
     addresses = set()
     buffers.fill(Step((scheduled(0, 6, [9, 2]),)), [5], 8, 4)
@@ -545,7 +547,7 @@ def test_no_allocation_and_no_synchronization_on_a_gpu_batch_buffers(device):
 
 @pytest.mark.gpu
 def test_a_captured_graph_reads_every_later_step(device):
-    buffers, dice = buffers_of(device=device), random.Random(0)
+    buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 8))
     first = buffers.fill(Step(tuple(items)), list(range(8)), num_padded_rows=8)
     out = torch.zeros(3, 8, dtype=torch.int64, device=device)
@@ -564,8 +566,8 @@ def test_a_captured_graph_reads_every_later_step(device):
 
 
 @pytest.mark.gpu
-def test_a_host_far_ahead_of_the_device_spoils_nothing_batch_buffers(device):
-    buffers, dice = buffers_of(device=device), random.Random(0)
+def test_a_host_far_ahead_of_the_device_spoils_no_batch(device):
+    buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 8))
     seen, expected = [], []
     for _ in range(10):

@@ -64,7 +64,7 @@ def test_weights_are_shared_and_all_else_is_not(folder: Path) -> None:
         built = build_variants([Variant(CONFIG), Variant(HALF), Variant(CONFIG)], model, silent)
     held = [held_storages(runner) for runner in built.runners]
     shared = set(held[0]) & set(held[1]) & set(held[2])
-    weights = held_storages([runner._decoder._embed_VE for runner in built.runners])
+    weights = held_storages([runner.decoder._embed_VE for runner in built.runners])
     assert shared == set(weights)
     assert len(shared) == 1
     for one, other in ((0, 1), (0, 2), (1, 2)):

@@ -42,47 +42,6 @@ from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.step_inputs import BatchBuffers
 from holdfast.runner.weight_load import WeightLoad, plan_weights
 
-
-def key_bias_norms(weights: Mapping[str, torch.Tensor | QuantizedWeight], spec: ModelSpec) -> list[float]:
-    """The norm of each layer's key bias, by layer; rotary positions do not change it."""
-    assert spec.qkv_bias, f"{spec.architecture} has no key biases"
-    keys = slice(spec.query_size, spec.query_size + spec.kv_size)
-    # On the host: the device's memory is spoken for.
-    norms = []
-    for layer in range(spec.num_layers):
-        bias = weights[f"layers.{layer}.qkv.bias"]
-        assert isinstance(bias, torch.Tensor), f"the biases of layer {layer} are codes"
-        norms.append(torch.linalg.vector_norm(bias[keys].cpu(), dtype=torch.float64).item())
-    return norms
-
-
-COMPANIES = (24, 64, 200)
-"""Rows of other products, of which the first are those of the smallest."""
-
-
-def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int) -> None:
-    """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
-    seen: set[tuple[int, ...]] = set()
-    for weight_NK in weights:
-        assert not isinstance(weight_NK, QuantizedWeight), (
-            "quantized weights were to be declined before they were loaded"
-        )
-        if weight_NK.dim() != 2 or tuple(weight_NK.shape) in seen:
-            continue
-        seen.add(tuple(weight_NK.shape))
-        generator = torch.Generator(weight_NK.device).manual_seed(0)
-        rows = max(least_rows, min(most_rows, max(COMPANIES)))
-        x_TK = torch.randn(rows, weight_NK.shape[1], generator=generator, device=weight_NK.device).to(weight_NK.dtype)
-        alone_TN = linear(x_TK[:least_rows], weight_NK, None)
-        for num_rows in (*(count for count in COMPANIES if least_rows <= count <= rows), rows):
-            if not torch.equal(linear(x_TK[:num_rows], weight_NK, None)[:least_rows], alone_TN):
-                raise ConfigError(
-                    "batch_invariant=True was asked",
-                    f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",
-                    "start the engine before anything else uses the GPU in this process, or leave it out",
-                )
-
-
 log = get_logger(__name__)
 
 INVARIANT_ROWS = 16
@@ -91,6 +50,8 @@ SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE"
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
 HELD_BY_CUDA = ("cuda context", "libraries", "allocator", "cuda graphs")
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
+COMPANIES = (24, 64, 200)
+"""Rows of other products, of which the first are those of the smallest."""
 MakeBackend = Callable[..., AttentionBackend[Any]]
 """What takes the place of build_backend, and its arguments."""
 
@@ -268,7 +229,7 @@ class RunnerBuild:
         runner = Runner(
             Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_fused, plan.resolved.dtype, recipe),
             backend,
-            BatchBuffers(limits, device, ledger),
+            BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu"),
             Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
             limits,
             plan.memory.num_pages,
@@ -309,6 +270,19 @@ class RunnerBuild:
                 torch.cuda.empty_cache()
 
 
+def key_bias_norms(weights: Mapping[str, torch.Tensor | QuantizedWeight], spec: ModelSpec) -> list[float]:
+    """The norm of each layer's key bias, by layer; rotary positions do not change it."""
+    assert spec.qkv_bias, f"{spec.architecture} has no key biases"
+    keys = slice(spec.query_size, spec.query_size + spec.kv_size)
+    # On the host: the device's memory is spoken for.
+    norms = []
+    for layer in range(spec.num_layers):
+        bias = weights[f"layers.{layer}.qkv.bias"]
+        assert isinstance(bias, torch.Tensor), f"the biases of layer {layer} are quantized"
+        norms.append(torch.linalg.vector_norm(bias[keys].cpu(), dtype=torch.float64).item())
+    return norms
+
+
 def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
     declaration, scheme = plan.declaration, plan.resolved.recipe.scheme
     if config.batch_invariant and scheme is not None and plan.target.kind == "cuda":
@@ -323,6 +297,29 @@ def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
             f"{declaration.name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
             "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
         )
+
+
+def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int) -> None:
+    """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
+    seen: set[tuple[int, ...]] = set()
+    for weight_NK in weights:
+        assert not isinstance(weight_NK, QuantizedWeight), (
+            "quantized weights were to be declined before they were loaded"
+        )
+        if weight_NK.dim() != 2 or tuple(weight_NK.shape) in seen:
+            continue
+        seen.add(tuple(weight_NK.shape))
+        generator = torch.Generator(weight_NK.device).manual_seed(0)
+        rows = max(least_rows, min(most_rows, max(COMPANIES)))
+        x_TK = torch.randn(rows, weight_NK.shape[1], generator=generator, device=weight_NK.device).to(weight_NK.dtype)
+        alone_TN = linear(x_TK[:least_rows], weight_NK, None)
+        for num_rows in (*(count for count in COMPANIES if least_rows <= count <= rows), rows):
+            if not torch.equal(linear(x_TK[:num_rows], weight_NK, None)[:least_rows], alone_TN):
+                raise ConfigError(
+                    "batch_invariant=True was asked",
+                    f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",
+                    "start the engine before anything else uses the GPU in this process, or leave it out",
+                )
 
 
 def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:

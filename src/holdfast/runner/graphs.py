@@ -1,10 +1,13 @@
-"""What is compiled before a runner is ready: the numbers of rows whose steps take, together, every form of every kernel.
+"""CUDA graphs of whole steps, and what is compiled before a runner is ready.
+
+R rows whose logits are wanted, V vocabulary
 
 A decode step has a row for each sequence and wants all of their logits. A mixed step has any rows and wants the logits of
 some. Both are padded up to the next size that was captured. What a graph reads (rows, tiles, pages, parameters) lies in
 fixed buffers that are filled before it runs; what it works in is the workspace. So its pool holds next to nothing.
 
-A form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.
+Before ready a step is run at every number of rows of `warm_rows`, so that together they take every form of every kernel. A
+form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.
 What follows from the number of rows every launcher says of itself in `row_form`, and takes it from there when it launches;
 numbers that are mere arguments, such as rows, are marked as counts (`jit_counting`), and change nothing.
 """
@@ -38,6 +41,10 @@ class StepGraphs:
         self._sizes = {True: decode_sizes, False: mixed_sizes}
         self._num_logit_rows = num_logit_rows
         self._steps: dict[tuple[bool, int], CapturedStep] = {}
+
+    def __len__(self) -> int:
+        """Graphs that were captured."""
+        return len(self._steps)
 
     def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
         """The smallest captured size that takes so many rows, or None."""

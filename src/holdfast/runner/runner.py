@@ -1,4 +1,7 @@
-"""Runner: one step on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits."""
+"""Runner: one step on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits.
+
+T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
+"""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
@@ -31,7 +34,7 @@ class _WantedRows:
 
 
 class Runner:
-    """Runs steps. Everything it needs was built and allocated before."""
+    """Runs steps. Everything it needs was built and allocated before: what a step goes through stands here by name."""
 
     def __init__(
         self,
@@ -51,14 +54,14 @@ class Runner:
         self.num_pages = num_pages
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self._decoder = decoder
-        self._backend = backend
-        self._buffers = buffers
-        self._sampler = sampler
+        self.decoder = decoder
+        self.backend = backend
+        self.buffers = buffers
+        self.sampler = sampler
         self.device = device
         self._min_rows = min_rows
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._dummy_ids = count(-1, -1)
 
     @torch.inference_mode()
@@ -80,13 +83,13 @@ class Runner:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
-            return self._decoder.hidden(batch, self._backend.plan(batch))[: step.num_tokens]
+            return self.decoder.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
 
     @torch.inference_mode()
     def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """float32 logits of up to PROMPT_ROWS of these rows: [R, V], valid until the next call or step."""
         with self._handing_over():
-            return self._decoder.logits(hidden_RH)
+            return self.decoder.logits(hidden_RH)
 
     @torch.inference_mode()
     def warm(self, rows: SequenceABC[int], graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
@@ -97,7 +100,7 @@ class Runner:
         with self._on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
-            self._decoder.step_logits(batch, self._backend.plan(batch, captured=True))  # every size of tiles
+            self.decoder.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
             for num_rows in rows:
                 self._warm_rows(num_rows)
         if graphs is not None and self._stream is not None:
@@ -108,30 +111,30 @@ class Runner:
                     if (size, is_decode) not in batches:
                         batches.clear()
                         batch = self._capture_batch(size, is_decode, graphs)
-                        batches[size, is_decode] = batch, self._backend.plan(batch, captured=True)
-                    logits_RV = self._decoder.step_logits(*batches[size, is_decode])
-                    self._sampler.find_argmax(logits_RV)
+                        batches[size, is_decode] = batch, self.backend.plan(batch, captured=True)
+                    logits_RV = self.decoder.step_logits(*batches[size, is_decode])
+                    self.sampler.find_argmax(logits_RV)
                     return logits_RV
 
                 graphs.capture(run, self._stream, on_progress)
                 self._stream.synchronize()
-            self._graphs = graphs
+            self.graphs = graphs
 
     def _warm_rows(self, num_rows: int) -> None:
-        """Both ways that so many rows can go: those of few rows have kernels of their own where all of their logits are wanted."""
-        batch = self._buffers.fill(Step(()), [], num_rows)
-        plan = self._backend.plan(batch, captured=True)
-        hidden_TH = self._decoder.hidden(batch, plan)
+        """Both ways that so many rows can go: a small batch takes the fused decode path where all of its logits are wanted."""
+        batch = self.buffers.fill(Step(()), [], num_rows)
+        plan = self.backend.plan(batch, captured=True)
+        hidden_TH = self.decoder.hidden(batch, plan)
         if num_rows <= max(self.limits.max_num_seqs, PROMPT_ROWS):
-            self._decoder.logits(hidden_TH)
-            self._sampler.warm(self._decoder.step_logits(batch, plan))
+            self.decoder.logits(hidden_TH)
+            self.sampler.warm(self.decoder.step_logits(batch, plan))
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
-        if self._graphs is not None:
-            self._graphs.release()
-            self._graphs = None
-        for name in ("_decoder", "_backend", "_buffers", "_sampler"):
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
+        for name in ("decoder", "backend", "buffers", "sampler"):
             vars(self).pop(name, None)
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -152,33 +155,33 @@ class Runner:
     def _fill(self, step: Step, logit_rows: list[int]) -> Batch:
         """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
         num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
-        return self._buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0)
+        return self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0)
 
     def _samples(self, step: Step, logit_rows: list[int]) -> SequenceABC[SequenceSample]:
         """Run the model for a step that wants one row of each sequence that samples, and choose."""
         num_rows, num_logits = step.num_tokens, len(logit_rows)
         is_decode = num_logits == num_rows == len(step.scheduled)
-        size = self._graphs.size_for(num_rows, num_logits, is_decode) if self._graphs is not None else None
+        size = self.graphs.size_for(num_rows, num_logits, is_decode) if self.graphs is not None else None
         sequences = [item.sequence for item in step.sampling()]
-        if self._graphs is None or size is None:
+        if self.graphs is None or size is None:
             batch = self._fill(step, logit_rows)
-            plan = self._backend.plan(batch)
+            plan = self.backend.plan(batch)
             if not logit_rows:
-                self._decoder.hidden(batch, plan)
+                self.decoder.hidden(batch, plan)
                 return []
-            logits_SV = self._decoder.step_logits(batch, plan)[:num_logits]
-            return self._sampler.sample(logits_SV, sequences, self.eos_token_ids)
-        batch = self._buffers.fill(step, logit_rows, size, self._graphs.logit_rows(size, is_decode))
-        self._backend.plan(batch, captured=True)
-        logits_RV = self._graphs.replay(size, is_decode)
+            logits_SV = self.decoder.step_logits(batch, plan)[:num_logits]
+            return self.sampler.sample(logits_SV, sequences, self.eos_token_ids)
+        batch = self.buffers.fill(step, logit_rows, size, self.graphs.logit_rows(size, is_decode))
+        self.backend.plan(batch, captured=True)
+        logits_RV = self.graphs.replay(size, is_decode)
         if not logit_rows:
             return []
-        argmax_S = self._sampler.argmax_S[:num_logits]
-        return self._sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, argmax_S)
+        argmax_S = self.sampler.argmax_S[:num_logits]
+        return self.sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, argmax_S)
 
     def _with_prompt_logprobs(self, step: Step, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
         batch = self._fill(step, logit_rows)
-        hidden_RH = self._decoder.hidden(batch, self._backend.plan(batch))
+        hidden_RH = self.decoder.hidden(batch, self.backend.plan(batch))
         prompts = [
             self._prompt_logprobs(item, rows, hidden_RH) if rows.num_prompt else ()
             for item, rows in zip(step.scheduled, wanted, strict=True)
@@ -187,8 +190,8 @@ class Runner:
         for item, rows, prompt in zip(step.scheduled, wanted, prompts, strict=True):
             token_id, logprobs = None, None
             if rows.sample is not None:
-                logits_1V = self._decoder.logits(hidden_RH[rows.sample : rows.sample + 1])
-                ((token_id, logprobs),) = self._sampler.sample(logits_1V, [item.sequence], self.eos_token_ids)
+                logits_1V = self.decoder.logits(hidden_RH[rows.sample : rows.sample + 1])
+                ((token_id, logprobs),) = self.sampler.sample(logits_1V, [item.sequence], self.eos_token_ids)
             results.append(SequenceResult(token_id, logprobs, prompt))
         return StepResult(tuple(results))
 
@@ -201,18 +204,18 @@ class Runner:
         for offset in range(0, rows.num_prompt, PROMPT_ROWS):
             count = min(PROMPT_ROWS, rows.num_prompt - offset)
             first = rows.prompt_start + offset
-            logits_TV = self._decoder.logits(hidden_RH[first : first + count])
+            logits_TV = self.decoder.logits(hidden_RH[first : first + count])
             target_start = item.start + offset + 1
             targets = item.sequence.token_ids[target_start : target_start + count]
-            logprobs.extend(self._sampler.prompt_logprobs(logits_TV, targets, num_top))
+            logprobs.extend(self.sampler.prompt_logprobs(logits_TV, targets, num_top))
         return tuple(logprobs)
 
     def _capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
         """A step of this shape: padding alone, or a dummy prompt whose last rows are wanted."""
         if is_decode:
-            return self._buffers.fill(Step(()), [], size)
+            return self.buffers.fill(Step(()), [], size)
         step, logit_rows = self._dummy_step(size)
-        return self._buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode))
+        return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode))
 
     def _dummy_step(self, num_rows: int) -> tuple[Step, list[int]]:
         """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""

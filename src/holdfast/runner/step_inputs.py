@@ -1,5 +1,9 @@
 """Step inputs in fixed buffers: the page table (block table) of every sequence, and token ids, positions and slots of a step.
 
+T rows of a step, R rows whose logits are wanted, N rows of the page table, P pages of a row, U entries of a list
+
+The page table:
+
 row n   [ page 0 | page 1 | ... | page k-1 | anything ...... ]      int32, N rows of P pages; readers stop at k
 
 How entries reach the device, by what each way costs:
@@ -9,6 +13,8 @@ How entries reach the device, by what each way costs:
 - 256 decoding sequences begin some 16 pages in a step, or 256 at once if they were admitted together: 80 us to 1.3 ms
   of single copies. As a list they are one copy and one launch, some 15 to 20 us together.
 - Up to three short ranges are cheaper as single copies again, which is the rule at small batches.
+
+Everything else:
 
 token_ids | positions | slots | logit_rows      int64, one piece of memory; each as long as the largest step
 
@@ -32,13 +38,14 @@ from holdfast.config import Limits
 from holdfast.kernels.attention.write_kv import BLOCK, PADDING, scatter_pages
 from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
-from holdfast.planning.terms import LISTED_PAGES, batch_terms, input_specs, input_term, page_table_specs
+from holdfast.planning.terms import LISTED_PAGES, input_specs, input_term, page_table_specs
 from holdfast.request.sequence import Sequence, Step
 
-# N rows, P pages, U entries of a list
-
 MAX_SINGLE_COPIES = 3
-"""Up to this many short ranges go by a copy each."""
+"""Up to this many short ranges of the page table go by a copy each."""
+MAX_GAP_BYTES = 512 * 1024
+"""Two copies less are worth as many bytes between the used parts of the inputs: some 10 us either way."""
+PADDING_SLOT = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -71,14 +78,14 @@ class PageTable:
         table, updates = page_table_specs(limits)
         assert LISTED_PAGES % BLOCK == 0, f"{LISTED_PAGES=} must be whole blocks of {BLOCK=}"
         self._max_num_seqs, self._max_num_pages = table.shape
-        self._table = MirroredTensor(table.shape, torch.int32, device, is_shared=False)
-        self._updates = MirroredTensor(updates.shape, torch.int64, device, is_shared=False)
+        self.table = MirroredTensor(table.shape, torch.int32, device, is_shared=False)
+        self.updates = MirroredTensor(updates.shape, torch.int64, device, is_shared=False)
         for spec in (table, updates):
             term = input_term(spec)
             ledger.record(term.owner, term.num_bytes, term.reason)
         self._rows: OrderedDict[int, _Row] = OrderedDict()
         """By sequence id, the longest unused first."""
-        self.table_NP = self._table.tensor
+        self.table_NP = self.table.tensor
         self._send_list([])  # compiles the kernel, so that no step has to
 
     def rows(self, sequences: SequenceABC[Sequence]) -> list[int]:
@@ -95,6 +102,11 @@ class PageTable:
         if growths:
             self._send(growths)
         return rows
+
+    @property
+    def num_pages_by_row(self) -> dict[int, int]:
+        """How many places of each row are in use; what stands behind them is read by nobody."""
+        return {own.row: own.num_pages for own in self._rows.values()}
 
     def _assign(self, sequences: SequenceABC[Sequence]) -> None:
         """Give each a row. Whose row is taken is not in this step: all of those have moved to the end before."""
@@ -115,11 +127,11 @@ class PageTable:
             self._rows[sequence_id] = _Row(row)
 
     def _send(self, growths: list[_Growth]) -> None:
-        self._table.wait()
+        self.table.wait()
         for growth in growths:
             first, end, sequence = growth.first, growth.end, growth.sequence
             assert first < end <= self._max_num_pages, f"{sequence.sequence_id=} went from {first} pages to {end}"
-            self._table.host[growth.own.row, first:end] = sequence.pages[first:]
+            self.table.host[growth.own.row, first:end] = sequence.pages[first:]
         takes_list = sum(growth.is_short for growth in growths) > MAX_SINGLE_COPIES
         if takes_list:
             self._send_list([growth for growth in growths if growth.is_short])
@@ -129,13 +141,13 @@ class PageTable:
                 start = growth.own.row * self._max_num_pages
                 ranges.append((start + growth.first, start + growth.end))
         if ranges:
-            self._table.send(ranges)
+            self.table.send(ranges)
         for growth in growths:  # last, so that what was interrupted is sent again
             growth.own.num_pages = growth.end
             growth.own.num_preemptions = growth.sequence.num_preemptions
 
     def _send_list(self, growths: list[_Growth]) -> None:
-        self._updates.wait()
+        self.updates.wait()
         places: list[int] = []
         pages: list[int] = []
         for growth in growths:
@@ -143,12 +155,12 @@ class PageTable:
             places.extend(range(start + growth.first, start + growth.end))
             pages.extend(growth.sequence.pages[growth.first :])
         num_updates = max(1, -(-len(places) // BLOCK)) * BLOCK
-        updates_U2 = self._updates.host
+        updates_U2 = self.updates.host
         updates_U2[: len(places), 0] = places
         updates_U2[: len(places), 1] = pages
         updates_U2[len(places) : num_updates, 0] = PADDING
-        self._updates.send([(0, 2 * num_updates)])
-        scatter_pages(self._updates.tensor[:num_updates], self.table_NP)
+        self.updates.send([(0, 2 * num_updates)])
+        scatter_pages(self.updates.tensor[:num_updates], self.table_NP)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Every row has one owner, and the rows of these sequences, as `rows` left them, hold their pages on both sides."""
@@ -162,38 +174,29 @@ class PageTable:
             assert own.num_pages == num_pages, (
                 f"{sequence.sequence_id=} has {num_pages} pages, {own.num_pages} are known"
             )
-            for place, held_NP in (("mirror", self._table.host), ("table", table_NP)):
+            for place, held_NP in (("mirror", self.table.host), ("table", table_NP)):
                 held = held_NP[own.row, :num_pages].tolist()
                 assert held == sequence.pages, f"{sequence.sequence_id=}: {place} {held}, pages {sequence.pages}"
 
 
-__all__ = ["BatchBuffers", "batch_terms"]
-
-# T rows, R rows whose logits are wanted
-
-MAX_GAP_BYTES = 512 * 1024
-"""Two copies less are worth as many bytes between the used parts: some 10 us either way."""
-PADDING_SLOT = -1
-
-
 class BatchBuffers:
-    """What a step is written into on the host, and what kernels read: the same memory on a CPU, unless it is `mirrored`.
+    """What a step is written into on the host, and what kernels read.
 
-    `mirrored` makes a CPU do as a GPU does, with a page table and two pieces of memory.
+    With `is_shared`, as on a CPU, both are the same memory, and attention reads the pages of a sequence from the batch.
+    Without it the device has its own memory, and a page table.
     """
 
-    def __init__(self, limits: Limits, device: torch.device, ledger: Ledger, *, mirrored: bool = False) -> None:
-        is_shared = device.type == "cpu" and not mirrored
+    def __init__(self, limits: Limits, device: torch.device, ledger: Ledger, *, is_shared: bool) -> None:
         specs = input_specs(limits)
         self._page_tokens = limits.page_tokens
         self._num_places = specs[0].shape[0]
-        self._inputs = MirroredTensor((len(specs), self._num_places), torch.int64, device, is_shared)
+        self.inputs = MirroredTensor((len(specs), self._num_places), torch.int64, device, is_shared)
         for term in map(input_term, specs):
             ledger.record(term.owner, term.num_bytes, term.reason)
-        self._host = tuple(self._inputs.host)
-        self._buffers = tuple(self._inputs.tensor)
+        self._host = tuple(self.inputs.host)
+        self._buffers = tuple(self.inputs.tensor)
         self._is_one_copy = 2 * specs[0].num_bytes <= MAX_GAP_BYTES
-        self._page_table = None if is_shared else PageTable(limits, device, ledger)
+        self.page_table = None if is_shared else PageTable(limits, device, ledger)
 
     def fill(
         self,
@@ -206,7 +209,7 @@ class BatchBuffers:
 
         Rows of padding have token 0 at position 0 and no slot; padded `logit_rows` are row 0 again.
         """
-        self._inputs.wait()
+        self.inputs.wait()
         sequences = self._write_rows(step)
         num_real = sequences[-1].row_start + sequences[-1].num_rows if sequences else 0
         num_rows = num_real if num_padded_rows is None else num_padded_rows
@@ -218,17 +221,17 @@ class BatchBuffers:
         if len(logit_rows) != num_real:
             logits = self._write_logit_rows(logit_rows, sequences, num_padded_logit_rows)
             counts.append(logits.rows_R.shape[0])
-        if not self._inputs.is_shared:
+        if not self.inputs.is_shared:
             self._send(counts)
         ids_T, positions_T, slots_T, _ = self._buffers
-        table_NP = None if self._page_table is None else self._page_table.table_NP
+        table_NP = None if self.page_table is None else self.page_table.table_NP
         return Batch(ids_T[:num_rows], positions_T[:num_rows], slots_T[:num_rows], tuple(sequences), logits, table_NP)
 
     def _write_rows(self, step: Step) -> list[SequenceRows]:
         ids, positions, slots, _ = self._host
         table_rows = [-1] * len(step.scheduled)
-        if self._page_table is not None:
-            table_rows = self._page_table.rows([item.sequence for item in step.scheduled])
+        if self.page_table is not None:
+            table_rows = self.page_table.rows([item.sequence for item in step.scheduled])
         page_tokens = self._page_tokens
         sequences = []
         row = 0
@@ -274,6 +277,6 @@ class BatchBuffers:
         """The first `counts[i]` places of buffer i."""
         starts = [index * self._num_places for index in range(len(counts))]
         if self._is_one_copy:
-            self._inputs.send([(0, starts[-1] + counts[-1])])
+            self.inputs.send([(0, starts[-1] + counts[-1])])
         else:
-            self._inputs.send([(start, start + count) for start, count in zip(starts, counts, strict=True)])
+            self.inputs.send([(start, start + count) for start, count in zip(starts, counts, strict=True)])

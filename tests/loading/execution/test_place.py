@@ -11,8 +11,8 @@ from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from loading.mixed_model import bits
-from quant.whole_weights import quantize
 from loading.tensor_source import TensorSource
+from quant.whole_weights import quantize
 
 
 def place_all(tensors, final, moves, tied=(), chunk_bytes=700, backwards=False):

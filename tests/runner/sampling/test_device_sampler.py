@@ -5,18 +5,15 @@ import random
 import pytest
 import torch
 
-from holdfast.kernels.sampling import argmax as argmax
-from holdfast.kernels.sampling import edit_logits
-from holdfast.kernels.sampling import logprobs as logprob_rows
-from holdfast.kernels.sampling import sample as sample_tokens
+from holdfast.kernels.sampling import argmax, edit_logits, logprobs, sample
 from holdfast.memory.ledger import Ledger
-from holdfast.planning import terms as sampling_terms
+from holdfast.planning import terms
 from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
-from runner.sampling_rows import EOS, SETTINGS
+from runner.sampling_rows import EOS, SETTINGS, divide_rows
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -49,21 +46,23 @@ def test_every_setting_as_on_the_host(vocab_size):
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 7])
-def test_rows_in_several_blocks(rows_at_once):
+def test_rows_in_several_blocks(monkeypatch, rows_at_once):
     logits, sequences = make_rows(100, 2 * len(SETTINGS))
-    on_device, on_host = samplers(100, len(sequences))
-    on_device._rows_at_once = on_device._edited_at_once = rows_at_once
+    _, on_host = samplers(100, len(sequences))
+    divide_rows(monkeypatch, 100, rows_at_once)
+    on_device, _ = samplers(100, len(sequences))
     assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
 
 
 @pytest.mark.parametrize("most", [1, 700])
 def test_more_edits_than_the_list_holds(monkeypatch, most):
-    monkeypatch.setattr(sampling_terms, "LISTED_EDITS", most)
+    monkeypatch.setattr(terms, "LISTED_EDITS", most)
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3000)
     sequences = [Sequence(row, list(range(1000)) * 2, 1000, params, row, 9) for row in range(5)]
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)) * 3
     on_device, on_host = samplers(1000, 5)
-    assert on_device._staging._list_E2.shape[0] <= 1792
+    (num_listed,) = (spec.shape[0] for spec in terms.host_specs(5, 1000) if spec.name == "edits")
+    assert num_listed <= 1792
     assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
 
 
@@ -84,7 +83,7 @@ def test_poison_stays_in_its_row():
     logits[1::3] = -torch.inf
     samples = on_device.sample(logits, sequences, EOS, None)
     assert samples == on_host.sample(logits, sequences, EOS, None)
-    assert [sample.token_id for sample in samples].count(NO_TOKEN) == 14
+    assert [own.token_id for own in samples].count(NO_TOKEN) == 14
 
 
 def test_what_a_graph_has_found_is_believed():
@@ -93,12 +92,10 @@ def test_what_a_graph_has_found_is_believed():
     plain = [Sequence(0, [1], 1, SamplingParams(temperature=0.0), 0, 9) for _ in range(3)]
     found = torch.tensor([7, NO_TOKEN, 9, 55, 55])
     for chooser in (on_device, on_host):
-        assert [sample.token_id for sample in chooser.sample(logits, plain, EOS, found)] == [7, NO_TOKEN, 9]
+        assert [own.token_id for own in chooser.sample(logits, plain, EOS, found)] == [7, NO_TOKEN, 9]
     on_device.find_argmax(logits)
     on_host.find_argmax(logits)
-    expected = on_host.read_greedy(3)
-    assert on_device.read_greedy(3) == expected
-    assert [sample.token_id for sample in expected] == logits.argmax(1).tolist()
+    assert on_device.argmax_S[:3].tolist() == on_host.argmax_S.tolist() == logits.argmax(1).tolist()
     found = on_device.argmax_S.clone()
     assert on_device.sample(logits, sequences, EOS, found) == on_host.sample(logits, sequences, EOS, None)
 
@@ -114,33 +111,31 @@ def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
         patch.setattr(EditStaging, "apply", interrupt)
         with pytest.raises(KeyboardInterrupt):
             on_device.sample(logits, sequences, EOS, None)
-    assert on_device._is_busy
     logits, sequences = logits.flip(0), sequences[::-1]
     assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
-    assert not on_device._is_busy
 
 
 def test_the_ledger_holds_what_the_terms_say():
     ledger = Ledger()
     DeviceSampler(1000, CPU, 5, ledger)
-    terms = {term.owner: term.num_bytes for term in sampling_terms.sampling_terms(5, 1000, "cuda")}
-    assert {entry.owner: entry.num_bytes for entry in ledger} == terms
+    planned = {term.owner: term.num_bytes for term in terms.sampling_terms(5, 1000, "cuda")}
+    assert {entry.owner: entry.num_bytes for entry in ledger} == planned
 
 
 def test_by_kernels(monkeypatch, device):
     """Every setting through the kernels; the last place of an exponential is too little to change a token here."""
-    for module in (edit_logits, argmax, logprob_rows, sample_tokens):
+    for module in (argmax, edit_logits, logprobs, sample):
         monkeypatch.setattr(module, "can_run", lambda tensor: True)
     logits, sequences = make_rows(100, len(SETTINGS))
     on_device, on_host = DeviceSampler(100, device, len(SETTINGS), Ledger()), HostSampler(100, len(SETTINGS))
     found = on_device.sample(logits.to(device), sequences, EOS, None)
     expected = on_host.sample(logits, sequences, EOS, None)
-    assert [sample.token_id for sample in found] == [sample.token_id for sample in expected]
-    for sample, other in zip(found, expected, strict=True):
+    assert [own.token_id for own in found] == [other.token_id for other in expected]
+    for own, other in zip(found, expected, strict=True):
         if other.logprobs is not None:
-            assert sample.logprobs is not None
-            assert sample.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-6)
-            assert sample.logprobs.rank == other.logprobs.rank
-            assert [token_id for token_id, _ in sample.logprobs.top] == [token_id for token_id, _ in other.logprobs.top]
+            assert own.logprobs is not None
+            assert own.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-6)
+            assert own.logprobs.rank == other.logprobs.rank
+            assert [token_id for token_id, _ in own.logprobs.top] == [token_id for token_id, _ in other.logprobs.top]
     (prompt,) = on_device.prompt_logprobs(logits[:1].to(device), [3], 4)
     assert prompt.logprob == pytest.approx(on_host.prompt_logprobs(logits[:1], [3], 4)[0].logprob, abs=1e-6)

@@ -22,8 +22,8 @@ VOCAB_SIZE = 50
 token = st.integers(0, VOCAB_SIZE + 3)
 
 
-def make_sequence(prompt: list[int], output: list[int], sequence_id: int = 0) -> Sequence:
-    return Sequence(sequence_id, prompt + output, len(prompt), SamplingParams(), seed=0, max_tokens=99)
+def make_sequence(prompt: list[int], output: list[int], sequence_id: int = 0, **params) -> Sequence:
+    return Sequence(sequence_id, prompt + output, len(prompt), SamplingParams(**params), seed=0, max_tokens=1000)
 
 
 def assert_counted(seen: SeenTokens, sequence: Sequence) -> None:
@@ -62,8 +62,12 @@ def test_who_has_not_asked_for_longest_is_forgotten_and_counted_anew():
         sequence = rng.choice(sequences)
         sequence.token_ids.append(rng.randrange(VOCAB_SIZE))
         assert_counted(seen, sequence)
-        assert len(seen._counts) <= 3
-    assert next(reversed(seen._counts)) == sequence.sequence_id
+        assert len(seen) <= 3
+    latest = [seen.of(sequence) for sequence in sequences[:3]]
+    assert [seen.of(sequence) for sequence in sequences[:3]] == latest
+    seen.of(sequences[3])
+    assert seen.of(sequences[1]) is latest[1]
+    assert seen.of(sequences[0]) is not latest[0]
 
 
 def test_only_what_is_new_is_looked_at():
@@ -85,12 +89,7 @@ def test_only_what_is_new_is_looked_at():
     assert Tokens.num_read == 1
 
 
-VOCAB_SIZE_LOGIT_EDITS = 60
 EOS = frozenset({7, 11})
-
-
-def make_sequence_logit_edits(prompt: list[int], output: list[int], **params) -> Sequence:
-    return Sequence(0, prompt + output, len(prompt), SamplingParams(**params), seed=0, max_tokens=1000)
 
 
 def edit_logits(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> None:
@@ -99,7 +98,7 @@ def edit_logits(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: 
 
 
 def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_rows, VOCAB_SIZE_LOGIT_EDITS, generator=torch.Generator().manual_seed(seed)) * 5
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 5
 
 
 def reference(row: list[float], sequence: Sequence) -> list[float]:
@@ -125,7 +124,7 @@ CASES = {
     "negative presence": {"presence_penalty": -1.5},
     "frequency": {"frequency_penalty": 0.4},
     "all penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.3},
-    "bias": {"logit_bias": {0: 5.0, 3: -100.0, VOCAB_SIZE_LOGIT_EDITS - 1: 1.0}},
+    "bias": {"logit_bias": {0: 5.0, 3: -100.0, VOCAB_SIZE - 1: 1.0}},
     "empty bias": {"logit_bias": {}},
     "min tokens": {"min_tokens": 90},
     "min tokens reached": {"min_tokens": 12},
@@ -142,12 +141,12 @@ CASES = {
 
 
 def some_tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB_SIZE_LOGIT_EDITS), k=count)
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
 def test_one_row_as_the_loop_says(params):
-    sequence = make_sequence_logit_edits(some_tokens(1, 30), some_tokens(2, 12), **params)
+    sequence = make_sequence(some_tokens(1, 30), some_tokens(2, 12), **params)
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
     edit_logits(logits, [sequence], EOS)
@@ -156,7 +155,7 @@ def test_one_row_as_the_loop_says(params):
 
 def test_mixed_rows_are_each_as_alone_to_the_bit():
     sequences = [
-        make_sequence_logit_edits(some_tokens(seed, 20), some_tokens(seed + 100, seed), **params)
+        make_sequence(some_tokens(seed, 20), some_tokens(seed + 100, seed), **params)
         for seed, params in enumerate(CASES.values())
     ]
     logits = make_logits(len(sequences))
@@ -172,8 +171,7 @@ def test_mixed_rows_are_each_as_alone_to_the_bit():
 
 def test_work_in_slices_is_the_same(monkeypatch):
     sequences = [
-        make_sequence_logit_edits(some_tokens(row, 40), some_tokens(row + 9, 30), **CASES["everything"])
-        for row in range(5)
+        make_sequence(some_tokens(row, 40), some_tokens(row + 9, 30), **CASES["everything"]) for row in range(5)
     ]
     whole, sliced = make_logits(5), make_logits(5)
     edit_logits(whole, sequences, EOS)
@@ -184,7 +182,7 @@ def test_work_in_slices_is_the_same(monkeypatch):
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.1, 2.0])
 def test_repetition_is_that_of_transformers(penalty):
-    sequence = make_sequence_logit_edits(some_tokens(3, 50), some_tokens(4, 20), repetition_penalty=penalty)
+    sequence = make_sequence(some_tokens(3, 50), some_tokens(4, 20), repetition_penalty=penalty)
     logits = make_logits(1, seed=5)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([sequence.token_ids]), logits.clone())
     edit_logits(logits, [sequence], EOS)
@@ -195,32 +193,30 @@ def test_repetition_is_that_of_transformers(penalty):
 def test_the_prompt_is_not_penalised_for_presence_or_frequency(params):
     logits = make_logits(1)
     raw = logits.clone()
-    edit_logits(logits, [make_sequence_logit_edits([1, 2, 3, 3], [], **params)], EOS)
+    edit_logits(logits, [make_sequence([1, 2, 3, 3], [], **params)], EOS)
     assert torch.equal(logits, raw)
 
 
 def test_infinities_stay_and_do_not_become_nan():
-    sequence = make_sequence_logit_edits(
-        [0, 1], [0, 1], repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={0: 3.0, 1: 3.0}
-    )
+    sequence = make_sequence([0, 1], [0, 1], repetition_penalty=1.5, frequency_penalty=1.0, logit_bias={0: 3.0, 1: 3.0})
     logits = torch.tensor([[math.inf, -math.inf, 0.0]])
     edit_logits(logits, [sequence], frozenset())
     assert logits.tolist() == [[math.inf, -math.inf, 0.0]]
 
 
 def test_tokens_outside_the_vocabulary_touch_no_neighbour():
-    wild = make_sequence_logit_edits(
+    wild = make_sequence(
         [1, 70, 61],
-        [VOCAB_SIZE_LOGIT_EDITS, 2**31 - 1],
+        [VOCAB_SIZE, 2**31 - 1],
         repetition_penalty=1.5,
         frequency_penalty=1.0,
-        logit_bias={VOCAB_SIZE_LOGIT_EDITS: 9.0, 2**31 - 1: 9.0},
-        stop_token_ids=(VOCAB_SIZE_LOGIT_EDITS, VOCAB_SIZE_LOGIT_EDITS + 1, 2**31 - 1),
+        logit_bias={VOCAB_SIZE: 9.0, 2**31 - 1: 9.0},
+        stop_token_ids=(VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1),
         min_tokens=10,
     )
     logits = make_logits(2)
     raw = logits.clone()
-    edit_logits(logits, [wild, make_sequence_logit_edits([1], [2])], EOS | {VOCAB_SIZE_LOGIT_EDITS + 3})
+    edit_logits(logits, [wild, make_sequence([1], [2])], EOS | {VOCAB_SIZE + 3})
     assert torch.equal(logits[1], raw[1])
     changed = np.flatnonzero((logits[0] != raw[0]).numpy()).tolist()
     assert changed == [1, 7, 11]
@@ -229,8 +225,8 @@ def test_tokens_outside_the_vocabulary_touch_no_neighbour():
 @pytest.mark.parametrize(("num_output", "banned"), [(0, True), (4, True), (5, False), (6, False)])
 def test_bans_end_with_min_tokens(num_output, banned):
     logits = make_logits(1)
-    edit_logits(logits, [make_sequence_logit_edits([1], [2] * num_output, min_tokens=5)], EOS)
-    assert [token_id for token_id in range(VOCAB_SIZE_LOGIT_EDITS) if logits[0, token_id] == -math.inf] == [
+    edit_logits(logits, [make_sequence([1], [2] * num_output, min_tokens=5)], EOS)
+    assert [token_id for token_id in range(VOCAB_SIZE) if logits[0, token_id] == -math.inf] == [
         7,
         11,
     ] * banned
@@ -241,7 +237,7 @@ def test_kinds_come_in_their_order():
 
 
 def test_a_sequence_of_a_hundred_thousand_tokens():
-    sequence = make_sequence_logit_edits(some_tokens(1, 100_000), some_tokens(2, 1000), **CASES["all penalties"])
+    sequence = make_sequence(some_tokens(1, 100_000), some_tokens(2, 1000), **CASES["all penalties"])
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
     edit_logits(logits, [sequence], EOS)

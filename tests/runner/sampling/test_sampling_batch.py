@@ -10,7 +10,7 @@ from holdfast.kernels.geometry import LogitRow
 from holdfast.planning.terms import MAX_NARROW_TOP_K
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, StepResult, TokenLogprobs
-from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, is_edited, is_plain, logit_row, uniform
+from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, is_edited, logit_row, uniform
 
 
 def test_no_token_is_neither_a_token_nor_an_unfinished_chunk() -> None:
@@ -180,12 +180,6 @@ def test_a_block_without_filters_says_so():
 def test_penalties_at_their_neutral_values_are_no_edits():
     assert not is_edited(make_sequence(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
     assert is_edited(make_sequence(frequency_penalty=-0.5))
-
-
-@pytest.mark.parametrize(("params", "kind"), KINDS.values(), ids=KINDS.keys())
-def test_who_is_plain(params, kind):
-    assert is_plain(make_sequence(**params)) == (kind is None)
-    assert not is_plain(make_sequence(**params, logprobs=0))
 
 
 def test_a_row_for_kernels_says_the_same():

@@ -1,7 +1,9 @@
-"""The rows of one step: sorted by the work that each needs on a CPU, and their parameters as tensors or as a table.
+"""The rows of one step, before they are sampled: the random number of each, their kinds on a CPU, their parameters.
 
-A stateful generator would tie a sequence's choices to everything drawn before it: to its neighbours, to the order of
-rows, to a preemption. A hash of the counter has no state to share or to rebuild.
+R rows of a block
+
+Random numbers are a hash of (seed, position). A stateful generator would tie a sequence's choices to everything drawn
+before it: to its neighbours, to the order of rows, to a preemption. A hash of a counter has no state to share or to rebuild.
 """
 
 import struct
@@ -21,6 +23,8 @@ _COUNTER = struct.Struct("<QQ")
 _HASH = blake2b(digest_size=8, person=b"holdfast.sample")
 """Copied for each number, which costs half of making it."""
 _WORD = 2**64 - 1
+LEAST_TEMPERATURE = 1e-30
+"""Taken for anything smaller above 0: float32 would round that to 0, and 0 / 0 is not a number."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -28,12 +32,6 @@ def uniform(seed: int, position: int) -> float:
     counter = _HASH.copy()
     counter.update(_COUNTER.pack(seed & _WORD, position))
     return (int.from_bytes(counter.digest(), "little") >> 11) * 2.0**-53
-
-
-# R rows of a block
-
-LEAST_TEMPERATURE = 1e-30
-"""Taken for anything smaller above 0: float32 would round that to 0, and 0 / 0 is not a number."""
 
 
 class SequenceSample(NamedTuple):
@@ -131,12 +129,6 @@ def is_edited(sequence: Sequence) -> bool:
     """Does the sequence change its logits before a token is chosen?"""
     params = sequence.params
     return params.has_penalties or bool(params.logit_bias) or params.min_tokens > sequence.num_output_tokens
-
-
-def is_plain(sequence: Sequence) -> bool:
-    """Does the sequence just take the most likely token of its raw logits, and ask nothing more?"""
-    params = sequence.params
-    return params.temperature == 0.0 and params.logprobs is None and not is_edited(sequence)
 
 
 def logit_row(sequence: Sequence, source: int, target: int, vocab_size: int) -> tuple[float, ...]:

@@ -3,6 +3,8 @@
 One table says what is asked of every row and goes to the device in one copy. Rows whose logits are edited are copied into a
 block and edited there; all others are read where they are. What comes back is token ids, and a few numbers for each row
 that asked for log-probabilities. After construction nothing is allocated on the device.
+
+S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns, X any rows
 """
 
 from collections.abc import Sequence as SequenceABC
@@ -23,8 +25,6 @@ from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
 from holdfast.runner.sampling.batch import SequenceSample, is_edited, logit_row
 from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, EditStaging, SeenTokens
 from holdfast.runner.sampling.logprobs import read_logprobs
-
-# S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns
 
 
 class DeviceSampler:
@@ -54,10 +54,6 @@ class DeviceSampler:
     def find_argmax(self, logits_SV: torch.Tensor) -> None:
         """Into the first places of `argmax_S`."""
         argmax(logits_SV, self.argmax_S[: logits_SV.shape[0]], self._scratch)
-
-    def read_greedy(self, num_rows: int) -> list[SequenceSample]:
-        token_ids, _ = self._read(self.argmax_S[:num_rows], 0)
-        return list(map(SequenceSample, token_ids, repeat(None)))
 
     def sample(
         self,

@@ -1,12 +1,16 @@
 """HostSampler: choices and log-probabilities on a CPU, in torch operations over blocks of rows.
 
-Tokens stand in one order: the smaller distance first, and the smaller id among equals. Three histograms of a key's
-bits, each inside the bucket that the one before has found, give the key at which the weights reach what is needed.
-All shapes are fixed, all sums are of whole numbers, and the memory is what the plan says; a sort's is not.
+S sequences, T prompt positions, R rows of a block, V vocabulary, K candidates, X either, C columns of log-probabilities,
+B buckets of a histogram and one on each side for keys outside of them
 
-All three follow one rule and so agree to the bit wherever two of them apply; they differ in what they cost. Filters
-keep the first tokens of one order, the likelier first and the smaller id among equals, as far as top_k tokens or a
+Random rows go one of three ways: unfiltered, narrow (sorted candidates), wide (the whole vocabulary). All three follow one
+rule and so agree to the bit wherever two of them apply; they differ in what they cost. Filters keep the first tokens of
+one order, the smaller distance below the largest logit first and the smaller id among equals, as far as top_k tokens or a
 weight of top_p of the total; then the random number picks a place in the kept weights, in the vocabulary's order.
+
+Where the whole vocabulary is cut, three histograms of a key's bits, each inside the bucket that the one before has found,
+give the key at which the weights reach what is needed. All shapes are fixed, all sums are of whole numbers, and the memory
+is what the plan says; a sort's is not.
 """
 
 from collections.abc import Iterator
@@ -30,113 +34,8 @@ from holdfast.runner.sampling.logprobs import (
     weights,
 )
 
-# R rows of a block, V vocabulary, B buckets and one on each side for keys outside of them
-
 _SHIFTS = (20, 9, 0)
 """A key has 31 bits: 11, 11 and 9 of them."""
-
-
-def cut(key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor) -> torch.Tensor:
-    """Booleans: which tokens fall away when the first ones whose weights reach `needed` are kept."""
-    last_key_R1, before_R1 = _last_key(key_RV, weight_RV, needed_R1)
-    tie_RV = key_RV == last_key_R1
-    tie_weight_RV = torch.where(tie_RV, weight_RV, 0).cumsum_(dim=1).sub_(weight_RV)
-    late_tie_RV = tie_RV.logical_and_(tie_weight_RV >= needed_R1 - before_R1)
-    return late_tie_RV.logical_or_(key_RV > last_key_R1)
-
-
-def _last_key(
-    key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, 1] each: the key with which the weights of all keys up to it reach `needed`, and the weight before it."""
-    start_R1 = key_RV.new_zeros((key_RV.shape[0], 1))
-    before_R1 = torch.zeros_like(needed_R1)
-    for shift in _SHIFTS:
-        running_RB = _histogram(key_RV, weight_RV, start_R1, shift).cumsum_(dim=1)
-        bucket_R1 = torch.searchsorted(running_RB, needed_R1).clamp_(1, NUM_BUCKETS)
-        before_R1 = running_RB.gather(1, bucket_R1 - 1)
-        start_R1 = start_R1 + ((bucket_R1 - 1) << shift).to(torch.int32)
-    return start_R1, before_R1
-
-
-def _histogram(key_RV: torch.Tensor, weight_RV: torch.Tensor, start_R1: torch.Tensor, shift: int) -> torch.Tensor:
-    """Weights by bucket of 2**shift keys from `start` on; the first bucket is for keys before, the last for later ones."""
-    bucket_RV = (key_RV - start_R1).bitwise_right_shift_(shift).clamp_(-1, NUM_BUCKETS).add_(1).to(torch.int64)
-    histogram_RB = weight_RV.new_zeros((key_RV.shape[0], NUM_BUCKETS + 2))
-    return histogram_RB.scatter_add_(1, bucket_RV, weight_RV)
-
-
-# R rows of a block, V vocabulary, K candidates, X either
-
-
-def choose_unfiltered(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: token ids; of tokens that min_p leaves, where it is used."""
-    return draw_(_weights(distance_RV, params), params.uniform)
-
-
-def choose_narrow(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: token ids; every row has a top_k of at most MAX_NARROW_TOP_K."""
-    distance_RK, ids_RK = nearest(distance_RV, vocabulary_V, params.max_top_k)
-    weight_RK = _weights(distance_RK, params)
-    weight_RK.masked_fill_(vocabulary_V[: params.max_top_k] >= params.top_k, 0)
-    if params.any_top_p:
-        running_RK = weight_RK.cumsum(dim=1)
-        needed_R1 = nucleus_weight(running_RK[:, -1:], params.top_p)
-        weight_RK.masked_fill_(running_RK.sub_(weight_RK) >= needed_R1, 0)
-    return _draw_candidate(ids_RK, weight_RK, params.uniform)
-
-
-def choose_wide(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: token ids; any top_k and top_p."""
-    key_RV = distance_RV.view(torch.int32)
-    weight_RV = _weights(distance_RV, params)
-    if params.max_top_k:
-        one_RV = weight_RV.new_ones(()).expand_as(weight_RV)
-        weight_RV.masked_fill_(cut(key_RV, one_RV, params.top_k), 0)
-    if not params.any_top_p:
-        return draw_(weight_RV, params.uniform)
-    needed_R1 = nucleus_weight(weight_RV.sum(dim=1, keepdim=True), params.top_p)
-    return _choose_looking(distance_RV, weight_RV, needed_R1, params.uniform, vocabulary_V)
-
-
-def _choose_nucleus(
-    key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor, uniform_R1: torch.Tensor
-) -> torch.Tensor:
-    weight_RV.masked_fill_(cut(key_RV, weight_RV, needed_R1), 0)
-    return draw_(weight_RV, uniform_R1)
-
-
-def _choose_looking(
-    distance_RV: torch.Tensor,
-    weight_RV: torch.Tensor,
-    needed_R1: torch.Tensor,
-    uniform_R1: torch.Tensor,
-    vocabulary_V: torch.Tensor,
-) -> torch.Tensor:
-    """The same choice by a look at the numbers: most nuclei are small, and then candidates do."""
-    _, ids_RK = nearest(distance_RV, vocabulary_V, min(MAX_NARROW_TOP_K, len(vocabulary_V)))
-    weight_RK = weight_RV.gather(1, ids_RK)
-    running_RK = weight_RK.cumsum(dim=1)
-    large_R = running_RK[:, -1] < needed_R1[:, 0]
-    weight_RK.masked_fill_(running_RK.sub_(weight_RK) >= needed_R1, 0)
-    chosen_R1 = _draw_candidate(ids_RK, weight_RK, uniform_R1)
-    for row in large_R.nonzero()[:, 0].tolist():
-        one = slice(row, row + 1)
-        key_1V = distance_RV[one].view(torch.int32)
-        chosen_R1[one] = _choose_nucleus(key_1V, weight_RV[one], needed_R1[one], uniform_R1[one])
-    return chosen_R1
-
-
-def _draw_candidate(ids_RK: torch.Tensor, weight_RK: torch.Tensor, uniform_R1: torch.Tensor) -> torch.Tensor:
-    ids_RK, order_RK = ids_RK.sort(dim=1)
-    return ids_RK.gather(1, draw_(weight_RK.gather(1, order_RK), uniform_R1))
-
-
-def _weights(distance_RX: torch.Tensor, params: RowParameters) -> torch.Tensor:
-    return weights(distance_RX, params.negative_temperature, params.min_p if params.any_min_p else None)
-
-
-# S sequences, T prompt positions, V vocabulary, R rows of a block
 
 
 class HostSampler:
@@ -152,9 +51,6 @@ class HostSampler:
     def find_argmax(self, logits_SV: torch.Tensor) -> None:
         """Into the first places of `argmax_S`."""
         self.argmax_S[: logits_SV.shape[0]] = _argmax(logits_SV)
-
-    def read_greedy(self, num_rows: int) -> list[SequenceSample]:
-        return [SequenceSample(token_id, None) for token_id in self.argmax_S[:num_rows].tolist()]
 
     def sample(
         self,
@@ -269,3 +165,100 @@ def _read(columns_SC: torch.Tensor, sequences: SequenceABC[Sequence]) -> list[Se
         else:
             samples.append(SequenceSample(token_id, read_logprobs(token_id, row, num_top)))
     return samples
+
+
+def choose_unfiltered(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: token ids; of tokens that min_p leaves, where it is used."""
+    return draw_(_weights(distance_RV, params), params.uniform)
+
+
+def choose_narrow(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: token ids; every row has a top_k of at most MAX_NARROW_TOP_K."""
+    distance_RK, ids_RK = nearest(distance_RV, vocabulary_V, params.max_top_k)
+    weight_RK = _weights(distance_RK, params)
+    weight_RK.masked_fill_(vocabulary_V[: params.max_top_k] >= params.top_k, 0)
+    if params.any_top_p:
+        running_RK = weight_RK.cumsum(dim=1)
+        needed_R1 = nucleus_weight(running_RK[:, -1:], params.top_p)
+        weight_RK.masked_fill_(running_RK.sub_(weight_RK) >= needed_R1, 0)
+    return _draw_candidate(ids_RK, weight_RK, params.uniform)
+
+
+def choose_wide(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: token ids; any top_k and top_p."""
+    key_RV = distance_RV.view(torch.int32)
+    weight_RV = _weights(distance_RV, params)
+    if params.max_top_k:
+        one_RV = weight_RV.new_ones(()).expand_as(weight_RV)
+        weight_RV.masked_fill_(cut(key_RV, one_RV, params.top_k), 0)
+    if not params.any_top_p:
+        return draw_(weight_RV, params.uniform)
+    needed_R1 = nucleus_weight(weight_RV.sum(dim=1, keepdim=True), params.top_p)
+    return _choose_looking(distance_RV, weight_RV, needed_R1, params.uniform, vocabulary_V)
+
+
+def _choose_nucleus(
+    key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor, uniform_R1: torch.Tensor
+) -> torch.Tensor:
+    weight_RV.masked_fill_(cut(key_RV, weight_RV, needed_R1), 0)
+    return draw_(weight_RV, uniform_R1)
+
+
+def _choose_looking(
+    distance_RV: torch.Tensor,
+    weight_RV: torch.Tensor,
+    needed_R1: torch.Tensor,
+    uniform_R1: torch.Tensor,
+    vocabulary_V: torch.Tensor,
+) -> torch.Tensor:
+    """The same choice by a look at the numbers: most nuclei are small, and then candidates do."""
+    _, ids_RK = nearest(distance_RV, vocabulary_V, min(MAX_NARROW_TOP_K, len(vocabulary_V)))
+    weight_RK = weight_RV.gather(1, ids_RK)
+    running_RK = weight_RK.cumsum(dim=1)
+    large_R = running_RK[:, -1] < needed_R1[:, 0]
+    weight_RK.masked_fill_(running_RK.sub_(weight_RK) >= needed_R1, 0)
+    chosen_R1 = _draw_candidate(ids_RK, weight_RK, uniform_R1)
+    for row in large_R.nonzero()[:, 0].tolist():
+        one = slice(row, row + 1)
+        key_1V = distance_RV[one].view(torch.int32)
+        chosen_R1[one] = _choose_nucleus(key_1V, weight_RV[one], needed_R1[one], uniform_R1[one])
+    return chosen_R1
+
+
+def _draw_candidate(ids_RK: torch.Tensor, weight_RK: torch.Tensor, uniform_R1: torch.Tensor) -> torch.Tensor:
+    ids_RK, order_RK = ids_RK.sort(dim=1)
+    return ids_RK.gather(1, draw_(weight_RK.gather(1, order_RK), uniform_R1))
+
+
+def _weights(distance_RX: torch.Tensor, params: RowParameters) -> torch.Tensor:
+    return weights(distance_RX, params.negative_temperature, params.min_p if params.any_min_p else None)
+
+
+def cut(key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor) -> torch.Tensor:
+    """Booleans: which tokens fall away when the first ones whose weights reach `needed` are kept."""
+    last_key_R1, before_R1 = _last_key(key_RV, weight_RV, needed_R1)
+    tie_RV = key_RV == last_key_R1
+    tie_weight_RV = torch.where(tie_RV, weight_RV, 0).cumsum_(dim=1).sub_(weight_RV)
+    late_tie_RV = tie_RV.logical_and_(tie_weight_RV >= needed_R1 - before_R1)
+    return late_tie_RV.logical_or_(key_RV > last_key_R1)
+
+
+def _last_key(
+    key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, 1] each: the key with which the weights of all keys up to it reach `needed`, and the weight before it."""
+    start_R1 = key_RV.new_zeros((key_RV.shape[0], 1))
+    before_R1 = torch.zeros_like(needed_R1)
+    for shift in _SHIFTS:
+        running_RB = _histogram(key_RV, weight_RV, start_R1, shift).cumsum_(dim=1)
+        bucket_R1 = torch.searchsorted(running_RB, needed_R1).clamp_(1, NUM_BUCKETS)
+        before_R1 = running_RB.gather(1, bucket_R1 - 1)
+        start_R1 = start_R1 + ((bucket_R1 - 1) << shift).to(torch.int32)
+    return start_R1, before_R1
+
+
+def _histogram(key_RV: torch.Tensor, weight_RV: torch.Tensor, start_R1: torch.Tensor, shift: int) -> torch.Tensor:
+    """Weights by bucket of 2**shift keys from `start` on; the first bucket is for keys before, the last for later ones."""
+    bucket_RV = (key_RV - start_R1).bitwise_right_shift_(shift).clamp_(-1, NUM_BUCKETS).add_(1).to(torch.int64)
+    histogram_RB = weight_RV.new_zeros((key_RV.shape[0], NUM_BUCKETS + 2))
+    return histogram_RB.scatter_add_(1, bucket_RV, weight_RV)

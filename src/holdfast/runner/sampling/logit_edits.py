@@ -1,10 +1,12 @@
-"""EditStaging: edits of single logits on their way to a device, through one pinned list of fixed length.
+"""Edits of single logits: what penalties, biases and bans ask of a sequence, on the host and through one list on a device.
 
-Penalties ask this at every step, and a sequence only grows. A count is believed only of the very list of tokens that it
-was made from, so one that was forgotten or belongs to somebody else is simply made anew.
+R rows of a block, V vocabulary, E edits
 
-Nothing is kept on the device between steps, so nothing has to be rebuilt after a preemption and nothing can leak from
-one sequence into another. The host lists the few (row, token) pairs that change; only those logits are touched.
+The host lists the few (row, token) pairs that change, and only those logits are touched. Nothing is kept on the device
+between steps, so nothing has to be rebuilt after a preemption and nothing can leak from one sequence into another.
+
+Penalties ask for the counts of tokens at every step, and a sequence only grows. A count is believed only of the very list
+of tokens that it was made from, so one that was forgotten or belongs to somebody else is simply made anew.
 """
 
 from collections.abc import Callable
@@ -27,6 +29,10 @@ class SeenTokens:
         self._vocab_size = vocab_size
         self._max_sequences = max_sequences
         self._counts: dict[int, TokenCounts] = {}
+
+    def __len__(self) -> int:
+        """Sequences whose counts are kept."""
+        return len(self._counts)
 
     def of(self, sequence: Sequence) -> "TokenCounts":
         """What a sequence holds now; the arrays in it are good until the sequence is asked for again."""
@@ -114,9 +120,6 @@ class _Column:
             self._room = np.concatenate((self._room, np.empty_like(self._room)))
         self._room[self._length] = number
         self._length += 1
-
-
-# R rows of a block, V vocabulary, E edited logits
 
 
 class Edits(NamedTuple):
@@ -207,9 +210,6 @@ _CHANGES: dict[EditKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
     EditKind.ADD: torch.add,
     EditKind.REPLACE: _replaced,
 }
-
-
-# R rows of a block, V vocabulary, E edits
 
 
 class EditStaging:

@@ -3,6 +3,8 @@
 distance   how far a logit lies below the most likely one of its row: 0 or more, inf for a token that cannot be
 key        the bits of a distance as int32: they sort as the distances do
 weight     exp(-distance / temperature) in units of 2**-40; a vocabulary of 2**22 stays below 2**62
+
+R rows of a block, V vocabulary, K candidates or most likely tokens, X tokens of a row: all of them, or candidates
 """
 
 import math
@@ -12,7 +14,9 @@ import torch
 from holdfast.kernels.sampling.logprobs import FIXED_COLUMNS
 from holdfast.request.sequence import TokenLogprobs
 
-# R rows of a block, V vocabulary, K candidates
+WEIGHT_BITS = 40
+_UNIT = 2.0**-WEIGHT_BITS
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def nearest(distance_RV: torch.Tensor, token_ids_V: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,12 +31,6 @@ def nearest(distance_RV: torch.Tensor, token_ids_V: torch.Tensor, k: int) -> tup
     return (key_RK >> 32).to(torch.int32).view(torch.float32), key_RK & 0xFFFFFFFF
 
 
-# R rows of a block, V vocabulary, X tokens of a row: all of them, or candidates
-
-WEIGHT_BITS = 40
-_LARGEST = torch.finfo(torch.float32).max
-
-
 def distances_(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn a block of logits into distances in its own memory; and [R, 1]: has the row a token that can be chosen?
 
@@ -40,8 +38,8 @@ def distances_(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     its own place only. A logit of +inf is taken for the largest finite number, so that its distance is 0 and not NaN.
     """
     logits_RV.clamp_(max=_LARGEST)
-    argmax_R1 = logits_RV.amax(dim=1, keepdim=True) + 0.0  # -0.0 - 0.0 would be -0.0, whose bits sort before 0.0
-    return torch.sub(argmax_R1, logits_RV, out=logits_RV), argmax_R1 > -torch.inf
+    amax_R1 = logits_RV.amax(dim=1, keepdim=True) + 0.0  # -0.0 - 0.0 would be -0.0, whose bits sort before 0.0
+    return torch.sub(amax_R1, logits_RV, out=logits_RV), amax_R1 > -torch.inf
 
 
 def weights(
@@ -72,11 +70,6 @@ def draw_(weight_RX: torch.Tensor, uniform_R1: torch.Tensor) -> torch.Tensor:
     looked_for_R1 = (total_R1.to(torch.float64) * uniform_R1).to(torch.int64)
     looked_for_R1 = torch.minimum(looked_for_R1, total_R1 - 1)
     return torch.searchsorted(running_RX, looked_for_R1, right=True).clamp_(max=weight_RX.shape[1] - 1)
-
-
-# R rows of a block, V vocabulary, K most likely tokens
-
-_UNIT = 2.0**-WEIGHT_BITS
 
 
 def logprob_columns(

@@ -6,9 +6,11 @@ raw logits -> log-probabilities
            -> penalties -> logit bias -> ban on ending before min_tokens
            -> temperature -> min_p -> top_k -> top_p -> one token, by a random number that (seed, position) gives
 
-Every filter keeps the first tokens of one order: the likelier first, and the smaller id among equals. The token is
+Every filter keeps the first tokens of one order: the more likely first, and the smaller id among equals. The token is
 then looked up among the weights that are left, in the order of the vocabulary. All sums are of whole numbers, so a row
 gives the same token and the same log-probabilities to the bit alone, in any company and in any place.
+
+S sequences, T prompt positions, V vocabulary, X either
 """
 
 from collections.abc import Sequence as SequenceABC
@@ -21,8 +23,6 @@ from holdfast.request.sequence import Sequence, TokenLogprobs
 from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
-
-# S sequences, T prompt positions, V vocabulary
 
 _EVERY_EDIT = SamplingParams(
     repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}, min_tokens=9, stop_token_ids=(0,), logprobs=1
@@ -58,10 +58,6 @@ class Sampler:
     def find_argmax(self, logits_SV: torch.Tensor) -> None:
         """The most likely token of each row into the first places of `argmax_S`; a CUDA graph may capture this."""
         self._chooser.find_argmax(logits_SV)
-
-    def read_greedy(self, num_rows: int) -> list[SequenceSample]:
-        """What `find_argmax` has left for the first rows, where every sequence takes the most likely token."""
-        return self._chooser.read_greedy(num_rows)
 
     def sample(
         self,
