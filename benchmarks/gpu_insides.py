@@ -274,7 +274,7 @@ class Poison:
             for layer in range(len(storage.spec.layers))
             for plane in storage.planes(layer).values()
         ]
-        lanes = runner.decoder._workspace.lanes
+        lanes = runner.decoder.workspace.lanes
         self._lanes = [lanes[lane] for lane in POISONED_LANES if lane in lanes]
         self._table = runner.buffers.page_table
         self.num_poisoned_pages = 0

@@ -234,7 +234,7 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
 @pytest.mark.parametrize(
     ("path", "owner"),
     [
-        ("decoder._workspace._arenas[layers].tensors[layers]", "workspace"),
+        ("decoder.workspace._arenas[layers].tensors[layers]", "workspace"),
         ("backend._lists[None].tensor", "attention"),
         ("buffers.page_table.table.tensor", "inputs"),
         ("sampler._chooser.argmax_S", "sampling"),

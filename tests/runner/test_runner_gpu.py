@@ -17,7 +17,6 @@ from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
 from kernels.exactness import same_bits
-from runner.drive import lanes
 from runner.gpu_traffic import (
     CheckedReplays,
     Known,
@@ -209,7 +208,7 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     for layer in range(len(built.storage.spec.layers)):
         for plane in built.storage.planes(layer).values():
             plane[slots.flatten()] = float("nan")
-    for lane, memory in runner.decoder._workspace.lanes.items():
+    for lane, memory in runner.decoder.workspace.lanes.items():
         if lane != "fused_decode":  # small-batch GEMMs count in it, and leave it at zero
             memory.fill_(0xFF)
     inputs, table = runner.buffers.inputs, runner.buffers.page_table

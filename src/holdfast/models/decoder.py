@@ -61,7 +61,7 @@ class Decoder:
         """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
         builder = LayerBuilder(spec, weights, backend, rotary)
         self._spec = spec
-        self._workspace = workspace
+        self.workspace = workspace
         self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
         self._recipe = recipe
         self._embed_VE = weights["embed.weight"]
@@ -229,7 +229,7 @@ class Decoder:
         return QuantizedRows(*self._acquire(request)) if request.specs else None
 
     def _acquire(self, request: Request) -> tuple[torch.Tensor, ...]:
-        return self._workspace.acquire(request.owner, request.specs, request.lane)
+        return self.workspace.acquire(request.owner, request.specs, request.lane)
 
 
 def _make_requests(
