@@ -1,13 +1,13 @@
-"""The expert layer: against plain torch row by row, in memory that is NaN before it, alone and in company."""
+"""The expert layer: against float64 row by row, in memory that is NaN before it, alone and in company."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.moe.routing import order_specs
+from holdfast.kernels.geometry import order_specs
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer, SharedExpert
-from kernels.exactness import companies, random, require_native, same_bits
+from kernels.exactness import assert_as_exact_as_torch, companies, random, require_native, same_bits
 
 NAN = float("nan")
 HIDDEN, INNER, SHARED, NUM_EXPERTS, TOP_K = 12, 5, 7, 6, 2
@@ -60,17 +60,19 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> tor
 
 
 def expected(x: torch.Tensor, kind: str, normalizes: bool) -> torch.Tensor:
+    """Row by row, in the type of x."""
+    router, gate_up, down = (weight.to(x.dtype) for weight in (ROUTER, GATE_UP, DOWN))
+    shared = [weight.to(x.dtype) for weight in (SHARED_GATE_UP, SHARED_DOWN)]
     rows = []
     for row in x:
-        shares, chosen = F.linear(row, ROUTER).softmax(-1).topk(TOP_K)
+        shares, chosen = F.linear(row, router).softmax(-1).topk(TOP_K)
         shares = shares / shares.sum() if normalizes else shares
-        y = sum(
-            (share * gated_mlp(row, GATE_UP[i], DOWN[i]) for share, i in zip(shares, chosen.tolist(), strict=True)),
-            torch.zeros(HIDDEN),
-        )
+        y = torch.zeros(HIDDEN, dtype=x.dtype)
+        for share, i in zip(shares, chosen.tolist(), strict=True):
+            y = y + share * gated_mlp(row, gate_up[i], down[i])
         if kind != "routed":
-            factor = F.linear(row, SHARED_GATE).sigmoid() if kind == "gated" else 1.0
-            y = y + factor * gated_mlp(row, SHARED_GATE_UP, SHARED_DOWN)
+            factor = F.linear(row, SHARED_GATE.to(x.dtype)).sigmoid() if kind == "gated" else 1.0
+            y = y + factor * gated_mlp(row, *shared)
         rows.append(y)
     return torch.stack(rows)
 
@@ -80,9 +82,8 @@ def expected(x: torch.Tensor, kind: str, normalizes: bool) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
 def test_the_most_likely_experts_by_their_shares(kind, normalizes, num_rows):
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
-    torch.testing.assert_close(
-        run(make(kind, normalizes), x, kind), expected(x, kind, normalizes), rtol=1e-5, atol=1e-5
-    )
+    in_torch, exact = (expected(rows, kind, normalizes) for rows in (x, x.double()))
+    assert_as_exact_as_torch(run(make(kind, normalizes), x, kind), in_torch, exact)
 
 
 @EACH
