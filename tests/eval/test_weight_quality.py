@@ -6,7 +6,6 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.eval import weight_quality as weight_quality_entries
 from holdfast.eval.kv_quality import Contender, Quality, measure
 from holdfast.eval.weight_quality import (
     Listener,
@@ -15,6 +14,7 @@ from holdfast.eval.weight_quality import (
     as_stored_entry,
     compare_schemes,
     measure_scheme,
+    opened_scheme,
     plain_bytes,
     possible_schemes,
     scheme_entry,
@@ -41,10 +41,10 @@ def folder(tmp_path_factory) -> Path:
 def opened(folder: Path):
     """opened(entry) -> a contender, released at the end."""
     contexts = []
-    silent = weight_quality_entries.Listener(lambda name: None, lambda *_: None, lambda *_: None)
+    silent = Listener(lambda name: None, lambda *_: None, lambda *_: None)
 
     def open_entry(entry: SchemeEntry) -> Contender:
-        context = weight_quality_entries._opened(entry, silent)
+        context = opened_scheme(entry, silent)
         contexts.append(context)
         return context.__enter__()
 

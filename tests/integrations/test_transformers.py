@@ -1,6 +1,6 @@
-"""TurboQuantCache on the default model: the same greedy text as with full-precision keys and values.
+"""TurboQuantCache: its arithmetic, its bytes, what transformers asks of a cache, and the same greedy text on the default model.
 
-The model is small, and where it writes freely its best two tokens are often nearly alike: of ten stories, summaries and
+For the last: the model is small, and where it writes freely its best two tokens are often nearly alike: of ten stories, summaries and
 explanations, keys and values rounded to bfloat16 already change 2, and k8v4 with a tail of 64 changes 7. So these tasks
 have an answer.
 """
@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from holdfast.cli.bench_transformers import open_transformers
 from holdfast.errors import ConfigError
-from holdfast.integrations import transformers as coded_tokens
+from holdfast.integrations import transformers as integration
 from holdfast.integrations.transformers import (
     BLOCK_TOKENS,
     ROOM_STEP,
@@ -98,7 +98,7 @@ def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: p
     for token in range(37):
         one_by_one.append(x_NKTD[:, :, token : token + 1])
     torch.testing.assert_close(read(one_by_one, x_NKTD), wanted, rtol=0, atol=2e-5)
-    monkeypatch.setattr(coded_tokens, "MAX_NUMBERS", 1)
+    monkeypatch.setattr(integration, "MAX_NUMBERS", 1)
     in_pieces = empty(name, side, x_NKTD)
     in_pieces.append(x_NKTD)
     torch.testing.assert_close(read(in_pieces, x_NKTD), wanted, rtol=0, atol=2e-5)
@@ -390,7 +390,7 @@ def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("tail", [0, 1, 20, 31, 50, 200])
 @every_format
-def test_the_tail_is_exact_and_the_rest_is_coded(name: str, tail: int) -> None:
+def test_the_tail_is_exact_and_the_rest_is_quantized(name: str, tail: int) -> None:
     cache, keys, values = filled(format=name, tail=tail, protected_layers=())
     found_keys, found_values = contents(cache, keys)
     quantized = max(0, (50 - tail) // BLOCK_TOKENS * BLOCK_TOKENS) if tail else 50
@@ -423,7 +423,7 @@ def test_how_tokens_came_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 9])
-def test_sequences_change_places_transformers(tail: int) -> None:
+def test_sequences_of_a_cache_change_places(tail: int) -> None:
     cache, keys, _ = filled(tail=tail)
     before = contents(cache, keys)
     cache.reorder_cache(torch.tensor([2, 0, 2]))
@@ -480,11 +480,11 @@ def test_masks_cover_what_comes_back() -> None:
 
 def test_a_copy_lives_its_own_life() -> None:
     cache, keys, _ = filled(tail=9)
-    twin = copy.deepcopy(cache)
-    before = contents(twin, keys)
+    copied = copy.deepcopy(cache)
+    before = contents(copied, keys)
     cache.update(*heads(3, 40, seed=4), 0)
     cache.reorder_cache(torch.tensor([1, 1, 1]))
-    assert torch.equal(contents(twin, keys)[0], before[0])
+    assert torch.equal(contents(copied, keys)[0], before[0])
 
 
 def test_keys_and_values_may_have_heads_of_their_own() -> None:
@@ -746,9 +746,9 @@ def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str) -> None:
     cache = TurboQuantCache(talker.model.config, "turboquant_k8v4", tail=32)
     assert talker.is_equal(prompt, cache, num_new=32)
     memory = cache.memory_bytes()
-    num_coded = memory.planes["k_scale"] // (2 * 3 * 30)
-    assert num_coded >= 32
-    assert sum(memory.planes.values()) == num_coded * 30 * 3 * (64 + 2 + 32 + 2)
+    num_quantized = memory.planes["k_scale"] // (2 * 3 * 30)
+    assert num_quantized >= 32
+    assert sum(memory.planes.values()) == num_quantized * 30 * 3 * (64 + 2 + 32 + 2)
 
 
 @pytest.mark.slow
@@ -756,4 +756,4 @@ def test_the_same_text_on_eight_of_ten(talker: Talker) -> None:
     caches = {prompt: TurboQuantCache(talker.model.config) for prompt in PROMPTS}
     equal = [prompt for prompt, cache in caches.items() if talker.is_equal(prompt, cache, num_new=64)]
     assert len(equal) >= 8, f"other text for {[prompt[:40] for prompt in PROMPTS if prompt not in equal]}"
-    assert all(sum(cache.memory_bytes().planes.values()) for cache in caches.values()), "some had nothing to code"
+    assert all(sum(cache.memory_bytes().planes.values()) for cache in caches.values()), "some had nothing to quantize"

@@ -15,7 +15,7 @@ GIB = 1024**3
 H200 = gpu_target(GPUS["h200"])
 A100 = gpu_target(GPUS["a100-80g"])
 RTX4090 = gpu_target(GPUS["rtx4090"])
-HOST = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "made up")
+HOST = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a dummy")
 NUMBERS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 

@@ -118,7 +118,7 @@ def test_other_layers_in_the_wider_format_take_as_much() -> None:
     plan = fit_runner(plan_request("Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc"))
     assert plan.cache is not None
     assert plan.resolved.protected.is_open
-    moved = plan.with_protected((3, 7, 8, 20), "made up")
+    moved = plan.with_protected((3, 7, 8, 20), "a dummy")
     assert moved.cache is not None
     names = [layer.format.name for layer in moved.cache.layers]
     assert [layer for layer, name in enumerate(names) if name == "fp8"] == [3, 7, 8, 20]

@@ -47,7 +47,7 @@ def chosen(model: Blueprint = SMOL, kv_format: str = NARROW, dtype: str = "bfloa
 
 def with_layers(num_layers: int) -> Blueprint:
     assert SMOL.spec is not None
-    return spec_blueprint(replace(SMOL.spec, num_layers=num_layers), "made up")
+    return spec_blueprint(replace(SMOL.spec, num_layers=num_layers), "a dummy")
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
@@ -448,10 +448,10 @@ def test_protected_layers_are_a_choice_with_a_reason() -> None:
 
 def test_other_layers_replace_the_choice() -> None:
     resolved = settle(replace(SPEC, num_layers=30, qkv_bias=True), kv_cache_dtype="turboquant_4bit_nc")
-    protected = resolved.protected._replace(layers=(3, 4, 5, 6), reason="made up")
+    protected = resolved.protected._replace(layers=(3, 4, 5, 6), reason="a dummy")
     other = resolved.with_protected(protected)
     assert other.protected is protected
-    assert reasons(other)["kv_protected_layers"] == ("3,4,5,6", "made up")
+    assert reasons(other)["kv_protected_layers"] == ("3,4,5,6", "a dummy")
     assert len(other.choices) == len(resolved.choices)
 
 

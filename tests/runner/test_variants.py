@@ -144,7 +144,7 @@ def test_a_crowd_that_does_not_fit_is_refused_although_each_would(folder: Path, 
         built.release()
     assert 0 < own < peak
     room = peak + 2 * own
-    monkeypatch.setattr(module, "device_target", lambda device: Target("cpu", "cpu", room, room, 0, "made up"))
+    monkeypatch.setattr(module, "device_target", lambda device: Target("cpu", "cpu", room, room, 0, "a dummy"))
     config = replace(CONFIG, memory_utilization=1.0)
     with model_of(folder) as model:
         build_variants([Variant(config)] * 3, model, silent).release()

@@ -1,8 +1,9 @@
-"""Contenders: one model over pages of several formats at once, sized for windows of a text, and what each keeps of a token.
+"""What KV formats cost in quality: one model over pages of several formats at once, compared prediction by prediction.
 
-R rows of a piece, V vocabulary, N windows, P predictions of a window
+T rows of a step, R rows of a piece, H hidden, V vocabulary, N windows, P predictions of a window
 
-All runners go through the text together, a chunk of a window at a time. Logits come in pieces of a few rows, so that
+First how anything is measured against a reference (formats here, weights in weight_quality.py), then which formats a
+model can have and how their runners are opened over one set of weights. All runners go through the text together, a chunk of a window at a time. Logits come in pieces of a few rows, so that
 memory grows neither with the window nor with the text; of every prediction two numbers are kept.
 """
 
@@ -182,6 +183,17 @@ def steps_of(window: int, token_ids: Sequence[int], limits: Limits) -> list[Step
     return [Step((ScheduledSequence(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
 
 
+def pieces_of(step: Step, vocab_size: int) -> Iterator[tuple[int, slice, list[int]]]:
+    """Rows of a step that predict a token, a few at a time: the place of the first, which they are, what follows each."""
+    (item,) = step.scheduled
+    num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
+    piece_rows = max(1, min(PROMPT_ROWS, PIECE_ELEMENTS // vocab_size))
+    for offset in range(0, num_rows, piece_rows):
+        rows = slice(offset, min(offset + piece_rows, num_rows))
+        first = item.start + offset
+        yield first, rows, item.sequence.token_ids[first + 1 : first + 1 + rows.stop - rows.start]
+
+
 def _compare(
     window: int,
     step: Step,
@@ -190,14 +202,8 @@ def _compare(
     hidden: Sequence[torch.Tensor],
 ) -> None:
     """Everybody's logits of a chunk against the reference's, piece by piece."""
-    (item,) = step.scheduled
-    num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
     runner = contenders[0].runner
-    piece_rows = max(1, min(PROMPT_ROWS, PIECE_ELEMENTS // runner.vocab_size))
-    for offset in range(0, num_rows, piece_rows):
-        rows = slice(offset, min(offset + piece_rows, num_rows))
-        first = item.start + offset
-        targets = item.sequence.token_ids[first + 1 : first + 1 + rows.stop - rows.start]
+    for first, rows, targets in pieces_of(step, runner.vocab_size):
         piece = None
         for contender, tally, hidden_TH in zip(contenders, tallies, hidden, strict=True):
             with tally.timed(runner.device):

@@ -1,4 +1,4 @@
-"""Who is compared by weights: one model with its weights as stored, then in one scheme after the other.
+"""What weight schemes cost in quality: one model with its weights as stored, then in one scheme after the other.
 
 R rows of a piece, T rows of a step, H hidden, V vocabulary
 
@@ -17,11 +17,11 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.eval.kv_quality import (
-    PIECE_ELEMENTS,
     Contender,
     Quality,
     ReferencePiece,
     Tally,
+    pieces_of,
     refuse_broken,
     settle_config,
     steps_of,
@@ -31,7 +31,6 @@ from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.quantized.source import QuantizedSource
 from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.planning.target import device_target
-from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.request.sequence import Step
 from holdfast.runner.build import plan_model
@@ -70,23 +69,16 @@ class ReferenceReading:
                 hidden_TH = self.reference.runner.hidden_rows(step)
             self._hidden[index, step.scheduled[0].start] = hidden_TH.to("cpu", copy=True)
             on_tokens(step.num_tokens)
-            for first, rows, piece, logits_RV in self.pieces(index, step):
-                del rows
+            for first, _, piece, logits_RV in self.pieces(index, step):
                 refuse_broken(self.reference, hidden_TH.dtype, logits_RV)
                 tally.add(index, first, piece, logits_RV)
         return tally.quality(self.reference)
 
     def pieces(self, index: int, step: Step) -> Iterator[tuple[int, slice, ReferencePiece, torch.Tensor]]:
         """A few rows of a step at a time: their first place, which rows they are, what the reference says, its logits."""
-        (item,) = step.scheduled
         runner = self.reference.runner
-        hidden_TH = self._hidden[index, item.start].to(runner.device)
-        num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
-        piece_rows = max(1, min(PROMPT_ROWS, PIECE_ELEMENTS // runner.vocab_size))
-        for offset in range(0, num_rows, piece_rows):
-            rows = slice(offset, min(offset + piece_rows, num_rows))
-            first = item.start + offset
-            targets = item.sequence.token_ids[first + 1 : first + 1 + rows.stop - rows.start]
+        hidden_TH = self._hidden[index, step.scheduled[0].start].to(runner.device)
+        for first, rows, targets in pieces_of(step, runner.vocab_size):
             logits_RV = runner.row_logits(hidden_TH[rows])
             yield first, rows, ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device)), logits_RV
 
@@ -201,17 +193,18 @@ def compare_schemes(
         num_done += num_more
         listener.reading(num_done, num_total)
 
-    with _opened(reference, listener) as contender:
+    with opened_scheme(reference, listener) as contender:
         reading = ReferenceReading(contender, windows)
         qualities = [reading.read(count)]
         for entry in entries:
-            with _opened(entry, listener) as other:
+            with opened_scheme(entry, listener) as other:
                 qualities.append(measure_scheme(other, reading, count))
     return qualities
 
 
 @contextmanager
-def _opened(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]:
+def opened_scheme(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]:
+    """A runner of the model with its weights in a scheme, as long as the context lasts."""
     listener.opening(entry.name)
     model = open_model(entry.config.model, entry.config.load_format)
     try:

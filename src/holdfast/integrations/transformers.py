@@ -2,13 +2,11 @@
 
 N sequences, K key/value heads, T tokens, R room for tokens, D head dim, B bytes of a head's codes, S bytes of its sign bits
 
-N sequences, K key/value heads, T tokens, D head dim
-
 The newest tokens, the tail, stay as they came. When there are enough of them, the oldest leave it in blocks and are quantized
 for good. A token is quantized after the call that brought it, so a prompt attends to itself exactly. Keys and values come back
-decoded and rotated back, so that any implementation of attention reads them.
+dequantized and rotated back, so that any implementation of attention reads them.
 
-It saves memory, not time: all older tokens are decoded again in every call, a bounded piece at a time.
+It saves memory, not time: all older tokens are dequantized again in every call, a bounded piece at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, shown
+from holdfast.planning.resolve import by_position
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
 from holdfast.quant.kv_quantize import (
     QuantizedHeads,
@@ -28,10 +27,21 @@ from holdfast.quant.kv_quantize import (
     rotate_heads,
 )
 
+try:
+    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+except ImportError as error:
+    raise ConfigError(
+        "TurboQuantCache was asked",
+        f"transformers cannot be imported ({str(error).partition(chr(10))[0]})",
+        "run pip install 'holdfast[transformers]'",
+    ) from error
+
+BLOCK_TOKENS = 16
+"""So many tokens leave the tail at once."""
 ROOM_STEP = 64
 """Room is made for so many tokens at a time."""
 MAX_NUMBERS = 2**22
-"""So many numbers are quantized or decoded at a time, which bounds the scratch however long the context is."""
+"""So many numbers are quantized or dequantized at a time, which bounds the scratch however long the context is."""
 
 
 class QuantizedTokens:
@@ -67,11 +77,11 @@ class QuantizedTokens:
     @torch.inference_mode(False)
     @torch.no_grad()
     def append(self, x_NKTD: torch.Tensor) -> None:
-        """Code the newest tokens."""
+        """Quantize the newest tokens."""
         end = self.length + x_NKTD.shape[2]
         self._make_room(end)
         for begin, piece_NKTD in _pieces(x_NKTD):
-            heads = self._encode(piece_NKTD)
+            heads = self._quantize(piece_NKTD)
             place = slice(self.length + begin, self.length + begin + piece_NKTD.shape[2])
             for name, quantized in self._by_plane(heads):
                 self._planes[name][:, :, place] = quantized
@@ -79,10 +89,10 @@ class QuantizedTokens:
 
     @torch.no_grad()
     def read(self, out_NKTD: torch.Tensor) -> None:
-        """Write what was stored, decoded, into a tensor of as many tokens."""
+        """Write what was stored, dequantized, into a tensor of as many tokens."""
         for begin, piece_NKTD in _pieces(out_NKTD):
             place = slice(begin, begin + piece_NKTD.shape[2])
-            piece_NKTD.copy_(self._decode({name: plane[:, :, place] for name, plane in self._planes.items()}))
+            piece_NKTD.copy_(self._dequantize({name: plane[:, :, place] for name, plane in self._planes.items()}))
 
     def truncate(self, length: int) -> None:
         """Forget the newest tokens; their room stays."""
@@ -104,12 +114,12 @@ class QuantizedTokens:
             new_NKR[:, :, : self.length] = old_NKR[:, :, : self.length]
             self._planes[name] = new_NKR
 
-    def _encode(self, x_NKTD: torch.Tensor) -> QuantizedHeads:
+    def _quantize(self, x_NKTD: torch.Tensor) -> QuantizedHeads:
         if self._rotation_DD is not None:
             x_NKTD = x_NKTD.float() @ self._rotation_DD
         return (quantize_keys if self._is_keys else quantize_values)(x_NKTD, self._bits)
 
-    def _decode(self, planes: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _dequantize(self, planes: dict[str, torch.Tensor]) -> torch.Tensor:
         """float32 [N, K, T, D]."""
         side = "k" if self._is_keys else "v"
         heads = QuantizedHeads(planes[f"{side}_codes"], planes.get(f"{side}_signs"), planes[f"{side}_scale"])
@@ -127,19 +137,6 @@ def _pieces(x_NKTD: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     per_token = max(1, x_NKTD.shape[0] * x_NKTD.shape[1] * x_NKTD.shape[3])
     step = max(1, MAX_NUMBERS // per_token)
     return [(begin, x_NKTD[:, :, begin : begin + step]) for begin in range(0, x_NKTD.shape[2], step)]
-
-
-try:
-    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-except ImportError as error:
-    raise ConfigError(
-        "TurboQuantCache was asked",
-        f"transformers cannot be imported ({str(error).partition(chr(10))[0]})",
-        "run pip install 'holdfast[transformers]'",
-    ) from error
-
-BLOCK_TOKENS = 16
-"""So many tokens leave the tail at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +364,7 @@ def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a cache
 
 
 def _whole(quantized: QuantizedTokens, tail_NKTD: torch.Tensor) -> torch.Tensor:
-    """Decoded tokens and the tail behind them."""
+    """Dequantized tokens and the tail behind them."""
     if quantized.length == 0:
         return tail_NKTD
     batch, heads, in_tail, head_dim = tail_NKTD.shape
@@ -420,9 +417,7 @@ def _protected(asked: int | Sequence[int] | None, default: int, num_layers: int 
             "pass model.config, or the numbers of the layers as protected_layers",
         )
     elif asked is None or 0 < count <= num_layers:
-        count = min(count, num_layers // 2) if asked is None else count
-        first = (count + 1) // 2
-        return (*range(first), *range(num_layers - (count - first), num_layers))
+        return by_position(min(count, num_layers // 2) if asked is None else count, num_layers)
     raise ConfigError(
         f"protected_layers={shown(asked)} was asked",
         f"the layers are {'0 and higher' if highest is None else f'0 to {highest}'}",
