@@ -19,7 +19,7 @@ from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
 
 OWNERS = (
-    (r"\._workspace\b", "workspace"),
+    (r"\bworkspace\b", "workspace"),
     (r"\b_?planes\b", "kv pages"),
     (r"\bbackend\b", "attention"),
     (r"^buffers\b", "inputs"),
