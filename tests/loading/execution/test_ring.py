@@ -92,7 +92,7 @@ SHAPES = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(SHAPES, max_size=6), st.lists(SHAPES, max_size=2), st.sampled_from([1, 256, 1000, 5000, 2**20]))
 def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, tied, chunk_bytes):
     chunks = list(cut_chunks(moves, tied, chunk_bytes))

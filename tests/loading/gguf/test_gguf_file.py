@@ -375,7 +375,7 @@ def mutants(content: bytes, count: int, seed: int):
         yield bytes(mutant)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
     content = build()
     header_bytes = len(content) - len(DATA)

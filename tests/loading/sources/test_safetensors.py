@@ -255,7 +255,7 @@ def mutant(data: bytes, source: random.Random) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_mutants_are_refused_in_words_and_never_more_readily_accepted_than_by_the_reference(tmp_path, seed):
     source = random.Random(seed)
     data = write(tmp_path / "whole.safetensors", GOOD).read_bytes()
