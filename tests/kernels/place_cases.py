@@ -77,14 +77,14 @@ def place_codes(
     kept: tuple[int, int] | None = None,
     first_row: int = 0,
     verify: tuple[torch.Tensor, ...] | None = None,
-    peak: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Placed:
     """Through the kernel on a device, or through the reference; verified against planes where these are given."""
     where = torch.device("cpu") if device is None else device
     zones, findings, kept = RedZones(where), new_findings(where), kept or (0, rows.shape[1])
-    if scheme.is_whole_tensor and peak is None:
-        peak = torch.zeros(1, device=where)
-        find_amax_reference(rows, peak) if device is None else find_amax_triton(rows, peak)
+    if scheme.is_whole_tensor and amax is None:
+        amax = torch.zeros(1, device=where)
+        find_amax_reference(rows, amax) if device is None else find_amax_triton(rows, amax)
     planes = [
         zones.allocate(*plane.shape, dtype=getattr(torch, plane.dtype))
         for plane in scheme.planes((rows.shape[0], kept[1] - kept[0]))
@@ -92,10 +92,10 @@ def place_codes(
     for i, plane in enumerate(planes):
         plane.view(torch.uint8).fill_(0x7F) if verify is None else plane.view(torch.uint8).copy_(verify[i])
     if device is None:
-        place_quantized_reference(rows, kept, scheme, *planes, peak, first_row, findings, verify is not None)
+        place_quantized_reference(rows, kept, scheme, *planes, amax, first_row, findings, verify is not None)
     else:
         pair = findings.nonfinite, findings.differing
-        place_quantized_triton(rows, kept, scheme, *planes, peak, first_row, *pair, verify is not None)
+        place_quantized_triton(rows, kept, scheme, *planes, amax, first_row, *pair, verify is not None)
     zones.check()
     return _placed(planes, findings)
 

@@ -45,7 +45,7 @@ def planes_for(scheme, shape):
     return [torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes(shape)]
 
 
-def peak_for(rows, scheme):
+def amax_for(rows, scheme):
     if not scheme.is_whole_tensor:
         return None
     amax = torch.zeros(1)
@@ -58,7 +58,7 @@ def placed(rows, scheme, columns=None, chunks=None, verify=None):
     columns = columns or (0, rows.shape[1])
     findings = new_findings(CPU)
     codes, scales = verify or planes_for(scheme, (rows.shape[0], columns[1] - columns[0]))
-    start, amax = 0, peak_for(rows, scheme)
+    start, amax = 0, amax_for(rows, scheme)
     for end in (*(chunks or ()), rows.shape[0]):
         blocks = slice(start // scheme.block_rows, -(-end // scheme.block_rows))
         chunk = rows[start:end], columns, scheme, codes[start:end], scales[blocks], amax, start, findings
@@ -75,7 +75,7 @@ def same(left, right):
 def test_codes_and_scales_are_those_of_the_scheme(scheme):
     rows = random(150, 320)
     codes, scales, nonfinite, differing = placed(rows, scheme)
-    expected = quantize(rows, scheme, peak_for(rows, scheme))
+    expected = quantize(rows, scheme, amax_for(rows, scheme))
     assert same((codes, scales), [plane.view(torch.uint8) for plane in expected])
     assert (nonfinite, differing) == (UNSEEN, UNSEEN)
 
@@ -129,7 +129,7 @@ def test_columns_that_cut_two_blocks_are_refused():
         placed(rows, MXFP4, (16, 48))
 
 
-def test_a_peak_makes_a_tensor_in_chunks_one_tensor():
+def test_an_amax_makes_a_tensor_in_chunks_one_tensor():
     rows = random(64, 96)
     rows[50, 3] = 90.0
     codes, scales, *_ = placed(rows, FP8_TENSOR, chunks=(1, 40))
@@ -143,7 +143,7 @@ def test_a_peak_makes_a_tensor_in_chunks_one_tensor():
 
 
 @pytest.mark.parametrize("elements", [1, 100, PIECE_ELEMENTS])
-def test_the_peak_does_not_depend_on_order_and_pieces(elements, monkeypatch):
+def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
     monkeypatch.setattr(place_rows, "PIECE_ELEMENTS", elements)
     rows = random(20, 33).bfloat16()
     rows[7, 5], rows[8, 0] = -torch.inf, torch.nan
@@ -174,7 +174,7 @@ def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatc
 def test_a_row_that_differs_is_found(scheme):
     rows = random(300, 64)
     there = planes_for(scheme, (300, 64))
-    place_quantized(rows, (0, 64), scheme, *there, peak_for(rows, scheme), 0, new_findings(CPU), False)
+    place_quantized(rows, (0, 64), scheme, *there, amax_for(rows, scheme), 0, new_findings(CPU), False)
     assert placed(rows, scheme, chunks=(128, 256), verify=there)[2:] == (UNSEEN, UNSEEN)
     other = rows.clone()
     other[270, 5] += 1.0
@@ -394,7 +394,7 @@ def test_a_row_that_stands_for_several_into_columns_that_lie_apart(device):
 
 @FLOAT_TYPES
 @LAYOUTS
-def test_the_peak_of_rows(device, dtype, layout):
+def test_the_amax_of_rows(device, dtype, layout):
     rows = random(5, 70).to(dtype)
     rows[3, 11] = -40.5
     rows[1, 2], rows[2, 3] = torch.nan, -torch.inf

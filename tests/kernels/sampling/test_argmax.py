@@ -16,7 +16,7 @@ from holdfast.kernels.geometry import (
     num_chunks,
 )
 from holdfast.kernels.sampling.argmax import LogitScratch, argmax, argmax_reference, argmax_triton
-from holdfast.runner.sampling import batch as result
+from holdfast.request import sequence
 from kernels.exactness import companies, random
 from kernels.logit_cases import INF, NAN, make_scratch
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
@@ -52,8 +52,8 @@ def expected(logits):
     return out.tolist()
 
 
-def test_it_means_the_same_to_everybody():
-    assert NO_TOKEN == result.NO_TOKEN
+def test_no_token_means_the_same_to_everybody():
+    assert NO_TOKEN == sequence.NO_TOKEN
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"V{size}")
