@@ -124,7 +124,7 @@ def test_options_change_the_plan(here: Here) -> None:
         assert found["budget"]["bytes"] == int(GPUS["h100"].total_bytes * 0.8)
 
 
-def test_coded_pages_are_planned_to_be_run(here: Here) -> None:
+def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
     asked = ("Qwen3-32B", "--gpu", "h200", "--kv-cache-dtype", "turboquant_4bit_nc")
     found = record(here, *asked)
     assert found["not_in_this_version"] == []
@@ -141,7 +141,7 @@ def test_coded_pages_are_planned_to_be_run(here: Here) -> None:
     assert "--kv-protected-layers 0" in bare["command"]
 
 
-def test_heads_that_cannot_be_coded_are_told_what_works(here: Here, tmp_path: Path) -> None:
+def test_heads_that_cannot_be_quantized_are_told_what_works(here: Here, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "odd")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
