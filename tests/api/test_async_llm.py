@@ -350,10 +350,10 @@ def test_a_dropped_llm_ends_its_thread():
     del llm
     gc.collect()
     for _ in range(200):
-        if threading.active_count() == before:
+        if threading.active_count() <= before:
             break
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_program_that_forgets_to_shut_down_ends():

@@ -80,7 +80,9 @@ def test_nothing_leaves_its_block(head_dim: int) -> None:
 def test_twice_is_where_it_started_and_lengths_stay(head_dim: int) -> None:
     x_XD = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(head_dim))
     y_XD = rotate_heads(x_XD)
-    torch.testing.assert_close(rotate_heads(y_XD), x_XD, rtol=0, atol=2e-6)
+    # Processors add in orders of their own: errors of D products go with the root of D.
+    rounding = torch.finfo(torch.float32).eps * head_dim**0.5 * float(x_XD.abs().max())
+    torch.testing.assert_close(rotate_heads(y_XD), x_XD, rtol=0, atol=rounding)
     torch.testing.assert_close(y_XD.norm(dim=-1), x_XD.norm(dim=-1), rtol=1e-6, atol=0)
     q_XD = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close((rotate_heads(q_XD) * y_XD).sum(-1), (q_XD * x_XD).sum(-1), rtol=0, atol=3e-5)
