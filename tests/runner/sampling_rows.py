@@ -66,7 +66,7 @@ def divide_rows(patch: pytest.MonkeyPatch, vocab_size: int, rows_at_once: int) -
     """Samplers that are made from here on divide their rows into blocks of so many."""
     for name in ("BLOCK_ELEMENTS", "EDITED_ELEMENTS"):
         patch.setattr(terms, name, rows_at_once * vocab_size)
-    patch.setattr(terms, "MAX_ROWS", min(rows_at_once, terms.MAX_ROWS))
+    patch.setattr(terms, "MAX_LOGIT_ROWS", min(rows_at_once, terms.MAX_LOGIT_ROWS))
 
 
 def make_divided_sampler(vocab_size: int, max_rows: int, rows_at_once: int) -> Sampler:
