@@ -31,10 +31,10 @@ SOURCE_MUTANTS = {
         says="Tensor-likes are not close",
     ),
     "the merge of quantized splits does not rescale": SourceMutant(
-        file="kernels/attention/quantized_attention.py",
+        file="kernels/attention/split_kv.py",
         old="b_acc = b_acc * b_alpha + tl.sum(b_part * b_p[:, None], axis=0)",
         new="b_acc = b_acc + tl.sum(b_part * b_p[:, None], axis=0)",
-        test="tests/kernels/attention/test_quantized_attention.py::test_a_peak_in_the_last_of_many_splits_fades_what_was_merged_before_it",
+        test="tests/kernels/attention/test_quantized_attention.py::test_a_peak_in_the_last_of_many_splits_rescales_what_was_merged_before_it",
         says="errors of heads",
     ),
     "positions restart with every block of a rope table": SourceMutant(
