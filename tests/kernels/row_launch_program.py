@@ -74,7 +74,7 @@ class Driver:
 
 CASES: dict[str, tuple[RowLaunch, list[torch.dtype | None], tuple[int, ...]]] = {
     "plain": (plain_launch(torch.bfloat16, torch.float16, 64, (64, 1), (64, 1), False), [I16, I16, I32, I32], (7,)),
-    "peak": (amax_launch(64, (64, 1)), [I16, I32], ()),
+    "amax": (amax_launch(64, (64, 1)), [I16, I32], ()),
     "row": (codes_launch(FP8, 64, (0, 64), (64, 1), False), [I16, U8, I32, None, I32, I32], (7,)),
     "tensor": (codes_launch(FP8_TENSOR, 64, (0, 64), (64, 1), False), [I16, U8, I32, I32, I32, I32], (7,)),
     "block": (codes_launch(FP8_BLOCK, 128, (0, 128), (128, 1), False), [I16, U8, I32, I32, I32], (7,)),
