@@ -15,15 +15,18 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError, ModelError, ModelFormatError
+from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import CHUNK_BYTES, CPU_CHUNK_BYTES, plan_load
 from holdfast.loading.quantized.manifest import Mesh
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized, plan_from_cache, plan_quantized
 from holdfast.loading.quantized.writer import remove_whole, save_quantized
 from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.loading.sources.source import TensorEntry
+from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WEIGHT_SCHEMES, WeightRecipe
 from loading.saved_weights import PARAMETERS, bits, loaded, plan_of, planes_of, read_all, write_model
+from loading.smaller_chunks import chunks_of
 
 FILE = "model-00001.safetensors"
 EXPERTS = "layers.0.experts.weight"
@@ -50,7 +53,7 @@ def test_any_chunks_give_the_same_bytes(saved, max_bytes):
     source = open_quantized(folder)
     again = plan_from_cache(plan, source)
     assert (again.weights, again.specs, again.tied, again.recipe) == (plan.weights, plan.specs, (), plan.recipe)
-    assert again.reader_bytes == source.scratch_bytes_per_reader == source.manifest.block_bytes
+    assert again.reader_bytes == source.scratch_bytes_per_reader == 0
     assert not source.ignorable
     small = tuple(move for move in again.moves if move.num_bytes <= 1000 * max_bytes)
     results = read_all(source, replace(again, moves=small), max_bytes)
@@ -76,20 +79,6 @@ def test_threads_read_at_once(saved):
     source.close()
 
 
-def test_columns_are_cut_out_of_checked_blocks(saved):
-    folder, _, expected = saved
-    source = open_quantized(folder)
-    out = bytearray(2000 * 7)
-    source.read_into(EXPERTS, 50, 2050, memoryview(out), (30, 37))
-    rows = torch.frombuffer(bytearray(expected[EXPERTS]), dtype=torch.uint8).view(4096, 256)
-    assert bytes(out) == rows[50:2050, 30:37].contiguous().numpy().tobytes()
-    wide = bytearray(10 * 4)
-    source.read_into("embed.weight", 3, 13, memoryview(wide), (254, 256))
-    values = torch.frombuffer(bytearray(expected["embed.weight"]), dtype=torch.int16).view(96, 256)
-    assert bytes(wide) == values[3:13, 254:].contiguous().numpy().tobytes()
-    source.close()
-
-
 def flip(path: Path, place: int) -> None:
     """One bit, with the times of the file as they were."""
     status = path.stat()
@@ -101,10 +90,10 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("max_bytes", [70_000, 262_144, 10**9])
+@pytest.mark.parametrize("max_bytes", [70_000, 10**9])
 @pytest.mark.parametrize("seed", range(4))
 def test_one_changed_bit_is_found_wherever_it_is_and_however_it_is_read(saved, max_bytes, seed):
-    folder, plan, _ = saved
+    folder, plan, expected = saved
     source = open_quantized(folder)
     draw = random.Random(seed)
     header = int.from_bytes((folder / FILE).read_bytes()[:8], "little") + 8
@@ -112,15 +101,36 @@ def test_one_changed_bit_is_found_wherever_it_is_and_however_it_is_read(saved, m
     flip(folder / FILE, header + place)
     ends = list(accumulate(spec.num_bytes for spec in plan.specs))
     spec = plan.specs[bisect_right(ends, place)]
-    inside = place - ends[bisect_right(ends, place)] + spec.num_bytes
-    low = inside // 262_144 * 262_144
-    high = min(low + 262_144, spec.num_bytes)
-    words = rf"{FILE}: '{spec.name}' is damaged between its bytes {low} and {high}; they do not have the checksum"
-    with pytest.raises(ModelFormatError, match=words):
-        read_all(source, plan_from_cache(plan, source), max_bytes)
-    flip(folder / FILE, header + place)
-    read_all(source, plan_from_cache(plan, source), max_bytes)
+    words = rf"{FILE}: '{spec.name}' is damaged; its bytes do not have the checksum in {MANIFEST_FILE}"
+    cached, ledger = plan_from_cache(plan, source), Ledger()
+    with chunks_of(max_bytes):
+        with pytest.raises(ModelFormatError, match=words):
+            load_weights(cached, source, "cpu", ledger, lambda done, total: None, allow_nonfinite=True)
+        assert not list(ledger)
+        flip(folder / FILE, header + place)
+        again = load_weights(cached, source, "cpu", ledger, lambda done, total: None, allow_nonfinite=True).weights
+    assert {name: bits(plane) for name, plane in planes_of(plan, again).items()} == expected
     source.close()
+
+
+def test_planes_that_are_converted_on_their_way_are_checked_as_they_were_saved(saved):
+    folder, _, _ = saved
+    for is_damaged in (False, True):
+        source = open_quantized(folder)
+        plan = plan_quantized(PARAMETERS, source, "float32")
+        if is_damaged:
+            header = int.from_bytes((folder / FILE).read_bytes()[:8], "little") + 8
+            flip(folder / FILE, header)
+            with pytest.raises(ModelFormatError, match=r"'embed.weight' is damaged"):
+                load_weights(plan, source, "cpu", Ledger(), lambda done, total: None, allow_nonfinite=True)
+        else:
+            weights = load_weights(
+                plan, source, "cpu", Ledger(), lambda done, total: None, allow_nonfinite=True
+            ).weights
+            embed = weights["embed.weight"]
+            assert isinstance(embed, torch.Tensor)
+            assert embed.dtype == torch.float32
+        source.close()
 
 
 def edited(folder: Path, edit) -> None:
@@ -166,10 +176,6 @@ def pipe(folder: Path) -> None:
     os.mkfifo(folder / FILE)
 
 
-def fewer_digests(folder: Path) -> None:
-    edited(folder, lambda values: values["files"][0]["planes"].update({EXPERTS: "00" * 16}))
-
-
 def other_shape(folder: Path) -> None:
     edited(folder, lambda values: values["weights"][0].update(shape=[256, 96]))
 
@@ -206,7 +212,6 @@ def scale_of_its_own(folder: Path) -> None:
         (remove_file, f"has no {FILE}"),
         (link_out, "a link that leads out"),
         (pipe, "no regular file"),
-        (fewer_digests, rf"has 1 checksums for '{EXPERTS}'; its 1048576 bytes have 4 blocks"),
         (other_shape, "'embed.weight' is BF16 of shape"),
         (another_weight, "out lacks x"),
         (no_weight, f"{FILE} holds 'lm_head.weight'; {MANIFEST_FILE} lists no such weight"),

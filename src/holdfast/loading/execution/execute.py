@@ -3,19 +3,20 @@
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.errors import MemoryPlanError, ModelFormatError, shown
+from holdfast.kernels.load.checksum import add_checksum, as_unsigned
 from holdfast.loading.execution.feeds import Feed, HostFeed, PinnedFeed, WriterFeed
-from holdfast.loading.execution.place import Placer
-from holdfast.loading.execution.ring import Chunk, cut_chunks
+from holdfast.loading.execution.place import ChunkViews, Placer
+from holdfast.loading.execution.ring import Chunk, Piece, cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.loading.planning.plan import PINNED_CHUNKS, LoadPlan
-from holdfast.loading.sources.source import WeightSource, WritingSource
+from holdfast.loading.sources.source import CheckedSource, WeightSource, WritingSource
 from holdfast.memory.arena import Arena, is_out_of_memory
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.profiler import anonymous_bytes
@@ -150,15 +151,20 @@ class _Load:
 
     def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> bool:
         placer = Placer(self._plan.moves, self._plan.tied, self._tensors, staging["findings"], staging["amax"])
+        checks = _Checks(self._plan.moves, self._source, staging["checksums"]) if self._plan.is_checked else None
         self._progress.begin()
         with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
             for chunk, views in feed:
                 for piece in chunk.pieces:
+                    if checks is not None:
+                        checks.add(piece, views)
                     placer.place(piece, views)
                 self._progress.add(chunk.done_bytes)
         self._seconds = feed.read_seconds, feed.copy_seconds, feed.place_seconds
         if self._device.type == "cuda":
             self._peaks = _device_peaks(self._device)
+        if checks is not None:
+            checks.judge()
         is_finite = _judge(placer.wrong_rows(), self._source, allow_nonfinite)
         self._progress.end()
         return is_finite
@@ -190,6 +196,29 @@ class _Load:
             device_used_bytes=used,
             peak_anonymous_bytes=self._progress.peak_anonymous_bytes,
         )
+
+
+class _Checks:
+    """What the bytes of every tensor add up to, where they arrived, against what its source knows."""
+
+    def __init__(self, moves: Sequence[Move], source: WeightSource, sums_M: torch.Tensor) -> None:
+        assert isinstance(source, CheckedSource), f"{type(source).__name__} knows no checksums"
+        self._moves = moves
+        self._source = source
+        self._sums = sums_M.zero_().split(1)
+        self._sums_M = sums_M
+
+    def add(self, piece: Piece, views: ChunkViews) -> None:
+        """A piece is some whole rows of its tensor, as they are stored."""
+        bytes_N = views.raw.narrow(0, piece.offset, piece.num_bytes)
+        add_checksum(bytes_N, piece.row * (piece.num_bytes // piece.num_rows), self._sums[piece.move])
+
+    def judge(self) -> None:
+        """Raise for the first tensor that is not what was saved."""
+        wanted = self._source.checksums
+        for move, found in zip(self._moves, self._sums_M.tolist(), strict=True):
+            if as_unsigned(found) != wanted[move.tensor]:
+                raise self._source.damaged(move.tensor)
 
 
 class _Progress:

@@ -177,8 +177,9 @@ class AddressPlacer:
 
 
 class ChunkViews(dict[str, torch.Tensor]):
-    """The bytes of a chunk as flat tensors, by the name of their type; and where they lie."""
+    """The bytes of a chunk as flat tensors, by the name of their type; as they are; and where they lie."""
 
+    raw: torch.Tensor
     address: int
 
 
@@ -186,7 +187,7 @@ def chunk_views(chunk: torch.Tensor, moves: Sequence[Move]) -> ChunkViews:
     """A chunk of bytes in every type that these moves read."""
     dtypes = {move.tensor_dtype for move in moves}
     views = ChunkViews({dtype: chunk.view(getattr(torch, dtype)) for dtype in dtypes})
-    views.address = chunk.data_ptr()
+    views.raw, views.address = chunk, chunk.data_ptr()
     return views
 
 

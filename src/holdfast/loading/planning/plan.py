@@ -55,6 +55,8 @@ class LoadPlan:
     """What a source that writes rows itself works with; nothing for one that reads them."""
     reader_bytes: int
     """Host memory that one reader holds beside its chunk."""
+    is_checked: bool = False
+    """Whether the source knows checksums, which are summed on the device."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -109,7 +111,8 @@ class LoadPlan:
                 specs.append(TensorSpec("spare", (spare_bytes,), "uint8"))
         num_moves = len(self.moves)
         findings = TensorSpec("findings", (num_moves + len(self.tied), 2), "int32")
-        return (*specs, findings, TensorSpec("amax", (num_moves,), "float32"))
+        sums = (TensorSpec("checksums", (num_moves,), "int64"),) if self.is_checked else ()
+        return (*specs, findings, TensorSpec("amax", (num_moves,), "float32"), *sums)
 
     def staging_bytes(self, device_kind: str) -> int:
         """Most memory of the device that a load holds beside the final tensors."""

@@ -1,4 +1,4 @@
-"""The manifest of saved weights: what they were made from, how, and a checksum for every block of them; hostile input; no torch.
+"""The manifest of saved weights: what they were made from, how, and a checksum for every plane of them; hostile input; no torch.
 
 A folder of saved weights holds holdfast-weights.json, which this is, and model-00001.safetensors and so on, whose tensors are
 the planes of the final weights: a tensor as it is, or codes under the weight's name and scales beside them. The manifest is
@@ -26,13 +26,12 @@ from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.sources.files import CONFIG_FILE, read_json_object
 from holdfast.loading.sources.safetensors import MAX_HEADER_BYTES, file_inside
 from holdfast.loading.sources.source import WritingSource
-from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, HEAD_SCHEME, ROW_SCHEMES, WEIGHT_SCHEMES, WeightRecipe
 
 MAX_SETTINGS_BYTES = 32 * 2**20
 DIGEST_BYTES = 16
-"""Of every checksum: the first half of SHA-256, which processors have instructions for."""
+"""Of the digest of a header, of settings, of a plan: the first half of SHA-256. Planes have checksums instead, which are fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class SourceIdentity:
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """The checksum of some bytes; other threads run meanwhile."""
+    """By which few bytes are known again."""
     return hashlib.sha256(data, usedforsecurity=False).digest()[:DIGEST_BYTES]
 
 
@@ -133,17 +132,15 @@ def _beginning(path: Path, num_bytes: int) -> tuple[bytes, os.stat_result]:
 
 
 FORMAT = "holdfast weights"
-VERSION = 1
+VERSION = 2
 """Raised whenever the same source and recipe would give other bytes, or the manifest says something else."""
-MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 256 * 2**10, 16 * 2**20
-MAX_BLOCKS = 2**17
-"""Blocks are larger where there would be more: their checksums are a few MB at most."""
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
 MAX_RANKS = 2**16
 MAX_TEXT = 512
 SAVE_AGAIN = "delete the folder and save the weights again"
 _FILE_NAME = re.compile(r"model-[0-9]{5}\.safetensors")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
 class Mesh(NamedTuple):
@@ -158,13 +155,13 @@ ALONE = Mesh(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class PlaneFile:
-    """One safetensors file, and the checksums of every plane in it, one after the other."""
+    """One safetensors file, and the checksum of every plane in it."""
 
     name: str
     num_bytes: int
     header_digest: str
-    digests: Mapping[str, bytes]
-    """By plane, in the order of the data."""
+    checksums: Mapping[str, int]
+    """By plane, in the order of the data; 64 bits (kernels/load/checksum.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,26 +175,11 @@ class Manifest:
     """Of which checkpoint rows went where."""
     source: SourceIdentity
     weights: tuple[PlannedWeight, ...]
-    block_bytes: int
-    """A checksum covers so many bytes of a plane; the last of a plane may cover fewer."""
     files: tuple[PlaneFile, ...]
 
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
-
-
-def block_bytes_for(specs: Iterable[TensorSpec]) -> int:
-    """The smallest blocks that are not too many."""
-    specs, block_bytes = tuple(specs), MIN_BLOCK_BYTES
-    while block_bytes < MAX_BLOCK_BYTES and sum(num_blocks(spec.num_bytes, block_bytes) for spec in specs) > MAX_BLOCKS:
-        block_bytes *= 2
-    return block_bytes
-
-
-def num_blocks(num_bytes: int, block_bytes: int) -> int:
-    """Checksums of a plane."""
-    return -(-num_bytes // block_bytes)
 
 
 def unsaved(weights: Iterable[PlannedWeight]) -> str | None:
@@ -235,13 +217,12 @@ def manifest_text(manifest: Manifest) -> str:
                 for file in source.files
             ],
         },
-        "block_bytes": manifest.block_bytes,
         "files": [
             {
                 "name": file.name,
                 "bytes": file.num_bytes,
                 "header": file.header_digest,
-                "planes": {name: digests.hex() for name, digests in file.digests.items()},
+                "planes": {name: f"{checksum:016x}" for name, checksum in file.checksums.items()},
             }
             for file in manifest.files
         ],
@@ -271,9 +252,6 @@ def read_manifest(path: Path) -> Manifest:
         )
     mesh = fields.inner("mesh")
     num_ranks = mesh.count("num_ranks", 1, MAX_RANKS)
-    block_bytes = fields.count("block_bytes", 1, MAX_BLOCK_BYTES)
-    if block_bytes & (block_bytes - 1) or block_bytes < 4096:
-        raise fields.wrong("block_bytes", "a power of two from 4096 on is needed")
     return Manifest(
         dtype=fields.choice("dtype", MODEL_DTYPES),
         recipe=_read_recipe(fields.inner("recipe")),
@@ -281,7 +259,6 @@ def read_manifest(path: Path) -> Manifest:
         plan_digest=fields.digest("plan"),
         source=_read_source(fields.inner("source")),
         weights=tuple(_read_weight(inner) for inner in fields.inners("weights")),
-        block_bytes=block_bytes,
         files=tuple(_read_file(inner) for inner in fields.inners("files")),
     )
 
@@ -338,13 +315,13 @@ def _read_file(fields: "_Fields") -> PlaneFile:
     if not _FILE_NAME.fullmatch(name):
         raise fields.wrong("name", "model-00001.safetensors or another number is needed")
     planes = fields.inner("planes")
-    digests: dict[str, bytes] = {}
+    checksums: dict[str, int] = {}
     for plane in planes.values:
         text = planes.values[plane]
-        if not isinstance(text, str) or len(text) % (2 * DIGEST_BYTES) or not _HEX.fullmatch(text):
-            raise planes.wrong(plane, "checksums in hexadecimal digits are needed")
-        digests[plane] = bytes.fromhex(text)
-    return PlaneFile(name, fields.count("bytes"), fields.digest("header"), digests)
+        if not isinstance(text, str) or not _CHECKSUM.fullmatch(text):
+            raise planes.wrong(plane, "a checksum of 16 hexadecimal digits is needed")
+        checksums[plane] = int(text, 16)
+    return PlaneFile(name, fields.count("bytes"), fields.digest("header"), checksums)
 
 
 class _Fields:

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -27,7 +26,6 @@ from holdfast.loading.quantized.manifest import (
     Mesh,
     PlaneFile,
     SourceIdentity,
-    block_bytes_for,
     digest,
     identify_source,
     manifest_text,
@@ -46,7 +44,6 @@ MAX_FILE_BYTES = 4 * 2**30
 """Of the planes in one file; a plane that has more gets a file of its own."""
 CHUNK_BYTES = 16 * 2**20
 """Bytes that are checked and written at a time, and that a GPU sends through pinned memory: the only memory that writing takes."""
-DIGEST_THREADS = 4
 MAX_COPIED_BYTES = 512 * 2**20
 COPIED_FILES = (
     CONFIG_FILE,
@@ -156,14 +153,13 @@ def write_weights(
 ) -> int:
     """Files of weights and their manifest, into a folder that has none; OSError where the disk says no."""
     planes = dict(_planes(plan, weights))
-    block_bytes = block_bytes_for(plan.specs)
-    writer = PlaneWriter(block_bytes, sum(spec.num_bytes for spec in plan.specs), on_progress)
+    writer = PlaneWriter(sum(spec.num_bytes for spec in plan.specs), on_progress)
     with writer:
         files = tuple(
             writer.write_file(folder / f"model-{number:05}.safetensors", specs, planes)
             for number, specs in enumerate(files_of(plan.specs), 1)
         )
-    manifest = Manifest(plan.dtype, plan.recipe, mesh, plan_digest(plan), identity, plan.weights, block_bytes, files)
+    manifest = Manifest(plan.dtype, plan.recipe, mesh, plan_digest(plan), identity, plan.weights, files)
     with open(folder / MANIFEST_FILE, "x", encoding="utf-8") as file:
         file.write(manifest_text(manifest))
         file.flush()
@@ -193,20 +189,16 @@ def files_of(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
 class PlaneWriter:
     """Writes planes chunk by chunk; those of a GPU come through one pinned chunk, those of the host are written as they lie."""
 
-    def __init__(self, block_bytes: int, total_bytes: int, on_progress: Progress) -> None:
-        assert CHUNK_BYTES % block_bytes == 0, f"{CHUNK_BYTES=} is no multiple of {block_bytes=}"
-        self._block_bytes = block_bytes
+    def __init__(self, total_bytes: int, on_progress: Progress) -> None:
         self._total_bytes = total_bytes
         self._on_progress = on_progress
         self._done_bytes = 0
         self._pinned: torch.Tensor | None = None
-        self._pool = ThreadPoolExecutor(DIGEST_THREADS)
 
     def __enter__(self) -> PlaneWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
         self._pinned = None
 
     def write_file(self, path: Path, specs: list[TensorSpec], planes: Mapping[str, torch.Tensor]) -> PlaneFile:
@@ -214,27 +206,28 @@ class PlaneWriter:
         header = header_of(specs)
         with open(path, "xb", buffering=0) as file:
             write_fully(file, memoryview(header))
-            digests = {spec.name: self._write_plane(file, spec, planes[spec.name]) for spec in specs}
+            checksums = {spec.name: self._write_plane(file, spec, planes[spec.name]) for spec in specs}
             os.fsync(file.fileno())
         num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
-        return PlaneFile(path.name, num_bytes, digest(header).hex(), digests)
+        return PlaneFile(path.name, num_bytes, digest(header).hex(), checksums)
 
-    def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> bytes:
+    def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> int:
+        """Its checksum."""
         import torch
+
+        from holdfast.kernels.load.checksum import add_checksum, as_unsigned
 
         dtype = str(plane.dtype).removeprefix("torch.")
         assert (tuple(plane.shape), dtype) == (spec.shape, spec.dtype), f"{plane.shape} {dtype} for {spec}"
         assert plane.is_contiguous(), f"{spec.name}: strides {plane.stride()}"
-        digests: list[bytes] = []
-        for piece in plane.detach().view(-1).view(torch.uint8).split(CHUNK_BYTES):
-            chunk = self.on_host(piece).numpy().data
-            blocks = [chunk[at : at + self._block_bytes] for at in range(0, len(chunk), self._block_bytes)]
-            checked = self._pool.map(digest, blocks)
-            write_fully(file, chunk)
-            digests += checked
+        sum_1 = torch.zeros(1, dtype=torch.int64)
+        for number, piece in enumerate(plane.detach().view(-1).view(torch.uint8).split(CHUNK_BYTES)):
+            chunk = self.on_host(piece)
+            add_checksum(chunk, number * CHUNK_BYTES, sum_1)
+            write_fully(file, chunk.numpy().data)
             self._done_bytes += len(chunk)
             self._on_progress(self._done_bytes, self._total_bytes)
-        return b"".join(digests)
+        return as_unsigned(int(sum_1))
 
     def on_host(self, piece: torch.Tensor) -> torch.Tensor:
         """The piece itself, or what it was copied to; valid until the next."""

@@ -78,6 +78,20 @@ class WritingSource(Protocol):
         ...
 
 
+@runtime_checkable
+class CheckedSource(Protocol):
+    """What a source has besides, if it knows what its bytes must be; they are checked where they arrive."""
+
+    @property
+    def checksums(self) -> Mapping[str, int]:
+        """Of every tensor (kernels/load/checksum.py)."""
+        ...
+
+    def damaged(self, name: str) -> Exception:
+        """What to raise for a tensor that came with another checksum."""
+        ...
+
+
 class RowRead(NamedTuple):
     """The arguments of `WeightSource.read_into`."""
 

@@ -1,0 +1,129 @@
+"""Checksums of saved weights, summed piece by piece where the bytes lie: on a GPU with Triton, on a CPU in C or plain torch.
+
+A plane's checksum is a sum over its bytes, so the pieces of a plane may come in any order and begin anywhere:
+
+    sum over blocks of B(block) * (sum over the block's words of W(place in the block) * word)      modulo 2^64
+
+A word is 4 bytes, little endian; a block has 16 KiB; W is 32 bits and B an odd number of 64, both mixed from their index. One
+wrong word is always found, words or blocks that changed places, and anything else but once in about 2^32 times. It guards
+against damage, not against somebody who means harm: who can write the weights can write the manifest beside them.
+"""
+
+from functools import cache
+
+import torch
+
+from holdfast.kernels.native_library import native_library
+from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, kernel_constant, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+BLOCK_BYTES = 2**14
+WORD_BYTES = 4
+BLOCK_WORDS = BLOCK_BYTES // WORD_BYTES
+BLOCKS_AT_ONCE = 64
+"""That plain torch works on: what it needs in between stays below 8 MiB."""
+MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
+FIRST_FACTOR, SECOND_FACTOR = kernel_constant(0x85EBCA6B), kernel_constant(0xC2B2AE35)
+TILE_BYTES = 4096
+"""Of a block, that a program of the kernel sums at a time."""
+
+
+def add_checksum(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) -> None:
+    """Add to `sum_1` [1] int64 what these bytes (uint8) give as the bytes from `first_byte` on of their plane."""
+    if can_run(bytes_N):
+        add_checksum_triton(bytes_N, first_byte, sum_1)
+        return
+    library = native_library() if bytes_N.is_cpu and bytes_N.is_contiguous() else None
+    if library is None:
+        add_checksum_reference(bytes_N, first_byte, sum_1)
+    else:
+        library.holdfast_add_checksum(bytes_N.data_ptr(), bytes_N.numel(), first_byte, sum_1.data_ptr())
+
+
+def add_checksum_reference(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) -> None:
+    """The same in plain torch."""
+    keys_W = torch.tensor(_word_keys(), dtype=torch.int64, device=bytes_N.device)
+    end, start = first_byte + bytes_N.numel(), first_byte
+    while start < end:
+        block = start // BLOCK_BYTES
+        stop = min(end, (block + BLOCKS_AT_ONCE) * BLOCK_BYTES)
+        num_blocks = -(-stop // BLOCK_BYTES) - block
+        padded = bytes_N.new_zeros(num_blocks * BLOCK_BYTES)
+        padded[start - block * BLOCK_BYTES : stop - block * BLOCK_BYTES] = bytes_N[
+            start - first_byte : stop - first_byte
+        ]
+        words_BW = padded.view(torch.int32).view(num_blocks, BLOCK_WORDS).long() & MASK_32
+        block_keys = [_signed(block_key(index)) for index in range(block, block + num_blocks)]
+        blocks_B = (words_BW * keys_W).sum(dim=1)
+        sum_1 += (blocks_B * torch.tensor(block_keys, dtype=torch.int64, device=bytes_N.device)).sum()
+        start = stop
+
+
+def add_checksum_triton(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) -> None:
+    """The same as a Triton kernel, a program for each block that the bytes touch."""
+    num_bytes = bytes_N.numel()
+    if num_bytes:
+        first_block, end_block = first_byte // BLOCK_BYTES, -(-(first_byte + num_bytes) // BLOCK_BYTES)
+        _checksum_kernel[(end_block - first_block,)](
+            bytes_N,
+            sum_1,
+            first_block,
+            first_byte - first_block * BLOCK_BYTES,
+            num_bytes,
+            BLOCK=BLOCK_BYTES,
+            TILE=TILE_BYTES,
+            num_warps=4,
+        )
+
+
+def block_key(index: int) -> int:
+    """The factor of a block: odd, so that none of its bits is lost."""
+    return _mixed(2 * index + 1) << 32 | _mixed(2 * index + 2) | 1
+
+
+@cache
+def _word_keys() -> list[int]:
+    """The factors of a block's words; 0, which would hide its word, is none of them."""
+    return [_mixed(index + 1) for index in range(BLOCK_WORDS)]
+
+
+def _mixed(value: int) -> int:
+    """32 bits from 32 bits, one to one (the finalizer of MurmurHash3); only 0 gives 0."""
+    value &= MASK_32
+    value = (value ^ value >> 16) * 0x85EBCA6B & MASK_32
+    value = (value ^ value >> 13) * 0xC2B2AE35 & MASK_32
+    return value ^ value >> 16
+
+
+def _signed(value: int) -> int:
+    return value - (value >> 63 << 64)
+
+
+def as_unsigned(value: int) -> int:
+    """A sum as a tensor has it, as 64 bits without a sign."""
+    return value & MASK_64
+
+
+@jit_counting("first_block", "first_byte", "num_bytes")
+def _checksum_kernel(p_bytes, p_sum, first_block, first_byte, num_bytes, BLOCK: constexpr, TILE: constexpr):
+    """`first_byte` is counted from the beginning of `first_block`."""
+    i_block = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((TILE,), dtype=tl.int64)
+    for tile in range(BLOCK // TILE):
+        o_byte = tile * TILE + tl.arange(0, TILE)
+        at = i_block * BLOCK + o_byte - first_byte
+        b_byte = tl.load(p_bytes + at, mask=(at >= 0) & (at < num_bytes), other=0).to(tl.int64)
+        b_key = _mix((o_byte // 4 + 1).to(tl.uint32)).to(tl.int64)
+        total += (b_byte << ((o_byte % 4) * 8).to(tl.int64)) * b_key
+    index = ((first_block + i_block) * 2).to(tl.uint32)
+    key = _mix(index + 1).to(tl.int64) << 32 | _mix(index + 2).to(tl.int64) | 1
+    tl.atomic_add(p_sum, tl.sum(total, axis=0) * key)
+
+
+@jit_counting()
+def _mix(value):
+    """`_mixed`."""
+    value = (value ^ (value >> 16)) * FIRST_FACTOR
+    value = (value ^ (value >> 13)) * SECOND_FACTOR
+    return value ^ (value >> 16)
