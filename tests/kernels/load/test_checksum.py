@@ -50,7 +50,7 @@ def summed(data: torch.Tensor, cuts: list[int], add=add_checksum) -> int:
     sum_1 = torch.zeros(1, dtype=torch.int64, device=data.device)
     for start, end in pairwise(cuts):
         add(data[start:end], start, sum_1)
-    return as_unsigned(sum_1.item())
+    return as_unsigned(int(sum_1))
 
 
 @pytest.mark.parametrize("add", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
