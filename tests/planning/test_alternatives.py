@@ -177,7 +177,7 @@ def test_others_memory_is_not_offered() -> None:
 def test_where_nothing_fits() -> None:
     listed = list_alternatives(plan_request("DeepSeek-V4-Pro", RTX4090))
     gpus = [item for item in listed if item.option == "gpu"]
-    assert [(item.value, item.fits) for item in gpus] == [("b200", False)]
+    assert [(item.value, item.fits) for item in gpus] == [("gb300", False)]
     assert not any(item.is_smallest for item in listed)
     assert smallest_change(listed) == "take a smaller model: no single change makes this one fit"
 

@@ -9,7 +9,7 @@ from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
-from holdfast.memory.devices import find_gpu
+from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.planning.fit import PlanRequest
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
@@ -55,8 +55,10 @@ def plan(options: PlanOptions, engine: Given) -> int:
         lines = plan_lines(view)
         if options.sweep:
             lines += [Line(""), *sweep_lines(cells, request.target.name)]
+        notes = name_notes(options)
         if options.gpu is None and options.memory is None:
-            lines += [Line(""), Line(NO_DEVICE, "dim")]
+            notes += (NO_DEVICE,)
+        lines += [Line("")] * bool(notes) + [Line(note, "dim") for note in notes]
         show(lines)
     return 0 if view.fits else DOES_NOT_FIT
 
@@ -65,13 +67,34 @@ def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
     """What was typed, checked; a model is looked for when the rest is sound."""
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
-    asked_ranks = "1" if options.tensor_parallel_size is None else options.tensor_parallel_size
+    asked_ranks = _asked_ranks(options)
     ranks = read_count(asked_ranks)
     blueprint = open_blueprint(options.model)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"
     return PlanRequest(config, blueprint, target, ranks)
+
+
+def _asked_ranks(options: PlanOptions) -> str:
+    """As many as are asked for by name, as in 2x4090, or by number."""
+    num_gpus = 1 if options.gpu is None else find_gpus(options.gpu).num_gpus
+    asked = options.tensor_parallel_size
+    if asked is None or num_gpus == 1:
+        return str(num_gpus) if asked is None else asked
+    if read_count(asked) != num_gpus:
+        raise ConfigError(
+            f"--gpu {shown(options.gpu)[1:-1]} and --tensor-parallel-size {shown(asked)[1:-1]} were asked",
+            "both say how many GPUs share the model",
+            "leave one out",
+        )
+    return asked
+
+
+def name_notes(options: PlanOptions) -> tuple[str, ...]:
+    """What was taken for a name that leaves something open, in words."""
+    gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
+    return () if gpu_note is None else (f"--gpu {gpu_note}",)
 
 
 def read_target(options: PlanOptions) -> Target:

@@ -225,6 +225,8 @@ def _gpu_alternatives(request: PlanRequest) -> list[Alternative]:
     for gpu in GPUS.values():
         if request.target.kind == "cuda" and gpu.total_bytes == request.target.total_bytes:
             continue
+        if fitting and GPUS[fitting[-1].value].nominal_gb == gpu.nominal_gb:
+            continue  # of several with as much one is enough
         # A limit was meant for the device that was named first.
         config = replace(request.config, device="auto", memory_limit=None)
         moved = request._replace(config=config, target=gpu_target(gpu), staging=None)
