@@ -2,14 +2,20 @@
 
 from typing import Any
 
+CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
+"""Classes of settings that are not called like their model."""
 
-def count_elements(family: str, config: dict[str, Any], buffers: tuple[str, ...] = ()) -> int:
-    """Parameters of a model of transformers, and those of its buffers whose names end like this."""
+
+def count_elements(architecture: str, config: dict[str, Any], buffers: tuple[str, ...] = ()) -> int:
+    """Parameters of a model of transformers, and those of its buffers whose names end like this; Llama means LlamaForCausalLM."""
     import torch
     import transformers
 
+    if "For" not in architecture:
+        architecture = f"{architecture}ForCausalLM"
+    settings = CONFIGS.get(architecture, f"{architecture.partition('For')[0]}Config")
     options = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options))
+        model = getattr(transformers, architecture)(getattr(transformers, settings)(**options))
     counted = sum(parameter.numel() for parameter in model.parameters())
     return counted + sum(tensor.numel() for name, tensor in model.named_buffers() if name.endswith(buffers))

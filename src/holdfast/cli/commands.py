@@ -325,12 +325,12 @@ COMMANDS = (
         (
             Option(
                 "model",
-                "A folder with a config.json, a GGUF file, or a well-known name such as Qwen3-32B. Left out: the "
-                "default model.",
+                "A folder with a config.json, a GGUF file, or a well-known name such as Qwen3-32B, qwen3 32b or "
+                "openai/gpt-oss-20b; --list shows them. Left out: the default model.",
                 "MODEL",
                 panel=ARGUMENTS,
             ),
-            Option("gpu", "A GPU such as h200, a100-80g or rtx4090.", "NAME", panel=MEMORY),
+            Option("gpu", "A GPU such as h200, 4090, H100-PCIe or 2x4090; --list shows them.", "NAME", panel=MEMORY),
             Option("memory", "A GPU of that size, such as 24GiB.", "SIZE", panel=MEMORY),
             Option(
                 "tensor_parallel_size",
@@ -341,6 +341,7 @@ COMMANDS = (
             ),
             Option("as_json", "Print one JSON object and nothing else.", panel=OUTPUT, flags=("--json",)),
             Option("sweep", "Chart tokens by KV format and weights.", panel=OUTPUT),
+            Option("list_names", "List the models and GPUs that are known by name.", panel=OUTPUT, flags=("--list",)),
             _file("html", "--html", "Write a page with the plan and the sweep."),
         ),
         _run_plan,

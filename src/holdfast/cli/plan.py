@@ -11,7 +11,9 @@ from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
+from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
 from holdfast.planning.fit import PlanRequest
+from holdfast.planning.resolve import resolve
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
@@ -30,10 +32,16 @@ class PlanOptions(NamedTuple):
     as_json: bool = False
     sweep: bool = False
     html: str | None = None
+    list_names: bool = False
 
 
 def plan(options: PlanOptions, engine: Given) -> int:
     """Tell what fits; the exit code is 1 where it does not. Everything that was typed is checked first."""
+    if options.list_names:
+        from holdfast.cli.plan_names import show_names
+
+        show_names(as_json=options.as_json)
+        return 0
     html = None
     if options.html is not None:
         from holdfast.cli.page import page_file
@@ -55,7 +63,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         lines = plan_lines(view)
         if options.sweep:
             lines += [Line(""), *sweep_lines(cells, request.target.name)]
-        notes = name_notes(options)
+        notes = name_notes(options, request)
         if options.gpu is None and options.memory is None:
             notes += (NO_DEVICE,)
         lines += [Line("")] * bool(notes) + [Line(note, "dim") for note in notes]
@@ -91,10 +99,21 @@ def _asked_ranks(options: PlanOptions) -> str:
     return asked
 
 
-def name_notes(options: PlanOptions) -> tuple[str, ...]:
+def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     """What was taken for a name that leaves something open, in words."""
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
-    return () if gpu_note is None else (f"--gpu {gpu_note}",)
+    notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
+    stored = None if options.model is None else stored_as(options.model)
+    # A name that is no longer whole was found in the catalogue, which has shapes and not how a release stores them.
+    if stored is None or request.blueprint.name not in (*CATALOGUE, *SAME):
+        return notes
+    resolved = resolve(request.config, request.blueprint, request.target)
+    scheme = resolved.recipe.scheme
+    do = "pass the file or the folder for what it holds"
+    if stored.scheme and scheme is None:
+        do = f"add --quantization {stored.scheme} for about as few bits, or {do}"
+    weights = resolved.dtype if scheme is None else scheme.name
+    return (*notes, f"{request.blueprint.name} is planned with weights in {weights}, not {stored.word}: {do}")
 
 
 def read_target(options: PlanOptions) -> Target:

@@ -21,6 +21,8 @@ KV_IS_ASKED = "kv_cache_memory"
 """The reason of a bound on KV pages that was asked for; our own gives way where one sequence needs more."""
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+WINDOW_SHARE = 10
+"""Of the memory one part in so many is for what sequences keep whatever their length, unless their number was asked."""
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PAGE_TOKENS = 16
 QUANTIZED_PAGE_TOKENS = 64
@@ -106,6 +108,8 @@ def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) 
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes = _budget(config, target)
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
+    if config.max_num_seqs is None:
+        limits = _fewer_windows(limits, model.kv_bytes_per_sequence(kv_format), budget_bytes, choices)
     return Resolved(
         target.name,
         dtype,
@@ -161,6 +165,17 @@ def _limits(config: EngineConfig, model: Blueprint, kind: str, page_tokens: int,
     max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[kind]
     max_num_batched_tokens = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[kind]
     return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, page_tokens)
+
+
+def _fewer_windows(limits: Limits, sequence_bytes: int, budget_bytes: int, choices: list[Choice]) -> Limits:
+    """Sequences whose windows take a share of the memory, where a model keeps some whatever a sequence's length."""
+    room_bytes = budget_bytes // WINDOW_SHARE
+    if limits.max_num_seqs * sequence_bytes <= room_bytes:
+        return limits
+    fewer = 2 ** (max(1, room_bytes // sequence_bytes).bit_length() - 1)
+    reason = f"a sequence keeps {format_bytes(sequence_bytes)} in windows, which get 1/{WINDOW_SHARE} of the memory"
+    choices.append(Choice("max_num_seqs", str(fewer), reason))
+    return dataclasses.replace(limits, max_num_seqs=fewer)
 
 
 def _max_kv_reason(config: EngineConfig, max_kv_bytes: int | None) -> str:

@@ -1,7 +1,7 @@
 """Blueprint: what planning needs to know of a model, also of those that this version cannot run; no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
@@ -241,12 +241,23 @@ def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> Blue
     )
 
 
+def _read_planned(settings: Settings, name: str, native: str | None) -> Blueprint:
+    from holdfast.models.blueprints.planned import planned
+
+    anatomy = planned(settings, native)
+    architecture = (settings.texts("architectures") or ("",))[0]
+    blueprint = _grouped(name, anatomy.grouped, f"{architecture} is not in this version")
+    return replace(blueprint, anatomy=anatomy)
+
+
 def _native_scheme(settings: Settings) -> str | None:
     """The scheme in which the checkpoint stores its matrices, from quantization_config."""
     part = settings.part("quantization_config")
     if part is None:
         return None
     method = part.text("quant_method", "")
+    if method == "mxfp4" and settings.texts("architectures") == ("GptOssForCausalLM",):
+        return method  # of its experts
     if method != "fp8":
         raise UnsupportedModelError(
             f"{settings.file} says {part.section}quant_method = {shown(method)}",
@@ -271,6 +282,15 @@ def _dtype(settings: Settings) -> str:
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], Blueprint]] = {
     "DeepseekV2ForCausalLM": _read_deepseek,
     "DeepseekV3ForCausalLM": _read_deepseek,
+    "DeepseekV32ForCausalLM": _read_deepseek,
     "DeepseekV4ForCausalLM": _read_deepseek_v4,
+    **dict.fromkeys(
+        (
+            *("MixtralForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+            *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+            *("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+        ),
+        _read_planned,
+    ),
 }
 """Architectures that can be planned and not run, by the name in config.json."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
 from holdfast.models.blueprints.anatomy import CacheRows, Experts, StepShape, needed, split
-from holdfast.models.blueprints.latent import PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
+from holdfast.models.blueprints.latent import INDEX_SCORE_BYTES, PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
 from holdfast.models.blueprints.weights import FP8_BLOCK_E8M0, Weight
 from holdfast.models.families import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.settings import Settings
@@ -18,8 +18,6 @@ FP8_TILE = 64
 OVERLAPPED = 4
 """The ratio whose windows overlap: twice the columns, twice the rows, and an index to choose among its entries."""
 RATIOS = (0, OVERLAPPED, 128)
-INDEX_SCORE_BYTES = 128 * 2**20
-"""Scores of a block of rows against all index entries; long contexts take fewer rows at a time, not more memory."""
 
 
 class CompressedAnatomy(NamedTuple):

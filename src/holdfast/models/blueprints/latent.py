@@ -1,4 +1,4 @@
-"""Models with latent attention (MLA): DeepSeek-V2, V3 and R1, whose cache keeps one compressed row a token; no torch."""
+"""Models with latent attention (MLA): DeepSeek-V2 to V3.2, R1 and Kimi-K2, whose cache keeps one compressed row a token; no torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
 FP8_TILE = 128
 """Latent elements that share a float32 scale in a row of fp8."""
+INDEX_SCORE_BYTES = 128 * 2**20
+"""Scores of a block of rows against all entries of an index; long contexts take fewer rows at a time, not more memory."""
 ROWS_AT_ONCE = 1024
 """Rows whose queries are widened to the latent's size together: that is what would grow with heads and rows."""
 PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
@@ -40,6 +42,10 @@ class LatentAnatomy(NamedTuple):
     num_draft_layers: int
     """Layers that draft tokens; the checkpoint holds them, with an embedding and a head of their own."""
     native: str | None
+    num_index_heads: int = 0
+    """Of the index that chooses which tokens are attended to (V3.2); 0: all are."""
+    index_dim: int = 0
+    index_top_k: int = 0
 
     @property
     def rope_width(self) -> int:
@@ -76,7 +82,11 @@ class LatentAnatomy(NamedTuple):
         return f"{kv_format.name} keeps keys and values by head, and this model keeps latents"
 
     def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
-        return (CacheRows("latent", self.num_layers, self._row_bytes(kv_format)),)
+        rows = [CacheRows("latent", self.num_layers, self._row_bytes(kv_format))]
+        if self.num_index_heads:
+            index_bytes = self.index_dim + 4 if kv_format.name == "fp8" else self.index_dim * _plain_bytes(kv_format)
+            rows.append(CacheRows("index", self.num_layers, index_bytes))
+        return tuple(rows)
 
     def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
         return 0
@@ -99,6 +109,12 @@ class LatentAnatomy(NamedTuple):
         ]
         if self.q_rank is not None:
             attention.append(TensorSpec("q_latent", (rows, self.q_rank), dtype))
+        if self.num_index_heads:
+            attention += [
+                TensorSpec("index_q", (at_once, self.num_index_heads * self.index_dim), dtype),
+                TensorSpec("index_scores", (min(INDEX_SCORE_BYTES, 4 * rows * step.max_model_len),), "uint8"),
+                TensorSpec("index_top", (rows, self.index_top_k), "int32"),
+            ]
         requests = [Request(STREAM, "stream", stream), Request(LAYERS, "attention", tuple(attention))]
         if self.num_dense_layers:
             inner = self.intermediate_size // num_ranks
@@ -111,7 +127,7 @@ class LatentAnatomy(NamedTuple):
     def _row_bytes(self, kv_format: KVFormat) -> int:
         if kv_format.name == "fp8":
             return self.kv_rank + 4 * -(-self.kv_rank // FP8_TILE) + 2 * self.rope_dim
-        return (self.kv_rank + self.rope_dim) * DTYPE_BYTES[kv_format.key_dtype]
+        return (self.kv_rank + self.rope_dim) * _plain_bytes(kv_format)
 
     def _attention(self, prefix: str, num_ranks: int) -> list[Weight]:
         heads, hidden, native = self.num_heads // num_ranks, self.hidden_size, self.native
@@ -133,6 +149,20 @@ class LatentAnatomy(NamedTuple):
             Weight(f"{prefix}kv_b.weight", (kv_rows, self.kv_rank), "linear", native),
             Weight(f"{prefix}o.weight", (hidden, heads * self.value_dim), "linear", native),
             Weight(f"{prefix}mlp_norm.weight", (hidden,), "norm"),
+            *(self._index(prefix) if self.num_index_heads else ()),
+        ]
+
+    def _index(self, prefix: str) -> list[Weight]:
+        """Every rank has all of it: its heads are summed up before tokens are chosen."""
+        assert self.q_rank is not None, "an index takes its queries from the query latent"
+        return [
+            Weight(
+                f"{prefix}index_q.weight", (self.num_index_heads * self.index_dim, self.q_rank), "linear", self.native
+            ),
+            Weight(f"{prefix}index_k.weight", (self.index_dim, self.hidden_size), "linear", self.native),
+            Weight(f"{prefix}index_k_norm.weight", (self.index_dim,), "norm"),
+            Weight(f"{prefix}index_k_norm.bias", (self.index_dim,), "bias"),
+            Weight(f"{prefix}index_weights.weight", (self.num_index_heads, self.hidden_size), "router"),
         ]
 
     def _draft(self, prefix: str, vocab_rows: int, num_ranks: int) -> list[Weight]:
@@ -147,6 +177,10 @@ class LatentAnatomy(NamedTuple):
         ]
 
 
+def _plain_bytes(kv_format: KVFormat) -> int:
+    return DTYPE_BYTES[kv_format.key_dtype]
+
+
 def head(step: StepShape, hidden_size: int, vocab_size: int) -> Request:
     """Logits in float32, and the hidden states they come from."""
     hidden = TensorSpec("hidden", (step.num_logit_rows, hidden_size), step.dtype)
@@ -154,7 +188,7 @@ def head(step: StepShape, hidden_size: int, vocab_size: int) -> Request:
 
 
 def deepseek(settings: Settings, native: str | None) -> LatentAnatomy:
-    """DeepSeek-V2 and V3."""
+    """DeepSeek-V2 to V3.2, and those that took its architecture."""
     if settings.count("moe_layer_freq", 1, MAX_LAYERS) != 1:
         raise UnsupportedModelError(
             f"{settings.file} sets moe_layer_freq = {shown(settings.values['moe_layer_freq'])}",
@@ -162,6 +196,10 @@ def deepseek(settings: Settings, native: str | None) -> LatentAnatomy:
             "use a model without it",
         )
     num_layers = needed(settings, "num_hidden_layers", MAX_LAYERS)
+    has_index = settings.values.get("index_n_heads") is not None
+    q_rank = settings.optional_count("q_lora_rank", None, MAX_WIDTH)
+    if has_index and q_rank is None:
+        raise settings.missing("q_lora_rank", "an index takes its queries from there")
     inner = needed(settings, "moe_intermediate_size", MAX_WIDTH)
     num_shared = settings.optional_count("n_shared_experts", None, MAX_WIDTH) or 0
     experts = Experts(
@@ -178,7 +216,7 @@ def deepseek(settings: Settings, native: str | None) -> LatentAnatomy:
         hidden_size=needed(settings, "hidden_size", MAX_WIDTH),
         num_layers=num_layers,
         num_heads=needed(settings, "num_attention_heads", MAX_WIDTH),
-        q_rank=settings.optional_count("q_lora_rank", None, MAX_WIDTH),
+        q_rank=q_rank,
         kv_rank=needed(settings, "kv_lora_rank", MAX_WIDTH),
         nope_dim=needed(settings, "qk_nope_head_dim", MAX_WIDTH),
         rope_dim=needed(settings, "qk_rope_head_dim", MAX_WIDTH),
@@ -189,4 +227,7 @@ def deepseek(settings: Settings, native: str | None) -> LatentAnatomy:
         tied_embeddings=settings.flag("tie_word_embeddings", False),
         num_draft_layers=settings.count("num_nextn_predict_layers", 0, MAX_LAYERS, low=0),
         native=native,
+        num_index_heads=needed(settings, "index_n_heads", MAX_WIDTH) if has_index else 0,
+        index_dim=needed(settings, "index_head_dim", MAX_WIDTH) if has_index else 0,
+        index_top_k=needed(settings, "index_topk", MAX_WIDTH) if has_index else 0,
     )

@@ -1,0 +1,110 @@
+"""`holdfast plan --list`: models and GPUs that are known by name, with what a plan would say of each; no torch."""
+
+from math import prod
+from typing import NamedTuple
+
+from holdfast.cli.tables import Line, aligned, show
+from holdfast.cli.terminal import dumps, write_answer
+from holdfast.memory.devices import GPUS, LEAST_CAPABILITY
+from holdfast.memory.sizes import format_bytes
+from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
+
+RUNS, PLANNED = "runs", "planned only"
+KV_FORMAT = "bfloat16"
+"""In which bytes of a token are told."""
+
+
+class ModelRow(NamedTuple):
+    """One model of the catalogue."""
+
+    name: str
+    runs: bool
+    parameters: int
+    """Of the model itself, without layers that draft tokens."""
+    weight_bytes: int
+    """As its makers store it."""
+    kv_bytes_per_token: float
+    kv_bytes_per_sequence: int
+    """What windows take of a sequence, whatever its length."""
+    max_position: int
+    source: str
+
+
+def model_rows() -> tuple[ModelRow, ...]:
+    """Every model, in the catalogue's order."""
+    return tuple(_row(read_blueprint(config, name)) for name, config in CATALOGUE.items())
+
+
+def _row(blueprint: Blueprint) -> ModelRow:
+    weights = blueprint.parameters()
+    return ModelRow(
+        blueprint.name,
+        blueprint.not_runnable is None,
+        sum(prod(weight.shape) for weight in weights if weight.group != "mtp"),
+        blueprint.weight_bytes(blueprint.checkpoint_dtype),
+        float(blueprint.kv_bytes_per_token(KV_FORMAT)),
+        blueprint.kv_bytes_per_sequence(KV_FORMAT),
+        blueprint.max_position,
+        SOURCES[blueprint.name],
+    )
+
+
+def show_names(*, as_json: bool) -> None:
+    """Two tables, or one JSON object with the same."""
+    if as_json:
+        gpus = [gpu._asdict() | {"runs": not gpu.is_too_old} for gpu in GPUS.values()]
+        models = [row._asdict() for row in model_rows()]
+        write_answer(f"{dumps({'models': models, 'same': dict(SAME), 'gpus': gpus}, indent=1)}\n")
+        return
+    show([*model_lines(model_rows()), Line(""), *gpu_lines()])
+
+
+def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
+    """A table that 80 columns hold."""
+    cells = [("model", "", "size", "weights", "KV/token", "context")]
+    for row in rows:
+        cells.append(
+            (
+                row.name,
+                RUNS if row.runs else PLANNED,
+                billions(row.parameters),
+                format_bytes(row.weight_bytes),
+                f"{row.kv_bytes_per_token:,.0f}",
+                f"{row.max_position:,}",
+            )
+        )
+    head, *body = _narrow(cells)
+    return [
+        Line(f"{len(rows)} models by name, and {len(SAME)} names of others with the same figures:"),
+        Line(head, "dim"),
+        *map(Line, body),
+    ]
+
+
+def _narrow(cells: list[tuple[str, ...]]) -> list[str]:
+    """Marks are short in a table: what is planned only has an asterisk."""
+    marked = [(f"{name}{' *' if mark == PLANNED else ''}", *rest) for name, mark, *rest in cells]
+    lines = aligned(marked, (1, 2, 3, 4))
+    return [*lines, "* planned only: this version does not run it. KV is counted in bfloat16."]
+
+
+def gpu_lines() -> list[Line]:
+    """A table that 80 columns hold."""
+    cells = [("gpu", "memory", "its driver gives", "capability", "")]
+    for gpu in GPUS.values():
+        mark = "too old to run" if gpu.is_too_old else ""
+        capability = ".".join(map(str, gpu.capability))
+        cells.append((gpu.key, f"{gpu.nominal_gb} GB", format_bytes(gpu.total_bytes), capability, mark))
+    head, *body = aligned(cells, (1, 2, 3))
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return [
+        Line(f"{len(GPUS)} GPUs by name; kernels need compute capability {least}:"),
+        Line(head, "dim"),
+        *map(Line, body),
+    ]
+
+
+def billions(count: int) -> str:
+    """A number of parameters as people say it."""
+    return f"{count / 1e9:,.1f}B" if count >= 999_500_000 else f"{count / 1e6:,.0f}M"

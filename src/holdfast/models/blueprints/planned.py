@@ -1,0 +1,377 @@
+"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Gemma, gpt-oss, GLM; image towers; no torch.
+
+Layers with a sliding window keep that many tokens of a sequence, whatever its length: so their makers mean it. Models that
+run keep all tokens of all layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast.errors import UnsupportedModelError, shown
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.activations import Request
+from holdfast.models.blueprints.anatomy import CacheRows, Experts, HeadGeometry, StepShape, needed
+from holdfast.models.blueprints.grouped import GroupedAnatomy
+from holdfast.models.blueprints.latent import PARTIAL_HEAD_ROWS
+from holdfast.models.blueprints.weights import Weight
+from holdfast.models.families import DTYPES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from holdfast.models.parameters import LLAMA_NAMES, Kind
+from holdfast.models.settings import MAX_EXPERTS, MAX_POSITIONS, Settings
+from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.quant.formats import KVFormat
+
+STAYS: Kind = "router"
+"""The kind of weights that no scheme is for: towers are as they are stored."""
+
+
+class PlannedAnatomy(NamedTuple):
+    """A decoder as the families that run have it, and what it has beside that."""
+
+    grouped: GroupedAnatomy
+    rotated_dim: int
+    """Elements of a head that positions rotate."""
+    num_more_norms: int = 0
+    """Of a layer, behind attention and MLP."""
+    has_sinks: bool = False
+    """One logit a head that joins every softmax."""
+    experts: Experts | None = None
+    """Those of the decoder, with how they are stored."""
+    has_expert_bias: bool = False
+    """Router and experts have biases in the type of the model."""
+    num_draft_layers: int = 0
+    """Layers that draft tokens; the checkpoint holds them, with an embedding and a head of their own."""
+    tower: tuple[Weight, ...] = ()
+    """What makes embeddings of images; every rank has all of it."""
+
+    @property
+    def decoder(self) -> ModelSpec:
+        return self.grouped.decoder
+
+    @property
+    def rope_width(self) -> int:
+        return self.rotated_dim
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        return self.grouped.indivisible(num_ranks)
+
+    def weights(self, num_ranks: int) -> tuple[Weight, ...]:
+        spec = self.grouped.rank(num_ranks)
+        dense = self._without_experts(num_ranks)
+        weights = [weight for weight in dense if not self._is_replaced(weight)]
+        for layer in range(spec.num_layers):
+            weights += self._more(f"layers.{layer}.", spec, num_ranks, spec.layer_experts(layer) is not None)
+        last = f"layers.{spec.num_layers - 1}."
+        for draft in range(self.num_draft_layers):
+            layer = [weight for weight in weights if weight.name.startswith(last)]
+            weights += self._draft(f"mtp.{draft}.", spec, layer, last)
+        return (*weights, *self.tower)
+
+    def _without_experts(self, num_ranks: int) -> list[Weight]:
+        """The decoder with an MLP in every layer. Experts are listed apart: in families that run each is a checkpoint's tensor."""
+        dense = self.grouped._replace(decoder=replace(self.decoder, experts=None))
+        return [weight._replace(tensors=()) for weight in dense.weights(num_ranks)]
+
+    def _is_replaced(self, weight: Weight) -> bool:
+        """Whether it is of an MLP in whose place the decoder has experts."""
+        first, _, rest = weight.name.partition(".")
+        layer, _, module = rest.partition(".")
+        is_mlp = first == "layers" and module.startswith(("gate_up.", "down."))
+        return is_mlp and self.decoder.layer_experts(int(layer)) is not None
+
+    def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        return self.grouped.unsupported_format(kv_format)
+
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+        num_layers = sum(window is None for window in self._windows)
+        return (CacheRows("attention", num_layers, self._row_bytes(kv_format, num_ranks)),) if num_layers else ()
+
+    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+        num_rows = sum(window for window in self._windows if window is not None)
+        return num_rows * self._row_bytes(kv_format, num_ranks)
+
+    def heads(self, num_ranks: int) -> HeadGeometry | None:
+        """None where windows are kept apart: the pages of this version keep all layers alike."""
+        return None if self.decoder.sliding_windows else self.grouped.heads(num_ranks)
+
+    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        if self.heads(num_ranks) is None:
+            shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
+            scratch = (*scratch, TensorSpec("partial", shape, "float32"))
+        return self.grouped.requests(step, num_ranks, scratch)
+
+    @property
+    def _windows(self) -> tuple[int | None, ...]:
+        return self.decoder.sliding_windows or (None,) * self.decoder.num_layers
+
+    def _row_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+        spec = self.grouped.rank(num_ranks)
+        return kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)
+
+    def _more(self, prefix: str, spec: ModelSpec, num_ranks: int, has_experts: bool) -> list[Weight]:
+        """What a layer has beside a dense layer of the families that run."""
+        hidden = spec.hidden_size
+        names = ("attn_out_norm", "mlp_out_norm")[: self.num_more_norms]
+        weights = [Weight(f"{prefix}{name}.weight", (hidden,), "norm") for name in names]
+        if self.has_sinks:
+            weights.append(Weight(f"{prefix}sinks", (spec.num_heads,), "bias"))
+        if self.experts is None or not has_experts:
+            return weights
+        weights += self.experts.weights(prefix, hidden, num_ranks)
+        if self.has_expert_bias:
+            count, inner = self.experts.num_experts, self.experts.intermediate_size // num_ranks
+            weights.append(Weight(f"{prefix}router.bias", (count,), "bias"))
+            weights.append(Weight(f"{prefix}experts.gate_up.bias", (count, 2 * inner), "bias"))
+            weights.append(Weight(f"{prefix}experts.down.bias", (count, hidden), "bias"))
+        return weights
+
+    def _draft(self, prefix: str, spec: ModelSpec, layer: list[Weight], last: str) -> list[Weight]:
+        """A layer like the last one, between an embedding and a head."""
+        hidden = spec.hidden_size
+        return [
+            Weight(f"{prefix}embed.weight", (spec.vocab_size, hidden), "embedding"),
+            *(Weight(f"{prefix}{name}.weight", (hidden,), "norm") for name in ("enorm", "hnorm", "final_norm")),
+            Weight(f"{prefix}eh.weight", (hidden, 2 * hidden), "linear"),
+            *(weight._replace(name=f"{prefix}{weight.name.removeprefix(last)}") for weight in layer),
+            Weight(f"{prefix}lm_head.weight", (spec.vocab_size, hidden), "head"),
+        ]
+
+
+def planned(settings: Settings, native: str | None) -> PlannedAnatomy:
+    """The anatomy of an architecture in READERS."""
+    architecture = (settings.texts("architectures") or ("",))[0]
+    return READERS[architecture](settings, native)
+
+
+def _read_phi3(settings: Settings, native: str | None) -> PlannedAnatomy:
+    return _anatomy(settings, _decoder(settings), native)
+
+
+def _read_mixtral(settings: Settings, native: str | None) -> PlannedAnatomy:
+    spec = _decoder(settings)
+    num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
+    top_k = needed(settings, "num_experts_per_tok", num_experts)
+    experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
+    return _anatomy(settings, _with_experts(spec, experts), native)._replace(experts=experts)
+
+
+def _read_gpt_oss(settings: Settings, native: str | None) -> PlannedAnatomy:
+    spec = _decoder(settings)
+    num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
+    top_k = settings.count("num_experts_per_tok", 4, num_experts)
+    has_bias = settings.flag("attention_bias", True)
+    experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
+    spec = replace(
+        _with_experts(spec, experts),
+        sliding_windows=_windows(settings, spec, settings.optional_count("sliding_window", 128, MAX_POSITIONS), 2),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+    )
+    return _anatomy(settings, spec, None)._replace(has_sinks=True, experts=experts, has_expert_bias=True)
+
+
+def _read_gemma2(settings: Settings, native: str | None) -> PlannedAnatomy:
+    spec = replace(_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh")
+    window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
+    spec = replace(spec, sliding_windows=_windows(settings, spec, window, 2))
+    return _anatomy(settings, spec, native)._replace(num_more_norms=2)
+
+
+GEMMA3 = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
+"""What transformers assumes: the files that were released leave these out."""
+
+
+def _read_gemma3(settings: Settings, native: str | None) -> PlannedAnatomy:
+    settings = Settings({**GEMMA3, **settings.values}, settings.file, settings.section)
+    spec = replace(_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh", qk_norm=True)
+    window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
+    every = settings.count("sliding_window_pattern", 6, MAX_LAYERS)
+    spec = replace(spec, sliding_windows=_windows(settings, spec, window, every))
+    return _anatomy(settings, spec, native)._replace(num_more_norms=2)
+
+
+def _read_glm(settings: Settings, native: str | None) -> PlannedAnatomy:
+    spec = replace(_decoder(settings, head_dim=128), qkv_bias=settings.flag("attention_bias", False))
+    return _anatomy(settings, spec, native, rotated=0.5)
+
+
+def _read_glm4(settings: Settings, native: str | None) -> PlannedAnatomy:
+    return _read_glm(settings, native)._replace(num_more_norms=2)
+
+
+def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedAnatomy:
+    spec = _decoder(settings, head_dim=128)
+    num_experts, inner = (
+        needed(settings, "n_routed_experts", MAX_EXPERTS),
+        needed(settings, "moe_intermediate_size", 2**20),
+    )
+    experts = Experts(
+        num_experts,
+        needed(settings, "num_experts_per_tok", num_experts),
+        inner,
+        shared_size=inner * (settings.optional_count("n_shared_experts", None, MAX_EXPERTS) or 0),
+        has_router_bias=True,
+        expert_native=native,
+        shared_native=native,
+    )
+    num_dense = settings.count("first_k_dense_replace", 1, spec.num_layers, low=0)
+    spec = replace(
+        _with_experts(spec, experts, num_dense),
+        qkv_bias=settings.flag("attention_bias", False),
+        qk_norm=settings.flag("use_qk_norm", False),
+    )
+    num_drafts = settings.count("num_nextn_predict_layers", 0, MAX_LAYERS, low=0)
+    anatomy = _anatomy(settings, spec, native, rotated=0.5)
+    return anatomy._replace(experts=experts, num_draft_layers=num_drafts)
+
+
+def _read_gemma3_images(settings: Settings, native: str | None) -> PlannedAnatomy:
+    text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
+    anatomy = _read_gemma3(text, native)
+    width = settings.count("hidden_size", anatomy.decoder.hidden_size, MAX_WIDTH)
+    return anatomy._replace(tower=_siglip(vision, width))
+
+
+def _read_mistral3(settings: Settings, native: str | None) -> PlannedAnatomy:
+    text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
+    anatomy = _anatomy(text, _decoder(text), native)
+    merged = settings.count("spatial_merge_size", 2, 64)
+    return anatomy._replace(tower=_pixtral(vision, anatomy.decoder.hidden_size, merged))
+
+
+READERS = {
+    "Phi3ForCausalLM": _read_phi3,
+    "MixtralForCausalLM": _read_mixtral,
+    "GptOssForCausalLM": _read_gpt_oss,
+    "Gemma2ForCausalLM": _read_gemma2,
+    "Gemma3ForCausalLM": _read_gemma3,
+    "Gemma3ForConditionalGeneration": _read_gemma3_images,
+    "Mistral3ForConditionalGeneration": _read_mistral3,
+    "GlmForCausalLM": _read_glm,
+    "Glm4ForCausalLM": _read_glm4,
+    "Glm4MoeForCausalLM": _read_glm4_moe,
+}
+
+
+def _part(settings: Settings, key: str) -> Settings:
+    """A nested model; what is said of all of it is said of this too."""
+    part = settings.part(key)
+    if part is None:
+        raise settings.missing(key, "a plan would be a guess without it")
+    shared = {name: settings.values[name] for name in ("dtype", "torch_dtype") if name in settings}
+    return Settings({**shared, **part.values}, part.file, part.section)
+
+
+def _decoder(settings: Settings, *, is_tied: bool = False, head_dim: int | None = None) -> ModelSpec:
+    """What all of them say in the same words."""
+    hidden, num_heads = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "num_attention_heads", MAX_HEADS)
+    num_kv_heads = settings.optional_count("num_key_value_heads", None, MAX_HEADS) or num_heads
+    if num_heads % num_kv_heads:
+        raise settings.refuse("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
+    spec = ModelSpec(
+        architecture=(settings.texts("architectures") or ("",))[0],
+        family=settings.text("model_type", ""),
+        vocab_size=needed(settings, "vocab_size", MAX_VOCAB),
+        hidden_size=hidden,
+        intermediate_size=needed(settings, "intermediate_size", MAX_WIDTH),
+        num_layers=needed(settings, "num_hidden_layers", MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=settings.optional_count("head_dim", head_dim, MAX_HEAD_DIM) or hidden // num_heads,
+        max_position=needed(settings, "max_position_embeddings", MAX_POSITIONS),
+        checkpoint_dtype=read_dtype(settings),
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        rope=RopeSpec(settings.number("rope_theta", 10_000.0)),
+        tied_embeddings=settings.flag("tie_word_embeddings", is_tied),
+    )
+    window = settings.optional_count("sliding_window", None, MAX_POSITIONS)
+    is_windowed = window is not None and window < spec.max_position
+    return replace(spec, sliding_windows=(window,) * spec.num_layers if is_windowed else ())
+
+
+def _with_experts(spec: ModelSpec, experts: Experts, num_dense: int = 0) -> ModelSpec:
+    """The decoder with experts in all layers but the first ones."""
+    return replace(spec, experts=replace(experts.rank(1), dense_layers=frozenset(range(num_dense))))
+
+
+def read_dtype(settings: Settings) -> str:
+    """The type in which a checkpoint says it is stored."""
+    name = settings.text("dtype", settings.text("torch_dtype", "bfloat16")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise settings.refuse("torch_dtype", name, f"one of {', '.join(DTYPES)}")
+    return name
+
+
+def _anatomy(settings: Settings, spec: ModelSpec, native: str | None, rotated: float = 1.0) -> PlannedAnatomy:
+    share = settings.optional_number("partial_rotary_factor") or rotated
+    return PlannedAnatomy(GroupedAnatomy(spec, LLAMA_NAMES, native), int(spec.head_dim * share))
+
+
+def _windows(settings: Settings, spec: ModelSpec, window: int | None, every: int) -> tuple[int | None, ...]:
+    """The window of each layer: as they are listed, else of all but every so many."""
+    if window is None or window >= spec.max_position:
+        return ()
+    kinds = settings.texts("layer_types")
+    if kinds is None:
+        return tuple(window if (layer + 1) % every else None for layer in range(spec.num_layers))
+    if len(kinds) != spec.num_layers:
+        raise settings.refuse("layer_types", list(kinds), f"one entry for each of {spec.num_layers} layers")
+    unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+    if unknown is not None:
+        raise UnsupportedModelError(
+            f"{settings.file} sets layer_types with {shown(unknown)}",
+            "layers of full_attention and sliding_attention can be planned",
+            "use a model without it",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _siglip(settings: Settings, text_width: int) -> tuple[Weight, ...]:
+    """SigLIP with learned positions, and one projection to the text model."""
+    hidden, inner = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "intermediate_size", MAX_WIDTH)
+    num_layers, patch = needed(settings, "num_hidden_layers", MAX_LAYERS), needed(settings, "patch_size", MAX_WIDTH)
+    side = needed(settings, "image_size", MAX_WIDTH) // patch
+    weights = [
+        *_tower("vision.patch", hidden, 3 * patch * patch),
+        Weight("vision.positions.weight", (side * side, hidden), STAYS),
+    ]
+    for layer in range(num_layers):
+        prefix = f"vision.layers.{layer}."
+        weights += [*_layer_norm(f"{prefix}attn_norm", hidden), *_layer_norm(f"{prefix}mlp_norm", hidden)]
+        weights += [*_tower(f"{prefix}qkv", 3 * hidden, hidden), *_tower(f"{prefix}o", hidden, hidden)]
+        weights += [*_tower(f"{prefix}up", inner, hidden), *_tower(f"{prefix}down", hidden, inner)]
+    return (
+        *weights,
+        *_layer_norm("vision.final_norm", hidden),
+        Weight("vision.projection_norm.weight", (hidden,), "norm"),
+        Weight("vision.projection.weight", (hidden, text_width), STAYS),
+    )
+
+
+def _pixtral(settings: Settings, text_width: int, merged: int) -> tuple[Weight, ...]:
+    """Pixtral, rotated in two dimensions; patches are merged and projected to the text model."""
+    hidden, inner = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "intermediate_size", MAX_WIDTH)
+    num_layers, patch = needed(settings, "num_hidden_layers", MAX_LAYERS), needed(settings, "patch_size", MAX_WIDTH)
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("patch", (hidden, 3 * patch * patch)),
+        ("norm", (hidden,)),
+    ]
+    for layer in range(num_layers):
+        names = {"attn_norm": (hidden,), "mlp_norm": (hidden,), "qkv": (3 * hidden, hidden), "o": (hidden, hidden)}
+        names |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        shapes += [(f"layers.{layer}.{name}", shape) for name, shape in names.items()]
+    shapes += [
+        ("projection_norm", (hidden,)),
+        ("merge", (hidden, hidden * merged * merged)),
+        ("projection_in", (text_width, hidden)),
+        ("projection_out", (text_width, text_width)),
+    ]
+    return tuple(Weight(f"vision.{name}.weight", shape, "norm" if len(shape) == 1 else STAYS) for name, shape in shapes)
+
+
+def _tower(name: str, rows: int, columns: int) -> list[Weight]:
+    return [Weight(f"{name}.weight", (rows, columns), STAYS), Weight(f"{name}.bias", (rows,), "bias")]
+
+
+def _layer_norm(name: str, width: int) -> list[Weight]:
+    return [Weight(f"{name}.weight", (width,), "norm"), Weight(f"{name}.bias", (width,), "bias")]
