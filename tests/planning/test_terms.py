@@ -16,7 +16,6 @@ from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.models.blueprints.blueprint import spec_blueprint
-from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
@@ -46,6 +45,7 @@ from holdfast.planning.terms import (
 )
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from models.model_sample import SOME_MODELS
 from planning.plan_cases import H200, HOST, blueprint, plan_request
 
 INPUTS = ["inputs/token_ids", "inputs/positions", "inputs/slots", "inputs/logit_rows"]
@@ -203,7 +203,7 @@ def by_owner(found: Needs) -> dict[str, Term]:
     return {term.owner: term for term in found.terms}
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", SOME_MODELS)
 def test_weights_add_up_to_their_arena(name: str) -> None:
     is_stored = blueprint(name).stored_recipe is not None
     for quantization in (None, *(() if is_stored else WEIGHT_SCHEMES)):
