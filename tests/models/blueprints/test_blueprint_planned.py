@@ -1,0 +1,191 @@
+"""Decoders that are planned and not run: parameters against transformers, windows, ranks and what is stored, by hand."""
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from holdfast.errors import ModelFormatError, UnsupportedModelError
+from holdfast.models.blueprints.anatomy import StepShape
+from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES, Blueprint, read_blueprint
+from holdfast.models.blueprints.planned import READERS
+from models.meta_models import count_elements
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+GLM_MOE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 16,
+}
+SIGLIP = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+PIXTRAL = {key: value for key, value in SIGLIP.items() if key != "vision_use_head"} | {"head_dim": 12}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi": ("Phi3ForCausalLM", TINY),
+    "phi, tied": ("Phi3ForCausalLM", TINY | {"tie_word_embeddings": True, "partial_rotary_factor": 0.75}),
+    "mixtral": ("MixtralForCausalLM", TINY | EXPERTS),
+    "gemma 2": ("Gemma2ForCausalLM", TINY | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True}),
+    "gemma 3": ("Gemma3ForCausalLM", TINY | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True}),
+    "gpt-oss": ("GptOssForCausalLM", TINY | EXPERTS | {"head_dim": 16, "sliding_window": 32}),
+    "glm": ("GlmForCausalLM", TINY | {"head_dim": 16, "attention_bias": True}),
+    "glm 4": ("Glm4ForCausalLM", TINY | {"head_dim": 16, "attention_bias": False}),
+    "glm 4.5": ("Glm4MoeForCausalLM", TINY | GLM_MOE | {"attention_bias": True, "use_qk_norm": True}),
+    "gemma 3 with images": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": TINY | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True},
+            "vision_config": SIGLIP,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral with images": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": TINY | {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+            "vision_config": PIXTRAL | {"model_type": "pixtral"},
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+STEP = StepShape(num_rows=512, num_logit_rows=64, max_model_len=256, dtype="bfloat16")
+
+
+def read(case: str, **more: object) -> Blueprint:
+    architecture, config = CASES[case]
+    return read_blueprint(config | {"architectures": [architecture]} | more, case)
+
+
+def elements(blueprint: Blueprint, num_ranks: int = 1) -> int:
+    return sum(prod(weight.shape) for weight in blueprint.parameters(num_ranks))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_many_parameters_as_transformers_has(case: str) -> None:
+    counted = count_elements(*CASES[case], ("e_score_correction_bias",))
+    assert elements(read(case)) == counted
+
+
+def test_every_architecture_is_read() -> None:
+    assert {architecture for architecture, _ in CASES.values()} == READERS.keys()
+    assert READERS.keys() <= PLANNED_FAMILIES.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_says_that_it_does_not_run(case: str) -> None:
+    found = read(case)
+    assert found.spec is None
+    assert found.not_runnable == f"{CASES[case][0]} is not in this version"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_share_all_that_is_not_a_norm_or_a_tower(case: str) -> None:
+    found = read(case)
+    names = [[weight.name for weight in found.parameters(ranks)] for ranks in (1, 2)]
+    assert names[0] == names[1]
+    assert len(set(names[0])) == len(names[0]), "a name stands for one weight"
+    for whole, half in zip(found.parameters(1), found.parameters(2), strict=True):
+        is_shared = whole.name.startswith("layers.") and whole.kind in ("linear", "expert")
+        assert prod(half.shape) * 2 == prod(whole.shape) or not is_shared, whole.name
+    assert found.kv_bytes_per_token("bfloat16", 2) * 2 == found.kv_bytes_per_token("bfloat16")
+    assert found.anatomy.indivisible(3) is not None
+
+
+@pytest.mark.parametrize(
+    ("case", "num_full", "num_windowed"),
+    [("gemma 2", 3, 3), ("gemma 3", 1, 5), ("gemma 3 with images", 1, 5), ("gpt-oss", 3, 3), ("phi", 6, 0)],
+)
+def test_layers_with_a_window_keep_that_and_no_more(case: str, num_full: int, num_windowed: int) -> None:
+    found, row_bytes = read(case), 2 * 2 * (8 if case == "phi" else 16) * 2
+    assert found.kv_bytes_per_token("bfloat16") == num_full * row_bytes
+    assert found.kv_bytes_per_sequence("bfloat16") == num_windowed * 32 * row_bytes
+    assert (found.anatomy.heads(1) is None) == (num_windowed > 0)
+
+
+def test_windows_are_those_that_are_listed() -> None:
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    assert read("gpt-oss", layer_types=kinds).kv_bytes_per_token("bfloat16") == 5 * 2 * 2 * 16 * 2
+    with pytest.raises(ModelFormatError, match="one entry for each of 6 layers"):
+        read("gpt-oss", layer_types=kinds[:-1])
+    with pytest.raises(UnsupportedModelError, match="layer_types with 'linear_attention'"):
+        read("gpt-oss", layer_types=["linear_attention"] * 6)
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    assert read("phi", sliding_window=256).kv_bytes_per_sequence("bfloat16") == 0
+    assert read("phi", sliding_window=255).kv_bytes_per_token("bfloat16") == 0
+    assert read("gemma 3", sliding_window=None).kv_bytes_per_sequence("bfloat16") == 0
+
+
+def test_a_draft_layer_is_a_layer_with_an_embedding_and_a_head() -> None:
+    more = elements(read("glm 4.5", num_nextn_predict_layers=1)) - elements(read("glm 4.5"))
+    last = sum(prod(w.shape) for w in read("glm 4.5").parameters() if w.name.startswith("layers.5."))
+    assert more == last + 2 * 97 * 64 + 3 * 64 + 2 * 64 * 64
+
+
+def test_experts_of_gpt_oss_are_stored_in_mxfp4() -> None:
+    stored = read("gpt-oss", quantization_config={"quant_method": "mxfp4"})
+    schemes = {weight.kind: weight.native for weight in stored.parameters()}
+    assert schemes["expert"] == "mxfp4"
+    assert {schemes[kind] for kind in schemes if kind != "expert"} == {None}
+    assert stored.stored_recipe is not None
+    with pytest.raises(UnsupportedModelError, match="quant_method = 'mxfp4'"):
+        read("mixtral", quantization_config={"quant_method": "mxfp4"})
+
+
+def test_half_of_a_head_is_rotated() -> None:
+    assert read("glm").anatomy.rope_width == read("glm 4.5").anatomy.rope_width == 8
+    assert read("phi, tied").anatomy.rope_width == 6
+    assert read("phi").anatomy.rope_width == 8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_has_room_for_what_it_makes(case: str) -> None:
+    requests = {request.owner: request for request in read(case).anatomy.requests(STEP, 1, ())}
+    assert {"stream", "attention", "head"} <= requests.keys()
+    assert ("experts" in requests) == (case in ("mixtral", "gpt-oss", "glm 4.5"))
+    assert ("mlp" in requests) == (case not in ("mixtral", "gpt-oss"))
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"])
+def test_without_a_number_a_plan_would_be_a_guess(key: str) -> None:
+    with pytest.raises(ModelFormatError, match=f"{key}; a plan would be a guess"):
+        read("mixtral", **{key: None})
+    with pytest.raises(ModelFormatError, match=r"no text_config; a plan would be a guess"):
+        read("mistral with images", text_config=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_key_value_heads": 3}, "a divisor of num_attention_heads = 8"),
+        ({"torch_dtype": "int3"}, "one of float32"),
+        ({"num_experts_per_tok": 9}, "a whole number from 1 to 8"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelFormatError, match=words):
+        read("mixtral", **settings)
