@@ -1,0 +1,69 @@
+"""Writes the tables of docs/models.md again: models and GPUs that are known by name, with the figures that plans count with."""
+
+from pathlib import Path
+
+from holdfast.cli.plan_names import RUNS, ModelRow, model_rows
+from holdfast.memory.devices import ASSUMED, GPUS, SEEN, Gpu
+from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.catalogue import CATALOGUE, SAME
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
+MODEL_HEADINGS = ("name", "", "parameters", "bytes in bfloat16", "KV bytes a token", "windows of a sequence", "source")
+GPU_HEADINGS = ("name", "as its driver calls it", "GB", "bytes", "compute capability", "bytes are")
+TOO_OLD = "too old to run"
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    return "\n".join((*lines, *(f"| {' | '.join(row)} |" for row in rows)))
+
+
+def model_row(row: ModelRow) -> tuple[str, ...]:
+    """Bytes are those of the shapes in bfloat16, however the makers store them; layers that draft tokens are left out."""
+    found = read_blueprint(
+        {**CATALOGUE[row.name], "quantization_config": None, "num_nextn_predict_layers": 0, "expert_dtype": ""},
+        row.name,
+    )
+    kv_bytes = found.kv_bytes_per_token("bfloat16")
+    return (
+        row.name,
+        RUNS if row.runs else "planned only",
+        f"{row.parameters:,}",
+        f"{found.weight_bytes('bfloat16'):,}",
+        f"{int(kv_bytes):,}" if kv_bytes.denominator == 1 else f"{float(kv_bytes):,.2f}",
+        f"{row.kv_bytes_per_sequence:,}" if row.kv_bytes_per_sequence else "",
+        row.source,
+    )
+
+
+def gpu_row(gpu: Gpu) -> tuple[str, ...]:
+    """One GPU; where its bytes come from is one of three."""
+    origin = "seen" if gpu.source.startswith(SEEN) else "assumed" if gpu.source.startswith(ASSUMED) else "measured"
+    capability = ".".join(map(str, gpu.capability)) + (f", {TOO_OLD}" if gpu.is_too_old else "")
+    return gpu.key, gpu.name, str(gpu.nominal_gb), f"{gpu.total_bytes:,}", capability, origin
+
+
+def tables() -> dict[str, str]:
+    """Each by the mark that it stands behind."""
+    return {
+        "models": table(MODEL_HEADINGS, [model_row(row) for row in model_rows()]),
+        "same": table(("name", "has the figures of"), list(SAME.items())),
+        "gpus": table(GPU_HEADINGS, [gpu_row(gpu) for gpu in GPUS.values()]),
+    }
+
+
+def written(text: str) -> str:
+    """The document with its tables as they are now."""
+    for name, found in tables().items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, mark, rest = text.partition(begin)
+        _, other, after = rest.partition(end)
+        assert mark, f"{DOCUMENT.name} lacks {begin}"
+        assert other, f"{DOCUMENT.name} lacks {end}"
+        text = f"{before}{begin}\n{found}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,56 @@
+"""`holdfast plan --list`, and the document with the same tables."""
+
+import json
+
+from cli.cli_models import Here
+from holdfast.cli.plan_names import billions, model_rows
+from holdfast.memory.devices import GPUS
+from holdfast.models.catalogue import CATALOGUE
+from model_tables import DOCUMENT, written
+
+
+def test_a_table_that_80_columns_hold(here: Here) -> None:
+    ended = here("plan", "--list")
+    assert ended.code == 0, ended
+    lines = ended.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in CATALOGUE:
+        assert any(line.startswith(f"{name} ") for line in lines), name
+    for key, gpu in GPUS.items():
+        (line,) = (line for line in lines if line.startswith(f"{key} "))
+        assert line.endswith("too old to run") == gpu.is_too_old
+    (planned,) = (line for line in lines if line.startswith("gpt-oss-20b "))
+    assert planned.startswith("gpt-oss-20b *")
+
+
+def test_the_same_for_a_program(here: Here) -> None:
+    record = json.loads(here("plan", "--list", "--json").out)
+    models = {row["name"]: row for row in record["models"]}
+    assert models.keys() == CATALOGUE.keys()
+    assert models["Llama-3.1-8B"]["parameters"] == 8_030_261_248
+    assert models["gpt-oss-20b"]["runs"] is False
+    assert [gpu["key"] for gpu in record["gpus"] if not gpu["runs"]] == [key for key in GPUS if GPUS[key].is_too_old]
+
+
+def test_the_document_has_the_tables_of_the_code() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == written(text), "run: python scripts/model_tables.py"
+
+
+def test_sizes_as_people_say_them() -> None:
+    assert [billions(count) for count in (134_515_008, 999_885_952, 8_030_261_248)] == ["135M", "1.0B", "8.0B"]
+    assert len(model_rows()) == len(CATALOGUE)
+
+
+def test_what_a_name_leaves_open_is_said(here: Here) -> None:
+    out = here("plan", "Qwen/Qwen3-8B-AWQ", "--gpu", "a100").out
+    assert "--gpu 'a100' is taken as a100-80g, with 80 GB; there is a100-40g too" in " ".join(out.split())
+    assert "Qwen3-8B is planned with weights in bfloat16, not AWQ: add --quantization mxfp4" in " ".join(out.split())
+    plain = here("plan", "Qwen3-8B", "--gpu", "4090").out
+    assert "is taken as" not in plain
+    assert "is planned with" not in plain
+
+
+def test_several_gpus_by_name(here: Here) -> None:
+    record = json.loads(here("plan", "Qwen3-32B", "--gpu", "2x4090", "--json").out)
+    assert record == json.loads(here("plan", "Qwen3-32B", "--gpu", "rtx4090", "-tp", "2", "--json").out)
