@@ -15,13 +15,18 @@ SCALE_PLACES = {
     "Q5_0": (0,),
     "Q5_1": (0, 2),
     "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
 }
-"""Bytes at which a block keeps its float16 scales."""
+"""Bytes at which a block keeps its float16 scales; MXFP4 has an exponent in place of them."""
 CASES = {known.name: known for known in TYPES.values() if known.block_elements > 1}
-WITH_QUANTIZER = [name for name in CASES if not name.endswith("_K")]
+WITH_QUANTIZER = [name for name in CASES if not name.endswith("_K") and not name.startswith("IQ")]
 """Types that the `gguf` package can quantize to."""
 
 
@@ -63,8 +68,29 @@ def test_every_bit_of_a_block_counts_where_it_should(name):
     assert_same_bits(np.packbits(bits, axis=1), ggml_type)
 
 
+def test_every_code_with_every_exponent():
+    """MXFP4: 256 exponents, of which the smallest two are subnormal and the largest leave float32's range, by 16 codes."""
+    codes = np.arange(16, dtype=np.uint8)
+    raw = np.empty((256, 17), np.uint8)
+    raw[:, 0] = np.arange(256)
+    raw[:, 1:] = codes | codes[::-1] << 4
+    assert_same_bits(raw, CASES["MXFP4"])
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_XS"])
+def test_every_value_of_a_byte_of_sub_scales(name):
+    """Blocks whose bytes outside of the scales are all alike, for each value of a byte."""
+    ggml_type = CASES[name]
+    raw = np.repeat(np.arange(256, dtype=np.uint8), ggml_type.block_bytes).reshape(256, -1)
+    for place in SCALE_PLACES[name]:
+        raw[:, place : place + 2] = np.array([0x2E66], dtype=np.uint16).view(np.uint8)
+    assert_same_bits(raw, ggml_type)
+
+
 @pytest.mark.parametrize("num_extra_blocks", [-1, 0, 1])
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "name", ["Q4_1", "Q5_0", "Q8_0", *(name for name in CASES if name[-1] != "0" and name != "Q4_1")]
+)
 def test_more_blocks_than_one_chunk(name, num_extra_blocks):
     ggml_type = CASES[name]
     num_blocks = CHUNK_ELEMENTS // ggml_type.block_elements + num_extra_blocks

@@ -295,9 +295,12 @@ def test_broken_files_are_refused_by_name(tmp_path, case):
     assert len(message) < 500
 
 
-@pytest.mark.parametrize("number", [4, 5, 9, 10, 16, 28, 33, 39, 41, 77, 2**32 - 1])
+@pytest.mark.parametrize("number", [4, 5, 9, 15, 16, 28, 33, 40, 41, 77, 2**32 - 1])
 def test_unknown_types_are_declined_with_the_list(tmp_path, number):
-    with pytest.raises(UnsupportedModelError, match=r"'odd' is stored as .*BF16, F16, F32, Q4_0"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'odd' is stored as .*BF16, F16, F32, MXFP4, Q2_K.* take the model in another quantization, such as Q4_K_M",
+    ):
         parse(tmp_path, with_tensor(tensor(b"odd", (256,), number, 32)))
 
 

@@ -15,7 +15,17 @@ gguf = pytest.importorskip("gguf")
 
 HEAD_DIM = 16
 NUM_COLUMNS = 256
-TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+SCALE_PLACES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Types that the gguf package does not quantize to, and where their blocks have float16 scales."""
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", *SCALE_PLACES]
 NATIVE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Q_NAME, DOWN_NAME = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.down_proj"
 
@@ -25,14 +35,12 @@ def stored_bytes(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     kind = getattr(gguf.GGMLQuantizationType, name)
     numbers = rng.standard_normal(shape, dtype=np.float32)
-    if name in NATIVE or name not in ("Q4_K", "Q5_K", "Q6_K"):
+    if name not in SCALE_PLACES:
         return gguf.quants.quantize(numbers, kind)
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (numbers.size // block_elements, block_bytes), dtype=np.uint8)
-    scales = rng.uniform(-0.1, 0.1, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-    blocks[:, -2:] = scales[:, :2]
-    if name != "Q6_K":
-        blocks[:, :4] = scales
+    for place in SCALE_PLACES[name]:
+        blocks[:, place : place + 2] = rng.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 
 

@@ -1,7 +1,8 @@
 """GGUF blocks to float32, bit for bit what the `gguf` package computes.
 
-A block holds codes and one or two float16 scales. Scale times code is exact in float32 for every type (11 bits of scale
-times at most 13 of sub-scale and code), so the only rounding is the last addition and the order of work is free.
+A block holds codes and one or two float16 scales, or a power of two. Scale times code is exact in float32 for every type
+(11 bits of scale times at most 13 of sub-scale and code), so the only rounding is the last addition and the order of work
+is free. MXFP4 alone may leave float32's range, where one product rounds as any other does.
 
 N blocks, S sub-blocks in a block, E elements in a block
 """
@@ -76,6 +77,82 @@ def _fill_q8_0(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     out_NE.mul_(_scale(blocks, 0))
 
 
+NONLINEAR_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the sixteen codes of IQ4_NL and IQ4_XS stand for."""
+E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of e2m1; its negative zero is a plain one here."""
+
+
+def _fill_from_table(codes: torch.Tensor, values: tuple[int, ...], out: torch.Tensor) -> None:
+    """16 bytes of codes -> 32 values of a table: those of low halves first. `codes` is [..., 16] and `out` [..., 32]."""
+    table = torch.tensor(values, dtype=torch.int8)
+    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1).view(torch.int16).view(-1)
+    found = pairs.index_select(0, codes.reshape(-1).to(torch.int32)).view(torch.int8).view(*codes.shape, 2)
+    out[..., :16].copy_(found[..., 0])
+    out[..., 16:].copy_(found[..., 1])
+
+
+def _fill_iq4_nl(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """float16 scale, 16 bytes of codes as in Q4_0; value = scale * table[code]."""
+    _fill_from_table(blocks[:, 2:], NONLINEAR_VALUES, out_NE)
+    out_NE.mul_(_scale(blocks, 0))
+
+
+def _fill_mxfp4(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """A byte with the exponent of a scale, 16 bytes of codes as in Q4_0; value = 2^(exponent - 128) * table[code]."""
+    _fill_from_table(blocks[:, 1:], E2M1_VALUES, out_NE)
+    exponents = blocks[:, :1].to(torch.int32)
+    # The two smallest scales are subnormal: a bit of the mantissa in place of an exponent.
+    bits = torch.where(exponents < 2, 0x200000 << exponents, exponents.sub(1) << 23)
+    out_NE.mul_(bits.view(torch.float32))
+
+
+def _two_bit_codes(blocks: torch.Tensor, first_byte: int) -> torch.Tensor:
+    """64 bytes, 32 for each half of a block: bits 2j, 2j+1 belong to elements 32j to 32j+31; codes [N, 2, 4, 32]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4, 1)
+    return (blocks[:, first_byte : first_byte + 64].unflatten(1, (2, 1, 32)) >> shifts).bitwise_and_(3)
+
+
+def _fill_q2_k(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """16 bytes of sub-scales (low halves) and minima (high halves), two-bit codes, two float16 scales; by 16 elements.
+
+    value = scale * sub-scale * code - scale of minima * minimum
+    """
+    out_NE.copy_(_two_bit_codes(blocks, 16).view(-1, 256))
+    scales_NS = (blocks[:, :16] & 0x0F).float().mul_(_scale(blocks, 40))
+    minima_NS = (blocks[:, :16] >> 4).float().mul_(_scale(blocks, 41))
+    out_NE.view(-1, 16, 16).mul_(scales_NS.unsqueeze(2)).sub_(minima_NS.unsqueeze(2))
+
+
+def _fill_q3_k(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """32 bytes of third bits, two-bit codes, 12 bytes of sub-scales, a float16 scale; by 16 elements.
+
+    Bit s of byte i is the third bit of element 32s + i; value = scale * (sub-scale - 32) * (code - 4). The low four bits
+    of sub-scales are in the halves of eight bytes, and their high two bits in the quarters of the four bytes behind.
+    """
+    third_bits = blocks[:, :32].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    codes = third_bits.bitwise_and_(1).bitwise_left_shift_(2).view(-1, 2, 4, 32).bitwise_or_(_two_bit_codes(blocks, 32))
+    out_NE.copy_(codes.sub_(4).view(torch.int8).view(-1, 256))
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    low_NS = torch.cat((low & 0x0F, low >> 4), dim=1)
+    high_NS = (high.unsqueeze(1) >> torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 4, 1)).bitwise_and_(3).flatten(1)
+    scales_NS = (low_NS | high_NS << 4).sub_(32).view(torch.int8).float().mul_(_scale(blocks, 54))
+    out_NE.view(-1, 16, 16).mul_(scales_NS.unsqueeze(2))
+
+
+def _fill_iq4_xs(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """float16 scale, 16 bits and 4 bytes of sub-scales, 128 bytes of codes; by 32 elements, each as in IQ4_NL.
+
+    Halves of the bytes are the low four bits of a sub-scale, pairs of the 16 bits the high two;
+    value = scale * (sub-scale - 32) * table[code].
+    """
+    _fill_from_table(blocks[:, 8:].unflatten(1, (8, 16)), NONLINEAR_VALUES, out_NE.view(-1, 8, 32))
+    low_NS = torch.stack((blocks[:, 4:8] & 0x0F, blocks[:, 4:8] >> 4), dim=2).flatten(1)
+    high_NS = blocks.view(torch.int16)[:, 1:2].to(torch.int32) >> torch.arange(0, 16, 2, dtype=torch.int32) & 3
+    scales_NS = (low_NS | high_NS << 4).sub_(32).float().mul_(_scale(blocks, 0))
+    out_NE.view(-1, 8, 32).mul_(scales_NS.unsqueeze(2))
+
+
 def _fill_q4_k(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     """Two float16 scales, 12 bytes of sub-scales, 128 bytes of codes; value = scale * code - minimum, by 32 elements.
 
@@ -105,8 +182,7 @@ def _fill_q6_k(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     In each half of a block, 64 bytes give elements 0-63 in their low and 64-127 in their high halves, and bits 2j, 2j+1 of
     32 bytes belong to elements 32j to 32j+31; value = scale * sub-scale * (code - 32).
     """
-    high_bits = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4, 1)
-    codes = high_bits.bitwise_and_(3).bitwise_left_shift_(4).view(-1, 2, 2, 64)
+    codes = _two_bit_codes(blocks, 128).bitwise_left_shift_(4).view(-1, 2, 2, 64)
     low_bits = blocks[:, :128].unflatten(1, (2, 64))
     codes[:, :, 0].bitwise_or_(low_bits & 0x0F)
     codes[:, :, 1].bitwise_or_(low_bits >> 4)
@@ -136,7 +212,12 @@ _FILLS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "Q5_0": _fill_q5_0,
     "Q5_1": _fill_q5_1,
     "Q8_0": _fill_q8_0,
+    "Q2_K": _fill_q2_k,
+    "Q3_K": _fill_q3_k,
     "Q4_K": _fill_q4_k,
     "Q5_K": _fill_q5_k,
     "Q6_K": _fill_q6_k,
+    "IQ4_NL": _fill_iq4_nl,
+    "IQ4_XS": _fill_iq4_xs,
+    "MXFP4": _fill_mxfp4,
 }

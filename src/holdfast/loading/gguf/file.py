@@ -213,19 +213,26 @@ TYPES: dict[int, GGMLType] = {
     6: GGMLType("Q5_0", 32, 22),
     7: GGMLType("Q5_1", 32, 24),
     8: GGMLType("Q8_0", 32, 34),
+    10: GGMLType("Q2_K", 256, 84),
+    11: GGMLType("Q3_K", 256, 110),
     12: GGMLType("Q4_K", 256, 144),
     13: GGMLType("Q5_K", 256, 176),
     14: GGMLType("Q6_K", 256, 210),
+    20: GGMLType("IQ4_NL", 32, 18),
+    23: GGMLType("IQ4_XS", 256, 136),
     30: GGMLType("BF16", 1, 2),
+    39: GGMLType("MXFP4", 32, 17),
 }
 """The types that can be read, by their number in the file."""
 OTHER_TYPES: dict[int, str] = {
     number: name
     for start, names in {
-        9: "Q8_1 Q2_K Q3_K",
-        15: "Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M",
+        9: "Q8_1",
+        15: "Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S",
+        21: "IQ3_S IQ2_S",
+        24: "I8 I16 I32 I64 F64 IQ1_M",
         34: "TQ1_0 TQ2_0",
-        39: "MXFP4 NVFP4 Q1_0",
+        40: "NVFP4 Q1_0",
     }.items()
     for number, name in enumerate(names.split(), start)
 }
@@ -362,11 +369,11 @@ def _read_tensor(header: HeaderBytes, index: int) -> GGUFTensor:
         raise header.broken(f"{what} has shape {shape}", "every dimension is at least 1")
     ggml_type = TYPES.get(type_number)
     if ggml_type is None:
-        known = ", ".join(sorted(known.name for known in TYPES.values()))
+        known = ", ".join(sorted((known.name for known in TYPES.values()), key=lambda name: name.lstrip("I")))
         raise UnsupportedModelError(
             f"{header.path.name}: {what} is stored as {OTHER_TYPES.get(type_number, f'type number {type_number}')}",
             f"the types that can be read are {known}",
-            "convert the model to one of them",
+            "take the model in another quantization, such as Q4_K_M, IQ4_XS or Q8_0",
         )
     if shape[-1] % ggml_type.block_elements:
         raise header.broken(
