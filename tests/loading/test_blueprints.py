@@ -86,11 +86,12 @@ def test_the_nearest_name_is_suggested() -> None:
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelNotFoundError, match=r"has no config\.json; a folder is planned from that; pass the folder"
+        ModelNotFoundError, match=r"has no config\.json; a folder is planned from that, .*; pass the folder"
     ):
         open_blueprint(str(tmp_path))
-    (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(ModelNotFoundError, match=r"pass .*b\.gguf"):
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"holds 2 GGUF models; they are a\.gguf, b\.gguf; pass .*a\.gguf"):
         open_blueprint(str(tmp_path))
 
 

@@ -8,7 +8,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import ConfigError, ModelNotFoundError
-from holdfast.loading.gguf.file import read_gguf
+from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import memory_report
@@ -74,7 +74,7 @@ def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
     if path.is_dir():
         return tokenizer_from_directory(path)
     if path.is_file() and path.suffix == ".gguf":
-        return tokenizer_from_gguf(read_gguf(path).metadata, path.name)
+        return tokenizer_from_gguf(read_parts(path).metadata, path.name)
     raise ModelNotFoundError(
         f"tokenizer={config.tokenizer!r} was asked", "it is neither a folder nor a GGUF file", "pass one of these"
     )

@@ -45,16 +45,18 @@ def _existing(model: str) -> Path | None:
 
 
 def _read_folder(folder: Path) -> Blueprint:
+    from holdfast.loading.model_files import gguf_of
     from holdfast.loading.sources.safetensors import file_inside, has_file
 
     name = folder.resolve().name
     try:
+        if (file := gguf_of(folder, "auto")) is not None:
+            return _read_file(file)
         if not has_file(folder, CONFIG_FILE):
-            gguf = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
             raise ModelNotFoundError(
                 f"{folder} has no {CONFIG_FILE}",
-                "a folder is planned from that",
-                f"pass {gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
+                "a folder is planned from that, or from the one GGUF model that it holds",
+                "pass the folder that holds a model's config.json",
             )
         config = read_json_object(file_inside(folder, CONFIG_FILE))
     except OSError as error:
@@ -150,6 +152,7 @@ def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
 
 
 def _read_file(path: Path) -> Blueprint:
+    from holdfast.loading.gguf.parts import model_name
     from holdfast.loading.model_files import refuse_wrong_headers
 
     if path.suffix == ".gguf":
@@ -162,4 +165,4 @@ def _read_file(path: Path) -> Blueprint:
         opened = open_model(str(path), "auto")
     opened.source.close()
     refuse_wrong_headers(opened)
-    return spec_blueprint(opened.spec, path.stem)
+    return opened_blueprint(opened, model_name(opened.path))

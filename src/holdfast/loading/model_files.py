@@ -9,7 +9,8 @@ from pathlib import Path
 
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.gguf.config import gguf_config
-from holdfast.loading.gguf.file import MAGIC, GGUFFile, read_gguf
+from holdfast.loading.gguf.file import MAGIC, GGUFFile
+from holdfast.loading.gguf.parts import gguf_inside, read_parts
 from holdfast.loading.gguf.source import GGUFSource
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
@@ -43,6 +44,7 @@ def open_model(model: str | None, load_format: str) -> OpenModel:
     """
     path = find_default_model() if model is None else _find(model)
     try:
+        path = gguf_of(path, load_format) or path
         if path.is_dir():
             if load_format == "gguf":
                 raise _other_format(path, load_format, "a folder", "the path of a .gguf file")
@@ -207,13 +209,24 @@ INTERLEAVED_ARCHITECTURES = ("llama",)
 """Those whose query and key rows the conversion reorders, to rotate neighbours in place of halves."""
 
 
+def gguf_of(path: Path, load_format: str) -> Path | None:
+    """The GGUF file of a folder that holds one GGUF model and no other weights; None where it does not, and of a file."""
+    if not path.is_dir() or load_format == "safetensors":
+        return None
+    if has_file(path, CONFIG_FILE) and (load_format == "dummy" or has_saved_weights(path)):
+        return None
+    if any(other.suffix == ".safetensors" for other in path.iterdir()):
+        return None
+    return gguf_inside(path)
+
+
 def open_gguf(path: Path) -> OpenModel:
-    """Read the header and say what is in the file; no weight is read."""
-    file = read_gguf(path)
+    """Read the header, or those of all parts, and say what is in there; no weight is read."""
+    file = read_parts(path)
     spec = _read_spec(file)
     is_interleaved = file.metadata["general.architecture"] in INTERLEAVED_ARCHITECTURES
     return OpenModel(
-        path=path,
+        path=file.path,
         kind="gguf",
         spec=spec,
         parameters=parameters(spec),

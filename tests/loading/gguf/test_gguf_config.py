@@ -182,7 +182,6 @@ DECLINED = {
     "part of yarn": {"rope__scaling__type": "yarn", "rope__scaling__yarn_ext_factor": 0.5},
     "longer rotations": {"rope__scaling__attn_factor": 1.2},
     "adapter": {"general__type": "adapter"},
-    "one of several files": {"split__count": 3},
 }
 
 

@@ -183,16 +183,15 @@ def _architecture(settings: Settings) -> str:
 def _decline_others(settings: Settings, arch: str) -> None:
     if settings.values.get("general.type", "model") != "model":
         raise _declined(settings, "general.type", "a whole model is needed")
-    if settings.values.get("split.count", 0) not in (0, 1):
-        raise _declined(settings, "split.count", "models in one file are read", "merge the parts with llama-gguf-split")
     experts = NEUTRAL_FOR_EXPERTS if arch in EXPERT_ARCHITECTURES else WITHOUT_EXPERTS
     for key, neutral in {**NEUTRAL, **experts}.items():
         if f"{arch}.{key}" in settings and settings.values[f"{arch}.{key}"] not in neutral:
             raise _declined(settings, f"{arch}.{key}", "that setting is not computed here")
 
 
-def _declined(settings: Settings, key: str, why: str, do: str = "use a model without it") -> UnsupportedModelError:
-    return UnsupportedModelError(f"{settings.file} sets {key} = {shown(settings.values.get(key))}", why, do)
+def _declined(settings: Settings, key: str, why: str) -> UnsupportedModelError:
+    asked = f"{settings.file} sets {key} = {shown(settings.values.get(key))}"
+    return UnsupportedModelError(asked, why, "use a model without it")
 
 
 def _head_dim(settings: Settings, arch: str, hidden_size: int, num_heads: int) -> int:

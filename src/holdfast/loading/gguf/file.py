@@ -249,6 +249,8 @@ class GGUFTensor:
     offset: int
     """From the beginning of the file."""
     num_bytes: int
+    part: int = 0
+    """Which file of a model in several it lies in."""
 
     @property
     def num_rows(self) -> int:
@@ -275,6 +277,18 @@ class GGUFFile:
     modified_ns: int
     metadata: Mapping[str, object]
     tensors: Mapping[str, GGUFTensor]
+    """Those of all files of a model in several."""
+    parts: "tuple[GGUFFile, ...]" = ()
+    """The other files of a model in several."""
+
+    @property
+    def files(self) -> "tuple[GGUFFile, ...]":
+        """Every file, this one first."""
+        return (self, *self.parts)
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(file.file_bytes for file in self.files)
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -411,50 +425,49 @@ def _check_overlap(header: HeaderBytes, tensors: Mapping[str, GGUFTensor]) -> No
 
 
 class GGUFData:
-    """Opened at the first read, and only if the file is still the one whose header was checked; any thread may read."""
+    """Files are opened at their first read, and only if they are those whose headers were checked; any thread may read."""
 
     def __init__(self, file: GGUFFile) -> None:
-        self._file = file
+        self._files = file.files
         self._lock = Lock()
-        self._opened: OpenFile | None = None
+        self._opened: dict[int, OpenFile] = {}
 
     def read_into(self, tensor: GGUFTensor, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes of a tensor from its byte `start` on."""
         assert 0 <= start <= start + len(buffer) <= tensor.num_bytes, f"{tensor.name}: {start=} {len(buffer)=}"
         try:
-            num_read = self._open().read(tensor.offset + start, buffer)
+            num_read = self._open(tensor.part).read(tensor.offset + start, buffer)
         except OSError as error:
             raise ModelFormatError(
-                f"{self._file.path.name}: tensor {shown(tensor.name)} cannot be read",
+                f"{self._files[tensor.part].path.name}: tensor {shown(tensor.name)} cannot be read",
                 error.strerror or str(error),
                 "check the file and the disk",
             ) from error
         if num_read < len(buffer):
-            raise self._changed()
+            raise _changed(self._files[tensor.part])
 
     def close(self) -> None:
-        """Let go of the file; may be called twice. A later read opens it again, and one that goes on ends well."""
+        """Let go of the files; may be called twice. A later read opens one again, and one that goes on ends well."""
         with self._lock:
-            self._opened = None
+            self._opened = {}
 
-    def _open(self) -> OpenFile:
+    def _open(self, part: int) -> OpenFile:
         with self._lock:
-            if self._opened is None:
-                opened = OpenFile(self._file.path)
-                if (opened.status.st_size, opened.status.st_mtime_ns) != (
-                    self._file.file_bytes,
-                    self._file.modified_ns,
-                ):
-                    raise self._changed()
-                self._opened = opened
-            return self._opened
+            if part not in self._opened:
+                file = self._files[part]
+                opened = OpenFile(file.path)
+                if (opened.status.st_size, opened.status.st_mtime_ns) != (file.file_bytes, file.modified_ns):
+                    raise _changed(file)
+                self._opened[part] = opened
+            return self._opened[part]
 
-    def _changed(self) -> ModelFormatError:
-        return ModelFormatError(
-            f"{self._file.path.name} changed after its header was read",
-            "weights would be read from the wrong places",
-            "leave the file alone and start again",
-        )
+
+def _changed(file: GGUFFile) -> ModelFormatError:
+    return ModelFormatError(
+        f"{file.path.name} changed after its header was read",
+        "weights would be read from the wrong places",
+        "leave the file alone and start again",
+    )
 
 
 def read_floats(file: GGUFFile, tensor: GGUFTensor) -> list[float]:

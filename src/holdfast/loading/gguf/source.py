@@ -1,4 +1,4 @@
-"""A GGUF file as a source of weights: Hugging Face names, rows in Hugging Face order; no torch until a read."""
+"""A GGUF file, or several, as a source of weights: Hugging Face names, rows in Hugging Face order; no torch until a read."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class GGUFSource:
                 name=name,
                 dtype=NATIVE_DTYPES.get(tensor.type.name, "float32"),
                 shape=tensor.shape,
-                file=file.path.name,
+                file=file.files[tensor.part].path.name,
                 num_bytes=tensor.num_bytes,
             )
             for name, tensor in self._tensors.items()

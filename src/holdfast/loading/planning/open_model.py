@@ -32,7 +32,7 @@ class OpenModel:
     """A model on disk, known from its headers alone: what it is, what its parameters are, and where they come from."""
 
     path: Path
-    """The folder or the GGUF file."""
+    """The folder or the GGUF file, of several the first."""
     kind: Literal["directory", "gguf"]
     spec: ModelSpec
     parameters: tuple[Parameter, ...]

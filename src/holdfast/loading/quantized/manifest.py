@@ -91,8 +91,9 @@ def identify_source(model: OpenModel) -> SourceIdentity | None:
         return None
     names = sorted({entry.file for entry in model.source.entries.values()})
     if model.gguf is not None:
-        assert names in ([], [model.path.name]), f"{model.path.name} is one file, and its tensors are in {names}"
-        return SourceIdentity((_identify(model.path, model.gguf.data_start),), digest(b"").hex())
+        files = tuple(_identify(file.path, file.data_start) for file in model.gguf.files)
+        assert set(names) <= {file.name for file in files}, f"tensors of {model.path.name} are in {names}"
+        return SourceIdentity(files, digest(b"").hex())
     files = tuple(_identify(file_inside(model.path, name), None) for name in names)
     settings = file_inside(model.path, CONFIG_FILE)
     return SourceIdentity(files, digest(_beginning(settings, MAX_SETTINGS_BYTES)[0]).hex())
