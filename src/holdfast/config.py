@@ -13,6 +13,8 @@ from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUA
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
+AUTO_EMBEDDINGS = "auto"
+"""What of the vocabulary is quantized is left to the file that the model comes from."""
 MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
 PAGE_TOKENS = tuple(2**power for power in range(9))
@@ -54,8 +56,9 @@ class EngineConfig:
     """That wider format: the name of one, or auto for the dtype."""
     quantization: str | None = None
     """Scheme in which weights are kept, made while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
-    quantized_embeddings: str = "head"
-    """What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding) or none."""
+    quantized_embeddings: str = "auto"
+    """What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding) or none; auto is
+    head, and all for a GGUF file that has its embedding quantized already."""
     quantization_ignore: tuple[str, ...] | str = ()
     """Weights that stay as they are: globs over their names, or regular expressions behind "re:"; commas part them in a text."""
     allow_nonfinite: bool = False
@@ -123,9 +126,11 @@ class EngineConfig:
 
     @property
     def recipe(self) -> WeightRecipe:
-        """Which weights are quantized, and how."""
+        """Which weights are quantized, and how, of a model that is not known yet: resolving adds what its file says."""
         patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
-        return WeightRecipe(find_scheme(self.quantization), self.quantized_embeddings, patterns)  # type: ignore[arg-type]
+        asked = self.quantized_embeddings
+        embeddings = WeightRecipe().embeddings if asked == AUTO_EMBEDDINGS else asked
+        return WeightRecipe(find_scheme(self.quantization), embeddings, patterns)  # type: ignore[arg-type]
 
     @property
     def is_quantized(self) -> bool:
@@ -137,7 +142,7 @@ class EngineConfig:
         if name not in (None, UNQUANTIZED):
             return dataclasses.replace(self, quantization=name)
         bare = {
-            "quantized_embeddings": WeightRecipe().embeddings,
+            "quantized_embeddings": AUTO_EMBEDDINGS,
             "quantization_ignore": (),
             "save_quantized": None,
             "weight_cache": "auto",
@@ -146,7 +151,7 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         find_scheme(self.quantization)
-        _choice("quantized_embeddings", self.quantized_embeddings, EMBEDDING_CHOICES)
+        _choice("quantized_embeddings", self.quantized_embeddings, (AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))
         patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
         _choice("weight_cache", self.weight_cache, WEIGHT_CACHES)
         folder = self.save_quantized

@@ -115,9 +115,9 @@ def test_the_reference_is_as_stored_in_float32_whatever_is_asked(folder: Path, m
     reference, settled = settle_entries(asked, model, 32)
     assert (reference.dtype, reference.quantization) == ("float32", None)
     assert (settled.dtype, settled.quantized_embeddings, settled.max_model_len) == ("bfloat16", "all", 32)
-    assert reference.quantized_embeddings == "head", "that is for schemes"
+    assert reference.quantized_embeddings == "auto", "that is for schemes"
     plain = as_stored_entry(settled, None)
-    assert (plain.name, plain.config.quantized_embeddings) == ("bfloat16", "head")
+    assert (plain.name, plain.config.quantized_embeddings) == ("bfloat16", "auto")
     assert stored_scheme(reference, model) is None
     entry = scheme_entry(settled, "fp8", "*down*")
     assert (entry.name, entry.config.quantization, entry.config.quantization_ignore) == ("fp8", "fp8", "*down*")

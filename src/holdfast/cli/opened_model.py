@@ -91,7 +91,9 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
         import_torch()
         opened = _opened(config, open_engine(config, lambda num_done, num_total: None), started)
         weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
-        write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds")
+        disk = opened.memory.disk
+        was = "" if disk is None else f", from {format_bytes(disk.on_disk.num_bytes)} on disk"
+        write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds{was}")
     if _write_report(opened, report):
         write_line(f"memory report written to {shown(str(report), MAX_PATH)[1:-1]}")
     return opened

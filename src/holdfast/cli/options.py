@@ -248,8 +248,8 @@ ENGINE_SETTINGS = (
     _engine(
         "quantized_embeddings",
         MODEL,
-        "What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding), none. "
-        "They are int8 with a scale a row, beside any scheme; those that are stored quantized stay so.",
+        "What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding), none; "
+        "auto is head, and all where a GGUF file has its embedding quantized already. They are int8 with a scale a row, beside any scheme; those that are stored quantized stay so.",
         "NAME",
     ),
     Setting(

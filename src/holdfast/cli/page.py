@@ -30,6 +30,7 @@ from holdfast.cli.tables import (
 )
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.ledger import Entry
+from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
 from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
@@ -364,6 +365,7 @@ def memory_page(model: str, report: MemoryReport, entries: Sequence[Entry]) -> s
             f"{report.kv_tokens / report.max_model_len:.2f} requests of {report.max_model_len:,} tokens at once",
             class_="quiet",
         ),
+        *_disk_parts(report.disk),
         tag("h2", "The budget"),
         strips([*_by_group(parts), *free], colour, 1, "The budget by owner"),
         tag("h2", "What is held, in the order in which it was taken"),
@@ -413,6 +415,11 @@ def _memory_rows(report: MemoryReport, colour: dict[str, str]) -> Iterator[tuple
         yield "", ("measured", "", format_bytes(report.measured_bytes), "", "what the device says")
 
 
+def _disk_parts(account: DiskAccount | None) -> list[Html]:
+    """What a GGUF file takes on disk, and its weights in memory."""
+    return [] if account is None else [tag("p", " ".join(line.split()), class_="quiet") for line in account.lines]
+
+
 def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
     """Phases as strips to scale, owners by phase, the sweep as bars, and what else would fit."""
     colour = colours([*ALWAYS, *(row.owner for row in view.rows)])
@@ -426,6 +433,7 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         f"Plan of {view.model}",
         tag("p", view.asked),
         tag("p", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
+        *_disk_parts(view.disk),
         tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {format_bytes(view.short_bytes)} short")),
         *phases,
         readout("a box"),

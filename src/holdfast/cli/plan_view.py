@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
+from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.sizes import format_bytes
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives, narrower_schemes
+from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, unfitting_runner
 from holdfast.planning.resolve import Choice, Resolved
 from holdfast.planning.terms import list_needs
@@ -144,6 +146,8 @@ class PlanView(NamedTuple):
     """What starts it, with the smallest change where it does not fit; None where nothing does."""
     not_in_this_version: tuple[str, ...]
     """What of it cannot be run yet, in words."""
+    disk: DiskAccount | None = None
+    """Of a GGUF file: bytes on disk, stored types, bytes in memory and why."""
 
     @property
     def phase_bytes(self) -> dict[str, int]:
@@ -216,7 +220,7 @@ class PlanView(NamedTuple):
             ],
             "not_in_this_version": list(self.not_in_this_version),
             "command": self.command,
-        }
+        } | ({} if self.disk is None else {"weights_on_disk": self.disk.as_dict()})
 
 
 def view_of(request: PlanRequest, model: str | None) -> PlanView:
@@ -243,6 +247,7 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         alternatives=listed,
         command=start_command(request, model, None if fits else smallest) if can_start else None,
         not_in_this_version=plan.not_in_this_version,
+        disk=disk_account(request.blueprint, resolved, request.tensor_parallel_size),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from holdfast.errors import PlanTable
+from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
 from holdfast.memory.report import MemoryReport, MemoryRow
 from holdfast.memory.sizes import format_bytes
@@ -140,7 +141,11 @@ def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[Line]:
         f"KV cache size: {report.kv_tokens:,} tokens ({format_bytes(report.kv_bytes_per_token)} each), "
         f"Maximum concurrency for {report.max_model_len:,} tokens per request: {concurrency:.2f}x"
     )
-    return [*_table([row[:num_columns] for row in (MEMORY_HEADINGS, *rows)], right=(1, 2)), Line(meaning)]
+    return [
+        *_table([row[:num_columns] for row in (MEMORY_HEADINGS, *rows)], right=(1, 2)),
+        Line(meaning),
+        *disk_lines(report.disk),
+    ]
 
 
 def refusal_lines(table: PlanTable) -> list[Line]:
@@ -196,6 +201,7 @@ def plan_lines(view: "PlanView") -> list[Line]:
     return [
         Line(view.asked, "bold"),
         Line(f"budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
+        *disk_lines(view.disk),
         Line(""),
         *owner_lines(view),
         Line(""),
@@ -204,6 +210,11 @@ def plan_lines(view: "PlanView") -> list[Line]:
         *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
         *_start(view),
     ]
+
+
+def disk_lines(account: DiskAccount | None) -> list[Line]:
+    """What a GGUF file takes on disk, what its weights take in memory, and why."""
+    return [] if account is None else [Line(line) for line in account.lines]
 
 
 def owner_lines(view: "PlanView") -> list[Line]:

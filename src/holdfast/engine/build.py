@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.config import EngineConfig
@@ -12,6 +13,7 @@ from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import memory_report
+from holdfast.planning.disk_account import disk_account
 from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
 from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
@@ -52,6 +54,7 @@ def _engine(
     if built.plan.target.kind == "cuda" and built.profile.taken_bytes is not None:
         measured_bytes = built.profile.taken_bytes + built.plan.target.present_bytes
     report = memory_report(built.plan.memory, built.ledger, limits.page_tokens, limits.max_model_len, measured_bytes)
+    report = replace(report, disk=disk_account(built.plan.blueprint, built.plan.resolved))
     return Engine(
         built.runner,
         tokenizer,

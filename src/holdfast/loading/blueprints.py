@@ -90,6 +90,7 @@ def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:
 
 def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
     """The blueprint of a model whose headers have been read: with what it has quantized already, and what it left open."""
+    from holdfast.loading.gguf.parts import on_disk
     from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load
     from holdfast.loading.quantized.source import QuantizedSource, plan_quantized
@@ -103,7 +104,7 @@ def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
         fills = choose_all(opened.parameters, source.entries).fills
         tensors = {fill.parameter.name: [part.tensor for part in fill.whole_parts] for fill in fills}
     else:
-        return blueprint
+        return blueprint if opened.gguf is None else replace(blueprint, on_disk=on_disk(opened.gguf))
     schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
     open_weights = frozenset(one for one in tensors if opened.stored and not opened.stored.leaves_alone(tensors[one]))
     unread = None if opened.stored is None else opened.stored.unread_pattern

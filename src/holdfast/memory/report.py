@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 
 from holdfast.memory.ledger import Entry, Ledger
+from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PHASES, MemoryPlan
 
 
@@ -37,6 +38,8 @@ class MemoryReport:
     """What this engine took of its device, as the device says; None where nobody measured."""
     entries: tuple[Entry, ...] = ()
     """Every owner by its full path, in the order in which they were taken."""
+    disk: DiskAccount | None = None
+    """What the weights took on disk, where that is something else than what they take here."""
 
     @property
     def planned_bytes(self) -> int:
@@ -56,11 +59,17 @@ class MemoryReport:
         """The same for a program."""
         fields = asdict(self)
         del fields["entries"]
-        return fields | {
-            "planned_bytes": self.planned_bytes,
-            "held_bytes": self.held_bytes,
-            "unaccounted_bytes": self.unaccounted_bytes,
-        }
+        del fields["disk"]
+        disk = {} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}
+        return (
+            fields
+            | disk
+            | {
+                "planned_bytes": self.planned_bytes,
+                "held_bytes": self.held_bytes,
+                "unaccounted_bytes": self.unaccounted_bytes,
+            }
+        )
 
 
 def memory_report(

@@ -5,7 +5,8 @@ from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import Term
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.alternatives import list_alternatives, smallest_change
-from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner
+from holdfast.planning.disk_account import disk_account
+from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner, settle
 from holdfast.planning.target import Target
 
 __all__ = ["RunnerPlan", "plan_runner"]
@@ -28,6 +29,9 @@ def plan_runner(
     try:
         return fit_runner(request)
     except MemoryPlanError as error:
+        account = disk_account(blueprint, settle(request)[1], tensor_parallel_size)
+        if account is not None:
+            error.has = f"{error.has}; {account.clause}"
         error.do = smallest_change(list_alternatives(request))
         error.args = (error.asked, error.has, error.do)
         raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.config import EngineConfig, Limits, parse_layers
+from holdfast.config import AUTO_EMBEDDINGS, EngineConfig, Limits, parse_layers
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.blueprints.blueprint import Blueprint, spec_blueprint
@@ -14,7 +14,7 @@ from holdfast.models.blueprints.weights import BEFORE
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.target import Target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat
-from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
+from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightRecipe
 
 CPU_KV_BYTES = 1024**3
 KV_IS_ASKED = "kv_cache_memory"
@@ -316,6 +316,8 @@ def _wider_format(config: EngineConfig, model: Blueprint, kv_format: KVFormat, d
 def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tuple[WeightRecipe, tuple[Choice, ...]]:
     """The recipe of a load, and what is worth telling of it; what cannot be done raises."""
     recipe = config.recipe
+    if config.quantized_embeddings == AUTO_EMBEDDINGS:
+        recipe = with_stored_embedding(recipe, model)
     if model.stored_recipe is not None:
         return _as_stored(recipe, model.stored_recipe, model, target)
     if recipe.scheme is None:
@@ -334,9 +336,23 @@ def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tup
     else:
         reason = f"asked: {found.num_quantized} of {found.num_weights} weights are quantized as they load"
     choices.append(Choice("quantization", recipe.scheme.name, reason))
+    if recipe.embeddings != config.recipe.embeddings and model.on_disk is not None:
+        has = f"the file stores the embedding as {model.on_disk.embedding_type}"
+        choices.append(
+            Choice("quantized_embeddings", recipe.embeddings, f"{has}; it is {HEAD_SCHEME.name} by rows here")
+        )
     for pattern in found.idle:
         choices.append(Choice("quantization_ignore", pattern, "asked, but what it matches is never quantized"))
     return recipe, tuple(choices)
+
+
+def with_stored_embedding(recipe: WeightRecipe, model: Blueprint) -> WeightRecipe:
+    """The recipe for the embedding too, where it is one of its own and the file has it quantized to begin with."""
+    if recipe.scheme is None or model.on_disk is None or model.on_disk.embedding_type is None:
+        return recipe
+    if all(weight.kind != "embedding" for weight in model.parameters()):
+        return recipe  # tied: it is the head
+    return dataclasses.replace(recipe, embeddings="all")
 
 
 def _as_stored(

@@ -5,12 +5,14 @@ many (split.count). The first has the settings and the tokenizer; tensors are in
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ModelFormatError, ModelNotFoundError, shown
 from holdfast.loading.gguf.file import GGUFFile, GGUFTensor, read_gguf
+from holdfast.memory.on_disk import OnDisk, StoredType
 from holdfast.models.settings import listed
 
 NUMBER, COUNT, NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -46,6 +48,23 @@ def model_name(path: Path) -> str:
     """The file's name without its ending, and without the number of a part."""
     match = _PART.fullmatch(path.name)
     return path.stem if match is None else match[1]
+
+
+def on_disk(file: GGUFFile) -> OnDisk:
+    """Bytes of all files, and their tensors by stored type."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.type.name] += 1
+        sizes[tensor.type.name] += tensor.num_bytes
+    embedding = file.tensors.get("token_embd.weight")
+    return OnDisk(
+        num_files=len(file.files),
+        num_bytes=file.disk_bytes,
+        types=tuple(StoredType(name, count, sizes[name]) for name, count in counts.most_common()),
+        has_blocks=any(tensor.type.block_elements > 1 for tensor in file.tensors.values()),
+        embedding_type=embedding.type.name if embedding is not None and embedding.type.block_elements > 1 else None,
+    )
 
 
 def gguf_inside(folder: Path) -> Path | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
+from holdfast.memory.on_disk import OnDisk
 from holdfast.models.blueprints.anatomy import Anatomy
 from holdfast.models.blueprints.grouped import GroupedAnatomy
 from holdfast.models.blueprints.weights import (
@@ -49,6 +50,8 @@ class Blueprint:
     """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
     open_weights: frozenset[str] = frozenset()
     """Of the others those that a load may quantize: neither were they left out by the makers, nor saved as they are."""
+    on_disk: OnDisk | None = None
+    """The files by stored type, where their headers have been read and store blocks (GGUF)."""
     unread_pattern: str | None = None
     """Of the names that the makers left out, a pattern that is not followed: with one, it is not known what is open."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -1,0 +1,48 @@
+"""What a GGUF file takes on disk and in memory: in `plan` as text, JSON and page, in `run`, and where it does not fit."""
+
+import json
+from pathlib import Path
+
+from cli.cli_models import Here
+from cli.page_reader import read_page
+
+DISK = "on disk    93.81 MiB: 210 Q4_1, 61 F32, 1 Q8_0"
+
+
+def test_a_plan_tells_it_as_text_as_json_and_on_a_page(here: Here, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    ended = here("plan", "--gpu", "h200", "--html", page)
+    assert ended.code == 0, ended
+    lines = ended.out.splitlines()
+    place = lines.index(DISK)
+    assert lines[place + 1] == "in memory  256.57 MiB: blocks are expanded to bfloat16 as they load"
+    assert lines[place + 2] == "           --quantization int8 would hold 129.11 MiB"
+    words = [part.text for part in read_page(page.read_text(encoding="utf-8")).all("p")]
+    assert "on disk 93.81 MiB: 210 Q4_1, 61 F32, 1 Q8_0" in words
+    found = json.loads(here("plan", "--gpu", "h200", "--json").out)["weights_on_disk"]
+    assert (found["disk_bytes"], found["num_files"], found["memory_bytes"]) == (98_362_432, 1, 269_037_824)
+    assert found["types"]["Q4_1"]["tensors"] == 210
+    assert found["less_with"] == {"int8": 135_376_640}
+
+
+def test_a_folder_has_nothing_to_tell(here: Here, tiny: Path) -> None:
+    ended = here("plan", tiny, "--gpu", "h200", "--json")
+    assert "weights_on_disk" not in json.loads(ended.out)
+
+
+def test_a_run_tells_it_at_both_ends(here: Here) -> None:
+    options = ("-p", "Hi", "--max-tokens", "1", "--max-model-len", "64", "--quantization", "int8")
+    ended = here("run", *options)
+    assert ended.code == 0, ended
+    assert "seconds, from 93.81 MiB on disk\n" in ended.err
+    assert f"{DISK}\nin memory  129.16 MiB: blocks are quantized again, to int8, as they load\n" in ended.err
+    held = json.loads(here("run", *options, "--json").out)["memory"]
+    (weights,) = [row["held_bytes"] for row in held["rows"] if row["owner"] == "weights"]
+    assert held["weights_on_disk"]["memory_bytes"] == weights
+
+
+def test_a_refusal_tells_it(here: Here) -> None:
+    ended = here("run", "-p", "Hi", "--memory-limit", "256MiB")
+    assert ended.code != 0
+    told = "its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load"
+    assert told in ended.err

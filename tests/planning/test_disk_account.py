@@ -1,0 +1,128 @@
+"""Bytes on disk, bytes in memory and why: the default model in every type and scheme, counted by hand; refusals tell it."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.errors import MemoryPlanError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.memory.devices import GIB
+from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
+from holdfast.memory.sizes import format_bytes
+from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.planning.disk_account import disk_account
+from holdfast.planning.plan import plan_runner
+from holdfast.planning.resolve import resolve
+from holdfast.planning.target import Target
+
+CPU = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a test")
+LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
+MATRICES = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+"""Of a layer: the fused q, k and v; o; gate and up; down."""
+NUM_NORMS = 2 * LAYERS + 1
+DISK_BYTES = 98_362_432
+BYTES = {
+    "float32": 538_060_032,
+    "bfloat16": 269_037_824,
+    "fp8": 135_376_640,
+    "fp8_tensor": 135_376_640,
+    "fp8_block": 134_800_640,
+    "int8": 135_376_640,
+    "mxfp4": 84_995_840,
+}
+"""Of the weights of the default model in memory, in bfloat16 where a scheme leaves a tensor plain."""
+
+
+def padded(num_bytes: int) -> int:
+    """Tensors of an arena begin at multiples of 256."""
+    return -(-num_bytes // 256) * 256
+
+
+def by_hand(name: str) -> int:
+    """The head is the embedding, and int8 with a float32 a row beside any scheme; norms are plain."""
+    if name in ("float32", "bfloat16"):
+        size = 4 if name == "float32" else 2
+        matrices = LAYERS * sum(padded(size * rows * columns) for rows, columns in MATRICES)
+        return matrices + padded(size * VOCAB * HIDDEN) + NUM_NORMS * padded(size * HIDDEN)
+    total = padded(VOCAB * HIDDEN) + padded(4 * VOCAB) + NUM_NORMS * padded(2 * HIDDEN)
+    for rows, columns in MATRICES:
+        if name == "mxfp4":
+            codes, scales = rows * columns // 2, rows * columns // 32
+        elif name == "fp8_block":
+            # Parts of 576, 192 and 192 rows meet at multiples of 64: blocks are that low there.
+            block_rows = 64 if rows == 960 else 128
+            codes, scales = rows * columns, 4 * -(-rows // block_rows) * -(-columns // 128)
+        else:
+            codes, scales = rows * columns, 4 * rows
+        total += LAYERS * (padded(codes) + padded(scales))
+    return total
+
+
+@pytest.fixture(scope="module")
+def default() -> Blueprint:
+    return open_blueprint(None)
+
+
+def account(blueprint: Blueprint, **options) -> DiskAccount:
+    found = disk_account(blueprint, resolve(EngineConfig(**options), blueprint, CPU))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_table_of_the_default_model(default, name):
+    options = {"dtype": name} if name in ("float32", "bfloat16") else {"dtype": "bfloat16", "quantization": name}
+    found = account(default, **options)
+    assert (found.on_disk.num_bytes, found.on_disk.num_files) == (DISK_BYTES, 1)
+    assert found.memory_bytes == BYTES[name] == by_hand(name)
+
+
+def test_stored_types_and_reasons(default):
+    found = account(default)
+    types = {one.name: (one.num_tensors, one.num_bytes) for one in found.on_disk.types}
+    matrix_bytes = LAYERS * sum(rows * columns for rows, columns in MATRICES) // 32 * 20
+    assert types == {
+        "Q4_1": (210, matrix_bytes),
+        "F32": (NUM_NORMS, 4 * NUM_NORMS * HIDDEN),
+        "Q8_0": (1, VOCAB * HIDDEN // 32 * 34),
+    }
+    assert found.lines == (
+        "on disk    93.81 MiB: 210 Q4_1, 61 F32, 1 Q8_0",
+        "in memory  513.13 MiB: blocks are expanded to float32 as they load",
+        "           --quantization int8 would hold 129.16 MiB",
+    )
+    quantized = account(default, quantization="mxfp4")
+    assert quantized.reason == "blocks are quantized again, to mxfp4, as they load"
+    assert quantized.advice is None
+    assert found.other_bytes == account(default, quantization="int8").memory_bytes
+
+
+def test_lines_fit_80_columns():
+    types = tuple(StoredType(name, 999, 1) for name in ("Q4_K", "Q6_K", "F32", "IQ4_XS", "Q8_0"))
+    found = DiskAccount(OnDisk(11, 2**40, types, True, "Q8_0"), 2**41, "bfloat16", None, "int8", 2**40)
+    assert max(map(len, found.lines)) <= 80
+    assert found.lines[1] == "           999 Q8_0"
+    assert found.on_disk.words.startswith("1024.00 GiB in 11 files: 999 Q4_K")
+    plain = found._replace(on_disk=found.on_disk._replace(has_blocks=False, types=(StoredType("F16", 9, 1),)))
+    assert plain.reason == "tensors are kept in bfloat16 as they load"
+
+
+def test_a_refusal_tells_why_a_small_file_does_not_fit(default):
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_runner(EngineConfig(memory_limit="256MiB"), default, CPU)
+    told = str(caught.value)
+    assert "its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load" in told
+    assert "--quantization int8 would hold 129.16 MiB" in told
+    assert "\n" not in told
+
+
+def test_a_folder_of_plain_weights_has_none():
+    blueprint = open_blueprint("Qwen3-8B")
+    assert disk_account(blueprint, resolve(EngineConfig(), blueprint, CPU)) is None
+
+
+def test_the_table_stands_in_the_documents():
+    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    for num_bytes in (DISK_BYTES, *BYTES.values()):
+        assert f"| {num_bytes} | {format_bytes(num_bytes)} |" in text
