@@ -174,7 +174,7 @@ def _architecture(settings: Settings) -> str:
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{settings.file} describes a {shown(arch)[1:-1]}",
-            f"the architectures here are {', '.join(ARCHITECTURES)} in GGUF files, and others in Hugging Face folders",
+            f"the architectures that are read from GGUF files are {', '.join(ARCHITECTURES)}",
             "use a model of one of these",
         )
     return arch
