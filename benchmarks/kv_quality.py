@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> tuple[EvalView, str]:
     text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)
     text_name = TOPICS if arguments.text is None else Path(arguments.text).name
     config = EngineConfig(model=arguments.model, device=arguments.device)
-    model = open_model(config.model, config.load_format)
+    model = open_model(config.model, config.load_format, config.revision)
     try:
         tokenizer = open_tokenizer(config, model)
         windows = cut_windows(tokenizer, text, arguments.window, arguments.tokens, model.spec.vocab_size)

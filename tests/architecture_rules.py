@@ -30,7 +30,7 @@ LAYERS = (
 ROOMS = {
     "kernels": (("",), ("attention", "gemm", "load", "sampling"), ("moe",)),
     "models": (("",), ("blueprints",)),
-    "loading": (("sources",), ("gguf",), ("planning",), ("execution", "quantized"), ("",)),
+    "loading": (("sources",), ("gguf",), ("hub", "planning"), ("execution", "quantized"), ("",)),
     "runner": (("sampling",), ("",)),
 }
 """Packages with rooms, lowest first; "" are the files beside the rooms. The same rule holds inside."""
@@ -64,6 +64,8 @@ TORCH_FREE = (
     "models.blueprints.*",
     "models.catalogue",
     "loading.blueprints",
+    "loading.locate",
+    "loading.hub.*",
     "loading.gguf.file",
     "planning.resolve",
     "planning.terms",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("gguf", "hypothesis", "jinja2", "rich", "safetensors", "tokenizers", "transformers")
+PACKAGES = ("gguf", "huggingface_hub", "hypothesis", "jinja2", "rich", "safetensors", "tokenizers", "transformers")
 """What a machine may lack on which nothing can be installed: tests that need one are skipped there, and say so."""
 OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
 """Set in the process that a test marked own_process has to itself."""

@@ -96,3 +96,39 @@ def test_every_public_name_is_found_and_others_are_not() -> None:
         assert getattr(holdfast, name) is not None
     with pytest.raises(AttributeError, match="LLMM"):
         _ = holdfast.LLMM
+
+
+WRONG = "/no/such/path"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", WRONG, "-p", "x"),
+        ("chat", WRONG),
+        ("plan", WRONG),
+        ("bench", "latency", WRONG),
+        ("bench", "throughput", WRONG),
+        ("eval", "kv", WRONG, "--text", "x"),
+        ("eval", "weights", WRONG),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_a_wrong_path_is_told_before_anything_heavy_is_imported(arguments: tuple[str, ...]) -> None:
+    code = f"import sys; from holdfast.cli.app import run; assert run({list(arguments)!r}) == 1"
+    assert modules_after(code).isdisjoint((*HEAVY, "safetensors", "huggingface_hub"))
+
+
+def test_a_program_with_a_wrong_path_waits_for_nothing_heavy() -> None:
+    code = (
+        f"import holdfast\n    try:\n        holdfast.LLM(model={WRONG!r})\n        raise SystemError\n"
+        "    except holdfast.HoldfastError:\n        pass"
+    )
+    assert modules_after(code).isdisjoint((*HEAVY, "safetensors", "huggingface_hub"))
+
+
+def test_headers_are_open_before_torch_is_imported(tmp_path: Path) -> None:
+    """What a config.json says of a family that does not run is told without torch too."""
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    code = f"import sys; from holdfast.cli.app import run; assert run(['run', {str(tmp_path)!r}, '-p', 'x']) == 1"
+    assert modules_after(code).isdisjoint(HEAVY)

@@ -41,9 +41,11 @@ class EngineConfig:
     """What a person asked for. "auto" and None are resolved once, by the engine, with a reason for each choice."""
 
     model: str | None = None
-    """A folder in Hugging Face layout or a GGUF file; None takes the default model."""
+    """A folder in Hugging Face layout, a GGUF file, or a model of the Hub (owner/name, owner/name:Q4_K_M); None: the default."""
+    revision: str | None = None
+    """Branch, tag or commit of a model of the Hub; None takes main. owner/name@REVISION says the same."""
     tokenizer: str | None = None
-    """Folder or file of another tokenizer than the model's own."""
+    """Folder, file or owner/name of another tokenizer than the model's own."""
     chat_template: str | None = None
     """A Jinja file, or the template itself, in place of the model's own."""
     dtype: str = "auto"
@@ -123,6 +125,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{name}={shown(value)} was asked", "a path as a string works", "pass str(path)")
+        _revision(self.revision)
 
     @property
     def recipe(self) -> WeightRecipe:
@@ -237,6 +240,15 @@ def parse_layers(value: object, name: str) -> int | tuple[int, ...] | None:
             'try 4, or "0,1,30,31", or leave it out',
         )
     return tuple(sorted(layers))
+
+
+def _revision(value: object) -> None:
+    """Of a model on the Hub: what git may call a branch, a tag or a commit."""
+    sound = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+/-]{0,199}", value) and ".." not in value
+    if value is not None and not sound:
+        raise ConfigError(
+            f"revision={shown(value)} was asked", "the name of a branch, a tag or a commit works", "try main"
+        )
 
 
 def _page_size(name: str, value: object) -> None:

@@ -246,7 +246,7 @@ def broken(tiny: Path, folder: Path, name: str) -> Path:
 
 BROKEN_MODELS = [
     ("no such path", "did you mean"),
-    ("hub name", "models are read from local paths only"),
+    ("hub name", "hf download org/name"),
     ("no config", "has no config.json"),
     ("empty folder", "it is empty"),
     ("unknown architecture", "LlamaForCausalLM"),
@@ -265,7 +265,11 @@ BROKEN_MODELS = [
 
 
 @pytest.mark.parametrize(("name", "words"), BROKEN_MODELS, ids=[name for name, _ in BROKEN_MODELS])
-def test_broken_models_are_refused_in_one_line(here: Here, tiny: Path, tmp_path: Path, name: str, words: str) -> None:
+def test_broken_models_are_refused_in_one_line(
+    here: Here, tiny: Path, tmp_path: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     ended = here("run", broken(tiny, tmp_path, name), "-q", "-p", "Hello")
     assert ended.code == 1, ended
     assert ended.out == ""

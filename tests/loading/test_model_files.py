@@ -263,11 +263,13 @@ def test_a_path_that_is_not_there_suggests_its_neighbours(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"])
-def test_a_hub_name_says_how_to_download(name, tmp_path, monkeypatch):
+def test_a_hub_name_that_is_not_here_says_how_to_download(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     message = refusal(name, kind=ModelNotFoundError)
-    assert "local paths only" in message
-    assert f"hf download {name} --local-dir {name.split('/')[1]}" in message
+    assert f"neither a path nor in {tmp_path / 'hub'}, and HF_HUB_OFFLINE forbids the network" in message
+    assert f"hf download {name} where there is a network" in message
 
 
 @pytest.mark.parametrize(

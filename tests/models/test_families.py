@@ -332,6 +332,21 @@ def test_what_is_not_computed_is_declined_by_name(config, word):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("left_out", [{}, {"architectures": None}, {"architectures": []}])
+def test_without_architectures_the_type_tells(architecture, left_out):
+    config = {"model_type": FAMILIES[architecture].name, "num_hidden_layers": 2, **left_out}
+    assert read_spec(config) == read_spec(config | {"architectures": [architecture]})
+
+
+def test_an_unknown_type_lists_the_known_ones():
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec({"model_type": "mamba"})
+    assert "model_type = 'mamba' and names no architecture" in str(caught.value)
+    for family in FAMILIES.values():
+        assert family.name in str(caught.value)
+
+
 def test_an_unknown_architecture_lists_the_known_ones():
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec({"architectures": ["MambaForCausalLM"]})

@@ -5,20 +5,25 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from holdfast.api.options import EngineOptions, sampling_params_from
-from holdfast.api.progress import GenerationBar, LoadingBar
+from holdfast.api.progress import DownloadBar, GenerationBar, LoadingBar
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.driver import Driver
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
 from holdfast.errors import EngineDeadError, PromptError, RequestError
+from holdfast.loading.locate import refuse_wrong_path
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from holdfast.loading.hub.download import Watch
 
 OnProgress = Callable[[int, int], None]
 """Called with bytes read and bytes to read while a model loads."""
@@ -38,7 +43,7 @@ class LLM:
         on_progress: OnProgress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Open a model: a folder, a GGUF file, or None for the default one. `holdfast.EngineConfig` explains the options.
+        """Open a model: a folder, a GGUF file, owner/name on the Hub, or None for the default one. `holdfast.EngineConfig` explains the options.
 
         Some have a second name, which is vLLM's; a name that nobody knows raises and tells the nearest.
         """
@@ -203,12 +208,22 @@ class LLM:
                     yield delta
 
 
-def open_engine(config: EngineConfig, on_progress: OnProgress | None) -> Engine:
-    """Build an engine, with a bar on the terminal unless the caller counts for itself."""
-    from holdfast.engine.build import build_engine
+def open_engine(config: EngineConfig, on_progress: OnProgress | None, model: OpenModel | None = None) -> Engine:
+    """Build an engine, with a bar on the terminal unless the caller counts for itself; `model` is open already, if given."""
+    model = open_headers(config) if model is None else model
+    from holdfast.engine.build import build_engine  # torch comes with it, which a wrong path does not wait for
 
     with ExitStack() as stack:
-        return build_engine(config, on_progress or stack.enter_context(LoadingBar()))
+        return build_engine(config, on_progress or stack.enter_context(LoadingBar()), model)
+
+
+def open_headers(config: EngineConfig, watch: "Watch | None" = None) -> OpenModel:
+    """The model of a config, found or downloaded, with its headers read and its weights not."""
+    if config.model is not None:
+        refuse_wrong_path(config.model)
+    from holdfast.loading.model_files import open_model
+
+    return open_model(config.model, config.load_format, config.revision, watch or DownloadBar)
 
 
 def _assembler(prepared: PreparedRequest) -> OutputAssembler:

@@ -13,6 +13,7 @@ ADVISED = ("temperature", "top_p", "top_k", "repetition_penalty")
 class EngineOptions(TypedDict, total=False):
     """Every field of `EngineConfig` but the model, for editors and type checkers; `EngineConfig` explains and checks them."""
 
+    revision: str | None
     tokenizer: str | None
     chat_template: str | None
     dtype: str

@@ -1,20 +1,19 @@
-"""Progress on a terminal: bytes while a model loads, prompts and tokens per second while it answers; no torch."""
+"""Progress on a terminal: bytes while a model is downloaded and loads, prompts and tokens per second later; no torch.
+
+rich is imported where somebody watches, and not before.
+"""
+
+from __future__ import annotations
 
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from holdfast.loading.hub.download import Download
 
 SECONDS_BETWEEN_UPDATES = 0.1
 
@@ -24,38 +23,94 @@ def is_watched() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+def _bytes_bar(title: str) -> Progress | None:
+    """A bar with one task that counts bytes; None where nobody watches."""
+    if not is_watched():
+        return None
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn(title, markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task("", total=None)
+    return progress
+
+
 class LoadingBar:
     """`bar(done, total)` in bytes; shows nothing where nobody watches."""
 
-    def __init__(self) -> None:
-        columns = (
-            TextColumn("Loading weights"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_watched())
-        self._task = self._progress.add_task("", total=None)
+    def __init__(self, title: str = "Loading weights") -> None:
+        self._progress = _bytes_bar(title)
 
-    def __enter__(self) -> "LoadingBar":
-        self._progress.start()
+    def __enter__(self) -> LoadingBar:
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def __call__(self, num_done: int, num_total: int) -> None:
-        self._progress.update(self._task, completed=num_done, total=num_total)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=num_done, total=num_total)
+
+
+class DownloadBar:
+    """`bar(done)` in bytes over all files of a download; shows nothing where nobody watches."""
+
+    def __init__(self, download: Download) -> None:
+        self._num_bytes = download.num_bytes
+        self._bar = LoadingBar(f"Downloading {download.name}")
+
+    def __enter__(self) -> DownloadBar:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def __call__(self, num_done: int) -> None:
+        self._bar(num_done, self._num_bytes)
 
 
 class GenerationBar:
     """Counts finished prompts, and estimates tokens per second in and out."""
 
     def __init__(self, num_prompts: int, wanted: bool) -> None:
+        self._started_at = self._shown_at = time.monotonic()
+        self._num_prompts = num_prompts
+        self._progress = None
+        if not (wanted and is_watched()):
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         columns = (
             TextColumn("Processed prompts"),
             BarColumn(),
@@ -64,25 +119,25 @@ class GenerationBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
         )
-        disable = not (wanted and is_watched())
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=disable)
-        self._task = self._progress.add_task("", total=num_prompts, speed="")
-        self._started_at = self._shown_at = time.monotonic()
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress.add_task("", total=num_prompts, speed="")
 
-    def __enter__(self) -> "GenerationBar":
-        self._progress.start()
+    def __enter__(self) -> GenerationBar:
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def update(self, num_finished: int, num_input_tokens: int, num_output_tokens: int) -> None:
         """Show how far it is; cheap enough for every step."""
         now = time.monotonic()
-        is_last = num_finished == self._progress.tasks[0].total
-        if self._progress.disable or (now - self._shown_at < SECONDS_BETWEEN_UPDATES and not is_last):
+        is_last = num_finished == self._num_prompts
+        if self._progress is None or (now - self._shown_at < SECONDS_BETWEEN_UPDATES and not is_last):
             return
         self._shown_at = now
         seconds = max(now - self._started_at, 1e-6)
@@ -90,4 +145,4 @@ class GenerationBar:
             f"est. speed input: {num_input_tokens / seconds:.2f} toks/s, "
             f"output: {num_output_tokens / seconds:.2f} toks/s"
         )
-        self._progress.update(self._task, completed=num_finished, speed=speed)
+        self._progress.update(self._progress.task_ids[0], completed=num_finished, speed=speed)

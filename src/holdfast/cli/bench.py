@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from holdfast.api.llm import open_headers
 from holdfast.api.progress import is_watched
 from holdfast.cli.bench_cases import (
     UNIT,
@@ -20,13 +21,12 @@ from holdfast.cli.bench_cases import (
     throughput_case,
 )
 from holdfast.cli.bench_record import num_cores, ratios, record
-from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file
+from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file, shown_download
 from holdfast.cli.options import Given, read_counts, read_range
 from holdfast.cli.tables import aligned
 from holdfast.cli.terminal import STDOUT, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
-from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 
 PEERS = ("transformers",)
@@ -97,7 +97,7 @@ def _bench(options: BenchOptions, given: Given, make_cases: Cases, peer_batch: i
     threads = None if options.threads is None else _count(options.threads, "--threads")
     _check(options, given)
     config = EngineConfig.from_options(model=options.model, **given)
-    opened = open_model(config.model, config.load_format)
+    opened = open_headers(config, shown_download)
     try:
         import_torch()
         cases = make_cases(random.Random(config.seed), range(opened.spec.vocab_size))

@@ -196,13 +196,23 @@ def _nearest(typed: str, names: Iterable[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
+def _refuse_wrong_path(own: Given) -> None:
+    """What takes a second to import does not make somebody wait who mistyped a path."""
+    if own["model"] is not None:
+        from holdfast.loading.locate import refuse_wrong_path
+
+        refuse_wrong_path(own["model"])
+
+
 def _run_run(own: Given, engine: Given, sampling: Given) -> None:
+    _refuse_wrong_path(own)
     from holdfast.cli.run import RunOptions, run
 
     run(RunOptions(**own), engine, sampling)
 
 
 def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
+    _refuse_wrong_path(own)
     from holdfast.cli.chat import chat
 
     return chat(own["model"], own["system"], engine, sampling, own["memory_report"])
@@ -221,24 +231,28 @@ def _run_cache(own: Given, engine: Given, sampling: Given) -> None:
 
 
 def _run_latency(own: Given, engine: Given, sampling: Given) -> None:
+    _refuse_wrong_path(own)
     from holdfast.cli.bench import LatencyOptions, bench_latency
 
     bench_latency(LatencyOptions(**own), engine)
 
 
 def _run_throughput(own: Given, engine: Given, sampling: Given) -> None:
+    _refuse_wrong_path(own)
     from holdfast.cli.bench import ThroughputOptions, bench_throughput
 
     bench_throughput(ThroughputOptions(**own), engine)
 
 
 def _run_eval_kv(own: Given, engine: Given, sampling: Given) -> None:
+    _refuse_wrong_path(own)
     from holdfast.cli.eval import EvalOptions, eval_kv
 
     eval_kv(EvalOptions(**own), engine)
 
 
 def _run_eval_weights(own: Given, engine: Given, sampling: Given) -> None:
+    _refuse_wrong_path(own)
     from holdfast.cli.eval import WeightEvalOptions, eval_weights
 
     eval_weights(WeightEvalOptions(**own), engine)
@@ -255,7 +269,8 @@ def _measured(name: str, help: str, metavar: str, default: str | None) -> Option
 
 MODEL_ARGUMENT = Option(
     "model",
-    "A folder in Hugging Face layout, or a GGUF file. Left out: the default model.",
+    "A folder in Hugging Face layout, a GGUF file, or a model of the Hub: owner/name, owner/name:Q4_K_M, "
+    "owner/name@REVISION. Left out: the default model.",
     "MODEL",
     panel=ARGUMENTS,
 )
@@ -325,8 +340,8 @@ COMMANDS = (
         (
             Option(
                 "model",
-                "A folder with a config.json, a GGUF file, or a well-known name such as Qwen3-32B, qwen3 32b or "
-                "openai/gpt-oss-20b; --list shows them. Left out: the default model.",
+                "A folder with a config.json, a GGUF file, a model of the Hub (owner/name), or a well-known name such as "
+                "Qwen3-32B, qwen3 32b or openai/gpt-oss-20b; --list shows them. Left out: the default model.",
                 "MODEL",
                 panel=ARGUMENTS,
             ),

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.api.llm import open_headers
 from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, LoadingBar, is_watched
 from holdfast.cli import bench_record
-from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name
+from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download
 from holdfast.cli.options import Given, read_count
 from holdfast.cli.page import eval_page, page_file, write_page
 from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show
@@ -23,7 +24,6 @@ from holdfast.cli.terminal import MAX_PATH, STDOUT, dumps, log_plainly, write_an
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, PromptError, shown
 from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
-from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.models.blueprints.weights import BEFORE
 from holdfast.quant.formats import KV_FORMATS
@@ -151,7 +151,7 @@ def eval_kv(options: EvalOptions, engine: Given) -> None:
     text = read_text(options.text)
     log_plainly()
     tell_rounding(window, max_tokens)
-    model = open_model(config.model, config.load_format)
+    model = open_headers(config, shown_download)
     try:
         import_torch()
         view = measure_formats(config, model, names, text, Path(str(options.text)).name, window, max_tokens)
@@ -348,7 +348,7 @@ def measure_schemes(
         stored_scheme,
     )
 
-    model = open_model(config.model, config.load_format)
+    model = open_headers(config, shown_download)
     try:
         windows = cut_windows(open_tokenizer(config, model), text, window, max_tokens, model.spec.vocab_size)
         reference, settled = settle_entries(config, model, window)

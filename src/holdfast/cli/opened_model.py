@@ -4,21 +4,24 @@ import math
 import select
 import sys
 import time
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from holdfast.api.llm import LLM, open_engine
+from holdfast.api.llm import LLM, open_engine, open_headers
 from holdfast.api.options import ADVISED
-from holdfast.api.progress import is_watched
+from holdfast.api.progress import DownloadBar, is_watched
 from holdfast.cli.options import Given
-from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, write_line
+from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, raising_interrupts, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.errors import HoldfastError, PromptError, shown
+from holdfast.loading.hub.download import Download
+from holdfast.loading.hub.names import parse_hub_name
+from holdfast.loading.locate import existing_path
 from holdfast.loading.model_files import find_default_model
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
@@ -72,8 +75,9 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     """Load a model and say nothing."""
     log_plainly()
     started = time.monotonic()
+    model = open_headers(config, quiet_download)
     import_torch()
-    engine = open_engine(config, lambda num_done, num_total: None)
+    engine = open_engine(config, lambda num_done, num_total: None, model)
     opened = _opened(config, engine, started)
     _write_report(opened, report)
     return opened
@@ -83,13 +87,14 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
     log_plainly()
     started = time.monotonic()
+    model = open_headers(config, shown_download)
     if is_watched():
         _import_torch_visibly()
-        opened = _opened(config, open_engine(config, None), started)
+        opened = _opened(config, open_engine(config, None, model), started)
     else:
         write_line(f"Loading {model_name(config)}")
         import_torch()
-        opened = _opened(config, open_engine(config, lambda num_done, num_total: None), started)
+        opened = _opened(config, open_engine(config, lambda num_done, num_total: None, model), started)
         weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
         disk = opened.memory.disk
         was = "" if disk is None else f", from {format_bytes(disk.on_disk.num_bytes)} on disk"
@@ -99,8 +104,26 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     return opened
 
 
+@contextmanager
+def shown_download(download: Download) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, a line elsewhere; Ctrl-C stops it and leaves no partial file behind."""
+    if not is_watched():
+        write_line(f"Downloading {download.words}")
+    with raising_interrupts(), DownloadBar(download) as tell:
+        yield tell
+
+
+@contextmanager
+def quiet_download(download: Download) -> Iterator[Callable[[int], None]]:
+    """The same without a word."""
+    with raising_interrupts():
+        yield lambda num_bytes: None
+
+
 def model_name(config: EngineConfig) -> str:
-    """The last part of the model's path."""
+    """The last part of the model's path or name."""
+    if config.model is not None and (name := parse_hub_name(config.model)) and existing_path(config.model) is None:
+        return name.label
     path = find_default_model() if config.model is None else Path(config.model)
     return ascii(path.resolve().name)[1:-1]
 

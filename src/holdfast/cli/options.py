@@ -235,7 +235,8 @@ def _default_words() -> str:
 ENGINE_SETTINGS = (
     _engine("dtype", MODEL, f"Type of weights and activations: {', '.join(DTYPES)}.", "NAME"),
     _engine("device", MODEL, "Where the model runs: auto, cpu, cuda or cuda:N.", "NAME"),
-    _engine("tokenizer", MODEL, "Folder or GGUF file of another tokenizer than the model's own.", "PATH"),
+    _engine("revision", MODEL, "Branch, tag or commit of a model of the Hub. Left out: main.", "NAME"),
+    _engine("tokenizer", MODEL, "Folder, GGUF file or owner/name of another tokenizer than the model's own.", "PATH"),
     _engine("chat_template", MODEL, "Jinja file, or the template itself, in place of the model's own.", "PATH"),
     _engine("load_format", MODEL, f"{', '.join(LOAD_FORMATS)} (from config.json alone).", "NAME"),
     _engine(
@@ -329,21 +330,47 @@ def _among(*names: str) -> tuple[Setting, ...]:
 
 
 PLAN_SETTINGS = _among(
-    *("dtype", "quantization", "quantized_embeddings", "quantization_ignore", "enforce_eager", "kv_cache_dtype"),
+    *(
+        "revision",
+        "dtype",
+        "quantization",
+        "quantized_embeddings",
+        "quantization_ignore",
+        "enforce_eager",
+        "kv_cache_dtype",
+    ),
     *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),
     *("max_num_seqs", "max_num_batched_tokens"),
 )
 """Those that change how much memory is needed."""
 
 EVAL_SETTINGS = _among(
-    *("dtype", "device", "tokenizer", "load_format", "quantization", "quantized_embeddings", "quantization_ignore"),
+    *(
+        "revision",
+        "dtype",
+        "device",
+        "tokenizer",
+        "load_format",
+        "quantization",
+        "quantized_embeddings",
+        "quantization_ignore",
+    ),
     *("allow_nonfinite", "kv_protected_layers", "kv_protected_dtype", "memory_limit", "memory_utilization"),
     *("page_tokens", "max_num_batched_tokens"),
 )
 """Those that mean something where one text is read over pages of several formats, and nothing is generated."""
 
 WEIGHT_EVAL_SETTINGS = _among(
-    *("dtype", "device", "tokenizer", "load_format", "quantized_embeddings", "quantization_ignore", "allow_nonfinite"),
+    *(
+        "revision",
+        "dtype",
+        "device",
+        "tokenizer",
+        "load_format",
+        "quantized_embeddings",
+        "quantization_ignore",
+        "allow_nonfinite",
+    ),
     *("kv_cache_dtype", "memory_limit", "memory_utilization", "page_tokens", "max_num_batched_tokens"),
 )
 """The same where weights are in several schemes, one after the other."""

@@ -77,7 +77,7 @@ def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
     target = read_target(options)
     asked_ranks = _asked_ranks(options)
     ranks = read_count(asked_ranks)
-    blueprint = open_blueprint(options.model)
+    blueprint = open_blueprint(options.model, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"

@@ -5,7 +5,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,18 @@ def raise_interrupts() -> None:
     """From now on Ctrl-C is an exception, for those who have something to put in order."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """The same for a while, after which Ctrl-C leaves again as it did before."""
+    was_leaving = signal.getsignal(signal.SIGINT) is leave
+    raise_interrupts()
+    try:
+        yield
+    finally:
+        if was_leaving:
+            leave_on_interrupt()
 
 
 def write_line(text: str) -> None:

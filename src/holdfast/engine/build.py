@@ -10,6 +10,7 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import ConfigError, ModelNotFoundError
 from holdfast.loading.gguf.parts import read_parts
+from holdfast.loading.locate import locate_tokenizer
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import memory_report
@@ -22,9 +23,15 @@ from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 MAX_TEMPLATE_BYTES = 1024**2
 
 
-def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None]) -> Engine:
-    """An engine that is ready; nothing is left behind where it fails. `on_progress(done, total)` counts bytes read."""
-    model = open_model(config.model, config.load_format)
+def build_engine(
+    config: EngineConfig, on_progress: Callable[[int, int], None], model: OpenModel | None = None
+) -> Engine:
+    """An engine that is ready; nothing is left behind where it fails. `on_progress(done, total)` counts bytes read.
+
+    A model whose headers are open already is taken, and closed.
+    """
+    if model is None:
+        model = open_model(config.model, config.load_format, config.revision)
     try:
         # What can be wrong with small files is found before the large ones are read.
         tokenizer = open_tokenizer(config, model)
@@ -73,13 +80,15 @@ def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
         if model.gguf is not None:
             return tokenizer_from_gguf(model.gguf.metadata, model.path.name)
         return tokenizer_from_directory(model.path)
-    path = Path(config.tokenizer).expanduser()
-    if path.is_dir():
+    path = locate_tokenizer(config.tokenizer)
+    if path is not None and path.is_dir():
         return tokenizer_from_directory(path)
-    if path.is_file() and path.suffix == ".gguf":
+    if path is not None and path.is_file() and path.suffix == ".gguf":
         return tokenizer_from_gguf(read_parts(path).metadata, path.name)
     raise ModelNotFoundError(
-        f"tokenizer={config.tokenizer!r} was asked", "it is neither a folder nor a GGUF file", "pass one of these"
+        f"tokenizer={config.tokenizer!r} was asked",
+        "it is neither a folder nor a GGUF file nor a name on the Hub",
+        "pass one of these",
     )
 
 

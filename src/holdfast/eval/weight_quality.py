@@ -206,7 +206,7 @@ def compare_schemes(
 def opened_scheme(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]:
     """A runner of the model with its weights in a scheme, as long as the context lasts."""
     listener.opening(entry.name)
-    model = open_model(entry.config.model, entry.config.load_format)
+    model = open_model(entry.config.model, entry.config.load_format, entry.config.revision)
     try:
         built = build_variants([Variant(entry.config)], model, listener.loading)
     finally:

@@ -1,4 +1,4 @@
-"""The blueprint of whatever a person named: a folder, a GGUF file, a model of the catalogue, or the default model; no torch.
+"""The blueprint of whatever a person named: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
 
 What a name does not need is not imported: a plan from the catalogue answers before a reader of weights is loaded.
 """
@@ -10,48 +10,62 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from holdfast.loading.hub.names import parse_hub_name
+from holdfast.loading.locate import fetch_hub_config, locate_config
 from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, QUANTIZATION_KEY, read_json_object
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.blueprint import Blueprint, known_architectures, read_blueprint, spec_blueprint
 
 if TYPE_CHECKING:
     from holdfast.loading.planning.open_model import OpenModel
 
 
-def open_blueprint(model: str | None) -> Blueprint:
-    """From config.json or a header alone, without weights and without a network; a path goes before a name."""
+GGUF_ENDING = "-gguf"
+
+
+def open_blueprint(model: str | None, revision: str | None = None) -> Blueprint:
+    """From config.json or a header alone, without weights; a path goes before a name.
+
+    Of a model on the Hub the cache's config.json is read. Without one the catalogue is asked for a model of that name, and
+    only for a name that it does not know the Hub, for config.json alone.
+    """
     if model is None:
         from holdfast.loading.model_files import find_default_model
 
         return _read_file(find_default_model())
-    path = _existing(model)
-    if path is None:
-        from holdfast.models.catalogue import find_model
+    located = locate_config(model, revision)
+    if located is not None:
+        path, label = located.path, located.label
+        return _read_folder(path, label) if path.is_dir() else _read_file(path, label)
+    from holdfast.models.catalogue import find_model
 
-        name, config = find_model(model)
-        return read_blueprint(config, name)
-    return _read_folder(path) if path.is_dir() else _read_file(path)
-
-
-def _existing(model: str) -> Path | None:
     try:
-        path = Path(model).expanduser()
-        return path if model.strip() and path.exists() else None
-    except PermissionError as error:
-        raise ModelNotFoundError(
-            f"model {model[:400]!a} was asked for", "its folder may not be read", "check the permissions"
-        ) from error
-    except (OSError, RuntimeError, ValueError):  # too long, of a user without a home, or no path at all
-        return None
+        name, config = find_model(_bare(model))
+    except ModelNotFoundError as error:
+        if parse_hub_name(model) is None:
+            raise
+        located = fetch_hub_config(model, revision)
+        if located is None:
+            raise ModelNotFoundError(error.asked, f"{error.has}, nor in the Hugging Face cache", error.do) from error
+        return _read_folder(located.path, located.label)
+    return read_blueprint(config, name)
 
 
-def _read_folder(folder: Path) -> Blueprint:
+def _bare(model: str) -> str:
+    """A name on the Hub without its revision and tag, as the catalogue has it; a copy in GGUF has the shapes of its model."""
+    name = parse_hub_name(model)
+    if name is None:
+        return model
+    return name.repo[: -len(GGUF_ENDING)] if name.repo.lower().endswith(GGUF_ENDING) else name.repo
+
+
+def _read_folder(folder: Path, label: str = "") -> Blueprint:
     from holdfast.loading.model_files import gguf_of
     from holdfast.loading.sources.safetensors import file_inside, has_file
 
-    name = folder.resolve().name
+    name = label or folder.resolve().name
     try:
         if (file := gguf_of(folder, "auto")) is not None:
-            return _read_file(file)
+            return _read_file(file, label)
         if not has_file(folder, CONFIG_FILE):
             raise ModelNotFoundError(
                 f"{folder} has no {CONFIG_FILE}",
@@ -114,12 +128,12 @@ def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
 def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | None:
     """Without weights, the settings are believed."""
     from holdfast.loading.planning.stored_schemes import read_stored_schemes
-    from holdfast.models.families import FAMILIES
+    from holdfast.models.families import FAMILIES, named_architecture
     from holdfast.models.settings import Settings
 
-    architectures = Settings(config, CONFIG_FILE).texts("architectures") or ("",)
+    architecture = named_architecture(Settings(config, CONFIG_FILE), known_architectures())
     quantization = config.get(QUANTIZATION_KEY)
-    if architectures[0] not in FAMILIES or not isinstance(quantization, dict):
+    if architecture not in FAMILIES or not isinstance(quantization, dict):
         return None
     stored = read_stored_schemes(quantization, CONFIG_FILE)
     blueprint = read_blueprint({**config, QUANTIZATION_KEY: None}, name)
@@ -152,7 +166,7 @@ def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
     return spec_blueprint(opened.spec, blueprint.name)
 
 
-def _read_file(path: Path) -> Blueprint:
+def _read_file(path: Path, label: str = "") -> Blueprint:
     from holdfast.loading.gguf.parts import model_name
     from holdfast.loading.model_files import refuse_wrong_headers
 
@@ -166,4 +180,4 @@ def _read_file(path: Path) -> Blueprint:
         opened = open_model(str(path), "auto")
     opened.source.close()
     refuse_wrong_headers(opened)
-    return opened_blueprint(opened, model_name(opened.path))
+    return opened_blueprint(opened, label or model_name(opened.path))

@@ -1,8 +1,6 @@
-"""Opens whatever a person named: a model folder, a GGUF file, or nothing for the default model; no torch."""
+"""Opens whatever a person named: a folder, a GGUF file, a model of the Hub, or nothing for the default model; no torch."""
 
-import difflib
 import importlib.util
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,8 @@ from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.gguf.file import MAGIC, GGUFFile
 from holdfast.loading.gguf.parts import gguf_inside, read_parts
 from holdfast.loading.gguf.source import GGUFSource
+from holdfast.loading.hub.download import Watch
+from holdfast.loading.locate import locate_model
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, read_stored_schemes
@@ -26,23 +26,31 @@ from holdfast.loading.sources.safetensors import (
     open_weight_files,
 )
 from holdfast.loading.sources.source import TensorEntry
+from holdfast.models.blueprints.blueprint import refuse_planned_only
 from holdfast.models.families import FAMILIES, Family, parameters, read_spec
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 
 log = get_logger(__name__)
-MAX_PATH = 400
-"""Characters of a path that a message repeats."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")
 
 
-def open_model(model: str | None, load_format: str) -> OpenModel:
-    """The model at a path, known from its headers; None takes the default model.
+def open_model(
+    model: str | None, load_format: str, revision: str | None = None, watch: Watch | None = None
+) -> OpenModel:
+    """The model at a path or of a name on the Hub, known from its headers; None takes the default model.
 
-    `load_format` is auto, safetensors or gguf (each refuses the other kind), or dummy for dummy weights.
+    `load_format` is auto, safetensors or gguf (each refuses the other kind), or dummy for dummy weights. `watch` shows a
+    download of what is not here to whoever waits.
     """
-    path = find_default_model() if model is None else _find(model)
+    if model is None:
+        return _open_path(find_default_model(), load_format)
+    located = locate_model(model, revision, load_format, watch, _read_config)
+    opened = _open_path(located.path, load_format)
+    return replace(opened, label=located.label) if located.label else opened
+
+
+def _open_path(path: Path, load_format: str) -> OpenModel:
     try:
         path = gguf_of(path, load_format) or path
         if path.is_dir():
@@ -61,34 +69,6 @@ def open_model(model: str | None, load_format: str) -> OpenModel:
         return opened
     opened.source.close()
     return replace(opened, source=DummySource(opened.parameters, opened.spec.checkpoint_dtype))
-
-
-def _find(model: str) -> Path:
-    """The path that was named, which exists, or an error that says what was probably meant."""
-    try:
-        path = Path(model).expanduser()
-        if model.strip() and path.exists():
-            return path
-        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    except PermissionError as error:
-        raise ModelNotFoundError(
-            f"model '{_escaped(model)}' was asked for", "its folder may not be read", "check the permissions"
-        ) from error
-    except (OSError, RuntimeError, ValueError):  # too long, of a user without a home, or no path at all
-        path, siblings = Path(), []
-    near = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
-    if near:
-        do = f"did you mean {' or '.join(_escaped(str(path.parent / name)) for name in near)}?"
-    elif _HUB_ID.fullmatch(model):
-        do = f"run hf download {model} --local-dir {path.name}, then pass {path.name}"
-    else:
-        do = "pass a folder in Hugging Face layout or a .gguf file"
-    has = "models are read from local paths only" if _HUB_ID.fullmatch(model) else "there is no such file or folder"
-    raise ModelNotFoundError(f"model '{_escaped(model)}' was asked for", has, do)
-
-
-def _escaped(path: str) -> str:
-    return repr(path[:MAX_PATH])[1:-1]
 
 
 def _refuse_other_files(path: Path) -> None:
@@ -167,6 +147,7 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
             f"pass {folder / gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
         )
     config = read_json_object(file_inside(folder, CONFIG_FILE))
+    refuse_planned_only(config, CONFIG_FILE)
     # How weights are stored is no matter of what is computed.
     return read_spec({**config, QUANTIZATION_KEY: None}, CONFIG_FILE), Settings(config, CONFIG_FILE)
 

@@ -4,7 +4,8 @@ A new family is a reader and a row in FAMILIES. Keys that a config.json leaves o
 them; a setting that the decoder does not compute is declined in words.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.errors import UnsupportedModelError, shown
@@ -27,6 +28,9 @@ MAX_WIDTH = 2**20
 MAX_VOCAB = 2**24
 """Bounds far above any model there is and far below what would hurt a program that believes them."""
 
+CAUSAL = "ForCausalLM"
+TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gemma3_text": "gemma3"}
+"""A `model_type` that is not its architecture's name, and one that is."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -95,20 +99,44 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
 
 def find_family(settings: Settings) -> Family:
     """The family that a config.json names."""
-    architectures = settings.texts("architectures")
-    if not architectures:
-        raise settings.missing("architectures", f"one of {', '.join(FAMILIES)} is needed")
-    family = FAMILIES.get(architectures[0])
+    architecture = named_architecture(settings, FAMILIES)
+    family = FAMILIES.get(architecture)
     if family is None:
         raise UnsupportedModelError(
-            f"{settings.file} describes a {plain(architectures[0])}",
-            f"the architectures here are {', '.join(FAMILIES)}",
+            f"{settings.file} describes a {plain(architecture)}",
+            f"what runs, in any format, is {', '.join(FAMILIES)}",
             "use a model of one of these",
         )
     model_type = settings.text("model_type", family.name)
     if model_type != family.name:
         raise settings.refuse("model_type", model_type, f"{family.name!r}, the type of {family.architecture},")
     return family
+
+
+def named_architecture(settings: Settings, known: Collection[str]) -> str:
+    """The architecture that a config.json names: by `architectures`, and by `model_type` where that is left out."""
+    architectures = settings.texts("architectures")
+    if architectures:
+        return architectures[0]
+    if settings.values.get("model_type") is None:
+        raise settings.missing("architectures and no model_type", f"one of {', '.join(known)} is needed")
+    model_type = settings.text("model_type", "")
+    plain_type = TYPE_ALIASES.get(model_type, model_type).replace("_", "").lower()
+    found = {name.removesuffix(CAUSAL).lower(): name for name in known}.get(plain_type)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{settings.file} says model_type = {shown(model_type)} and names no architecture",
+            f"the types here are {', '.join(_type_of(name) for name in known)}",
+            "use a model of one of these",
+        )
+    return found
+
+
+def _type_of(architecture: str) -> str:
+    """The `model_type` that belongs to an architecture."""
+    if architecture in FAMILIES:
+        return FAMILIES[architecture].name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix(CAUSAL)).lower()
 
 
 def _read_llama(settings: Settings) -> ModelSpec:

@@ -125,7 +125,7 @@ def plan_model(
 
     With `uses_cache`, weights that an earlier start has quantized are looked for.
     """
-    blueprint = opened_blueprint(model, model.path.name)
+    blueprint = opened_blueprint(model, model.name)
     resolved = resolve(config, blueprint, target)
     load = plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache)
     plan = plan_runner(config, blueprint, target, staging=load.staging(target.kind))

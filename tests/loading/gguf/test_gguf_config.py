@@ -321,3 +321,13 @@ def test_single_experts_are_declined_in_words():
         experts_spec("qwen3moe", (*ROUTERS, split))
     with pytest.raises(UnsupportedModelError, match=r"sets llama\.expert_count = 8"):
         gguf_config(file("llama", tensors=(split,), expert_count=8))
+
+
+@pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("deepseek2", True)])
+def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec(general__architecture=arch)
+    message = str(caught.value)
+    assert f"describes a {arch}; GGUF files of llama, qwen2, qwen3, qwen2moe, qwen3moe run" in message
+    assert "a folder of the same model would not run either" in message
+    assert ("holdfast plan" in message) is is_planned

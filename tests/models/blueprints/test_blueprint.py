@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
-from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES, read_blueprint, refuse_planned_only, spec_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import FAMILIES, parameters, read_spec
 from holdfast.quant.formats import KV_FORMATS
@@ -97,6 +97,22 @@ def test_an_unknown_architecture_lists_what_can_be_planned() -> None:
     with pytest.raises(ModelFormatError, match="has no architectures"):
         read_blueprint({}, "x")
     assert not set(FAMILIES) & set(PLANNED_FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "OPT-125m", "DeepSeek-V2-Lite", "DeepSeek-R1", "DeepSeek-V4-Flash"])
+def test_a_config_without_architectures_is_planned_by_its_type(name: str) -> None:
+    known = CATALOGUE[name]
+    typed = read_blueprint({key: value for key, value in known.items() if key != "architectures"}, name)
+    assert typed == read_blueprint(known, name)
+    with pytest.raises(UnsupportedModelError, match=r"the types here are llama, .*opt, deepseek_v2, .*deepseek_v4"):
+        read_blueprint({"model_type": "mamba"}, "x")
+
+
+def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
+    refuse_planned_only(QWEN, "config.json")
+    refuse_planned_only({"architectures": ["MambaForCausalLM"]}, "config.json")
+    with pytest.raises(UnsupportedModelError, match=r"does not run in this version, in any format.*with holdfast plan"):
+        refuse_planned_only(CATALOGUE["DeepSeek-R1"], "config.json")
 
 
 def test_formats_by_name_or_as_values() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.gguf.file import GGUFFile, read_floats
+from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES
 from holdfast.models.families import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.settings import MAX_EXPERT_WIDTH, MAX_EXPERTS, MAX_POSITIONS, Settings
 
@@ -95,6 +96,14 @@ ARCHITECTURES: Mapping[str, str] = {
     **EXPERT_ARCHITECTURES,
 }
 """`general.architecture` -> the name in config.json."""
+PLANNED_ONLY: Mapping[str, tuple[str, ...]] = {
+    "deepseek2": ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
+    "gpt-oss": ("GptOssForCausalLM",),
+    "gemma3": ("Gemma3ForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
+    "glm4moe": ("Glm4MoeForCausalLM",),
+}
+"""`general.architecture` of models that do not run -> names in config.json, some of which can be planned."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),
     "use_parallel_residual": (False,),
@@ -172,12 +181,23 @@ def _architecture(settings: Settings) -> str:
         raise settings.missing("general.architecture", f"one of {', '.join(ARCHITECTURES)} is needed")
     arch = settings.text("general.architecture", "")
     if arch not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{settings.file} describes a {shown(arch)[1:-1]}",
-            f"the architectures that are read from GGUF files are {', '.join(ARCHITECTURES)}",
-            "use a model of one of these",
-        )
+        raise refuse_architecture(arch, settings.file)
     return arch
+
+
+def refuse_architecture(arch: str, file: str) -> UnsupportedModelError:
+    """The error for a family that does not run: nobody is sent to a folder of it, which would be declined too."""
+    planned = [name for name in PLANNED_ONLY.get(arch, ()) if name in PLANNED_FAMILIES]
+    plans = (
+        f", or see what it would take with holdfast plan, by the model's name or a {planned[0]} folder"
+        if planned
+        else ""
+    )
+    return UnsupportedModelError(
+        f"{file} describes a {shown(arch)[1:-1]}",
+        f"GGUF files of {', '.join(ARCHITECTURES)} run, and a folder of the same model would not run either",
+        f"use a model of one of these{plans}",
+    )
 
 
 def _decline_others(settings: Settings, arch: str) -> None:

@@ -42,3 +42,10 @@ class OpenModel:
     """The open file, whose tokenizer is in it; None for a folder."""
     stored: StoredSchemes | None = None
     """How the checkpoint has its matrices quantized already, as its settings say; None where it has not."""
+    label: str = ""
+    """What a model of the Hub is called, whose folder in the cache has the name of a commit; nothing for a path."""
+
+    @property
+    def name(self) -> str:
+        """What tables and messages call it."""
+        return self.label or self.path.name

@@ -312,7 +312,7 @@ def open_weight_files(folder: Path) -> list[SafetensorsFile]:
         return [SafetensorsFile(file_inside(folder, SINGLE_FILE))]
     if not has_file(folder, INDEX_FILE):
         raise _no_weights(folder)
-    file_names = _read_index(folder)
+    file_names = read_index(folder)
     paths = {file_name: file_inside(folder, file_name) for file_name in sorted(set(file_names.values()))}
     missing = [file_name for file_name, path in paths.items() if not path.is_file()]
     if missing:
@@ -326,7 +326,7 @@ def open_weight_files(folder: Path) -> list[SafetensorsFile]:
     return files
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, each a plain name of a safetensors file."""
     weight_map = read_json_object(file_inside(folder, INDEX_FILE)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -17,7 +17,7 @@ from holdfast.models.blueprints.weights import (
     stored_recipe,
     weight_groups,
 )
-from holdfast.models.families import DTYPES, FAMILIES, read_spec
+from holdfast.models.families import DTYPES, FAMILIES, named_architecture, read_spec
 from holdfast.models.settings import MAX_POSITIONS, Settings, plain
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KVFormat, kv_format
@@ -164,8 +164,7 @@ def read_blueprint(config: Mapping[str, object], name: str, file: str = "config.
     """The blueprint of the model that a config.json describes; settings that nobody could plan raise."""
     settings = Settings(config, file)
     native = _native_scheme(settings)
-    architectures = settings.texts("architectures") or ("",)
-    reader = PLANNED_FAMILIES.get(architectures[0])
+    reader = PLANNED_FAMILIES.get(named_architecture(settings, known_architectures()))
     if reader is not None:
         return reader(settings, name, native)
     if native is None:
@@ -175,15 +174,31 @@ def read_blueprint(config: Mapping[str, object], name: str, file: str = "config.
 
 
 def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
-    architectures = Settings(config, file).texts("architectures")
-    if architectures and architectures[0] not in FAMILIES:
-        known = (*FAMILIES, *PLANNED_FAMILIES)
+    known = known_architectures()
+    architecture = named_architecture(Settings(config, file), known)
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(
-            f"{file} describes a {plain(architectures[0])}",
+            f"{file} describes a {plain(architecture)}",
             f"plans are made for {', '.join(known)}",
             "use a model of one of these",
         )
     return read_spec(config, file)
+
+
+def known_architectures() -> tuple[str, ...]:
+    """All that can be planned; those that run come first."""
+    return (*FAMILIES, *PLANNED_FAMILIES)
+
+
+def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
+    """An error for a model that is to run and can only be planned; others are left to whoever reads the config."""
+    architecture = named_architecture(Settings(config, file), known_architectures())
+    if architecture in PLANNED_FAMILIES:
+        raise UnsupportedModelError(
+            f"{file} describes a {plain(architecture)}",
+            f"it can be planned and does not run in this version, in any format; what runs is {', '.join(FAMILIES)}",
+            "use a model of one of these, or see what it would take with holdfast plan",
+        )
 
 
 def _grouped(name: str, anatomy: GroupedAnatomy, not_runnable: str | None) -> Blueprint:

@@ -1,0 +1,214 @@
+"""The local cache, laid out as the client lays it out: found without the network and without the client."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ModelError, ModelNotFoundError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.hub.cache import cache_folder, cached_repos, find_snapshot, is_offline, known_revisions
+from holdfast.loading.hub.names import HubName
+from holdfast.loading.model_files import open_model
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 5,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def put(cache: Path, files: dict[str, bytes], repo: str = "org/tiny", commit: str = COMMIT, ref: str | None = "main"):
+    """A snapshot as the client leaves it: blobs, and links to them."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    for place, (name, data) in enumerate(files.items()):
+        blob = folder / "blobs" / f"{commit[:8]}{place}"
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(data)
+        link = folder / "snapshots" / commit / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    if ref is not None:
+        (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / ref).write_text(commit)
+    return folder / "snapshots" / commit
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "/home/me/.cache/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({"XDG_CACHE_HOME": "/x", "HF_HOME": "~/hf"}, "/home/me/hf/hub"),
+        ({"HF_HOME": "/hf", "HUGGINGFACE_HUB_CACHE": "/old"}, "/old"),
+        ({"HF_HUB_CACHE": "$PLACE/new", "HUGGINGFACE_HUB_CACHE": "/old"}, "/disk/new"),
+        ({"HF_HUB_CACHE": "", "HF_HOME": ""}, "/home/me/.cache/huggingface/hub"),
+    ],
+)
+def test_the_folder_is_where_the_client_puts_it(variables, folder, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", "PLACE": "/disk", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(folder)
+
+
+def test_the_client_agrees(tmp_path):
+    """Against the real one, in a process of its own: it reads its variables once."""
+    pytest.importorskip("huggingface_hub")
+    code = "import huggingface_hub.constants as c; print(c.HF_HUB_CACHE, c.HF_HUB_OFFLINE)"
+    for variables in (
+        {"HF_HOME": "~/hf"},
+        {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "yes"},
+        {"XDG_CACHE_HOME": "/x"},
+    ):
+        bare = {"HOME": "/home/me", "PATH": os.environ["PATH"]} | variables
+        said = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True).stdout
+        ours = "import os; from holdfast.loading.hub.cache import *; print(cache_folder(), is_offline())"
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        told = subprocess.run([sys.executable, "-c", ours], env=bare | path, capture_output=True, text=True, check=True)
+        assert told.stdout == said
+
+
+@pytest.mark.parametrize(("value", "offline"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
+def test_offline(value, offline, monkeypatch):
+    for name, other in (("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")):
+        monkeypatch.setenv(name, value)
+        monkeypatch.delenv(other, raising=False)
+        assert is_offline() is offline
+
+
+def test_a_revision_leads_to_its_snapshot(cache):
+    put(cache, {"config.json": b"{}"})
+    put(cache, {"config.json": b"[]"}, commit=OTHER, ref="refs/pr/1")
+    for revision, commit in (
+        (None, COMMIT),
+        ("main", COMMIT),
+        ("refs/pr/1", OTHER),
+        (OTHER, OTHER),
+        ("bbbbbbb", OTHER),
+    ):
+        found = find_snapshot(HubName("org/tiny", revision))
+        assert found is not None
+        assert found.commit == commit
+    for revision in ("v9", "c" * 40, "bbbbbb"):
+        assert find_snapshot(HubName("org/tiny", revision)) is None
+    assert known_revisions("org/tiny") == ("main", "refs/pr/1")
+    assert list(cached_repos()) == ["org/tiny"]
+
+
+@pytest.mark.parametrize("text", ["../../../../etc", "", "x" * 4000, "A" * 40])
+def test_a_ref_that_is_no_commit_leads_nowhere(cache, text):
+    put(cache, {"config.json": b"{}"}, ref=None)
+    (cache / "models--org--tiny" / "refs").mkdir()
+    (cache / "models--org--tiny" / "refs" / "main").write_text(text)
+    assert find_snapshot(HubName("org/tiny")) is None
+
+
+def test_a_model_is_opened_from_the_cache_without_the_client(cache, sharded):
+    """In a process where the client cannot be imported and nothing may connect."""
+    folder = put(cache, sharded)
+    code = (
+        "import sys, socket; sys.modules['huggingface_hub'] = None; socket.socket.connect = None\n"
+        "from holdfast.loading.model_files import open_model\n"
+        "from holdfast.loading.blueprints import open_blueprint\n"
+        "opened = open_model('org/tiny', 'auto')\n"
+        "print(opened.path, opened.name, len(opened.source.entries), open_blueprint('hf.co/org/tiny').num_layers)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(folder), "tiny", "21", "2"], done
+
+
+def test_a_plan_needs_the_config_alone(cache):
+    put(cache, {"config.json": json.dumps(CONFIG).encode()})
+    blueprint = open_blueprint("org/tiny")
+    assert (blueprint.name, blueprint.num_layers) == ("tiny", 5)
+    assert open_blueprint("org/tiny", "main").num_layers == 5
+    with pytest.raises(ModelError, match=r"half-downloaded, without tokenizer\.json, the weights, and HF_HUB_OFFLINE"):
+        open_model("org/tiny", "auto")
+
+
+def test_a_cached_config_goes_before_the_catalogue_and_the_catalogue_before_an_error(cache):
+    assert open_blueprint("Qwen/Qwen3-8B").num_layers == 36
+    assert open_blueprint("unsloth/Qwen3-8B-GGUF:Q4_K_M").num_layers == 36
+    put(cache, {"config.json": json.dumps(CONFIG).encode()}, "Qwen/Qwen3-8B")
+    assert open_blueprint("Qwen/Qwen3-8B").num_layers == 5
+    with pytest.raises(ModelNotFoundError, match="known by name, nor in the Hugging Face cache"):
+        open_blueprint("nobody/nothing")
+
+
+def refusal(model: str, **options: str) -> str:
+    with pytest.raises(ModelNotFoundError) as caught:
+        open_model(model, "auto", **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_shards_and_broken_links_are_told(cache, sharded):
+    folder = put(cache, sharded)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    (folder / "tokenizer_config.json").resolve().unlink()
+    assert "half-downloaded, without model-00002-of-00003.safetensors, tokenizer_config.json" in refusal("org/tiny")
+    cut = put(cache, sharded, "org/cut", ref=None)
+    (cut / "model-00001-of-00003.safetensors").unlink()
+    assert "half-downloaded, without model-00001-of-00003.safetensors" in refusal("org/cut")
+
+
+def test_a_snapshot_without_a_tokenizer_opens(cache, sharded):
+    """Another tokenizer may have been asked for; the engine tells where there is none."""
+    put(cache, {name: data for name, data in sharded.items() if name != "tokenizer.json"})
+    assert open_model("org/tiny", "auto").spec.num_layers == 2
+
+
+def test_other_revisions_and_near_names_are_told(cache, sharded):
+    put(cache, sharded, commit=OTHER, ref="v1")
+    message = refusal("org/tiny@v2")
+    assert "has no revision v2 of it, only v1, and HF_HUB_OFFLINE" in message
+    assert "write org/tiny@v1" in message
+    assert "did you mean org/tiny, which is there?" in refusal("org/tinny")
+    assert "did you mean org/tiny, which is in the Hugging Face cache?" in refusal("tiny")
+    assert open_model("org/tiny", "auto", revision="v1").name == "tiny"
+
+
+def test_a_path_goes_before_the_cache_and_says_so(cache, sharded, caplog):
+    put(cache, sharded)
+    here = Path("org/tiny")
+    here.mkdir(parents=True)
+    for name, data in sharded.items():
+        (here / name).write_bytes(data)
+    with caplog.at_level("WARNING", "holdfast"):
+        assert open_model("org/tiny", "auto").path == here
+    assert "taken from the folder here; hf.co/org/tiny takes the one in the cache" in caplog.text
+    assert open_model("hf.co/org/tiny", "auto").path != here
+    assert "did you mean org/tiny? hf.co/org/tinny downloads it" in refusal("org/tinny")
+
+
+def test_gguf_files_are_found_by_their_tags(cache, monkeypatch):
+    from holdfast.loading import model_files
+
+    monkeypatch.setattr(model_files, "_open_path", lambda path, load_format: path)
+    monkeypatch.setattr(model_files, "replace", lambda opened, label: opened)
+    files = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"]
+    folder = put(cache, dict.fromkeys(files, b"GGUF"))
+    assert open_model("org/tiny", "auto") == folder / files[0]
+    assert open_model("org/tiny:q8_0", "auto") == folder / files[1]
+    assert open_model("hf.co/org/tiny:BF16", "auto") == folder / files[2]
+    assert open_model(f"org/tiny/{files[1]}", "auto") == folder / files[1]
+    assert "half-downloaded, without a GGUF file of Q5_K_M" in refusal("org/tiny:Q5_K_M")
+    (folder / files[3]).unlink()
+    assert "1 of 2 parts of BF16/m-BF16" in refusal("org/tiny:BF16")
+
+
+def test_without_the_client_the_package_is_named(cache, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = refusal("org/tiny@v1")
+    assert "huggingface_hub, which would download it, is not installed" in message
+    assert "run pip install huggingface_hub to have it downloaded, or run hf download org/tiny --revision v1" in message
+    assert "holdfast[" not in message

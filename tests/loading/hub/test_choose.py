@@ -1,0 +1,120 @@
+"""Which files of a repository are needed, by the names of all its files."""
+
+import pytest
+
+from holdfast.errors import ModelNotFoundError, UnsupportedModelError
+from holdfast.loading.hub.choose import (
+    choose_gguf,
+    gguf_models,
+    refuse_without_weights,
+    settings_files,
+    takes_gguf,
+    weight_files,
+)
+from holdfast.loading.hub.names import HubName, parse_hub_name
+
+MANY = [
+    "README.md",
+    "Qwen3-8B-Q4_K_M.gguf",
+    "Qwen3-8B-Q8_0.gguf",
+    "Qwen3-8B-UD-Q4_K_XL.gguf",
+    "mmproj-F16.gguf",
+    "imatrix_unsloth.gguf",
+    "BF16/Qwen3-8B-BF16-00001-of-00002.gguf",
+    "BF16/Qwen3-8B-BF16-00002-of-00002.gguf",
+]
+
+
+def chosen(text, files=MANY):
+    name = parse_hub_name(text)
+    assert name is not None
+    return choose_gguf(name, gguf_models(files), "the Hub")
+
+
+@pytest.mark.parametrize(
+    ("tag", "files"),
+    [
+        ("Q8_0", ("Qwen3-8B-Q8_0.gguf",)),
+        ("q8_0", ("Qwen3-8B-Q8_0.gguf",)),
+        ("UD-Q4_K_XL", ("Qwen3-8B-UD-Q4_K_XL.gguf",)),
+        ("Q4_K_XL", ("Qwen3-8B-UD-Q4_K_XL.gguf",)),
+        ("bf16", tuple(MANY[-2:])),
+    ],
+)
+def test_a_tag_finds_its_files(tag, files):
+    choice = chosen(f"a/b:{tag}")
+    assert choice.model.files == files
+    assert choice.model.is_whole
+    assert choice.others == ()
+
+
+def test_without_a_tag_the_usual_one_is_taken_and_the_others_are_told():
+    choice = chosen("a/b")
+    assert choice.model.files == ("Qwen3-8B-Q4_K_M.gguf",)
+    assert choice.others == ("BF16", "Q8_0", "UD-Q4_K_XL")
+
+
+def test_the_only_file_is_taken_whatever_it_is_called():
+    assert chosen("a/b", ["weights.gguf", "mmproj.gguf"]).model.files == ("weights.gguf",)
+    assert chosen("a/b", ["smollm2-135m.Q4_1.gguf"]).model.tag == "Q4_1"
+
+
+def test_a_file_is_found_by_its_name_with_all_its_parts():
+    assert chosen(f"a/b/{MANY[-1]}").model.files == tuple(MANY[-2:])
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "words"),
+    [
+        ("a/b:Q5_K_M", MANY, "the Hub has BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; write a/b:BF16"),
+        ("a/b:K_M", MANY, "the Hub has BF16"),
+        ("a/b:Q4_0", ["model.safetensors"], "the Hub has no GGUF file"),
+        ("a/b", ["x-IQ1_S.gguf", "x-IQ1_M.gguf"], "write a/b:IQ1_M"),
+    ],
+)
+def test_what_is_not_there_lists_what_is(text, files, words):
+    with pytest.raises(ModelNotFoundError) as caught:
+        chosen(text, files)
+    assert words in str(caught.value)
+
+
+def test_a_missing_part_shows():
+    model = gguf_models(["x-Q8_0-00001-of-00003.gguf", "x-Q8_0-00003-of-00003.gguf"])[0]
+    assert (model.num_parts, model.is_whole) == (3, False)
+
+
+FOLDER = {
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    *("consolidated.safetensors", "pytorch_model.bin", "original/params.json", "original/consolidated.00.pth"),
+    *("onnx/model.onnx", "README.md", ".gitattributes", "tf_model.h5", "model.fp16.safetensors"),
+}
+
+
+def test_only_what_is_read_is_needed():
+    shards = ("model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors")
+    needed = (*settings_files(FOLDER), *weight_files(FOLDER, shards))
+    assert needed == (
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    )
+    assert weight_files(FOLDER | {"model.safetensors"}, ()) == ("model.safetensors",)
+    saved = {"config.json", "holdfast-weights.json", "model-00001.safetensors"}
+    assert weight_files(saved, ()) == ("holdfast-weights.json", "model-00001.safetensors")
+
+
+def test_safetensors_go_before_gguf_unless_that_is_asked_for():
+    both, gguf = {"model.safetensors", "x-Q8_0.gguf"}, {"x-Q8_0.gguf", "config.json"}
+    assert not takes_gguf(HubName("a/b"), both)
+    assert takes_gguf(HubName("a/b", tag="Q8_0"), both)
+    assert takes_gguf(HubName("a/b"), both, "gguf")
+    assert takes_gguf(HubName("a/b"), gguf)
+    assert not takes_gguf(HubName("a/b"), gguf, "safetensors")
+
+
+def test_pickles_alone_are_refused_before_they_are_fetched():
+    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin alone.*run code"):
+        refuse_without_weights(HubName("facebook/opt-125m"), {"config.json", "pytorch_model.bin"})
+    with pytest.raises(ModelNotFoundError, match="nor a GGUF file"):
+        refuse_without_weights(HubName("a/b"), {"config.json"})
+    refuse_without_weights(HubName("a/b"), FOLDER)

@@ -1,0 +1,300 @@
+"""Downloads by the real client from a server that speaks the Hub's protocol: what is fetched, resumed, refused and told."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub  # noqa: F401
+import pytest
+
+from cli.cli_models import finish, start
+from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.hub import download as downloads
+from holdfast.loading.hub.cache import find_snapshot
+from holdfast.loading.hub.names import HubName
+from holdfast.loading.model_files import open_model
+from loading.hub.local_hub import LocalHub, Repo, commit_of
+
+JUNK = {
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": b"another",
+    "original/consolidated.00.pth": b"pickle",
+    "onnx/model.onnx": b"graph",
+    "README.md": b"words",
+}
+
+
+class Watched:
+    """A watch that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[downloads.Download] = []
+        self.counts: list[int] = []
+
+    @contextmanager
+    def __call__(self, download):
+        self.seen.append(download)
+        yield self.counts.append
+
+
+def refusal(model: str, kind: type[ModelError] = ModelNotFoundError, **options) -> str:
+    with pytest.raises(kind) as caught:
+        open_model(model, "auto", **options)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert message.count("; ") == 2, message
+    return message
+
+
+def test_only_what_is_needed_is_fetched_and_then_found_in_the_cache(hub, cache, sharded):
+    hub.repos["org/tiny"] = Repo(sharded | JUNK)
+    watch = Watched()
+    opened = open_model("org/tiny", "auto", watch=watch)
+    assert opened.path == cache / "models--org--tiny" / "snapshots" / commit_of(sharded | JUNK)
+    snapshot = find_snapshot(HubName("org/tiny"))
+    assert snapshot is not None
+    assert snapshot.files == set(sharded)
+    [seen] = watch.seen
+    rest = set(sharded) - {"config.json", "model.safetensors.index.json"}
+    assert (seen.num_files, seen.num_bytes) == (len(rest), sum(len(sharded[name]) for name in rest))
+    assert watch.counts[-1] == seen.num_bytes
+    assert watch.counts == sorted(watch.counts)
+    num_asked = len(hub.asked)
+    assert open_model("org/tiny@main", "auto").path == opened.path
+    assert open_blueprint("org/tiny").num_layers == 2
+    assert len(hub.asked) == num_asked
+
+
+def test_a_model_by_name_answers_and_answers_again_without_the_server(hub, sharded, monkeypatch):
+    from holdfast import LLM, SamplingParams
+
+    hub.repos["org/tiny"] = Repo(sharded)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM("org/tiny", max_num_seqs=1) as llm:
+        first = llm.generate("Hello", params)[0].outputs[0].token_ids
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    hub.repos.clear()
+    with LLM("org/tiny", revision="main", max_num_seqs=1) as llm:
+        assert llm.generate("Hello", params)[0].outputs[0].token_ids == first
+    assert len(first) == 8
+
+
+def test_a_connection_that_is_cut_is_taken_up_where_it_ended(hub, sharded):
+    shard = "model-00002-of-00003.safetensors"
+    hub.repos["org/tiny"], hub.cuts[shard] = Repo(sharded), 50_000
+    open_model("org/tiny", "auto").source.close()
+    begin, again = hub.gets(f"store/org/tiny/{commit_of(sharded)}/{shard}")
+    assert begin == ""
+    start_byte = int(again.removeprefix("bytes=").rstrip("-"))
+    assert 0 < start_byte <= 50_000
+
+
+def test_what_an_earlier_download_finished_is_not_fetched_again(hub, cache, sharded):
+    last = "model-00003-of-00003.safetensors"
+    hub.repos["org/tiny"] = Repo({name: data for name, data in sharded.items() if name != last})
+    assert "names 1 files that the Hub does not have, such as model-00003" in refusal("org/tiny")
+    hub.repos["org/tiny"] = Repo(sharded)
+    commit = commit_of(sharded)
+    open_model("org/tiny", "auto").source.close()
+    (cache / "models--org--tiny" / "snapshots" / commit / last).resolve().unlink()
+    hub.asked.clear()
+    open_model("org/tiny", "auto").source.close()
+    assert [path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/store/" in path] == [last]
+
+
+def test_revisions(hub, sharded):
+    small = json.loads(sharded["config.json"]) | {"max_position_embeddings": 77}
+    other = sharded | {"config.json": json.dumps(small).encode()}
+    hub.repos["org/tiny"] = Repo(sharded, other_refs={"v1": other})
+    assert open_model("org/tiny", "auto", revision="v1").spec.max_position == 77
+    assert open_model("org/tiny@v1", "auto").path.name == commit_of(other)
+    assert open_model(f"org/tiny@{commit_of(sharded)}", "auto").spec.max_position == 256
+    assert "org/tiny has no revision v9; name a branch, a tag or a commit" in refusal("org/tiny@v9")
+
+
+def test_a_gguf_repository(hub, monkeypatch, caplog):
+    from holdfast.loading import model_files
+
+    monkeypatch.setattr(model_files, "_open_path", lambda path, load_format: path)
+    monkeypatch.setattr(model_files, "replace", lambda opened, label: opened)
+    files = {
+        "m-Q4_K_M.gguf": b"GGUF four",
+        "m-Q8_0-00001-of-00002.gguf": b"GGUF eight",
+        "m-Q8_0-00002-of-00002.gguf": b"GGUF more",
+        "mmproj-F16.gguf": b"GGUF eyes",
+        "config.json": b"{}",
+    }
+    hub.repos["org/tiny-GGUF"] = Repo(files, gguf={"architecture": "llama"})
+    first = open_model("hf.co/org/tiny-GGUF:q8_0", "auto")
+    assert isinstance(first, Path)
+    assert sorted(path.name for path in first.parent.iterdir()) == [name for name in sorted(files) if "Q8_0" in name]
+    assert first.name == "m-Q8_0-00001-of-00002.gguf"
+    hub.repos["org/other-GGUF"] = Repo(files)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        chosen = open_model("org/other-GGUF", "auto")
+    assert isinstance(chosen, Path)
+    assert chosen.name == "m-Q4_K_M.gguf"
+    assert "Q4_K_M is taken; org/other-GGUF has also Q8_0" in caplog.text
+    assert "the Hub has Q4_K_M, Q8_0; write org/tiny-GGUF:Q4_K_M" in refusal("org/tiny-GGUF:Q5_0")
+    num_asked = len(hub.asked)
+    assert open_model("org/tiny-GGUF:Q8_0", "auto") == first
+    assert len(hub.asked) == num_asked
+
+
+def test_families_that_do_not_run_are_refused_before_their_weights_are_fetched(hub, sharded):
+    config = json.loads(sharded["config.json"]) | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    hub.repos["org/mamba"] = Repo(sharded | {"config.json": json.dumps(config).encode()})
+    assert "MambaForCausalLM" in refusal("org/mamba", UnsupportedModelError)
+    hub.repos["org/mamba-GGUF"] = Repo({"m-Q8_0.gguf": b"GGUF"}, gguf={"architecture": "mamba"})
+    assert "describes a mamba" in refusal("org/mamba-GGUF", UnsupportedModelError)
+    hub.repos["org/pickle"] = Repo({"config.json": b"{}", "pytorch_model.bin": b"x"})
+    assert "run code" in refusal("org/pickle", UnsupportedModelError)
+    assert not hub.gets("/store/")
+
+
+def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
+    hub.repos["org/tiny"] = Repo(sharded)
+    usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, 100_000)
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage)
+    message = refusal("org/tiny")
+    assert "KiB are to be downloaded; " in message
+    assert "has room for 97.66 KiB; make room, or set HF_HUB_CACHE" in message
+    assert not hub.gets("/store/")
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "words"),
+    [
+        ("gated", UnsupportedModelError, "agreed to its terms; agree on"),
+        ("private", ModelNotFoundError, "no such model, or shows it only"),
+        ("absent", ModelNotFoundError, "no such model, or shows it only"),
+        ("broken", ModelNotFoundError, "the Hub answers with HTTP 500; try again later"),
+    ],
+)
+def test_refusals_are_one_line_that_says_what_to_do(hub, sharded, state, kind, words, monkeypatch):
+    if state != "absent":
+        hub.repos["org/tiny"] = Repo(sharded, state)
+    assert words in refusal("org/tiny", kind)
+    if state in ("gated", "private"):
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+        assert open_model("org/tiny", "auto").spec.num_layers == 2
+
+
+def test_no_network_and_a_server_that_is_silent(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    message = refusal("org/tiny")
+    assert "http://127.0.0.1:1 cannot be reached, and the cache does not have it" in message
+    assert "run hf download org/tiny where there is one" in message
+    with threading_server() as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setattr(downloads, "SHORT_PATIENCE_SECONDS", 0.3)
+        started = time.monotonic()
+        with pytest.raises(ModelNotFoundError, match="does not answer in time"):
+            open_blueprint("org/tiny")
+        assert time.monotonic() - started < 10
+
+
+@contextmanager
+def threading_server():
+    """One that takes connections and never says a word."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_plan_fetches_the_config_alone_and_only_of_names_that_nobody_knows(hub, sharded):
+    hub.repos["org/tiny"] = Repo(sharded)
+    assert open_blueprint("Qwen/Qwen3-8B").num_layers == 36
+    assert not hub.asked
+    assert open_blueprint("org/tiny").num_layers == 2
+    assert not hub.gets("/store/")
+    num_asked = len(hub.asked)
+    assert open_blueprint("org/tiny").num_layers == 2
+    assert len(hub.asked) == num_asked
+    assert open_model("org/tiny", "auto").spec.num_layers == 2
+    hub.repos["org/gguf"] = Repo({"m-Q8_0.gguf": b"GGUF"})
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json of it, only GGUF files; plan the model that it was"):
+        open_blueprint("org/gguf")
+
+
+def test_dummy_weights_and_a_tokenizer_fetch_no_weights(hub, sharded):
+    from holdfast.config import EngineConfig
+    from holdfast.engine.build import open_tokenizer
+
+    hub.repos["org/tiny"] = Repo(sharded)
+    opened = open_model("org/tiny", "dummy")
+    assert {entry.file for entry in opened.source.entries.values()} == {"dummy weights"}
+    hub.repos["org/words"] = Repo(sharded)
+    tokenizer = open_tokenizer(EngineConfig(tokenizer="org/words"), opened)
+    assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+    assert not hub.gets("model-0000")
+
+
+def environment(hub: LocalHub, cache: Path) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HOME": str(cache.parent),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+
+
+def test_a_command_tells_where_it_goes_and_json_says_nothing_else(hub, cache, sharded):
+    hub.repos["org/tiny"] = Repo(sharded)
+    env = environment(hub, cache)
+    ended = finish(start("run", "org/tiny", "-p", "Hi", "--max-tokens", "1", env=env))
+    assert ended.code == 0, ended
+    lines = ended.err.splitlines()
+    assert lines[0].startswith("Downloading org/tiny: 6 files, ")
+    assert lines[1] == "Loading tiny"
+    assert "\x1b" not in ended.err
+    hub.repos["org/more"] = Repo(sharded)
+    ended = finish(start("run", "org/more", "-p", "Hi", "--max-tokens", "1", "--json", env=env))
+    assert (ended.code, ended.err, json.loads(ended.out)["model"]) == (0, "", "more"), ended
+
+
+def test_an_interrupt_ends_a_download_and_leaves_nothing_partial(hub, cache, sharded):
+    shard = "model-00002-of-00003.safetensors"
+    hub.repos["org/tiny"], hub.waits[shard] = Repo(sharded), threading.Event()
+    process = start("run", "org/tiny", "-p", "Hi", env=environment(hub, cache))
+    blobs = cache / "models--org--tiny" / "blobs"
+    deadline = time.monotonic() + 60
+    while not list(blobs.glob("*.incomplete")) or not hub.gets(shard):
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, "no download began"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    hub.waits[shard].set()
+    ended = finish(process)
+    assert (ended.code, ended.err.splitlines()[-1]) == (130, "interrupted"), ended
+    assert not list(blobs.glob("*.incomplete"))
+    assert find_snapshot(HubName("org/tiny")) is None
+
+
+def test_nothing_of_the_client_is_imported_until_something_is_fetched(hub, sharded, cache):
+    hub.repos["org/tiny"] = Repo(sharded)
+    open_model("org/tiny", "auto").source.close()
+    code = (
+        "import sys; from holdfast.loading.model_files import open_model; open_model('org/tiny', 'auto');"
+        "print([name for name in ('huggingface_hub', 'httpx', 'httpx2', 'requests', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment(hub, cache),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,70 @@
+"""Names of models on the Hub: every way that people type them, and what is a path."""
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.loading.hub.names import HubName, is_revision, parse_hub_name
+
+REPO = "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (REPO, HubName(REPO)),
+        (f"{REPO}@main", HubName(REPO, "main")),
+        (f"{REPO}@refs/pr/4", HubName(REPO, "refs/pr/4")),
+        (f"{REPO}:Q4_K_M", HubName(REPO, None, "Q4_K_M")),
+        (f"{REPO}:latest", HubName(REPO)),
+        (f"{REPO}:Q4_K_M@v1.0", HubName(REPO, "v1.0", "Q4_K_M")),
+        (f"{REPO}@v1.0:Q4_K_M", HubName(REPO, "v1.0", "Q4_K_M")),
+        (f"hf.co/{REPO}", HubName(REPO, is_explicit=True)),
+        (f"hf.co/{REPO}:UD-Q4_K_XL", HubName(REPO, None, "UD-Q4_K_XL", is_explicit=True)),
+        (f"huggingface.co/{REPO}", HubName(REPO, is_explicit=True)),
+        (f"https://huggingface.co/{REPO}/", HubName(REPO, is_explicit=True)),
+        (f"https://huggingface.co/{REPO}/tree/v2", HubName(REPO, "v2", is_explicit=True)),
+        (f"https://huggingface.co/{REPO}/blob/main/a-Q8_0.gguf", HubName(REPO, "main", None, "a-Q8_0.gguf", True)),
+        (f"hf://{REPO}", HubName(REPO, is_explicit=True)),
+        (f"{REPO}/Q8_0/a-00001-of-00002.gguf", HubName(REPO, None, None, "Q8_0/a-00001-of-00002.gguf")),
+    ],
+)
+def test_what_people_type(text, name):
+    assert parse_hub_name(text) == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "Qwen3-8B", "/models/qwen", "./models/qwen", "~/models/qwen", "../a/b", "a/b/c", "a//b", "a/b/"),
+        *("models/qwen.gguf", "models/model.safetensors", "a/..", "a/b@../../etc", "a/b@x//y", "a/b:c/d", "a--b/c"),
+        *("a/b:x:y", "a/b@x@y", "a/b@", "a/b:", "a b/c", "a/b\0", "ä/b", "x" * 600 + "/y", "hf.co/onlyname"),
+    ],
+)
+def test_what_is_none(text):
+    assert parse_hub_name(text) is None
+
+
+@pytest.mark.parametrize("text", ["main", "v1.0", "refs/pr/12", "0" * 40, "feature+x"])
+def test_revisions(text):
+    assert is_revision(text)
+
+
+@pytest.mark.parametrize("text", ["", "..", "a/../b", "/a", "a/", "a.lock", "a b", "-x", "a\n", "x" * 300])
+def test_what_is_no_revision(text):
+    assert not is_revision(text)
+
+
+def test_a_setting_and_a_name_must_agree():
+    name = parse_hub_name(f"{REPO}@v1")
+    assert name is not None
+    assert name.at("v1") == name.at(None) == name
+    with pytest.raises(ConfigError, match="revision='v2' was asked; the model's name says @v1"):
+        name.at("v2")
+
+
+def test_labels_and_texts_read_back():
+    for text in (REPO, f"{REPO}:Q4_K_M@v1", f"{REPO}/a.gguf@v1"):
+        name = parse_hub_name(text)
+        assert name is not None
+        assert parse_hub_name(name.text) == name
+    assert HubName(REPO, "v1", "Q8_0").label == "Qwen3-8B:Q8_0"
