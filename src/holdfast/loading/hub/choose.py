@@ -121,7 +121,7 @@ def takes_gguf(name: HubName, names: Collection[str], load_format: str = "auto")
     """Whether a GGUF file of the repository is meant, not its folder."""
     if name.is_gguf or load_format == "gguf":
         return True
-    return load_format == "auto" and not has_folder_weights(names) and bool(gguf_models(names))
+    return load_format in ("auto", "dummy") and not has_folder_weights(names) and bool(gguf_models(names))
 
 
 def settings_files(names: Collection[str]) -> tuple[str, ...]:

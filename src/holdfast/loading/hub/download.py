@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -239,16 +240,17 @@ class _Repository:
         try:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
-                next(thread for thread in reversed(threads) if thread.is_alive() or thread is threads[0]).join(
-                    SECONDS_BETWEEN_LOOKS
-                )
+            while alive := [thread for thread in threads if thread.is_alive()]:
+                alive[0].join(SECONDS_BETWEEN_LOOKS)
                 tell(sum(_bytes_there(file, storage) for file in files))
         finally:
             stop.set()
+            end = time.monotonic() + SECONDS_TO_STOP
             for thread in threads:
-                thread.join(SECONDS_TO_STOP)
-            for partial in set(_partial_files(storage)) - before:
+                thread.join(max(end - time.monotonic(), 0.0))
+            # A download that ended by itself has put its partial file away; one that hangs ends with the process.
+            hanging = any(thread.is_alive() for thread in threads)
+            for partial in set(_partial_files(storage)) - before if hanging else ():
                 if _LEFTOVER.search(partial.name):
                     partial.unlink(missing_ok=True)
         if errors:
