@@ -75,12 +75,25 @@ class PlanTable:
         return self.needed_bytes - self.budget_bytes
 
 
+class PlanChange(NamedTuple):
+    """One change with which a plan would fit."""
+
+    change: str
+    """In words."""
+    typed: str
+    """As options of a command; empty where it is another device."""
+    kv_tokens: int
+    max_model_len: int
+
+
 class MemoryPlanError(HoldfastError):
-    """The plan does not fit its budget; the table is there where a whole plan was refused."""
+    """The plan does not fit its budget; table and changes are there where a whole plan was refused."""
 
     def __init__(self, asked: str, has: str, do: str, table: PlanTable | None = None) -> None:
         super().__init__(asked, has, do)
         self.table = table
+        self.changes: tuple[PlanChange, ...] = ()
+        """The smallest that fit, the one that costs least first."""
 
 
 class WorkspaceError(HoldfastError):

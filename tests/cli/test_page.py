@@ -211,6 +211,7 @@ def test_no_two_names_share_a_colour() -> None:
     first = [parts[f"owner {place}"] for place in range(12)]
     assert min(math.dist(a, b) for a, b in combinations(first, 2)) > 30, "as many as a plan on a GPU has owners"
     assert all(sum(colour) > 3 * 120 for colour in parts.values()), "black letters stay readable"
+    assert min(math.dist(*pair) for pair in combinations(parts.values(), 2)) > 25, "and no two look alike"
 
 
 @pytest.mark.parametrize("asked", [("Qwen3-32B", "h200"), ("Qwen3-30B-A3B", "h200")], ids=" ".join)
@@ -219,6 +220,18 @@ def test_every_owner_of_a_plan_has_a_colour_of_its_own(asked: tuple[str, str]) -
     rows = read_page(plan_page(planned, ())).all("tbody")[0].all("tr")[:-1]
     found = [row.all("span")[1].attributes["style"] for row in rows]
     assert len(found) == len(planned.rows) == len(set(found))
+
+
+def test_the_bars_of_a_sweep_have_colours_that_no_owner_has() -> None:
+    asked = plan_request("Qwen3-32B", "h200")
+    cells = sweep(asked)
+    document = read_page(plan_page(view_of(asked, None), cells))
+    rows = document.all("tbody")[0].all("tr")[:-1]
+    owners = {row.all("span")[1].attributes["style"].removeprefix("background:") for row in rows}
+    drawn = {box.attributes["fill"] for box in document.all("svg")[-1].all("rect") if "fill" in box.attributes}
+    drawn |= {box.attributes["fill"] for box in document.all("svg")[-1].all("g") if "fill" in box.attributes}
+    assert len(drawn) == len({cell.quantization for cell in cells}) > 1
+    assert owners.isdisjoint(drawn)
 
 
 def test_nothing_at_all_is_an_empty_picture() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,41 @@ def test_the_smallest_change_fits_and_less_does_not(here: Here) -> None:
     assert smallest["option"] == "max_model_len"
     assert record(here, *asked, "--max-model-len", smallest["value"])["kv_tokens"] == smallest["kv_tokens"]
     assert record(here, *asked, "--max-model-len", int(smallest["value"]) + 16, code=1)["fits"] is False
+
+
+ADVISED = [
+    ("Qwen3-32B", "--gpu", "rtx4090", "--quantization", "mxfp4"),
+    ("Qwen3-32B", "--gpu", "rtx4090", "--max-model-len", "32K"),
+    ("Qwen3-8B", "--gpu", "h200"),
+    ("Qwen3-30B-A3B", "--memory", "17.3GiB", "--kv-cache-dtype", "fp8"),
+    ("Llama-3.1-8B", "--gpu", "rtx3060"),
+]
+
+
+@pytest.mark.parametrize("asked", ADVISED, ids=" ".join)
+def test_every_command_that_is_advised_prints_what_it_promises(here: Here, asked: tuple[str, ...]) -> None:
+    ended = here("plan", *asked, "--json")
+    ways = [way for way in json.loads(ended.out)["alternatives"] if way["fits"]]
+    assert ways
+    for way in ways:
+        program, command, *rest = shlex.split(way["command"])
+        assert (program, command) == ("holdfast", "plan")
+        found = record(here, *rest)
+        assert (found["kv_tokens"], found["max_model_len"]) == (way["kv_tokens"], way["max_model_len"]), way["command"]
+
+
+def test_the_cheapest_levers_are_offered_first_as_a_command(here: Here) -> None:
+    out = here("plan", "Qwen3-32B", "--gpu", "rtx4090", "--quantization", "mxfp4").out
+    assert "KV cache size: 5,088 tokens" in out
+    command = out.partition("the first of these, for 17,424 tokens\n")[2].partition("\n")[0]
+    assert "KV cache size: 17,424 tokens" in here(*shlex.split(command)[1:]).out
+
+
+def test_a_gpu_that_is_too_old_is_marked(here: Here) -> None:
+    out = here("plan", "Qwen3-8B", "--gpu", "v100-32g").out
+    assert "planned only" in out
+    assert "does not run: needs compute capability 8.0" in out
+    assert "holdfast chat" not in out
 
 
 def test_json_is_all_that_is_printed_and_has_the_documented_names(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from cli.plan_requests import plan_request
-from holdfast.cli.plan_view import Cell, PlanView, asked_words, plain_number, start_command, sweep, token_words, view_of
+from holdfast.cli.plan_view import (
+    Cell,
+    PlanView,
+    asked_words,
+    plain_number,
+    plan_command,
+    start_command,
+    sweep,
+    token_words,
+    view_of,
+)
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
@@ -75,7 +85,10 @@ def test_the_command_is_there_where_it_would_work() -> None:
     smallest = next(item for item in changed.alternatives if item.is_smallest)
     assert smallest.option == "max_model_len"
     assert f"--max-model-len {smallest.value}" in (changed.command or "")
-    assert view_of(TOO_LARGE, None).command is None, "another GPU is no option"
+    assert view_of(TOO_LARGE, None).command == (
+        "holdfast chat --quantization mxfp4 --memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 4"
+    )
+    assert view_of(plan_request("Llama-3.1-70B", "l4"), None).command is None, "another GPU is no option"
     ranks = FITTING._replace(tensor_parallel_size=2)
     assert view_of(ranks, None).command is None, "nothing runs it yet"
     quantized = FITTING._replace(config=FITTING.config.with_quantization("fp8"))
@@ -93,6 +106,7 @@ def test_json_has_stable_names_and_plain_values() -> None:
         "kv_bytes_per_token",
         "kv_tokens",
         "max_model_len",
+        "context_note",
         "max_concurrency",
         "terms",
         "phases",
@@ -110,10 +124,14 @@ def test_json_has_stable_names_and_plain_values() -> None:
     assert record["terms"][-1]["bytes"] == record["kv_tokens"] * record["kv_bytes_per_token"]
     assert set(record["alternatives"][0]) == {
         "change",
+        "kind",
         "option",
         "value",
+        "settings",
+        "command",
         "fits",
         "kv_tokens",
+        "max_model_len",
         "max_concurrency",
         "not_in_this_version",
         "is_smallest",
@@ -139,7 +157,7 @@ def words_of(asked: PlanRequest) -> str:
 
 
 def change(option: str, value: object) -> Alternative:
-    return Alternative("", option, value, 1, 1.0, True, None, True)  # type: ignore[arg-type]
+    return Alternative("", ((option, str(value)),), "lever", 1, 1, True, None, True)
 
 
 def test_what_is_asked_is_one_line() -> None:
@@ -213,6 +231,18 @@ def test_no_protected_layers_are_repeated_too() -> None:
     assert command is not None
     assert "--kv-protected-layers 0 " in command
     assert "--kv-protected-dtype" not in command
+
+
+def test_a_command_makes_the_same_plan_again() -> None:
+    assert plan_command(plan_request("Qwen3-8B", "rtx4090"), "Qwen3-8B") == "holdfast plan Qwen3-8B --gpu rtx4090"
+    assert plan_command(plan_request(memory="24GiB", tensor_parallel_size=2), "x") == (
+        "holdfast plan x --memory 24GiB --tensor-parallel-size 2"
+    )
+    assert plan_command(plan_request(memory="24GB"), "x") == "holdfast plan x --memory 24000000000B"
+    assert plan_command(plan_request()._replace(target=cpu_target()), None) == "holdfast plan"
+    moved = plan_command(plan_request(max_num_seqs=4), "x", change("gpu", "b200"))
+    assert moved == "holdfast plan x --gpu b200 --max-num-seqs 4"
+    assert plan_command(plan_request(), "x", change("memory_limit", "4GiB")) is None, "plans have no such option"
 
 
 def test_a_path_is_quoted_for_a_shell(tmp_path: Path) -> None:

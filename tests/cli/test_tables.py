@@ -8,14 +8,12 @@ import pytest
 
 from cli.eval_qualities import BROKEN, FEW, FP8, quality, view
 from cli.plan_requests import plan_request
+from holdfast.cli.layout import FULL, LIGHT, aligned
 from holdfast.cli.plan_view import PlanView, view_of
 from holdfast.cli.tables import (
     BAR_CELLS,
     FIGURES,
-    FULL,
     LATER,
-    LIGHT,
-    aligned,
     alternative_lines,
     cells_of,
     change_words,
@@ -96,11 +94,12 @@ def test_a_terminal_gets_lines_that_fit_it(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     show_beside(memory_lines(REPORT))
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(memory_texts(REPORT))
-    shown = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
-    assert max(map(len, shown[:-1])) <= 60
-    assert shown[-1] == memory_texts(REPORT)[-1], "a sentence is not cut"
+    shown = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().err.splitlines()]
+    assert max(map(len, shown)) <= 60
+    words = " ".join(memory_texts(REPORT)).split()
+    assert sorted(set(words) - set(" ".join(shown).split())) == [
+        word for word in sorted(set(words)) if FULL in word or LIGHT in word
+    ]
 
 
 def test_a_compact_table_leaves_out_why() -> None:
@@ -208,6 +207,7 @@ def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_chan
     assert "it does not fit: " in text
     smallest = next(item for item in TOO_LONG.alternatives if item.is_smallest)
     assert f"the smallest change that fits: {smallest.change}" in text
+    assert "costs no quality" not in [line.text for line in alternative_lines(TOO_LONG)], "no lever is enough"
     marked = [line for line in alternative_lines(TOO_LONG) if "→" in line.text]
     assert len(marked) == 1
     assert smallest.change in marked[0].text
@@ -217,17 +217,29 @@ def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_chan
 
 def test_what_is_not_in_this_version_is_dim_and_said() -> None:
     lines = alternative_lines(FITTING)
-    later = [line for line in lines if LATER in line.text]
-    assert later
+    title = next(place for place, line in enumerate(lines) if LATER in line.text)
+    later = [line for line in lines[title + 1 :] if line.text.strip().startswith("share it among")]
+    assert len(later) == sum(item.not_in_this_version is not None for item in FITTING.alternatives if item.fits) > 0
     assert {line.style for line in later} == {"dim"}
-    assert len(lines) == sum(item.fits for item in FITTING.alternatives) + (
-        any(not item.fits for item in FITTING.alternatives)
+    assert not any(line.style == "dim" for line in lines[:title])
+
+
+def test_changes_stand_under_what_they_cost() -> None:
+    view = view_of(plan_request("Qwen3-32B", "rtx4090", quantization="mxfp4"), "Qwen3-32B")
+    lines = [line.text for line in alternative_lines(view)]
+    titles = ["costs no quality", "changes answers a little", "another GPU", f"several GPUs: {LATER}"]
+    assert [line for line in lines if line in titles] == titles
+    assert re.search(r"raise memory_utilization to 0.98, .* 17,424 tokens ", lines[1])
+    text = text_of(view)
+    assert (
+        "the first of these, for 17,424 tokens\n  holdfast plan Qwen3-32B --gpu rtx4090 --quantization mxfp4 --" in text
     )
+    assert "shortened from the model's own 40,960" in text
 
 
 def test_a_model_that_cannot_run_says_why_and_offers_no_command() -> None:
     text = text_of(TOO_LARGE)
-    assert "it cannot be started yet" in text
+    assert "it cannot be started: planned only" in text
     assert TOO_LARGE.not_in_this_version[0] in text
     assert "holdfast chat" not in text
     assert "of any length" in text.splitlines()[0]

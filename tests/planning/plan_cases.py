@@ -32,7 +32,12 @@ def plan_request(name: str = "Qwen3-8B", target: Target = H200, **options: objec
 
 def changed(request: PlanRequest, alternative: Alternative) -> PlanRequest:
     """The request of somebody who takes the advice."""
-    option, value = alternative.option, alternative.value
+    for option, value in alternative.settings:
+        request = _changed(request, option, value)
+    return request
+
+
+def _changed(request: PlanRequest, option: str, value: str) -> PlanRequest:
     if option == "gpu":
         config = replace(request.config, memory_limit=None)
         return request._replace(target=gpu_target(GPUS[value]), config=config, staging=None)

@@ -8,9 +8,19 @@ from hypothesis import strategies as st
 
 from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.blueprint import spec_blueprint
-from holdfast.planning.alternatives import list_alternatives, smallest_change
-from holdfast.planning.fit import PlanRequest, find_fit, try_fit
-from holdfast.planning.target import memory_target
+from holdfast.planning.alternatives import (
+    GPU,
+    KINDS,
+    LEVER,
+    WEIGHTS,
+    advice,
+    context_note,
+    list_alternatives,
+    plan_changes,
+    smallest_changes,
+)
+from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, try_fit
+from holdfast.planning.target import gpu_target, memory_target
 from holdfast.quant.formats import KV_FORMATS
 from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, changed, plan_request
 
@@ -50,6 +60,11 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
     smallest = [item for item in listed if item.is_smallest]
     could = [item for item in listed if item.fits and item.not_in_this_version is None]
     assert smallest == ([] if fits else could[:1])
+    told = smallest_changes(listed)
+    assert len(told) == min(3, len({tuple(name for name, _ in item.settings) for item in could}))
+    assert all(item in could for item in told)
+    if any(item.kind == WEIGHTS for item in could):
+        assert any(item.kind == WEIGHTS for item in told), "weights in fewer bits are among them where they fit"
 
 
 @pytest.mark.parametrize(
@@ -79,20 +94,104 @@ def test_the_smallest_change(wanted: PlanRequest, option: str) -> None:
     assert find_fit(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens > 0
 
 
-ORDER = (
-    *("kv_cache_memory", "memory_limit", "memory_utilization"),
-    *("max_num_batched_tokens", "max_num_seqs", "enforce_eager", "max_model_len"),
-)
-
-
 @given(REQUESTS)
 @settings(max_examples=12)
 def test_the_order_of_what_a_person_would_rather_accept(wanted: PlanRequest) -> None:
     listed = list_alternatives(wanted)
-    places = [ORDER.index(item.option) for item in listed if item.option in ORDER]
+    places = [KINDS.index(item.kind) for item in listed]
     assert places == sorted(places)
     missing = [item.not_in_this_version is not None for item in listed]
     assert missing == sorted(missing), "what this version does not have comes last"
+
+
+def test_levers_that_cost_no_quality_come_first_and_together() -> None:
+    """The figure of the issue: 5,088 tokens, and 17,424 with three settings that change no answer."""
+    wanted = plan_request("Qwen3-32B", RTX4090, quantization="mxfp4")
+    assert find_fit(wanted).kv_tokens == 5088
+    together, *alone = [item for item in list_alternatives(wanted) if item.kind == LEVER]
+    assert together == list_alternatives(wanted)[0]
+    assert dict(together.settings) == {
+        "memory_utilization": "0.98",
+        "max_num_batched_tokens": "2048",
+        "max_num_seqs": "4",
+    }
+    assert (together.kv_tokens, together.max_model_len) == (17_424, 17_424)
+    assert [item.option for item in alone] == [*dict(together.settings), "enforce_eager"]
+    assert all(5088 < item.max_model_len < 17_424 for item in alone)
+
+
+def test_a_lever_that_gives_nothing_is_not_offered() -> None:
+    """Four sequences of 40,960 tokens use less than there is, and a step's scratch is nothing beside an H200."""
+    listed = list_alternatives(plan_request("Qwen3-8B", H200))
+    assert [item.option for item in listed if item.kind == LEVER] == ["memory_utilization"]
+    tight = plan_request(
+        *("Qwen3-8B", H200), memory_utilization=0.98, max_num_batched_tokens=64, max_num_seqs=1, enforce_eager=True
+    )
+    assert not [item for item in list_alternatives(tight) if item.kind == LEVER]
+
+
+def test_levers_that_suffice_together_are_the_smallest_change() -> None:
+    wanted = plan_request("Qwen3-32B", RTX4090, quantization="mxfp4", max_model_len=16384)
+    smallest = next(item for item in list_alternatives(wanted) if item.is_smallest)
+    assert (smallest.kind, len(smallest.settings)) == (LEVER, 2)
+    assert find_fit(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens >= 16384
+
+
+def test_weights_that_are_not_enough_alone_are_offered_with_what_is() -> None:
+    wanted = plan_request("Qwen3-32B", RTX4090, max_model_len=32768)
+    joint = [item for item in list_alternatives(wanted) if item.kind == WEIGHTS and item.fits]
+    assert joint
+    assert joint[0].is_smallest
+    assert {"quantization", "kv_cache_dtype", "memory_utilization"} <= dict(joint[0].settings).keys()
+    for item in joint:
+        assert find_fit(changed(wanted, item)).kv_tokens == item.kv_tokens >= 32768
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B"])
+@pytest.mark.parametrize("asked", ["t4", "rtx3060", "v100-16g", "rtx4090", "h200"])
+def test_a_gpu_that_is_too_old_is_never_offered(name: str, asked: str) -> None:
+    wanted = plan_request(name, gpu_target(GPUS[asked]), quantization="int8")
+    offered = [GPUS[item.value or ""] for item in list_alternatives(wanted) if item.kind == GPU]
+    assert all(gpu.capability >= (8, 0) for gpu in offered)
+    words = [reason for reason in missing_here(wanted) if "does not run: needs compute capability 8.0" in reason]
+    assert len(words) == (GPUS[asked].capability < (8, 0))
+
+
+def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
+    wanted = plan_request("Qwen3-32B", RTX4090, quantization="mxfp4")
+    note = context_note(wanted, fit_runner(wanted))
+    assert note == (
+        "context of 5,088 tokens, shortened from the model's own 40,960: no more fits 21.17 GiB (90% of the device's "
+        "23.52 GiB); to lift it: set memory_utilization=0.98, max_num_batched_tokens=2048 and max_num_seqs=4, for 17,424"
+    )
+    bounded = plan_request("Qwen3-8B", H200, kv_cache_memory="1GiB")
+    assert "from the model's own 40,960: no more fits kv_cache_memory of 1.00 GiB" in context_note(
+        bounded, fit_runner(bounded)
+    )
+    whole = plan_request("Qwen3-8B", H200)
+    assert context_note(whole, fit_runner(whole)) == ""
+    windowed = blueprint("Qwen3-8B").spec
+    assert windowed is not None
+    narrow = whole._replace(
+        blueprint=spec_blueprint(replace(windowed, sliding_windows=(4096,) * windowed.num_layers), "narrow")
+    )
+    assert context_note(narrow, fit_runner(narrow)) == (
+        "every layer attends to the last 4,096 tokens only, the model's own window"
+    )
+
+
+def test_a_refusal_tells_three_changes_on_one_line() -> None:
+    wanted = plan_request("Qwen3-0.6B", HOST, memory_limit="1GiB", max_model_len=64)
+    listed = list_alternatives(wanted)
+    words = advice(listed)
+    assert "\n" not in words
+    assert words.startswith("raise memory_limit to ")
+    assert "(quantization=" in words
+    assert words.endswith(": each of them fits")
+    changes = plan_changes(listed)
+    assert len(changes) == 3
+    assert changes[0].typed.startswith("--memory-limit ")
+    assert any("--quantization " in change.typed for change in changes)
 
 
 def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None:
@@ -179,9 +278,9 @@ def test_where_nothing_fits() -> None:
     gpus = [item for item in listed if item.option == "gpu"]
     assert [(item.value, item.fits) for item in gpus] == [("gb300", False)]
     assert not any(item.is_smallest for item in listed)
-    assert smallest_change(listed) == "take a smaller model: no single change makes this one fit"
+    assert advice(listed) == "take a smaller model: nothing that can be changed makes this one fit"
 
 
 def test_absurd_limits_end_at_once() -> None:
     listed = list_alternatives(plan_request("Qwen3-8B", H200, max_num_seqs=2**31 - 1, max_num_batched_tokens=2**31 - 1))
-    assert smallest_change(listed)
+    assert advice(listed)

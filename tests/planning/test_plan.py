@@ -233,7 +233,12 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
     plan = fit_runner(plan_request("Llama-3.1-8B", RTX4090))
     assert plan.resolved.limits.max_model_len == plan.kv_tokens < 131072
     choice = next(choice for choice in plan.resolved.choices if choice.name == "max_model_len")
-    assert choice.reason == "the longest context that fits the memory"
+    assert choice.reason == (
+        "shortened from the model's own 131,072: no more fits 21.17 GiB (90% of the device's 23.52 GiB)"
+    )
+    assert plan.context_note == "", "the door to planning adds what would lift it"
+    told = plan_runner(EngineConfig(), blueprint("Llama-3.1-8B"), RTX4090).context_note
+    assert f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98, " in told
 
 
 def test_a_context_that_was_asked_does_not_shrink() -> None:
@@ -361,15 +366,20 @@ def test_a_plan() -> None:
 @pytest.mark.parametrize(
     ("name", "target", "options", "do"),
     [
-        ("Qwen3-32B", A100, {"max_model_len": 40960}, r"raise memory_utilization to 0\.\d\d, which fits"),
-        ("Llama-3.1-8B", RTX4090, {"max_model_len": 131072}, r"lower max_model_len to \d+, which fits"),
-        ("Qwen3-32B", RTX4090, {}, r"keep weights in mxfp4, which fits"),
-        ("Llama-3.1-70B", RTX4090, {}, r"take b200, which fits"),
+        ("Qwen3-32B", A100, {"max_model_len": 40960}, r"raise memory_utilization to 0\.\d\d, or .*: each of them fits"),
+        (
+            "Llama-3.1-8B",
+            RTX4090,
+            {"max_model_len": 131072},
+            r"lower max_model_len to \d+, or .* or set quantization=fp8, .* and max_num_seqs=4: each of them fits",
+        ),
+        ("Qwen3-32B", RTX4090, {}, r"keep weights in mxfp4 \(quantization=mxfp4\), or take \S+: each of them fits"),
+        ("Llama-3.1-70B", RTX4090, {}, r"take b200"),
         (
             "Qwen3-0.6B",
             HOST,
             {"memory_limit": "2GiB", "max_model_len": 2048},
-            r"raise memory_limit to \d+MiB, which fits",
+            r"raise memory_limit to \d+MiB, or .*\(quantization=\w+\): each of them fits",
         ),
         (
             "DeepSeek-R1",
@@ -379,7 +389,7 @@ def test_a_plan() -> None:
         ),
     ],
 )
-def test_a_refusal_ends_with_the_smallest_change(name, target, options, do) -> None:
+def test_a_refusal_ends_with_the_smallest_changes(name, target, options, do) -> None:
     with pytest.raises(MemoryPlanError, match=do) as caught:
         plan_runner(EngineConfig(**options), blueprint(name), target)
     error = caught.value

@@ -8,10 +8,15 @@ from holdfast.errors import ConfigError
 from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB
 from holdfast.planning.target import (
     BARE_CONTEXT_BYTES,
+    GROWTH_BYTES,
+    MOST_ANONYMOUS_BYTES,
+    PROCESS_BYTES,
+    PROCESS_ROUNDING_BYTES,
     choose_device,
     cpu_target,
     device_target,
     gpu_target,
+    measure_process,
     memory_target,
 )
 
@@ -47,8 +52,32 @@ def test_sizes_that_are_none(size) -> None:
 def test_a_host_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.planning.target.available_host_bytes", lambda: 10 * GIB)
     target = cpu_target()
-    assert (target.kind, target.name, target.context_bytes) == ("cpu", "cpu", 0)
+    assert (target.kind, target.name, target.context_bytes) == ("cpu", "cpu", PROCESS_BYTES)
     assert target.total_bytes == target.available_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("anonymous", "files", "num_bytes", "present"),
+    [
+        (180 * MIB, 80 * MIB, 304 * MIB, 180 * MIB),
+        (180 * MIB, 92 * MIB, 304 * MIB, 180 * MIB),
+        (180 * MIB + 1, 92 * MIB, 320 * MIB, 180 * MIB + 1),
+        (8 * GIB, 92 * MIB, 448 * MIB, MOST_ANONYMOUS_BYTES),
+        (None, 92 * MIB, PROCESS_BYTES, 0),
+    ],
+    ids=["as on this host", "to the byte", "rounded up", "a caller's arrays are the caller's", "not Linux"],
+)
+def test_a_process_is_an_owner(monkeypatch, anonymous, files, num_bytes, present) -> None:
+    """What it holds has a line; what no file is behind is not available any more, and is ours."""
+    assert GROWTH_BYTES == 32 * MIB
+    assert PROCESS_ROUNDING_BYTES == 16 * MIB
+    monkeypatch.setattr("holdfast.planning.target.available_host_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr("holdfast.planning.target.anonymous_bytes", lambda: anonymous)
+    monkeypatch.setattr("holdfast.planning.target.file_bytes", lambda: files)
+    assert measure_process() == (num_bytes, present)
+    target = device_target("cpu")
+    assert (target.context_bytes, target.present_bytes) == (num_bytes, present)
+    assert target.total_bytes == target.available_bytes == 10 * GIB + present
 
 
 @pytest.fixture
@@ -91,7 +120,20 @@ def gpu(monkeypatch):
 def test_devices_that_are_there(asked, num_devices, chosen, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert choose_device(EngineConfig(device=asked)) == chosen
+
+
+def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    words = "does not run: needs compute capability 8.0, and Tesla T4 has 7.5"
+    assert choose_device(EngineConfig()) == ("cpu", f"the GPU that is there {words}")
+    with pytest.raises(ConfigError, match=f"device='cuda:0' was asked; it {words}; try device='cpu'"):
+        choose_device(EngineConfig(device="cuda:0"))
 
 
 @pytest.mark.parametrize(("asked", "num_devices"), [("cuda", 0), ("cuda:2", 2), ("cuda:7", 0)])

@@ -248,6 +248,8 @@ def test_owners_on_a_cpu() -> None:
     assert {term.group for term in found.values()} == {"weights", "workspace", "inputs", "sampling", "rope"}
     assert {"weights/embed", "weights/layers", "weights/final_norm"} <= found.keys()
     assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
+    process = by_owner(needs("Qwen3-0.6B", HOST._replace(context_bytes=300 * 2**20)))["python and torch"]
+    assert (process.num_bytes, process.phases) == (300 * 2**20, PHASES)
     assert found["rope/table"].num_bytes == 4 * 2 * 40960 * 128
 
 

@@ -4,8 +4,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from holdfast.planning.target import ProcessBytes
+
 if TYPE_CHECKING:
     from runner.tiny_runners import TinyBuilder
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of tiny runners to the byte: what Python and torch hold is taken to be nothing."""
+    monkeypatch.setattr("holdfast.planning.target.measure_process", lambda: ProcessBytes(0, 0))
 
 
 @pytest.fixture(scope="session")

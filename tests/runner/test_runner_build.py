@@ -211,7 +211,7 @@ def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(build):
 def test_what_the_refusal_asks_for_is_enough(build):
     with pytest.raises(MemoryPlanError) as caught:
         build(readable=False, memory_limit="200KiB", max_model_len=64)
-    asked = re.fullmatch(r"raise memory_limit to (\d+MiB), which fits", caught.value.do)
+    asked = re.fullmatch(r"raise memory_limit to (\d+MiB), or .*: each of them fits", caught.value.do)
     assert asked is not None
     assert build(memory_limit=asked[1], max_model_len=64).plan.memory.num_pages >= 16
 
@@ -232,7 +232,8 @@ def test_a_context_left_open_shrinks_to_the_longest_that_fits(build, room):
     assert built.runner.limits.max_model_len == length
     assert built.plan.memory.num_pages * 4 >= length
     choice = next(choice for choice in built.plan.resolved.choices if choice.name == "max_model_len")
-    assert choice.reason == "the longest context that fits the memory"
+    assert choice.reason.startswith("shortened from the model's own 4,096: no more fits ")
+    assert built.plan.context_note.startswith(f"context of {length:,} tokens, {choice.reason}")
     with pytest.raises(MemoryPlanError):
         build(readable=False, max_position=4096, memory_limit=limit, max_model_len=length + 1)
 

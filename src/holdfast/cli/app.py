@@ -83,7 +83,7 @@ def _draw_refusal(error: MemoryPlanError) -> None:
         return
     from holdfast.cli.tables import refusal_lines, show_beside
 
-    show_beside(refusal_lines(error.table))
+    show_beside(refusal_lines(error.table, error.changes))
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

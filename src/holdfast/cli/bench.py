@@ -21,9 +21,10 @@ from holdfast.cli.bench_cases import (
     throughput_case,
 )
 from holdfast.cli.bench_record import num_cores, ratios, record
+from holdfast.cli.layout import Line, Table, table_lines
 from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file, shown_download
 from holdfast.cli.options import Given, read_counts, read_range
-from holdfast.cli.tables import aligned
+from holdfast.cli.tables import show, show_beside
 from holdfast.cli.terminal import STDOUT, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
@@ -209,8 +210,9 @@ def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None
         )
         for result in results
     ]
-    text = "\n".join((f"{title}, {UNIT}", *aligned([headings, *rows], right=tuple(range(1, len(headings))))))
-    write_line(text) if to_stderr else write_answer(f"{text}\n")
+    table = Table((headings, *rows), right=tuple(range(1, len(headings))))
+    lines = [Line(f"{title}, {UNIT}"), *table_lines(table)]
+    show_beside(lines) if to_stderr else show(lines)
 
 
 def _write_json(text: str, file: str) -> None:

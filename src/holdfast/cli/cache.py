@@ -2,7 +2,8 @@
 
 import time
 
-from holdfast.cli.tables import aligned
+from holdfast.cli.layout import Table, table_lines
+from holdfast.cli.tables import show
 from holdfast.cli.terminal import log_plainly, write_answer, write_line
 from holdfast.errors import HoldfastError
 from holdfast.loading.quantized.cache import CacheEntry, cache_entries, cache_folder, clear_cache
@@ -17,7 +18,7 @@ def list_weights() -> None:
     folder = cache_folder()
     entries = cache_entries(folder)[::-1]
     if entries:
-        write_answer("\n".join((*aligned([_cells(entry) for entry in entries], right=(0,)), "")))
+        show(table_lines(Table(tuple(map(_cells, entries)), right=(0,), wraps=(2, 1, 3))))
     write_line(f"{format_bytes(_sum(entries))} of quantized weights in {folder}")
 
 

@@ -19,7 +19,7 @@ from holdfast.cli import bench_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download
 from holdfast.cli.options import Given, read_count
 from holdfast.cli.page import eval_page, page_file, write_page
-from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show
+from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show, show_beside
 from holdfast.cli.terminal import MAX_PATH, STDOUT, dumps, log_plainly, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, PromptError, shown
@@ -214,7 +214,7 @@ def tell(view: EvalView, text: str, json_file: str | None, html: Path | None) ->
     facts = {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
     record = f"{dumps(quality_record(view, ['holdfast', *sys.argv[1:]], facts), indent=1)}\n"
     if json_file == STDOUT:
-        write_line("\n".join(line.text for line in lines))
+        show_beside(lines)
         write_answer(record)
         return
     show(lines)

@@ -69,8 +69,8 @@ PALETTE = (
     *("#e8998d", "#b7a9e6", "#a2cc4f", "#b89c86", "#f07fae", "#4fa8a0"),
 )
 """The first colours: light enough for black letters in both themes, and told apart by the colour-blind."""
-GOLDEN_ANGLE = 0.38196601125
-"""Of a circle: hues that are this far apart never come back to one that was there."""
+NUM_HUES = 48
+"""Of a circle, among which further colours are looked for."""
 UNKNOWN_COLOUR = "#9aa3ac"
 ALWAYS = ("weights", "kv pages", "workspace")
 """Owners that every model has, and that have the same colour in every picture."""
@@ -142,16 +142,32 @@ def table(heading: tuple[str, ...], rows: Iterable[tuple[str, tuple[str, ...]]],
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name, the first ones from the palette; no two names share one."""
-    return {name: _colour(place) for place, name in enumerate(dict.fromkeys(names))}
+    """A colour for each name, the first ones from the palette; no two names share one, nor have two that look alike."""
+    return dict(zip(dict.fromkeys(names), _colours(), strict=False))
 
 
-def _colour(place: int) -> str:
-    if place < len(PALETTE):
-        return PALETTE[place]
-    lightness = (0.6, 0.84, 0.68, 0.76)[place % 4]
-    parts = colorsys.hls_to_rgb(place * GOLDEN_ANGLE % 1, lightness, 0.85)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+def _colours() -> Iterator[str]:
+    """The palette, then of some hundred colours the one that is farthest from all before it, again and again."""
+    yield from PALETTE
+    candidates = [
+        tuple(round(255 * part) for part in colorsys.hls_to_rgb(hue / NUM_HUES, lightness, strength))
+        for hue in range(NUM_HUES)
+        for lightness in (0.58, 0.66, 0.74, 0.82, 0.88)
+        for strength in (0.35, 0.6, 0.85)
+    ]
+    taken = [tuple(bytes.fromhex(colour[1:])) for colour in PALETTE]
+    nearest = [min(_distance(colour, other) for other in taken) for colour in candidates]
+    while True:
+        farthest = candidates[nearest.index(max(nearest))]
+        yield f"#{bytes(farthest).hex()}"
+        nearest = [min(known, _distance(colour, farthest)) for colour, known in zip(candidates, nearest, strict=True)]
+
+
+def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """How far apart two colours look, squared: red counts more in warm colours, blue in cold ones, green in all."""
+    red, green, blue = (left - right for left, right in zip(one, other, strict=True))
+    warmth = (one[0] + other[0]) / 512
+    return (2 + warmth) * red**2 + 4 * green**2 + (3 - warmth) * blue**2
 
 
 def swatch(name: str, colour: str) -> Html:
@@ -422,7 +438,8 @@ def _disk_parts(account: DiskAccount | None) -> list[Html]:
 
 def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
     """Phases as strips to scale, owners by phase, the sweep as bars, and what else would fit."""
-    colour = colours([*ALWAYS, *(row.owner for row in view.rows)])
+    schemes = dict.fromkeys(cell.quantization for cell in cells)
+    colour = colours([*ALWAYS, *(row.owner for row in view.rows), *(_scheme_name(scheme) for scheme in schemes)])
     phases = [
         part
         for phase in PHASES
@@ -435,17 +452,18 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         tag("p", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
         *_disk_parts(view.disk),
         tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {format_bytes(view.short_bytes)} short")),
+        *([tag("p", view.context_note)] if view.context_note else []),
         *phases,
         readout("a box"),
         tag("h2", "By owner and phase"),
         table(("owner", *PHASES, "why"), _owner_rows(view, colour), len(PHASES)),
         tag("h2", "Tokens by KV format and weights"),
-        bars(_sweep_bars(cells), "Tokens by format"),
+        bars(_sweep_bars(cells, colour), "Tokens by format"),
         tag("h2", "What else would fit" if view.fits else "What would fit"),
         table(("change", "tokens", "concurrency", ""), _alternative_rows(view), 2),
         tag("p", f"* {LATER}: planned, so that it can be compared", class_="quiet"),
         *start,
-        *(tag("p", f"It cannot be started yet: {reason}", class_="quiet") for reason in view.not_in_this_version),
+        *(tag("p", f"It cannot be started, and is planned only: {reason}") for reason in view.not_in_this_version),
     )
 
 
@@ -469,16 +487,21 @@ def _owner_rows(view: PlanView, colour: dict[str, str]) -> Iterator[tuple[str, t
     yield "total", ("total", *(format_bytes(view.phase_bytes[phase]) for phase in PHASES), "")
 
 
-def _sweep_bars(cells: Sequence[Cell]) -> list[Bar]:
-    """Coloured by weight scheme; pale where this version cannot run it."""
-    colour = colours(cell.quantization for cell in cells)
+def _scheme_name(scheme: str) -> str:
+    """Beside owners, which may be called alike."""
+    return f"weights in {scheme}"
+
+
+def _sweep_bars(cells: Sequence[Cell], colour: dict[str, str]) -> list[Bar]:
+    """Coloured by weight scheme, in colours that no owner has; pale where this version cannot run it."""
     rows = []
     for cell in cells:
         tokens = f"{cell.kv_tokens:,}" if cell.kv_tokens else "does not fit"
         words = f"{tokens} · {cell.quantization}{' · asked' if cell.is_asked else ''}{'' if cell.runs else ' *'}"
         wider = f", {cell.kv_protected_layers} layers wider" if cell.kv_protected_layers else ""
         title = f"KV pages in {cell.kv_cache_dtype}{wider}, weights {cell.quantization}: {words}"
-        rows.append(Bar(cell.kv_cache_dtype, cell.kv_tokens, words, title, colour[cell.quantization], not cell.runs))
+        own = colour[_scheme_name(cell.quantization)]
+        rows.append(Bar(cell.kv_cache_dtype, cell.kv_tokens, words, title, own, not cell.runs))
     return rows
 
 

@@ -1,6 +1,7 @@
 """PlanView: one value behind table, JSON and page of a plan, whether it fits or not; its words; the sweep; no torch."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -8,10 +9,17 @@ from typing import NamedTuple
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
+from holdfast.memory.devices import GPUS
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
-from holdfast.memory.sizes import format_bytes
-from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives, narrower_schemes
+from holdfast.memory.sizes import UNITS, format_bytes
+from holdfast.planning.alternatives import (
+    Alternative,
+    context_note,
+    in_scheme,
+    list_alternatives,
+    narrower_schemes,
+)
 from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, unfitting_runner
 from holdfast.planning.resolve import Choice, Resolved
@@ -75,23 +83,60 @@ def token_words(bytes_per_token: Fraction) -> str:
 
 
 def start_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:
-    """A command that makes the same plan again, with one change if need be; None where the change is another device."""
-    if change is not None and change.option not in EngineConfig.__dataclass_fields__:
+    """A command that starts what is planned, with one change if need be; None where the change is another device."""
+    asked = _asked(request, change)
+    if asked is None or {"gpu", "tensor_parallel_size"} & asked.keys():
         return None
-    asked = {name: getattr(request.config, name) for name in (*STARTING, "enforce_eager")}
     # A chat is planned for one sequence unless it is told otherwise.
-    asked["max_num_seqs"] = settle(request)[1].limits.max_num_seqs
+    asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
+    device = ["--device", "cpu"] if request.target.kind == "cpu" else []
+    return shlex.join(["holdfast", "chat", *_model_words(request, model), *device, *_option_words(asked)])
+
+
+def plan_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:
+    """A command that makes the same plan again, or the one that a change promises; None where plans have no such option."""
+    asked = _asked(request, change)
+    if asked is None:
+        return None
+    device: dict[str, object] = {}
+    if request.target.kind == "cuda":
+        key = next((gpu.key for gpu in GPUS.values() if gpu.name == request.target.name), None)
+        device = {"memory": _size_words(request.target.total_bytes)} if key is None else {"gpu": key}
+    if "gpu" in asked:
+        device = {"gpu": asked.pop("gpu")}
+    ranks = {} if request.tensor_parallel_size == 1 else {"tensor_parallel_size": request.tensor_parallel_size}
+    words = ["holdfast", "plan", *([] if model is None else [model])]
+    return shlex.join([*words, *_option_words(device | ranks | asked)])
+
+
+def _asked(request: PlanRequest, change: Alternative | None) -> dict[str, object] | None:
+    """Options that are not at their default, with those of a change; None where a plan has no option for one of them."""
+    names = (*STARTING, "enforce_eager", "max_num_seqs")
+    asked: dict[str, object] = {name: getattr(request.config, name) for name in names}
+    asked = {name: value for name, value in asked.items() if value != _default(name)}
     if change is not None:
-        asked[change.option] = change.value
-    words = ["holdfast", "chat", *_model_words(request, model)]
-    if request.target.kind == "cpu":
-        words += ["--device", "cpu"]
+        if not {name for name, _ in change.settings} <= {*names, "gpu", "tensor_parallel_size"}:
+            return None
+        asked |= dict(change.settings)
+    return asked
+
+
+def _option_words(asked: Mapping[str, object]) -> list[str]:
+    """Options as they are typed."""
+    words: list[str] = []
     for name, value in asked.items():
-        if value is True or value == "true":
-            words.append(f"--{name.replace('_', '-')}")
-        elif value is not False and value != _default(name):
-            words += [f"--{name.replace('_', '-')}", _typed(value)]
-    return shlex.join(words)
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True and value != "true":
+            words.append(_typed(value))
+    return words
+
+
+def _size_words(num_bytes: int) -> str:
+    """A size that reads back to the byte."""
+    for unit in ("GiB", "MiB"):
+        if num_bytes % UNITS[unit.lower()] == 0:
+            return f"{num_bytes // UNITS[unit.lower()]}{unit}"
+    return f"{num_bytes}B"
 
 
 def _model_words(request: PlanRequest, model: str | None) -> list[str]:
@@ -146,6 +191,10 @@ class PlanView(NamedTuple):
     """What starts it, with the smallest change where it does not fit; None where nothing does."""
     not_in_this_version: tuple[str, ...]
     """What of it cannot be run yet, in words."""
+    context_note: str
+    """Which limit shortened the context, and what would lift it; empty where none did."""
+    commands: tuple[str | None, ...]
+    """What makes the plan of each alternative; None where no option of a plan does."""
     disk: DiskAccount | None = None
     """Of a GGUF file: bytes on disk, stored types, bytes in memory and why."""
 
@@ -196,6 +245,7 @@ class PlanView(NamedTuple):
             "kv_bytes_per_token": plain_number(self.kv_bytes_per_token),
             "kv_tokens": self.kv_tokens,
             "max_model_len": self.max_model_len,
+            "context_note": self.context_note,
             "max_concurrency": round(self.max_concurrency, 4),
             "terms": [
                 {"owner": term.owner, "bytes": term.num_bytes, "phases": list(term.phases), "reason": term.reason}
@@ -208,15 +258,19 @@ class PlanView(NamedTuple):
             "alternatives": [
                 {
                     "change": way.change,
+                    "kind": way.kind,
                     "option": way.option,
                     "value": way.value,
+                    "settings": dict(way.settings),
+                    "command": command,
                     "fits": way.fits,
                     "kv_tokens": way.kv_tokens,
+                    "max_model_len": way.max_model_len,
                     "max_concurrency": round(way.max_concurrency, 4),
                     "not_in_this_version": way.not_in_this_version,
                     "is_smallest": way.is_smallest,
                 }
-                for way in self.alternatives
+                for way, command in zip(self.alternatives, self.commands, strict=True)
             ],
             "not_in_this_version": list(self.not_in_this_version),
             "command": self.command,
@@ -248,6 +302,8 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         command=start_command(request, model, None if fits else smallest) if can_start else None,
         not_in_this_version=plan.not_in_this_version,
         disk=disk_account(request.blueprint, resolved, request.tensor_parallel_size),
+        context_note=context_note(request, plan, listed) if fits else "",
+        commands=tuple(plan_command(request, model, item) for item in listed),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
+from holdfast.cli.layout import Line
 from holdfast.cli.opened_model import (
     OpenedModel,
     Speed,
@@ -59,7 +60,7 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
     elif not options.quiet:
         write_line("")
         show_beside(memory_lines(opened.memory))
-        write_line(f"\n{speed_of(output).line}")
+        show_beside([Line(""), Line(speed_of(output).line)])
         if params.max_tokens is None and output.outputs[0].finish_reason == "length":
             write_line(f"cut at {prepared.max_tokens} tokens; --max-tokens N allows more, within the context")
 

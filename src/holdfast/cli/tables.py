@@ -3,9 +3,12 @@
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from holdfast.errors import PlanTable
+from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Table, fitted, table_lines
+from holdfast.errors import PlanChange, PlanTable
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
 from holdfast.memory.report import MemoryReport, MemoryRow
@@ -16,21 +19,28 @@ if TYPE_CHECKING:
     from holdfast.eval.kv_quality import Quality
     from holdfast.planning.alternatives import Alternative
 
-FULL, LIGHT = "█", "░"
 NOTHING = "-"
-SMALLEST, OTHER = "→", " "
 LATER = "not in this version"
+COSTS = {
+    "lever": "costs no quality",
+    "context": "another context",
+    "format": "changes answers a little",
+    "weights": "changes answers a little",
+    "gpu": "another GPU",
+    "ranks": f"several GPUs: {LATER}",
+}
+"""What stands over changes of a kind."""
+LEAST_NOTE = 12
 UNKNOWN_COLUMNS = 80
 """Where a terminal says that it has none, rich would print nothing."""
 LEAST_COLUMNS = 40
-"""Where a table's rows are cut, and not continued."""
+"""A terminal that is narrower gets lines that it breaks itself."""
 ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
 BAR_CELLS = 20
 MEMORY_HEADINGS = ("owner", "planned", "held", "", "why")
 SERVE = "serve"
 UNACCOUNTED = "unaccounted"
 SWEEP_CELLS = 40
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 FIGURES = (
     "against 16 bit",
     "perplexity",
@@ -43,40 +53,20 @@ FIGURES = (
 NOT_FINITE = "not finite"
 
 
-def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Cells in columns, the numbered ones to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def cells_of(value: int, whole: int, num_cells: int) -> int:
     """Cells of a bar for a part of the whole."""
     return round(num_cells * value / max(whole, 1))
 
 
-class Line(NamedTuple):
-    """One line, and how a terminal that has colours shows it."""
-
-    text: str
-    style: str = ""
-    is_cut: bool = False
-    """A row of a table ends where the terminal does; sentences and commands go on in the next line."""
-
-
-def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[Line]:
+def _table(
+    rows: Sequence[tuple[str, ...]], right: tuple[int, ...], bar: int | None = None, wraps: tuple[int, ...] = ()
+) -> list[Line]:
     """Cells in columns, the heading first."""
-    heading, *lines = aligned(rows, right)
-    return [Line(heading, "bold", is_cut=True), *(Line(line, is_cut=True) for line in lines)]
+    return table_lines(Table(tuple(rows), right, bar, wraps), styles=("bold",))
 
 
 def show(lines: Sequence[Line]) -> None:
-    """Lines on stdout: tables cut to the width of a terminal and with colour there, all as they are elsewhere."""
+    """Lines on stdout: made to fit a terminal and with colour there, all as they are elsewhere."""
     _show(lines, sys.stdout)
 
 
@@ -97,19 +87,11 @@ def _show(lines: Sequence[Line], stream: TextIO | None) -> None:
 
     console = Console(file=stream, highlight=False)
     console.width = console.width or UNKNOWN_COLUMNS
-    for line in lines:
-        # A terminal too narrow for the numbers of a table gets them over several lines.
-        is_cut = line.is_cut and console.width >= LEAST_COLUMNS
-        words = _cut(line.text, console.width) if is_cut else line.text
-        text = Text(_encodable(words, stream), style=line.style)
+    for line in fitted(lines, max(console.width, LEAST_COLUMNS)):
+        text = Text(_encodable(line.text, stream), style=line.style)
         text.highlight_regex("[█▏▎▍▌▋▊▉]+", "cyan")
         text.highlight_regex("░+", "blue")
         console.print(text, soft_wrap=True)
-
-
-def _cut(text: str, num_columns: int) -> str:
-    """As much as a line holds; rich would end it with a sign that not every terminal can be sent."""
-    return text if len(text) <= num_columns else f"{text[: num_columns - 1]}…"
 
 
 def _encodable(text: str, stream: TextIO) -> str:
@@ -141,15 +123,13 @@ def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[Line]:
         f"KV cache size: {report.kv_tokens:,} tokens ({format_bytes(report.kv_bytes_per_token)} each), "
         f"Maximum concurrency for {report.max_model_len:,} tokens per request: {concurrency:.2f}x"
     )
-    return [
-        *_table([row[:num_columns] for row in (MEMORY_HEADINGS, *rows)], right=(1, 2)),
-        Line(meaning),
-        *disk_lines(report.disk),
-    ]
+    cells = [row[:num_columns] for row in (MEMORY_HEADINGS, *rows)]
+    lines = [*_table(cells, right=(1, 2), bar=3, wraps=() if is_compact else (4,)), Line(meaning)]
+    return [*lines, *([Line(report.context_note)] if report.context_note else []), *disk_lines(report.disk)]
 
 
-def refusal_lines(table: PlanTable) -> list[Line]:
-    """What each owner would need in the phase that does not fit, and how much is short."""
+def refusal_lines(table: PlanTable, changes: Sequence[PlanChange] = ()) -> list[Line]:
+    """What each owner would need in the phase that does not fit, how much is short, and what would fit."""
     rows = [
         (
             row.owner,
@@ -164,7 +144,24 @@ def refusal_lines(table: PlanTable) -> list[Line]:
         ("budget", format_bytes(table.budget_bytes), "", table.budget_reason),
         ("short", format_bytes(table.short_bytes), "", ""),
     ]
-    return _table([("owner", "needed", "", "why"), *rows, *sums], right=(1,))
+    lines = _table([("owner", "needed", "", "why"), *rows, *sums], right=(1,), bar=2, wraps=(3,))
+    if not changes:
+        return lines
+    offered = [
+        (
+            change.change,
+            change.typed,
+            f"{change.kv_tokens:,} tokens",
+            _request_words(change.kv_tokens, change.max_model_len),
+        )
+        for change in changes
+    ]
+    title = "what would fit, what costs least first" if len(changes) > 1 else "what would fit"
+    return [*lines, Line(""), *_section(title, table_lines(Table(tuple(offered), right=(2,), wraps=(1, 0))))[1:]]
+
+
+def _request_words(kv_tokens: int, max_model_len: int) -> str:
+    return f"{kv_tokens / max(max_model_len, 1):.2f}x of {max_model_len:,}"
 
 
 def held_words(row: MemoryRow) -> str:
@@ -206,8 +203,9 @@ def plan_lines(view: "PlanView") -> list[Line]:
         *owner_lines(view),
         Line(""),
         *_outcome(view),
-        *_section("chosen", [Line(line, is_cut=True) for line in _choices(view)]),
+        *_section("chosen", _choices(view)),
         *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
+        *_first_command(view),
         *_start(view),
     ]
 
@@ -229,25 +227,26 @@ def owner_lines(view: "PlanView") -> list[Line]:
         ("total", *(_size_cell(view.phase_bytes[phase]) for phase in PHASES), "", ""),
         ("left" if view.fits else "left or short", *(_size_cell(left[phase]) for phase in PHASES), "", "of the budget"),
     ]
-    *lines, last = _table([("owner", *PHASES, "", "why"), *rows, *sums], right=(1, 2, 3))
-    return [*lines, last if view.fits else last._replace(style="bold red")]
+    *lines, last = _table([("owner", *PHASES, "", "why"), *rows, *sums], right=(1, 2, 3), bar=4, wraps=(5,))
+    return [*lines, last if view.fits else replace(last, style="bold red")]
 
 
 def alternative_lines(view: "PlanView") -> list[Line]:
-    """Changes of one option each; the smallest that fits is marked, those of later versions are dim."""
+    """Changes by what they cost, the least first; the smallest that fits is marked, those of later versions are dim."""
     fitting = [item for item in view.alternatives if item.fits]
     rows = [
         (
-            SMALLEST if item.is_smallest else OTHER,
-            item.change,
+            f"{SMALLEST if item.is_smallest else OTHER} {item.change}",
             f"{item.kv_tokens:,} tokens",
             concurrency_words(item, view.max_model_len),
-            _note(item),
         )
         for item in fitting
     ]
     styles = ["green" if item.is_smallest else "dim" if item.not_in_this_version else "" for item in fitting]
-    lines = [Line(text, style, is_cut=True) for text, style in zip(aligned(rows, right=(2,)), styles, strict=True)]
+    drawn = table_lines(Table(tuple(rows), right=(1,), wraps=(0, 2)), styles)
+    lines: list[Line] = []
+    for title, group in groupby(zip(fitting, drawn, strict=True), key=lambda pair: COSTS[pair[0].kind]):
+        lines += [Line(title, "italic"), *(line for _, line in group)]
     num_others = len(view.alternatives) - len(fitting)
     if num_others:
         are = "change is" if num_others == 1 else "changes are"
@@ -257,14 +256,8 @@ def alternative_lines(view: "PlanView") -> list[Line]:
 
 def concurrency_words(item: "Alternative", max_model_len: int) -> str:
     """Requests at once, and of which length where a change brings another one with it."""
-    length = round(item.kv_tokens / item.max_concurrency)
-    return f"{item.max_concurrency:.2f}x" if length == max_model_len else f"{item.max_concurrency:.2f}x of {length:,}"
-
-
-def _note(item: "Alternative") -> str:
-    if item.is_smallest:
-        return "the smallest change"
-    return "" if item.not_in_this_version is None else LATER
+    words = f"{item.max_concurrency:.2f}x"
+    return words if item.max_model_len == max_model_len else f"{words} of {item.max_model_len:,}"
 
 
 def _size_cell(num_bytes: int | None) -> str:
@@ -278,32 +271,44 @@ def _phase_bar(row: "OwnerRow", whole: int) -> str:
 
 def _outcome(view: "PlanView") -> list[Line]:
     if view.fits:
-        return [Line(view.kv_words, "bold")]
+        return [Line(view.kv_words, "bold"), *([Line(view.context_note)] if view.context_note else [])]
     smallest = next((item for item in view.alternatives if item.is_smallest), None)
-    do = "no single change that this version can make is enough; take a smaller model"
+    do = "no change that this version can make is enough; take a smaller model"
     if smallest is not None:
         do = f"the smallest change that fits: {smallest.change}"
     return [Line(f"it does not fit: {format_bytes(view.short_bytes)} short; {do}", "bold red"), Line(view.kv_words)]
 
 
-def _choices(view: "PlanView") -> list[str]:
+def _choices(view: "PlanView") -> list[Line]:
     if not view.choices:
         return []
-    return aligned([(choice.name, choice.value, choice.reason) for choice in view.choices], right=())
+    rows = tuple((choice.name, choice.value, choice.reason) for choice in view.choices)
+    return table_lines(Table(rows, wraps=(2,)))
 
 
 def _section(title: str, lines: list[Line]) -> list[Line]:
     if not lines:
         return []
-    return [Line(""), Line(title, "bold"), *(line._replace(text=f"  {line.text}".rstrip()) for line in lines)]
+    indented = (replace(line, text=f"  {line.text}".rstrip(), indent=line.indent + 2) for line in lines)
+    return [Line(""), Line(title, "bold"), *indented]
+
+
+def _first_command(view: "PlanView") -> list[Line]:
+    """What makes the plan that costs least, as it can be pasted."""
+    pairs = [pair for pair in zip(view.alternatives, view.commands, strict=True) if pair[0].fits]
+    if not pairs or pairs[0][1] is None or pairs[0][0].kind not in ("lever", "context"):
+        return []
+    item, command = pairs[0]
+    return _section(f"the first of these, for {item.kv_tokens:,} tokens", [Line(command, is_command=True)])
 
 
 def _start(view: "PlanView") -> list[Line]:
     if view.not_in_this_version:
-        return _section("it cannot be started yet", [Line(reason) for reason in view.not_in_this_version])
+        return _section("it cannot be started: planned only", [Line(reason) for reason in view.not_in_this_version])
     if view.command is None:
         return []
-    return _section("to start it" if view.fits else "to start it with that change", [Line(view.command)])
+    title = "to start it" if view.fits else "to start it with that change"
+    return _section(title, [Line(view.command, is_command=True)])
 
 
 def sweep_lines(cells: "Sequence[Cell]", target: str) -> list[Line]:
@@ -322,11 +327,10 @@ def sweep_lines(cells: "Sequence[Cell]", target: str) -> list[Line]:
         name = cell.kv_cache_dtype if is_first else ""
         rows.append((name, cell.quantization, sweep_bar(cell.kv_tokens, most), tokens, note))
         styles.append("bold" if cell.is_asked else "" if cell.runs else "dim")
-    heading, *lines = aligned([("KV pages", "weights", "", "tokens", ""), *rows], right=(3,))
+    table = Table((("KV pages", "weights", "", "tokens", ""), *rows), (3,), bar=2, wraps=(4,), comfortable=LEAST_NOTE)
     return [
         Line(f"KV tokens on {target}, by format of pages and weights", "bold"),
-        Line(heading, is_cut=True),
-        *(Line(line, style, is_cut=True) for line, style in zip(lines, styles, strict=True)),
+        *table_lines(table, ("", *styles)),
     ]
 
 

@@ -61,7 +61,8 @@ def _engine(
     if built.plan.target.kind == "cuda" and built.profile.taken_bytes is not None:
         measured_bytes = built.profile.taken_bytes + built.plan.target.present_bytes
     report = memory_report(built.plan.memory, built.ledger, limits.page_tokens, limits.max_model_len, measured_bytes)
-    report = replace(report, disk=disk_account(built.plan.blueprint, built.plan.resolved))
+    disk = disk_account(built.plan.blueprint, built.plan.resolved)
+    report = replace(report, disk=disk, context_note=built.plan.context_note)
     return Engine(
         built.runner,
         tokenizer,

@@ -74,9 +74,23 @@ def take_peak_bytes(device: object) -> int | None:
 
 def anonymous_bytes(status: Path = STATUS) -> int | None:
     """Resident memory of this process that no file is behind; None where the system does not tell."""
+    return _status_bytes("RssAnon", status)
+
+
+def file_bytes(status: Path = STATUS) -> int | None:
+    """Resident memory of this process that files are behind: libraries and code; None where the system does not tell."""
+    return _status_bytes("RssFile", status)
+
+
+def most_resident_bytes(status: Path = STATUS) -> int | None:
+    """The most that this process ever had resident; None where the system does not tell."""
+    return _status_bytes("VmHWM", status)
+
+
+def _status_bytes(name: str, status: Path) -> int | None:
     try:
         for line in status.read_text().splitlines():
-            if line.startswith("RssAnon:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass

@@ -40,6 +40,8 @@ class MemoryReport:
     """Every owner by its full path, in the order in which they were taken."""
     disk: DiskAccount | None = None
     """What the weights took on disk, where that is something else than what they take here."""
+    context_note: str = ""
+    """Which limit shortened the context, and what would lift it; empty where none did."""
 
     @property
     def planned_bytes(self) -> int:

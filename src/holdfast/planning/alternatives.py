@@ -1,51 +1,102 @@
-"""What would fit instead: every single change of a plan worth knowing, what it gives, and which of them is the smallest; no torch."""
+"""What would fit instead: every change of a plan worth knowing, what it gives, and which of them cost least; no torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.errors import ConfigError, PlanChange, UnsupportedModelError
 from holdfast.memory.devices import GPUS, MIB
-from holdfast.planning.fit import NO_RANKS, Fit, PlanRequest, longest_that_fits, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import (
+    NO_RANKS,
+    SHORTENED,
+    Fit,
+    PlanRequest,
+    RunnerPlan,
+    longest_that_fits,
+    settle,
+    try_fit,
+    unfitting_runner,
+)
 from holdfast.planning.resolve import DEFAULT_UTILIZATION
-from holdfast.planning.target import gpu_target
+from holdfast.planning.target import gpu_target, too_old_words
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 
 MAX_UTILIZATION = 0.98
 """A plan by owner is exact enough for this share of a device."""
+LEVER_BATCHED_TOKENS = {"cuda": 2048, "cpu": 512}
+"""Steps of so many tokens still fill a device's arithmetic, and need a fraction of the scratch."""
+LEVER_NUM_SEQS = 4
+"""For a few people; what a sequence costs whatever its length is not much then."""
 MIN_BATCHED_TOKENS = 64
 RANKS = (2, 4, 8)
 NUM_GPUS = 3
 """GPUs that are offered."""
+ALIKE = 1.06
+"""GPUs whose memory differs by less are one to a plan."""
+NUM_CHANGES = 3
+"""That a refusal tells."""
+NUM_JOINT = 2
+"""Of changes of weights that only help along with others, so many are offered."""
+WORTH = 1.01
+"""A lever that gives less than one part in a hundred is not worth a line."""
 USEFUL_TOKENS = 2048
 """A change after which an open context would shrink below this does not count as one that fits."""
+LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED = "lever", "context", "format", "weights", "gpu", "ranks"
+KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED)
+"""What a change costs, the least first: speed at most; long requests; answers that differ a little, by pages and by
+weights; money; a later version."""
+
+Settings = tuple[tuple[str, str], ...]
+"""Options and their values, as a person types them; no value where an option is left out."""
 
 
 class Alternative(NamedTuple):
-    """One change of one option, and what it gives."""
+    """One change, of one option or of several that help together, and what it gives."""
 
     change: str
     """In words, as an advice."""
-    option: str
-    value: str
-    """As a person types it; nothing where the option is left out."""
+    settings: Settings
+    kind: str
+    """One of KINDS."""
     kv_tokens: int
     """0 where it does not fit."""
-    max_concurrency: float
+    max_model_len: int
+    """The longest context then; 0 where it does not fit."""
     fits: bool
     not_in_this_version: str | None
     """Why an engine of this version does not take it, in words."""
-    is_smallest: bool
+    is_smallest: bool = False
+
+    @property
+    def max_concurrency(self) -> float:
+        return self.kv_tokens / self.max_model_len if self.fits else 0.0
+
+    @property
+    def option(self) -> str | None:
+        """The one option that is changed; None where there are several."""
+        return self.settings[0][0] if len(self.settings) == 1 else None
+
+    @property
+    def value(self) -> str | None:
+        return self.settings[0][1] if len(self.settings) == 1 else None
+
+    @property
+    def advice(self) -> str:
+        """The words, with the option where they do not name it; several changes as options alone."""
+        given = [f"{name}={value}" for name, value in self.settings]
+        if len(given) > 1:
+            return f"set {', '.join(given[:-1])} and {given[-1]}"
+        return f"{self.change} ({given[0]})" if self.kind in (FORMAT, WEIGHTS) else self.change
 
 
 class _Change(NamedTuple):
     """A change before it is tried."""
 
     words: str
-    option: str
-    value: str
+    settings: Settings
+    kind: str
     request: PlanRequest
     missing: str | None = None
 
@@ -58,36 +109,102 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     1. those that lose nothing but speed: more of the memory, shorter steps, fewer sequences at once, no graphs
     2. a shorter context, since requests that stay below it are answered as before
     3. another format of pages that runs here, since that changes answers a little; then weights in fewer bits, likewise
-    4. a larger GPU, since that costs money
+    4. a larger GPU, since that costs money; never one that kernels do not run on
     5. what this version does not have yet, to tell what is worth waiting for; never the smallest
 
-    Where the plan fits, no change is needed and none is marked.
+    Where the plan fits, no change is needed and none is marked; what all of the first kind give together comes first.
     """
     fit = try_fit(request)
-    listed: list[Alternative] = []
-    if fit is None:
-        changes = (*_memory_changes(request), *_step_changes(request))
-        listed += (item for item in _possible(changes) if item.fits)
+    listed = list_levers(request, fit)
     listed += _possible(_context_changes(request, fit))
     listed += _possible(_format_changes(request))
-    listed += _possible(_weight_changes(request))
+    weights = list(_possible(_weight_changes(request)))
+    listed += weights
+    if fit is None and not any(item.fits for item in weights):
+        listed += _joint_changes(request)
     listed += _gpu_alternatives(request)
     listed += _possible(_later_changes(request))
     if fit is not None:
         return tuple(listed)
-    smallest = next((item for item in listed if item.fits and item.not_in_this_version is None), None)
+    smallest = next((item for item in listed if _can_be_had(item)), None)
     return tuple(item._replace(is_smallest=item is smallest) for item in listed)
 
 
-def smallest_change(listed: Iterable[Alternative]) -> str:
-    """The advice that ends a refusal."""
-    fitting = [item for item in listed if item.fits]
-    smallest = next((item for item in fitting if item.is_smallest), None)
-    if smallest is not None:
-        return f"{smallest.change}, which fits"
-    if fitting:
-        return f"take a smaller model; to {fitting[0].change} would fit, but {fitting[0].not_in_this_version}"
-    return "take a smaller model: no single change makes this one fit"
+def smallest_changes(listed: Iterable[Alternative], num_changes: int = NUM_CHANGES) -> tuple[Alternative, ...]:
+    """The changes that cost least, one for each set of options; weights in fewer bits are among them where they fit."""
+    by_options: dict[tuple[str, ...], Alternative] = {}
+    for item in listed:
+        if _can_be_had(item):
+            by_options.setdefault(tuple(name for name, _ in item.settings), item)
+    distinct = list(by_options.values())
+    first, rest = distinct[:num_changes], distinct[num_changes:]
+    quantized = next((item for item in rest if item.kind == WEIGHTS), None)
+    if quantized is not None and not any(item.kind == WEIGHTS for item in first):
+        first[-1] = quantized
+    return tuple(first)
+
+
+def advice(listed: Sequence[Alternative]) -> str:
+    """What ends a refusal, on one line."""
+    changes = [item.advice for item in smallest_changes(listed)]
+    if len(changes) == 1:
+        return f"{changes[0]}, which fits"
+    if changes:
+        return f"{', or '.join(changes)}: each of them fits"
+    later = next((item for item in listed if item.fits), None)
+    if later is not None:
+        return f"take a smaller model; to {later.change} would fit, but {later.not_in_this_version}"
+    return "take a smaller model: nothing that can be changed makes this one fit"
+
+
+def plan_changes(listed: Iterable[Alternative]) -> tuple[PlanChange, ...]:
+    """The same for whoever draws a refusal."""
+    return tuple(
+        PlanChange(item.change, typed(item.settings), item.kv_tokens, item.max_model_len)
+        for item in smallest_changes(listed)
+    )
+
+
+def typed(settings: Settings) -> str:
+    """As options of a command that starts an engine; empty where it has no such option."""
+    words = []
+    for name, value in settings:
+        if name in ("gpu", "tensor_parallel_size") or not value:
+            return ""
+        words.append(f"--{name.replace('_', '-')}{'' if value == 'true' else f' {value}'}")
+    return " ".join(words)
+
+
+def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Alternative] | None = None) -> str:
+    """Which limit shortens what the model could attend to, and what would lift it; empty where none does.
+
+    `listed` are the changes where they are known already.
+    """
+    limits, own = plan.resolved.limits, request.blueprint.max_position
+    heads = request.blueprint.anatomy.heads(1)
+    windows = () if heads is None else heads.windows
+    notes = []
+    reason = next((choice.reason for choice in plan.resolved.choices if choice.name == "max_model_len"), "")
+    if reason.startswith(SHORTENED):
+        if listed is None:
+            fit = try_fit(request)
+            listed = [*list_levers(request, fit), *_possible(_format_changes(request))]
+        longer = [item for item in listed if _can_be_had(item) and item.max_model_len > limits.max_model_len]
+        best = longer[0] if longer and longer[0].kind == LEVER else max(longer, key=_length, default=None)
+        lift = "" if best is None else f"; to lift it: {best.advice}, for {best.max_model_len:,}"
+        notes.append(f"context of {limits.max_model_len:,} tokens, {reason}{lift}")
+    widest = max((window or own for window in windows), default=own)
+    if widest < limits.max_model_len:
+        notes.append(f"every layer attends to the last {widest:,} tokens only, the model's own window")
+    return "; ".join(notes)
+
+
+def _length(item: Alternative) -> int:
+    return item.max_model_len
+
+
+def _can_be_had(item: Alternative) -> bool:
+    return item.fits and item.not_in_this_version is None
 
 
 def _possible(changes: Iterable[_Change]) -> Iterator[Alternative]:
@@ -103,13 +220,12 @@ def _tried(change: _Change) -> Alternative:
         fit = None
     return Alternative(
         change=change.words,
-        option=change.option,
-        value=change.value,
+        settings=change.settings,
+        kind=change.kind,
         kv_tokens=0 if fit is None else fit.kv_tokens,
-        max_concurrency=0.0 if fit is None else fit.max_concurrency,
+        max_model_len=0 if fit is None else fit.resolved.limits.max_model_len,
         fits=fit is not None,
         not_in_this_version=change.missing,
-        is_smallest=False,
     )
 
 
@@ -118,27 +234,99 @@ def _shortest_useful(request: PlanRequest) -> int:
     return request.config.max_model_len or min(USEFUL_TOKENS, request.blueprint.max_position)
 
 
-def _set(request: PlanRequest, words: str, option: str, value: object) -> _Change:
+def _set(request: PlanRequest, words: str, kind: str, option: str, value: object) -> _Change:
     """A change of one option of the config."""
     changed = request._replace(config=replace(request.config, **{option: value}))
-    return _Change(words, option, "" if value is None else str(value).lower(), changed)
+    return _Change(words, ((option, "" if value is None else str(value).lower()),), kind, changed)
+
+
+def list_levers(request: PlanRequest, fit: Fit | None) -> list[Alternative]:
+    """Changes that cost no quality.
+
+    Of a plan that fits: what all together give, where several help, and each that helps by itself. Of one that does not:
+    each alone, only as far as is needed, and as many as are needed together; those that suffice.
+    """
+    if fit is None:
+        alone = [item for item in _possible(_needed_changes(request)) if item.fits]
+        enough = (item for item in _possible(_together(_levers(request))) if item.fits)
+        return [*alone, *([item] if (item := next(enough, None)) is not None else [])]
+    now = (fit.resolved.limits.max_model_len, fit.kv_tokens)
+    helping, alone = [], []
+    for lever in _levers(request):
+        found = next(_possible([lever]), None)
+        if found is not None and _is_worth(found, *now):
+            helping.append(lever)
+            alone.append(found)
+    best: Alternative | None = None
+    for item in _possible(_together(helping)):
+        if best is None or _is_worth(item, best.max_model_len, best.kv_tokens):
+            best = item
+    return [*([] if best is None else [best]), *alone]
+
+
+def _is_worth(item: Alternative, max_model_len: int, kv_tokens: int) -> bool:
+    """Whether it gives a longer context, or more tokens at the same, by enough to be told."""
+    is_more = item.kv_tokens > WORTH * kv_tokens and item.max_model_len >= max_model_len
+    return item.fits and (is_more or item.max_model_len > WORTH * max_model_len)
+
+
+def _levers(request: PlanRequest) -> list[_Change]:
+    """Each at its full length: more of the memory, shorter steps, fewer sequences, no graphs."""
+    config, kind, limits = request.config, request.target.kind, settle(request)[1].limits
+    share = MAX_UTILIZATION if kind == "cuda" else DEFAULT_UTILIZATION
+    has_share = config.memory_utilization or (DEFAULT_UTILIZATION if kind == "cuda" else 0.0)
+    levers = []
+    if config.memory_limit is None and has_share < share:
+        words = f"raise memory_utilization to {share:.2f}"
+        levers.append(_set(request, words, LEVER, "memory_utilization", share))
+    for option, value, most in (
+        ("max_num_batched_tokens", LEVER_BATCHED_TOKENS[kind], limits.max_num_batched_tokens),
+        ("max_num_seqs", LEVER_NUM_SEQS, limits.max_num_seqs),
+    ):
+        if most > value:
+            levers.append(_set(request, f"lower {option} to {value}", LEVER, option, value))
+    if kind == "cuda" and not config.enforce_eager:
+        levers.append(_set(request, "set enforce_eager", LEVER, "enforce_eager", True))
+    return levers
+
+
+def _together(levers: Sequence[_Change]) -> Iterator[_Change]:
+    """The first two, the first three, and so on."""
+    joined = levers[0] if levers else None
+    for lever in levers[1:]:
+        assert joined is not None, "two levers have a first"
+        joined = _joined(joined, lever)
+        yield joined
+
+
+def _joined(change: _Change, other: _Change) -> _Change:
+    """Both, where the other sets options of the config."""
+    config, (option, _) = change.request.config, other.settings[0]
+    merged = change.request._replace(config=replace(config, **{option: getattr(other.request.config, option)}))
+    kind = max(change.kind, other.kind, key=KINDS.index)
+    return _Change(f"{change.words}, {other.words}", (*change.settings, *other.settings), kind, merged)
+
+
+def _needed_changes(request: PlanRequest) -> Iterator[_Change]:
+    yield from _memory_changes(request)
+    yield from _step_changes(request)
 
 
 def _memory_changes(request: PlanRequest) -> Iterator[_Change]:
     """More of the memory that is there: just as much as is short of a useful context."""
     config, target = request.config, request.target
     if config.kv_cache_memory is not None:
-        yield _set(request, "leave out kv_cache_memory", "kv_cache_memory", None)
+        yield _set(request, "leave out kv_cache_memory", LEVER, "kv_cache_memory", None)
     asked = request._replace(config=replace(config, max_model_len=_shortest_useful(request), kv_cache_memory=None))
     needed_bytes = unfitting_runner(asked).memory.peak_bytes
     if config.memory_limit is not None:
         limit = f"{-(-needed_bytes // MIB)}MiB"
         if needed_bytes <= target.available_bytes:
-            yield _set(request, f"raise memory_limit to {limit}", "memory_limit", limit)
+            yield _set(request, f"raise memory_limit to {limit}", LEVER, "memory_limit", limit)
         return
     share = -(-100 * needed_bytes // target.total_bytes) / 100
     if (config.memory_utilization or DEFAULT_UTILIZATION) < share <= MAX_UTILIZATION:
-        yield _set(request, f"raise memory_utilization to {share:.2f}", "memory_utilization", share)
+        yield _set(request, f"raise memory_utilization to {share:.2f}", LEVER, "memory_utilization", share)
 
 
 def _step_changes(request: PlanRequest) -> Iterator[_Change]:
@@ -149,12 +337,12 @@ def _step_changes(request: PlanRequest) -> Iterator[_Change]:
         ("max_num_seqs", limits.max_num_seqs, 1),
     ):
         powers = [2**power for power in range(31) if smallest <= 2**power < value]
-        changes = (_set(request, f"lower {option} to {power}", option, power) for power in reversed(powers))
-        fitting = next((change for change in changes if _tried(change).fits), None)
-        if fitting is not None:
-            yield fitting
+        changes = [_set(request, f"lower {option} to {power}", LEVER, option, power) for power in powers]
+        # Where the smallest is not enough, none is.
+        if changes and _tried(changes[0]).fits:
+            yield next(change for change in reversed(changes) if _tried(change).fits)
     if request.target.kind == "cuda" and not request.config.enforce_eager:
-        yield _set(request, "set enforce_eager", "enforce_eager", True)
+        yield _set(request, "set enforce_eager", LEVER, "enforce_eager", True)
 
 
 def _context_changes(request: PlanRequest, fit: Fit | None) -> Iterator[_Change]:
@@ -172,7 +360,7 @@ def _context_changes(request: PlanRequest, fit: Fit | None) -> Iterator[_Change]
     verb = "lower" if fit is None else "raise"
     for value in dict.fromkeys((length, rounded)):
         if value >= low:
-            yield _set(request, f"{verb} max_model_len to {value}", "max_model_len", value)
+            yield _set(request, f"{verb} max_model_len to {value}", CONTEXT, "max_model_len", value)
 
 
 def _format_changes(request: PlanRequest) -> Iterator[_Change]:
@@ -181,18 +369,39 @@ def _format_changes(request: PlanRequest) -> Iterator[_Change]:
     half = "float16" if request.blueprint.checkpoint_dtype == "float16" else "bfloat16"
     current = resolved.kv_format.name
     if current not in ("float16", "bfloat16"):
-        yield _set(request, f"keep KV pages in {half}", "kv_cache_dtype", half)
+        yield _pages_in(request, half)
     if resolved.dtype == "float32":
-        yield _set(request, f"compute in {half}", "dtype", half)
+        yield _set(request, f"compute in {half}", FORMAT, "dtype", half)
     for kv_format in KV_FORMATS.values():
         if kv_format.is_quantized and kv_format.name != current:
-            yield _set(request, f"keep KV pages in {kv_format.name}", "kv_cache_dtype", kv_format.name)
+            yield _pages_in(request, kv_format.name)
+
+
+def _pages_in(request: PlanRequest, name: str) -> _Change:
+    return _set(request, f"keep KV pages in {name}", FORMAT, "kv_cache_dtype", name)
 
 
 def _weight_changes(request: PlanRequest) -> Iterator[_Change]:
     """Weights in fewer and fewer bits."""
     for name in narrower_schemes(request):
-        yield _Change(f"keep weights in {name}", "quantization", name, in_scheme(request, name))
+        settings = (("quantization", name),)
+        yield _Change(f"keep weights in {name}", settings, WEIGHTS, in_scheme(request, name))
+
+
+def _joint_changes(request: PlanRequest) -> list[Alternative]:
+    """Weights in fewer bits with all that costs no quality, and pages in fewer bits besides; the first that suffice."""
+    levers = [lever for lever in _levers(request) if lever.settings[0][0] != "enforce_eager"]
+    pages = [change for change in _format_changes(request) if change.settings[0][0] == "kv_cache_dtype"]
+    found: list[Alternative] = []
+    for weights in _weight_changes(request):
+        for change in (None, *pages):
+            joined = weights if change is None else _joined(weights, change)
+            for lever in levers:
+                joined = _joined(joined, lever)
+            found += (item for item in _possible([joined]) if item.fits)
+            if len(found) == NUM_JOINT:
+                return found
+    return found
 
 
 def narrower_schemes(request: PlanRequest) -> list[str]:
@@ -219,19 +428,24 @@ def in_scheme(request: PlanRequest, name: str) -> PlanRequest:
 
 
 def _gpu_alternatives(request: PlanRequest) -> list[Alternative]:
-    """The smallest GPU that fits, and the next larger ones; the largest of all where none fits."""
+    """The smallest GPU that fits, and the next larger ones; the largest of all where none fits.
+
+    One that kernels do not run on is not offered, nor one that has as much memory as another that is.
+    """
     fitting: list[Alternative] = []
-    tried = None
+    tried, taken_bytes = None, 0
     for gpu in GPUS.values():
-        if request.target.kind == "cuda" and gpu.total_bytes == request.target.total_bytes:
+        target = gpu_target(gpu)
+        is_same = request.target.kind == "cuda" and gpu.total_bytes == request.target.total_bytes
+        if is_same or too_old_words(target) is not None or gpu.total_bytes < ALIKE * taken_bytes:
             continue
-        if fitting and GPUS[fitting[-1].value].nominal_gb == gpu.nominal_gb:
-            continue  # of several with as much one is enough
         # A limit was meant for the device that was named first.
         config = replace(request.config, device="auto", memory_limit=None)
-        moved = request._replace(config=config, target=gpu_target(gpu), staging=None)
-        tried = next(_possible([_Change(f"take {gpu.key}", "gpu", gpu.key, moved)]), None)
-        fitting += [tried] if tried is not None and tried.fits else []
+        moved = request._replace(config=config, target=target, staging=None)
+        tried = next(_possible([_Change(f"take {gpu.key}", (("gpu", gpu.key),), GPU, moved)]), None)
+        if tried is not None and tried.fits:
+            fitting.append(tried)
+            taken_bytes = gpu.total_bytes
         if len(fitting) == NUM_GPUS:
             break
     return fitting or ([] if tried is None else [tried])
@@ -242,4 +456,5 @@ def _later_changes(request: PlanRequest) -> Iterator[_Change]:
     for ranks in RANKS:
         if ranks > request.tensor_parallel_size and request.blueprint.anatomy.indivisible(ranks) is None:
             changed = request._replace(tensor_parallel_size=ranks)
-            yield _Change(f"share it among {ranks} GPUs", "tensor_parallel_size", str(ranks), changed, NO_RANKS)
+            settings = (("tensor_parallel_size", str(ranks)),)
+            yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, NO_RANKS)

@@ -14,10 +14,11 @@ from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.resolve import KV_IS_ASKED, Resolved, resolve
-from holdfast.planning.target import Target
+from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
 NO_RANKS = "tensor parallelism is not in this version"
+SHORTENED = "shortened from the model's own"
 
 
 class PlanRequest(NamedTuple):
@@ -66,6 +67,9 @@ class RunnerPlan(NamedTuple):
     kv_bytes_per_sequence: int
     not_in_this_version: tuple[str, ...]
     """Why an engine of this version cannot run it, in words; empty where it can."""
+
+    context_note: str = ""
+    """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
 
     @property
     def kv_tokens(self) -> int:
@@ -147,7 +151,7 @@ def find_fit(request: PlanRequest) -> Fit:
 def try_fit(request: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
     layout, resolved = settle(request)
-    if _has_room(layout, resolved):
+    if _room_bytes(layout, resolved) >= 0:
         return _fit_or_refuse(layout, resolved)
     if not resolved.may_shorten:
         return None
@@ -155,19 +159,40 @@ def try_fit(request: PlanRequest) -> Fit | None:
 
 
 def longest_that_fits(layout: Layout, resolved: Resolved, low: int, high: int) -> Fit | None:
-    """By bisection: the pages of a sequence grow with the context, and so do tables by position."""
-    longest = None
-    middle = low  # where not even that fits, nothing does
-    while low <= high:
-        shorter = resolved.with_max_model_len(middle, "the longest context that fits the memory")
-        if _has_room(layout, shorter):
-            longest, low = shorter, middle + 1
-        elif longest is None:
-            return None
+    """The pages of a sequence grow with the context, and so do tables by position: all but in proportion, so that a guess
+    from the bytes that are left comes near at once; halving the range in between bounds the number of guesses."""
+    if low > high:
+        return None
+    reason = _shortened_reason(layout, resolved)
+
+    def room(length: int) -> int:
+        return _room_bytes(layout, resolved.with_max_model_len(length, reason))
+
+    left, short = room(low), -room(high)
+    if left < 0:
+        return None
+    if short <= 0:
+        low = high
+    halves = False
+    while high - low > 1:
+        guess = (low + high) // 2 if halves else low + (high - low) * left // (left + short)
+        middle = min(max(guess, low + 1), high - 1)
+        found = room(middle)
+        if found >= 0:
+            low, left = middle, found
         else:
-            high = middle - 1
-        middle = (low + high) // 2
-    return None if longest is None else _fit_or_refuse(layout, longest)
+            high, short = middle, -found
+        halves = not halves
+    return _fit_or_refuse(layout, resolved.with_max_model_len(low, reason))
+
+
+def _shortened_reason(layout: Layout, resolved: Resolved) -> str:
+    """Which limit a context that was left open gives way to, and from what."""
+    min_pages, max_pages, _ = _page_bounds(layout, resolved)
+    limit = f"{format_bytes(resolved.budget_bytes)} ({resolved.budget_reason})"
+    if max_pages < min_pages:
+        limit = f"{KV_IS_ASKED} of {format_bytes(resolved.max_kv_bytes or 0)}"
+    return f"{SHORTENED} {resolved.limits.max_model_len:,}: no more fits {limit}"
 
 
 def _shortest(resolved: Resolved) -> Resolved:
@@ -187,17 +212,21 @@ def missing_here(request: PlanRequest) -> tuple[str, ...]:
     reasons = [] if request.blueprint.not_runnable is None else [request.blueprint.not_runnable]
     if request.tensor_parallel_size > 1:
         reasons.append(NO_RANKS)
+    too_old = too_old_words(request.target)
+    if too_old is not None:
+        reasons.append(too_old)
     return tuple(reasons)
 
 
-def _has_room(layout: Layout, resolved: Resolved) -> bool:
-    """Whether one longest sequence fits beside everything else."""
+def _room_bytes(layout: Layout, resolved: Resolved) -> int:
+    """What is left beside one longest sequence and everything else; below 0 what is short."""
     min_pages, max_pages, _ = _page_bounds(layout, resolved)
+    page_bytes = layout.page_bytes(resolved)
     if max_pages < min_pages:
-        return False
+        return (max_pages - min_pages) * page_bytes
     terms = list_needs(layout, resolved).terms
-    smallest = MemoryPlan(resolved.budget_bytes, "", terms, layout.page_bytes(resolved), min_pages, "")
-    return smallest.peak_bytes <= resolved.budget_bytes
+    smallest = MemoryPlan(resolved.budget_bytes, "", terms, page_bytes, min_pages, "")
+    return resolved.budget_bytes - smallest.peak_bytes
 
 
 def _fit_or_refuse(layout: Layout, resolved: Resolved) -> Fit:

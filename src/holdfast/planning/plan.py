@@ -1,10 +1,10 @@
-"""Plan a runner before anything is opened or allocated: what fits, or a refusal with the smallest change that would; no torch."""
+"""Plan a runner before anything is opened or allocated: what fits, or a refusal with the smallest changes that would; no torch."""
 
 from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import Term
 from holdfast.models.blueprints.blueprint import Blueprint
-from holdfast.planning.alternatives import list_alternatives, smallest_change
+from holdfast.planning.alternatives import advice, context_note, list_alternatives, plan_changes
 from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner, settle
 from holdfast.planning.target import Target
@@ -27,11 +27,14 @@ def plan_runner(
     """
     request = PlanRequest(config, blueprint, target, tensor_parallel_size, staging)
     try:
-        return fit_runner(request)
+        plan = fit_runner(request)
     except MemoryPlanError as error:
         account = disk_account(blueprint, settle(request)[1], tensor_parallel_size)
         if account is not None:
             error.has = f"{error.has}; {account.clause}"
-        error.do = smallest_change(list_alternatives(request))
+        listed = list_alternatives(request)
+        error.changes = plan_changes(listed)
+        error.do = advice(listed)
         error.args = (error.asked, error.has, error.do)
         raise
+    return plan._replace(context_note=context_note(request, plan))

@@ -4,7 +4,8 @@ from typing import Literal, NamedTuple
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
-from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB, SAME_AS_H200, Gpu, available_host_bytes
+from holdfast.memory.devices import CONTEXT_BYTES, GPUS, LEAST_CAPABILITY, MIB, SAME_AS_H200, Gpu, available_host_bytes
+from holdfast.memory.profiler import anonymous_bytes, file_bytes
 from holdfast.memory.sizes import format_bytes, parse_bytes
 
 
@@ -18,7 +19,7 @@ class Target(NamedTuple):
     available_bytes: int
     """What others leave of it."""
     context_bytes: int
-    """What CUDA and its libraries take of it for this process."""
+    """What this process takes of it whatever the model: CUDA and its libraries on a GPU, Python and torch on a host."""
     reason: str
     """Where the numbers come from, and who else holds memory."""
     present_bytes: int = 0
@@ -43,10 +44,56 @@ def memory_target(num_bytes: str | int) -> Target:
     return Target("cuda", name, total_bytes, total_bytes, CONTEXT_BYTES, f"the size was given; context {SAME_AS_H200}")
 
 
-def cpu_target() -> Target:
-    """This host's memory, as far as nobody else has it."""
-    available = available_host_bytes()
-    return Target("cpu", "cpu", available, available, 0, "what this host can give without pushing anybody out")
+def too_old_words(target: Target) -> str | None:
+    """None, or why kernels do not run on a GPU, in words. One whose age is unknown is believed to be new enough."""
+    if target.kind != "cuda" or target.capability is None or target.capability >= LEAST_CAPABILITY:
+        return None
+    needs, has = _dotted(LEAST_CAPABILITY), _dotted(target.capability)
+    return f"does not run: needs compute capability {needs}, and {target.name} has {has}"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+PROCESS_BYTES = 304 * MIB
+"""What Python, torch and a tokenizer hold of a host: 227 MiB when all is imported, 264 with the default model's tokenizer,
+293 once it has answered; measured with torch for CPUs on Linux (aarch64)."""
+GROWTH_BYTES = 32 * MIB
+"""Of these, what comes after a plan is made: threads, code that is used then, the C kernels; measured, 30 MiB."""
+MOST_ANONYMOUS_BYTES = 320 * MIB
+"""Python, torch and a large vocabulary take no more; what a process has beyond is its caller's, or another engine's."""
+PROCESS_ROUNDING_BYTES = 16 * MIB
+"""What is measured is rounded up to a multiple, so that two starts make one plan."""
+
+
+class ProcessBytes(NamedTuple):
+    """What this process takes of a host beside the engine's own tensors."""
+
+    num_bytes: int
+    """With what is still to come."""
+    present_bytes: int
+    """What of it is taken already; without what files are behind, which the system counts as available."""
+
+
+AS_MEASURED = ProcessBytes(PROCESS_BYTES, 0)
+
+
+def cpu_target(process: ProcessBytes = AS_MEASURED) -> Target:
+    """This host's memory, as far as nobody else has it. A plan without an engine takes a process as it was measured."""
+    available = available_host_bytes() + process.present_bytes
+    reason = "what this host can give without pushing anybody out"
+    return Target("cpu", "cpu", available, available, process.num_bytes, reason, process.present_bytes)
+
+
+def measure_process() -> ProcessBytes:
+    """This process, once torch is imported and before a weight is read; libraries are files, and cost no page cache twice."""
+    anonymous, files = anonymous_bytes(), file_bytes()
+    if anonymous is None or files is None:
+        return AS_MEASURED
+    own_bytes = min(anonymous, MOST_ANONYMOUS_BYTES)
+    units = -(-(own_bytes + files + GROWTH_BYTES) // PROCESS_ROUNDING_BYTES)
+    return ProcessBytes(units * PROCESS_ROUNDING_BYTES, own_bytes)
 
 
 BARE_CONTEXT_BYTES = 552_402_944
@@ -60,7 +107,10 @@ def choose_device(config: EngineConfig) -> tuple[str, str]:
     import torch
 
     if config.device == "auto":
-        return ("cuda:0", "a GPU is there") if torch.cuda.is_available() else ("cpu", "no GPU is there")
+        if not torch.cuda.is_available():
+            return "cpu", "no GPU is there"
+        too_old = _too_old_here(0)
+        return ("cuda:0", "a GPU is there") if too_old is None else ("cpu", f"the GPU that is there {too_old}")
     if config.device == "cpu":
         return "cpu", "asked"
     index = int(config.device.partition(":")[2] or 0)
@@ -69,7 +119,18 @@ def choose_device(config: EngineConfig) -> tuple[str, str]:
         raise ConfigError(
             f"device={config.device!r} was asked", f"torch sees {num_devices} CUDA devices here", "try device='auto'"
         )
+    too_old = _too_old_here(index)
+    if too_old is not None:
+        raise ConfigError(f"device={config.device!r} was asked", f"it {too_old}", "try device='cpu', or a newer GPU")
     return f"cuda:{index}", "asked"
+
+
+def _too_old_here(index: int) -> str | None:
+    """None, or why kernels do not run on a GPU that is there, in words."""
+    import torch
+
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return too_old_words(Target("cuda", name, 0, 0, 0, "", capability=capability))
 
 
 def device_target(device: str) -> Target:
@@ -80,7 +141,7 @@ def device_target(device: str) -> Target:
     import torch
 
     if device == "cpu":
-        return cpu_target()
+        return cpu_target(measure_process())
     where = torch.device(device)
     name = torch.cuda.get_device_name(where)
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == name), None)

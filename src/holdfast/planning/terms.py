@@ -228,6 +228,8 @@ def _result_bytes() -> int:
     return parameters + logprobs + 8 * _INT64
 
 
+PROCESS_OWNER = "python and torch"
+"""Of a host's memory; beside it stand an engine's own tensors."""
 LIBRARY_BYTES = 32 * 2**20
 """The workspace that torch gives to cuBLAS on the one stream that an engine uses."""
 ROUNDING_BYTES = 26 * 2**20
@@ -389,10 +391,12 @@ def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
 
 
 def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
-    """What a GPU costs whatever the model, and what loading takes for a while."""
+    """What a device costs whatever the model, and what loading takes for a while."""
     target, limits = layout.target, resolved.limits
     terms = [] if layout.staging is None else [layout.staging]
     if target.kind != "cuda":
+        if target.context_bytes:
+            terms.append(Term(PROCESS_OWNER, target.context_bytes, "the process itself: libraries, code, vocabulary"))
         return terms
     terms.append(Term("cuda context", target.context_bytes, "CUDA, its libraries' handles and the code of kernels"))
     terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))

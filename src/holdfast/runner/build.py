@@ -34,7 +34,7 @@ from holdfast.observability.log import get_logger
 from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.resolve import by_key_bias, listed, resolve
 from holdfast.planning.target import Target, choose_device, device_target
-from holdfast.planning.terms import graph_sizes, mixed_sizes
+from holdfast.planning.terms import PROCESS_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
 from holdfast.runner.runner import Runner
@@ -48,7 +48,7 @@ INVARIANT_ROWS = 16
 """From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
 SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
-HELD_BY_CUDA = ("cuda context", "libraries", "allocator", "cuda graphs")
+HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
@@ -83,6 +83,8 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
     log.info("device=%s because %s", device, device_reason)
+    if plan.context_note:
+        log.warning("%s", plan.context_note)
     assert plan.declaration is not None, f"{plan.blueprint.name} has no attention to run"
     log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
     if config.is_quantized and load.plan.num_quantized == 0:
@@ -221,7 +223,7 @@ class RunnerBuild:
         for owner, num_bytes in backend.held_bytes().items():
             ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
-            if term.owner in HELD_BY_CUDA:
+            if term.owner in HELD_OUTSIDE:
                 ledger.record(term.owner, term.num_bytes, term.reason)
         recipe = plan.resolved.recipe
         is_fused = takes_fused_decode(spec, plan.resolved.dtype, device.type, recipe) and not invariant

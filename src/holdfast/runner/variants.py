@@ -14,7 +14,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.sizes import format_bytes
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.target import choose_device, device_target
-from holdfast.runner.build import HELD_BY_CUDA, MakeBackend, RunnerBuild, plan_model, refuse_out_of_memory
+from holdfast.runner.build import HELD_OUTSIDE, MakeBackend, RunnerBuild, plan_model, refuse_out_of_memory
 from holdfast.runner.runner import Runner
 
 
@@ -74,7 +74,7 @@ def build_variants(
 def own_bytes(plan: RunnerPlan) -> int:
     """What one more runner takes where the weights are loaded already: pages, workspace, buffers."""
     terms = (term for term in plan.memory.terms if "serve" in term.phases and term.group != "weights")
-    return plan.memory.kv_bytes + sum(term.num_bytes for term in terms if term.owner not in HELD_BY_CUDA)
+    return plan.memory.kv_bytes + sum(term.num_bytes for term in terms if term.owner not in HELD_OUTSIDE)
 
 
 def _refuse_crowd(plans: Sequence[RunnerPlan]) -> None:

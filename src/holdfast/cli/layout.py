@@ -1,0 +1,249 @@
+"""Columns that fit a terminal: words stay whole, columns wrap or go on below, bars give way first; no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+FULL, LIGHT = "█", "░"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+GAP = "  "
+COMFORTABLE = 28
+"""Columns below which a sentence that wraps is worse to read than a table without bars."""
+LEAST_WRAPPED = 14
+"""A column of words is not made narrower than this, nor than its longest word."""
+BAR_SCALES = (1.0, 0.5, 0.25, 0.0)
+SMALLEST, OTHER = "→", " "
+MARKS = f"{SMALLEST}{OTHER}"
+"""What a name may begin with."""
+CONTINUED = " \\"
+"""Ends a line of a command that goes on in the next."""
+
+
+class Table(NamedTuple):
+    """Rows of cells, the heading first where there is one; the first column names a row."""
+
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    """Columns of numbers."""
+    bar: int | None = None
+    """The column that is drawn."""
+    wraps: tuple[int, ...] = ()
+    """Columns of words that may take several lines, the first to do so first."""
+    comfortable: int = COMFORTABLE
+    """How wide the first of them should stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line, and how a terminal that has colours shows it."""
+
+    text: str
+    style: str = ""
+    table: Table | None = None
+    """Whose row it is, at `row`; a terminal that is too narrow for its text lays the table out anew."""
+    row: int = 0
+    indent: int = 0
+    """Blanks before it."""
+    is_command: bool = False
+    """Goes on behind a sign that a shell understands."""
+
+
+def table_lines(table: Table, styles: Sequence[str] = ()) -> list[Line]:
+    """A line for each row, as wide as its columns are."""
+    texts = aligned(table.rows, table.right)
+    return [Line(text, styles[row] if row < len(styles) else "", table, row) for row, text in enumerate(texts)]
+
+
+def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    """Cells in columns, the numbered ones to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [_joined(row, widths, right) for row in rows]
+
+
+def _joined(cells: Sequence[str], widths: Sequence[int], right: tuple[int, ...]) -> str:
+    return GAP.join(
+        cell.rjust(width) if column in right else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()
+
+
+def fitted(lines: Sequence[Line], num_columns: int) -> list[Line]:
+    """The same words in lines of that many columns; only a word that is longer than a line is longer."""
+    found: list[Line] = []
+    for table, group in groupby(lines, key=lambda line: None if line.table is None else id(line.table)):
+        run = list(group)
+        if table is None:
+            for line in run:
+                found += _wrapped_line(line, num_columns)
+        else:
+            found += _fitted_rows(run, num_columns)
+    return found
+
+
+def _wrapped_line(line: Line, num_columns: int) -> list[Line]:
+    """A sentence, or a command, over as many lines as it needs; those that follow are indented."""
+    if len(line.text) <= num_columns:
+        return [line]
+    body = line.text.lstrip(" ")
+    first = len(line.text) - len(body)
+    hang = first + (4 if line.is_command else 0)
+    end = CONTINUED if line.is_command else ""
+    pieces = wrapped(body, num_columns - hang - len(end), num_columns - first - len(end))
+    last = len(pieces) - 1
+    return [
+        Line(f"{' ' * (hang if place else first)}{piece}{end if place < last else ''}", line.style)
+        for place, piece in enumerate(pieces)
+    ]
+
+
+def wrapped(text: str, num_columns: int, first_columns: int | None = None) -> list[str]:
+    """Whole words on lines of that many columns; the first line may have another number."""
+    lines: list[str] = []
+    room = num_columns if first_columns is None else first_columns
+    for word in text.split(" "):
+        if lines and len(lines[-1]) + 1 + len(word) <= room:
+            lines[-1] += f" {word}"
+        else:
+            room = room if not lines else num_columns
+            lines.append(word)
+    return lines or [""]
+
+
+def _fitted_rows(run: Sequence[Line], num_columns: int) -> list[Line]:
+    """Rows of one table that follow each other."""
+    table, indent = run[0].table, run[0].indent
+    assert table is not None, "a row belongs to a table"
+    if max(len(line.text) for line in run) <= num_columns and _width(_natural(table)) + indent <= num_columns:
+        return list(run)
+    blocks = _blocks(table, num_columns - indent)
+    found: list[Line] = []
+    for place, block in enumerate(blocks):
+        if place:
+            found.append(Line(""))
+        for line in run:
+            texts = block.lines(table, line.row)
+            found += (Line(f"{' ' * indent}{text}".rstrip(), line.style) for text in texts)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some columns of a table, side by side."""
+
+    columns: tuple[int, ...]
+    widths: tuple[int, ...]
+    scale: float
+    """Of the bar."""
+
+    def lines(self, table: Table, row: int) -> Iterator[str]:
+        pieces = []
+        for column, width in zip(self.columns, self.widths, strict=True):
+            cell = table.rows[row][column]
+            if column == table.bar:
+                pieces.append([shrunk(cell, self.scale)])
+            elif column in table.wraps:
+                pieces.append(_wrapped_cell(cell, width))
+            else:
+                pieces.append([cell])
+        right = tuple(place for place, column in enumerate(self.columns) if column in table.right)
+        for number in range(max(map(len, pieces))):
+            cells = [own[number] if number < len(own) else "" for own in pieces]
+            yield _joined(cells, self.widths, right)
+
+
+def _wrapped_cell(cell: str, num_columns: int) -> list[str]:
+    """Behind a mark, or indented, it goes on indented as far."""
+    body = cell.lstrip(MARKS)
+    indent = len(cell) - len(body)
+    first, *rest = wrapped(body, num_columns - indent)
+    return [f"{cell[:indent]}{first}", *(f"{' ' * indent}{piece}" for piece in rest)]
+
+
+def shrunk(bar: str, scale: float) -> str:
+    """A shorter bar; whatever is not nothing stays visible where the bar is drawn in eighths."""
+    full, light = bar.count(FULL), bar.count(LIGHT)
+    part = next((place for place, sign in enumerate(EIGHTHS[:8]) if place and sign in bar), 0)
+    if scale == 0 or not bar.strip():
+        return ""
+    if part or not light:
+        eighths = max(1, round(scale * (8 * full + part)))
+        if not part:
+            return FULL * max(1, round(scale * full))
+        return (FULL * (eighths // 8) + EIGHTHS[eighths % 8]).rstrip()
+    return FULL * round(scale * full) + LIGHT * round(scale * light)
+
+
+def _natural(table: Table) -> list[int]:
+    return [max(map(len, column)) for column in zip(*table.rows, strict=True)]
+
+
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _blocks(table: Table, num_columns: int) -> list[_Block]:
+    """All columns side by side with a shorter bar and words that wrap; else in several blocks below each other, each with
+    the names of the rows."""
+    natural = _natural(table)
+    columns = tuple(range(len(natural)))
+    scales = BAR_SCALES if table.bar is not None else (0.0,)
+    for scale in scales:
+        kept = tuple(column for column in columns if column != table.bar or scale)
+        widths = _narrowed(table, natural, kept, num_columns, scale)
+        if widths is None:
+            continue
+        main = table.wraps[0] if table.wraps else None
+        is_fine = main is None or widths[kept.index(main)] >= min(table.comfortable, natural[main])
+        if is_fine or scale == 0.0:
+            return [_Block(kept, widths, scale)]
+    return _stacked(table, natural, tuple(column for column in columns if column != table.bar), num_columns)
+
+
+def _narrowed(
+    table: Table, natural: Sequence[int], kept: tuple[int, ...], num_columns: int, scale: float
+) -> tuple[int, ...] | None:
+    """Widths of some columns that fit together; None where they cannot."""
+    widths = [_bar_width(table, scale) if column == table.bar else natural[column] for column in kept]
+    for column in table.wraps:
+        over = _width(widths) - num_columns
+        if over <= 0:
+            break
+        if column in kept:
+            place = kept.index(column)
+            widths[place] = max(widths[place] - over, _least(table, column))
+    return tuple(widths) if _width(widths) <= num_columns else None
+
+
+def _bar_width(table: Table, scale: float) -> int:
+    assert table.bar is not None, "a table without a bar"
+    return max((len(shrunk(row[table.bar].rstrip(), scale)) for row in table.rows), default=0)
+
+
+def _least(table: Table, column: int) -> int:
+    """The narrowest that a column of words may be."""
+    cells = [row[column] for row in table.rows]
+    longest = max(
+        (len(cell) - len(cell.lstrip(MARKS)) + len(word) for cell in cells for word in cell.split()), default=0
+    )
+    return min(max(map(len, cells)), max(LEAST_WRAPPED, longest))
+
+
+def _stacked(table: Table, natural: Sequence[int], kept: tuple[int, ...], num_columns: int) -> list[_Block]:
+    """As many columns beside the first as there is room for, then the next ones; one alone takes what it needs."""
+    blocks: list[_Block] = []
+    first, rest = kept[0], list(kept[1:])
+    while rest:
+        taken: tuple[int, ...] = (first, rest[0])
+        widths = _narrowed(table, natural, taken, num_columns, 0.0)
+        while len(taken) <= len(rest):
+            more = (*taken, rest[len(taken) - 1])
+            wider = _narrowed(table, natural, more, num_columns, 0.0)
+            if wider is None:
+                break
+            taken, widths = more, wider
+        if widths is None:
+            widths = tuple(_least(table, column) if column in table.wraps else natural[column] for column in taken)
+        blocks.append(_Block(taken, widths, 0.0))
+        rest = rest[len(taken) - 1 :]
+    return blocks or [_Block((first,), (natural[first],), 0.0)]
