@@ -84,7 +84,7 @@ class EngineConfig:
     memory_utilization: float | None = None
     """Share of the device's memory that the engine may take."""
     memory_limit: str | int | None = None
-    """The same as a size, such as "20GiB"; takes precedence over a share."""
+    """The same as a size, such as "20GiB"; takes precedence over a share. On a CPU, what Python and torch hold is part of it."""
     kv_cache_memory: str | int | None = None
     """Bytes for KV pages alone, whatever the rest takes."""
     enable_prefix_caching: bool = True

@@ -361,10 +361,14 @@ COMMANDS = (
         ),
         _run_plan,
         "A folder whose weights are quantized already is counted as it would load: as stored, and with --quantization "
-        "and its own scheme also what its makers left plain in that scheme. Exits with 0 where it fits and with 1 where "
-        "it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), kv_bytes_per_token, "
-        "kv_tokens, max_model_len, max_concurrency, terms (owner, bytes, phases, reason), phases (bytes to load, "
-        "capture and serve), choices, alternatives, not_in_this_version, command; with --sweep also sweep.",
+        "and its own scheme also what its makers left plain in that scheme. What else would fit is listed by what it "
+        "costs: first what changes no answer (more of the memory, shorter steps, fewer sequences, no graphs), alone and "
+        "together, then formats and schemes, then other GPUs; each is a plan of its own, and the first is there as a "
+        "command. GPUs below compute capability 8.0 are planned for, marked, and never advised. Exits with 0 where it "
+        "fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), "
+        "kv_bytes_per_token, kv_tokens, max_model_len, context_note (which limit shortened it), max_concurrency, terms "
+        "(owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives (change, "
+        "settings, command and what it gives), not_in_this_version, command; with --sweep also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",

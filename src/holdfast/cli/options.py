@@ -287,7 +287,12 @@ ENGINE_SETTINGS = (
         "TOKENS",
         read_count,
     ),
-    _engine("memory_limit", MEMORY, "All that the engine may take, such as 20GiB.", "SIZE"),
+    _engine(
+        "memory_limit",
+        MEMORY,
+        "All that the engine may take, such as 20GiB; on a CPU with what Python and torch hold.",
+        "SIZE",
+    ),
     _engine(
         "memory_utilization",
         MEMORY,
