@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from holdfast.api.async_llm import AsyncLLM
     from holdfast.api.llm import LLM
     from holdfast.config import EngineConfig
+    from holdfast.engine.admission import TextPrompt, TokensPrompt
     from holdfast.errors import HoldfastError
     from holdfast.request.outputs import CompletionOutput, RequestOutput
     from holdfast.request.sampling_params import SamplingParams
@@ -23,6 +24,8 @@ __all__ = [
     "HoldfastError",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 _HOMES = {
@@ -33,6 +36,8 @@ _HOMES = {
     "HoldfastError": "holdfast.errors",
     "RequestOutput": "holdfast.request.outputs",
     "SamplingParams": "holdfast.request.sampling_params",
+    "TextPrompt": "holdfast.engine.admission",
+    "TokensPrompt": "holdfast.engine.admission",
 }
 
 

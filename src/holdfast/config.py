@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 from dataclasses import dataclass
 
@@ -9,6 +10,17 @@ from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import parse_bytes
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUANTIZED, WeightRecipe, find_scheme
+from holdfast.request.vllm_names import (
+    ENGINE_ALIASES,
+    ENGINE_NAMES,
+    ENGINE_VALUES,
+    MISSING_VALUES,
+    NOT_HERE,
+    STORED_AS_IS,
+    Foreign,
+    quiet_line,
+    settle,
+)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -18,11 +30,7 @@ AUTO_EMBEDDINGS = "auto"
 MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
 PAGE_TOKENS = tuple(2**power for power in range(9))
-ALIASES = {
-    "gpu_memory_utilization": "memory_utilization",
-    "block_size": "page_tokens",
-    "kv_cache_memory_bytes": "kv_cache_memory",
-}
+ALIASES = ENGINE_ALIASES
 """Names that vLLM's users type, and ours."""
 
 
@@ -175,21 +183,48 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: object) -> "EngineConfig":
-        """A config from keyword options; names that vLLM uses are understood, unknown ones raise."""
+        """A config from keyword options; vLLM's names and values are understood, unknown ones raise.
+
+        What has no effect here is taken, and named in one line of the log.
+        """
         names = {field.name for field in dataclasses.fields(cls)}
+        left, quiet = settle(options, {*names, *ALIASES}, ENGINE_NAMES, ConfigError)
         known: dict[str, object] = {}
-        for name, value in options.items():
+        for name, value in left.items():
             target = ALIASES.get(name, name)
-            if target not in names:
-                near = difflib.get_close_matches(name, [*names, *ALIASES], n=1)
-                do = f"did you mean {near[0]}?" if near else f"the options are {', '.join(sorted(names))}"
-                raise ConfigError(f"option {name}={shown(value)} was asked", "there is no such option", do)
             if target in known:
                 raise ConfigError(
                     f"{name} was asked", f"{target} is the same option and is given too", "pass one of them"
                 )
-            known[target] = value
-        return cls(**known)  # type: ignore[arg-type]
+            known[target] = _own_value(target, value)
+        if known.get("quantization") in STORED_AS_IS:
+            quiet["quantization"] = known.pop("quantization")
+        config = cls(**known)  # type: ignore[arg-type]
+        if quiet:
+            _tell(quiet)
+        return config
+
+
+def _own_value(name: str, value: object) -> object:
+    """A value as our option takes it: paths as strings, types of torch and other names of vLLM by their own."""
+    if name in ("model", "tokenizer", "chat_template", "save_quantized") and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    key = str(value) if name == "dtype" and type(value).__name__ == "dtype" else value
+    if not isinstance(key, str | int | None):
+        return value
+    do = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
+    if do is not None:
+        raise ConfigError(f"{name}={shown(value)} was asked", NOT_HERE, do)
+    return ENGINE_VALUES.get(name, {}).get(key, value)
+
+
+def _tell(quiet: dict[str, object]) -> None:
+    # A config without such options is made without the time that logging takes to import.
+    from holdfast.observability.log import get_logger, log_in_scripts
+
+    log_in_scripts()
+    stored = {"quantization": Foreign("a checkpoint that is quantized loads as it is stored")}
+    get_logger(__name__).warning("%s", quiet_line(quiet, {**ENGINE_NAMES, **stored}))
 
 
 def parse_patterns(value: object, name: str) -> tuple[str, ...]:

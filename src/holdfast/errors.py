@@ -10,13 +10,15 @@ HoldfastError
 ├── WorkspaceError                   scratch was asked that nobody reserved, or more than is held
 ├── RequestError (ValueError)        one request is wrong; the engine and its neighbours go on
 │   ├── PromptError                  prompt text, token ids, messages
+│   ├── KeywordError (TypeError)     a call has no argument of that name, or not in this version
 │   ├── TemplateError                the chat template failed, escaped or ran too long
 │   └── QueueFullError               more requests wait than the queue holds; try again later
+├── TransferError (TypeError)        a model was to be pickled or copied
 └── EngineDeadError                  the engine stopped and cannot answer any more
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 
 class HoldfastError(Exception):
@@ -108,6 +110,10 @@ class PromptError(RequestError):
     """The prompt itself: text, token ids or messages."""
 
 
+class KeywordError(RequestError, TypeError):
+    """A call has no argument of that name, or not in this version."""
+
+
 class TemplateError(RequestError):
     """The chat template failed, tried to escape its sandbox, or ran too long."""
 
@@ -116,8 +122,21 @@ class QueueFullError(RequestError):
     """More requests wait than the queue holds."""
 
 
+class TransferError(HoldfastError, TypeError):
+    """A model was to be pickled or copied: its memory, threads and kernels belong to one process."""
+
+
 class EngineDeadError(HoldfastError):
     """The engine stopped and cannot answer any more."""
+
+
+def refuse_transfer(what: str) -> NoReturn:
+    """For whatever pickles, copies or sends a model to another process."""
+    raise TransferError(
+        f"{what} was to be pickled or copied",
+        "its memory, threads and kernels belong to this process",
+        "send prompts and outputs instead, and open the model in the process that needs it",
+    )
 
 
 def shown(value: object, max_chars: int = 80) -> str:

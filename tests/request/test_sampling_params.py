@@ -1,13 +1,14 @@
 """SamplingParams: every field bounded, refused in one line, normalised once."""
 
 import dataclasses
+import inspect
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import RequestError
+from holdfast.errors import KeywordError, RequestError
 from holdfast.request.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -41,7 +42,7 @@ WRONG = [
     ("presence_penalty", 2.5),
     ("frequency_penalty", -2.5),
     ("frequency_penalty", math.inf),
-    ("seed", -1),
+    ("seed", -2),
     ("seed", 2**64),
     ("seed", True),
     ("max_tokens", 0),
@@ -66,6 +67,16 @@ WRONG = [
     ("stop_token_ids", "55"),
     ("stop_token_ids", [2**31]),
     ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))),
+    ("bad_words", [""]),
+    ("bad_words", 7),
+    ("bad_words", ["x"] * 300),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", "5"),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("detokenize", None),
+    ("skip_reading_prefix_cache", 1),
     ("logit_bias", [1, 2]),
     ("logit_bias", {"1": 0.5}),
     ("logit_bias", {1: math.nan}),
@@ -120,9 +131,64 @@ def test_a_bias_changed_later_by_the_caller_changes_nothing() -> None:
     assert params.logit_bias == {5: 1.0}
 
 
-def test_params_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2  # type: ignore[misc]
+def test_a_field_that_is_set_later_is_checked_like_a_new_one() -> None:
+    params = SamplingParams(max_tokens=4)
+    params.max_tokens = 9
+    params.stop = "end"  # type: ignore[assignment]
+    assert params == SamplingParams(max_tokens=9, stop=("end",))
+    for name, value in (("max_tokens", 0), ("temperature", "hot"), ("min_tokens", 10)):
+        with pytest.raises(RequestError, match=name):
+            setattr(params, name, value)
+    with pytest.raises(KeywordError, match=r"tempreture.* did you mean temperature\?"):
+        params.tempreture = 0.5  # type: ignore[attr-defined]
+    assert params == SamplingParams(max_tokens=9, stop=("end",)), "what was refused left no trace"
+    own = params.clone()
+    own.max_tokens = 2
+    assert (own.max_tokens, params.max_tokens) == (2, 9)
+
+
+def test_a_wrong_name_is_a_type_error_of_ours_and_tells_the_nearest() -> None:
+    with pytest.raises(
+        TypeError, match=r"option max_token=5 was asked; there is no such option; did you mean"
+    ) as caught:
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+    assert isinstance(caught.value, KeywordError)
+    with pytest.raises(KeywordError, match="its fields have names"):
+        SamplingParams(0.7)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"best_of": 1, "use_beam_search": False, "spaces_between_special_tokens": False, "output_kind": object()},
+        {"guided_decoding": None, "structured_outputs": None, "extra_args": {}, "logits_processors": None},
+    ],
+)
+def test_names_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, object]) -> None:
+    assert SamplingParams(**options) == SamplingParams()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("best_of", 4), ("use_beam_search", True), ("structured_outputs", {"json": {}}), ("extra_args", {1: 2})],
+)
+def test_names_of_vllm_that_are_missing_say_so(name: str, value: object) -> None:
+    with pytest.raises(KeywordError, match=rf"{name}=.* was asked; it is not in this version; \w+"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_optional_fields_take_their_defaults() -> None:
+    options = {"n": None, "temperature": None, "top_p": None, "stop": None, "max_tokens": None, "bad_words": None}
+    assert SamplingParams.from_optional(**options) == SamplingParams()
+    assert SamplingParams.from_optional(logit_bias={"5": 500, 6: -1}).logit_bias == {5: 100.0, 6: -1.0}
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams.from_optional(logit_bias={"five": 1.0})
+
+
+def test_the_signature_shows_every_field() -> None:
+    assert set(inspect.signature(SamplingParams).parameters) == {
+        field.name for field in dataclasses.fields(SamplingParams)
+    }
 
 
 def test_greedy_and_penalties_are_told_apart() -> None:

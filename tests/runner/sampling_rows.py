@@ -34,6 +34,8 @@ SETTINGS = {
     "logprobs": {"logprobs": 3},
     "greedy logprobs": {"temperature": 0.0, "logprobs": 20},
     "chosen logprob": {"logprobs": 0, "top_p": 0.9, "presence_penalty": 0.7},
+    "allowed": {"allowed_token_ids": (1, 0)},
+    "greedy allowed": {"temperature": 0.0, "allowed_token_ids": (1,), "logit_bias": {0: 5.0}},
     "everything": {
         "temperature": 0.7,
         "top_k": 25,

@@ -6,17 +6,19 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from types import TracebackType
-from typing import Unpack
+from typing import NoReturn, Unpack
 
+from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.llm import OnProgress, open_engine
-from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.engine_thread import EngineThread, Health, Mailbox
 from holdfast.engine.outputs import OutputAssembler
-from holdfast.errors import EngineDeadError
+from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
@@ -35,7 +37,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         on_progress: OnProgress | None = None,
         **options: Unpack[EngineOptions],
@@ -51,6 +53,7 @@ class AsyncLLM:
         llm._start(engine)
         return llm
 
+    @takes_vllm_names
     def generate(
         self,
         prompt: Prompt,
@@ -69,11 +72,12 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The same for a conversation, through the model's chat template."""
-        return self._outputs(self._chat_preparation(messages, params, cache_salt, chat_template_kwargs), request_id)
+        return self._outputs(self._chat_preparation(messages, params, cache_salt, keywords), request_id)
 
+    @takes_vllm_names
     def stream(
         self,
         prompt: Prompt,
@@ -92,10 +96,10 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> AsyncGenerator[CompletionDelta, None]:
         """The same for a conversation."""
-        return self._deltas(self._chat_preparation(messages, params, cache_salt, chat_template_kwargs), request_id)
+        return self._deltas(self._chat_preparation(messages, params, cache_salt, keywords), request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step; its reader gets a last output with finish_reason "abort"."""
@@ -112,6 +116,17 @@ class AsyncLLM:
     def default_sampling_params(self) -> SamplingParams:
         """What the makers of the model advise; `SamplingParams()` where they say nothing."""
         return sampling_params_from(self._live().engine.generation)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's name of `default_sampling_params`."""
+        return self.default_sampling_params()
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The tokenizer and the chat template, under the names that programs know from transformers."""
+        engine = self._live().engine
+        if engine.tokenizer is None:
+            raise RequestError("the tokenizer was asked", "the engine has none", "open a model with a tokenizer")
+        return ChatTokenizer(engine.tokenizer, engine.chat_template)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix before the next step."""
@@ -140,6 +155,9 @@ class AsyncLLM:
         self._finalizer()
         self._thread = None
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_transfer("an AsyncLLM")
+
     async def __aenter__(self) -> "AsyncLLM":
         return self
 
@@ -165,18 +183,22 @@ class AsyncLLM:
     def _prompt_preparation(
         self, prompt: object, params: SamplingParams | None, cache_salt: str | None
     ) -> Callable[[], PreparedRequest]:
-        return partial(self._live().engine.prepare, prompt, params or SamplingParams(), cache_salt=cache_salt)
+        return partial(self._live().engine.prepare, prompt, self._params(params), cache_salt=cache_salt)
 
     def _chat_preparation(
         self,
         messages: object,
         params: SamplingParams | None,
         cache_salt: str | None,
-        template_options: Mapping[str, object] | None,
+        keywords: Mapping[str, object],
     ) -> Callable[[], PreparedRequest]:
         prepare_chat = self._live().engine.prepare_chat
-        params = params or SamplingParams()
-        return partial(prepare_chat, messages, params, cache_salt=cache_salt, template_options=template_options)
+        values, options = chat_values(keywords)
+        own = {"cache_salt": cache_salt, "template_options": values, "options": options}
+        return partial(prepare_chat, messages, self._params(params), **own)  # type: ignore[arg-type]
+
+    def _params(self, params: SamplingParams | None) -> SamplingParams:
+        return self.default_sampling_params() if params is None else params
 
     async def _outputs(
         self, prepare: Callable[[], PreparedRequest], request_id: str | None

@@ -4,20 +4,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import ExitStack
+from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
-from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.chat_tokenizer import ChatTokenizer
+from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
 from holdfast.api.progress import DownloadBar, GenerationBar, LoadingBar
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.driver import Driver
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
-from holdfast.errors import EngineDeadError, PromptError, RequestError
+from holdfast.errors import EngineDeadError, PromptError, RequestError, refuse_transfer
 from holdfast.loading.locate import refuse_wrong_path
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport
+from holdfast.observability.log import log_in_scripts
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.tokenizer import Tokenizer
@@ -38,14 +41,15 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         on_progress: OnProgress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         """Open a model: a folder, a GGUF file, owner/name on the Hub, or None for the default one. `holdfast.EngineConfig` explains the options.
 
-        Some have a second name, which is vLLM's; a name that nobody knows raises and tells the nearest.
+        vLLM's names are understood: those without an effect here are taken, with one line in the log, and those that are
+        not in this version say what to do. A name that nobody knows raises and tells the nearest.
         """
         config = EngineConfig.from_options(model=model, **options)
         self._driver: Driver | None = Driver(open_engine(config, on_progress))
@@ -57,24 +61,28 @@ class LLM:
         llm._driver = Driver(engine)
         return llm
 
+    @takes_vllm_names
     def generate(
         self,
-        prompts: Prompt | SequenceABC[Prompt],
+        prompts: Prompt | list[int] | SequenceABC[Prompt | list[int]] | None = None,
         params: SamplingParams | SequenceABC[SamplingParams] | None = None,
         *,
         progress: bool = True,
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
-        use_tqdm: bool | None = None,
+        use_tqdm: object = None,
+        prompt_token_ids: SequenceABC[object] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the outputs are in the order of the prompts.
 
-        All prompts are checked before the first one runs. Params are for all prompts, or one for each.
-        `sampling_params` and `use_tqdm` are other names of `params` and `progress`.
+        A prompt is text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; special tokens written out
+        in a text are understood. All prompts are checked before the first one runs. Params are for all prompts, or one
+        for each; without them the advice of the model's makers holds. `sampling_params` and `use_tqdm` are other names
+        of `params` and `progress`, and `prompt_token_ids` is another way to give prompts.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else prompts
         engine = self._live().engine
-        prepared = _prepare_all("prompt", many, _one_name(params, sampling_params), engine.prepare)
-        return self._run(prepared, progress if use_tqdm is None else use_tqdm)
+        many = _prompts(prompts, prompt_token_ids)
+        prepared = _prepare_all("prompt", many, self._params(params, sampling_params), engine.prepare)
+        return self._run(prepared, progress if use_tqdm is None else bool(use_tqdm))
 
     def chat(
         self,
@@ -82,26 +90,29 @@ class LLM:
         params: SamplingParams | SequenceABC[SamplingParams] | None = None,
         *,
         progress: bool = True,
-        chat_template_kwargs: Mapping[str, object] | None = None,
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
-        use_tqdm: bool | None = None,
+        use_tqdm: object = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the model's chat template."""
+        """Answer one conversation or many, through the model's chat template; `ChatKeywords` explains the other options."""
         is_many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         engine = self._live().engine
+        values, options = chat_values(keywords)
 
         def prepare(conversation: object, own_params: object) -> PreparedRequest:
-            return engine.prepare_chat(conversation, own_params, template_options=chat_template_kwargs)
+            return engine.prepare_chat(conversation, own_params, template_options=values, options=options)
 
         many = messages if is_many else [messages]
-        prepared = _prepare_all("conversation", many, _one_name(params, sampling_params), prepare)
-        return self._run(prepared, progress if use_tqdm is None else use_tqdm)
+        prepared = _prepare_all("conversation", many, self._params(params, sampling_params), prepare)
+        return self._run(prepared, progress if use_tqdm is None else bool(use_tqdm))
 
+    @takes_vllm_names
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> Iterator[CompletionDelta]:
         """What each step adds, as it comes. A generator that is closed or left aborts its request."""
-        return self._stream(self._live().engine.prepare(prompt, params or SamplingParams(), cache_salt=cache_salt))
+        own_params = self.default_sampling_params() if params is None else params
+        return self._stream(self._live().engine.prepare(prompt, own_params, cache_salt=cache_salt))
 
     def stream_chat(
         self,
@@ -109,15 +120,36 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> Iterator[CompletionDelta]:
         """The same for a conversation."""
-        engine = self._live().engine
+        values, options = chat_values(keywords)
+        own_params = self.default_sampling_params() if params is None else params
+        prepare_chat = self._live().engine.prepare_chat
         return self._stream(
-            engine.prepare_chat(
-                messages, params or SamplingParams(), cache_salt=cache_salt, template_options=chat_template_kwargs
-            )
+            prepare_chat(messages, own_params, cache_salt=cache_salt, template_options=values, options=options)
         )
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The tokenizer and the chat template, under the names that programs know from transformers."""
+        engine = self._live().engine
+        if engine.tokenizer is None:
+            raise RequestError("the tokenizer was asked", "the engine has none", "open a model with a tokenizer")
+        return ChatTokenizer(engine.tokenizer, engine.chat_template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's name of `default_sampling_params`."""
+        return self.default_sampling_params()
+
+    def _params(
+        self,
+        params: SamplingParams | SequenceABC[SamplingParams] | None,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
+    ) -> SamplingParams | SequenceABC[SamplingParams]:
+        if params is not None and sampling_params is not None:
+            raise RequestError("params and sampling_params were given", "they are the same", "pass one of them")
+        given = params if params is not None else sampling_params
+        return self.default_sampling_params() if given is None else given
 
     def default_sampling_params(self) -> SamplingParams:
         """What the makers of the model advise; `SamplingParams()` where they say nothing."""
@@ -152,6 +184,9 @@ class LLM:
         if self._driver is not None:
             driver, self._driver = self._driver, None
             driver.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_transfer("an LLM")
 
     def __enter__(self) -> "LLM":
         return self
@@ -210,6 +245,7 @@ class LLM:
 
 def open_engine(config: EngineConfig, on_progress: OnProgress | None, model: OpenModel | None = None) -> Engine:
     """Build an engine, with a bar on the terminal unless the caller counts for itself; `model` is open already, if given."""
+    log_in_scripts()
     model = open_headers(config) if model is None else model
     from holdfast.engine.build import build_engine  # torch comes with it, which a wrong path does not wait for
 
@@ -230,13 +266,27 @@ def _assembler(prepared: PreparedRequest) -> OutputAssembler:
     return OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
 
 
-def _one_name(
-    params: SamplingParams | SequenceABC[SamplingParams] | None,
-    sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
-) -> SamplingParams | SequenceABC[SamplingParams]:
-    if params is not None and sampling_params is not None:
-        raise RequestError("params and sampling_params were given", "they are the same", "pass one of them")
-    return params if params is not None else sampling_params if sampling_params is not None else SamplingParams()
+def _prompts(prompts: object, prompt_token_ids: object) -> SequenceABC[object]:
+    """Prompts in a list, whichever way they were given; a list of integers is one prompt in token ids."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise PromptError(
+            "no prompts were given" if prompts is None else "prompts and prompt_token_ids were given",
+            "one of the two works",
+            'pass a string, a list of them, or {"prompt_token_ids": [1, 2, 3]}',
+        )
+    if prompts is None:
+        prompts = prompt_token_ids
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        prompts = [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise PromptError(
+            f"prompts of type {type(prompts).__name__} were given", "one prompt or a list of them works", "pass a list"
+        )
+    return [{"prompt_token_ids": prompt} if _is_ids(prompt) else prompt for prompt in prompts]
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(type(item) is int for item in prompt)
 
 
 def _prepare_all(

@@ -1,4 +1,4 @@
-"""Progress on a terminal: bytes while a model is downloaded and loads, prompts and tokens per second later; no torch.
+"""Progress in terminals and notebooks: bytes while a model is downloaded and loads, prompts and tokens/s later; no torch.
 
 rich is imported where somebody watches, and not before.
 """
@@ -7,27 +7,46 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
     from holdfast.loading.hub.download import Download
 
 SECONDS_BETWEEN_UPDATES = 0.1
+NOTEBOOK_COLUMNS = 100
 
 
 def is_watched() -> bool:
-    """True when somebody sits in front of stderr."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    """True when somebody sits in front of stderr: at a terminal, or in a notebook."""
+    return sys.stderr is not None and (sys.stderr.isatty() or is_notebook())
+
+
+def is_notebook() -> bool:
+    """True inside the kernel of a notebook, whose cells show what is written to them."""
+    # IPython puts its function there; a shell in a terminal has another class, and is a terminal anyhow.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ in ("ZMQInteractiveShell", "Shell")
+
+
+def bar_console() -> Console:
+    """Where bars are drawn: rich shows widgets in a notebook that has them, and lines over each other elsewhere."""
+    from rich.console import Console
+
+    if is_notebook() and find_spec("ipywidgets") is None:
+        # Cells understand a carriage return, which is all that a bar of one line needs.
+        return Console(file=sys.stderr, force_terminal=True, force_jupyter=False, width=NOTEBOOK_COLUMNS)
+    return Console(stderr=True)
 
 
 def _bytes_bar(title: str) -> Progress | None:
     """A bar with one task that counts bytes; None where nobody watches."""
     if not is_watched():
         return None
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -45,7 +64,7 @@ def _bytes_bar(title: str) -> Progress | None:
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     )
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=bar_console(), transient=True)
     progress.add_task("", total=None)
     return progress
 
@@ -101,7 +120,6 @@ class GenerationBar:
         self._progress = None
         if not (wanted and is_watched()):
             return
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -119,7 +137,7 @@ class GenerationBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = Progress(*columns, console=bar_console())
         self._progress.add_task("", total=num_prompts, speed="")
 
     def __enter__(self) -> GenerationBar:

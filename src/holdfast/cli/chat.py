@@ -25,7 +25,7 @@ from holdfast.cli.options import SAMPLING_SETTINGS, Given, read_count
 from holdfast.cli.tables import memory_lines, show_beside
 from holdfast.cli.terminal import FAILED, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
-from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import ConfigError, RequestError, shown
 from holdfast.loading.planning.open_model import GenerationDefaults
@@ -384,8 +384,9 @@ def _turns(num_turns: int) -> str:
 class ModelAnswers:
     """An opened model, as a chat sees it."""
 
-    def __init__(self, opened: OpenedModel) -> None:
+    def __init__(self, opened: OpenedModel, reading: ChatOptions | None = None) -> None:
         self._opened = opened
+        self._reading = reading
         self.model_name = opened.name
         self.context_tokens = opened.context_tokens
 
@@ -395,7 +396,7 @@ class ModelAnswers:
 
     def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
         """Check a conversation."""
-        return prepare(self._opened.engine, messages, params, DEFAULT_MAX_TOKENS)
+        return prepare(self._opened.engine, messages, params, DEFAULT_MAX_TOKENS, self._reading)
 
     def stream(self, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
         """Answer it."""
@@ -407,7 +408,12 @@ class ModelAnswers:
 
 
 def chat(
-    model: str | None, system: str | None, engine: Given, sampling: Given, memory_report: str | None = None
+    model: str | None,
+    system: str | None,
+    engine: Given,
+    sampling: Given,
+    memory_report: str | None = None,
+    allow_special_tokens: bool = False,
 ) -> int:
     """Talk until the input ends; the exit code."""
     sampling_params(sampling, GenerationDefaults())
@@ -422,7 +428,8 @@ def chat(
             "the model has no chat template",
             "pass --chat-template FILE, or use holdfast run --raw",
         )
-    session = ChatSession(ModelAnswers(opened), ChatHistory(system), sampling, is_watched)
+    answers = ModelAnswers(opened, ChatOptions(allow_special_tokens=allow_special_tokens))
+    session = ChatSession(answers, ChatHistory(system), sampling, is_watched)
     if is_watched:
         show_beside(memory_lines(opened.memory, is_compact=True))
         write_line(f"{opened.name}, context of {opened.context_tokens:,} tokens; /help lists commands, Ctrl-D leaves")

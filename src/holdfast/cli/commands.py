@@ -215,7 +215,7 @@ def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
     _refuse_wrong_path(own)
     from holdfast.cli.chat import chat
 
-    return chat(own["model"], own["system"], engine, sampling, own["memory_report"])
+    return chat(own["model"], own["system"], engine, sampling, own["memory_report"], own["allow_special_tokens"])
 
 
 def _run_plan(own: Given, engine: Given, sampling: Given) -> int:
@@ -275,6 +275,10 @@ MODEL_ARGUMENT = Option(
     panel=ARGUMENTS,
 )
 SYSTEM = Option("system", "What the model is told first.", "TEXT", flags=("-s", "--system"))
+ALLOW_SPECIAL_TOKENS = Option(
+    "allow_special_tokens",
+    "Read control tokens that are written out in a message, such as <|im_end|>, as control tokens; else they are text.",
+)
 MEMORY_REPORT = _file("memory_report", "--memory-report", "Write a page (HTML) that draws who holds which memory.")
 JSON_FILE = _file("json_file", "--json", "Write a record of the run as JSON; - writes to stdout.")
 QUALITY_PAGE = _file("html", "--html", "Write a page that draws quality against bytes.")
@@ -303,7 +307,8 @@ COMMANDS = (
             MODEL_ARGUMENT,
             Option("prompt", "The prompt; piped input follows it.", "TEXT", flags=("-p", "--prompt")),
             SYSTEM,
-            Option("raw", "Continue the bare text, without the chat template."),
+            Option("raw", "Continue the bare text, without the chat template; control tokens in it are understood."),
+            ALLOW_SPECIAL_TOKENS,
             Option("quiet", "Print the answer and nothing else.", panel=OUTPUT, flags=("-q", "--quiet")),
             Option("as_json", "Print one JSON object in place of the text.", panel=OUTPUT, flags=("--json",)),
             MEMORY_REPORT,
@@ -322,7 +327,7 @@ COMMANDS = (
     Command(
         ("chat",),
         "Talk with a model, turn by turn; /help lists what can be typed beside questions.",
-        (MODEL_ARGUMENT, SYSTEM, MEMORY_REPORT),
+        (MODEL_ARGUMENT, SYSTEM, ALLOW_SPECIAL_TOKENS, MEMORY_REPORT),
         _run_chat,
         "Ctrl-C stops an answer and keeps the chat; Ctrl-D leaves. Piped input is taken line by line.",
         (

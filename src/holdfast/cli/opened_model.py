@@ -16,7 +16,7 @@ from holdfast.api.progress import DownloadBar, is_watched
 from holdfast.cli.options import Given
 from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, raising_interrupts, write_line
 from holdfast.config import EngineConfig
-from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.errors import HoldfastError, PromptError, shown
 from holdfast.loading.hub.download import Download
@@ -205,15 +205,19 @@ def sampling_params(given: Given, generation: GenerationDefaults) -> SamplingPar
 
 
 def prepare(
-    engine: Engine, prompt: str | list[Mapping[str, object]], params: SamplingParams, max_tokens: int
+    engine: Engine,
+    prompt: str | list[Mapping[str, object]],
+    params: SamplingParams,
+    max_tokens: int,
+    reading: ChatOptions | None = None,
 ) -> PreparedRequest:
     """A request whose answer has at most `max_tokens`, or as many as its context leaves, unless the params say."""
-    prepare = engine.prepare if isinstance(prompt, str) else engine.prepare_chat
-    prepared = prepare(prompt, params)
+    is_text = isinstance(prompt, str)
+    prepared = engine.prepare(prompt, params) if is_text else engine.prepare_chat(prompt, params, options=reading)
     if params.max_tokens is not None:
         return prepared
     bounded = min(prepared.max_tokens, max(max_tokens, params.min_tokens))
-    return replace(prepared, params=replace(params, max_tokens=bounded), max_tokens=bounded)
+    return replace(prepared, params=replace(params, max_tokens=max(bounded, params.min_tokens)), max_tokens=bounded)
 
 
 def stream(llm: LLM, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:

@@ -392,7 +392,13 @@ SAMPLING_SETTINGS = (
         aliases=("temp",),
         tells_default=False,
     ),
-    _sampling("max_tokens", "Most tokens to generate, within the context.", "TOKENS", read_count),
+    _sampling(
+        "max_tokens",
+        "Most tokens to generate; what is beyond the context is cut. Left out: 512 in run, 1024 in chat (from Python: "
+        "as many as the context has room for).",
+        "TOKENS",
+        read_count,
+    ),
     _sampling("top_p", "Keep the smallest set of tokens whose probability reaches this.", "SHARE", read_number),
     _sampling("top_k", "Keep the k most likely tokens; 0 keeps all.", "N", read_count),
     _sampling("min_p", "Drop tokens less likely than this share of the most likely one.", "SHARE", read_number),
@@ -404,12 +410,37 @@ SAMPLING_SETTINGS = (
     Setting(
         SamplingParams, "logit_bias", SAMPLING, "Add to a token's logit.", "ID=NUMBER", read_biases, is_repeated=True
     ),
+    Setting(
+        SamplingParams,
+        "bad_words",
+        SAMPLING,
+        "Never generate this text; may be repeated.",
+        "TEXT",
+        list,
+        is_repeated=True,
+    ),
+    Setting(
+        SamplingParams,
+        "allowed_token_ids",
+        SAMPLING,
+        "Generate these tokens alone.",
+        "IDS",
+        read_integers,
+        is_repeated=True,
+    ),
+    _sampling(
+        "truncate_prompt_tokens",
+        "Keep only so many of the prompt's last tokens; -1: what fits.",
+        "TOKENS",
+        read_count,
+    ),
+    _sampling("skip_reading_prefix_cache", "Compute the whole prompt, even where another one began alike."),
     _sampling("min_tokens", "Before this many tokens nothing ends the answer.", "TOKENS", read_count),
     _sampling("ignore_eos", "Go on past the model's own end tokens."),
     _sampling("skip_special_tokens", "Keep control tokens in the text."),
     _sampling("include_stop_str_in_output", "Keep the stop text that ended the answer."),
 )
-"""The fields of SamplingParams that fit every command; a request's own seed is left to the engine's."""
+"""The fields of SamplingParams that fit every command; a request's own seed is left to the engine's, and text is shown."""
 
 SEVERAL_SETTINGS = (
     Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short=("-n",)),

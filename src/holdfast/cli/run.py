@@ -21,7 +21,7 @@ from holdfast.cli.options import Given
 from holdfast.cli.tables import memory_lines, show_beside
 from holdfast.cli.terminal import dumps, write_answer, write_line
 from holdfast.config import EngineConfig
-from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import ConfigError
 from holdfast.loading.planning.open_model import GenerationDefaults
@@ -41,6 +41,7 @@ class RunOptions:
     quiet: bool
     as_json: bool
     memory_report: str | None = None
+    allow_special_tokens: bool = False
 
 
 def run(options: RunOptions, engine: Given, sampling: Given) -> None:
@@ -53,7 +54,8 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
     text = read_prompt(options.prompt)
     opened = open_quietly(config, report) if options.quiet or options.as_json else open_visibly(config, report)
     params = sampling_params(sampling, opened.engine.generation)
-    prepared = prepare(opened.engine, _prompt(options, text, opened), params, DEFAULT_MAX_TOKENS)
+    reading = ChatOptions(allow_special_tokens=options.allow_special_tokens)
+    prepared = prepare(opened.engine, _prompt(options, text, opened), params, DEFAULT_MAX_TOKENS, reading)
     output = _answer(opened, prepared, streams=not options.as_json)
     if options.as_json:
         write_answer(dumps(_record(opened, output)) + "\n")

@@ -12,19 +12,21 @@ The first completion is thus the same for n = 1 and n = 4, and unseeded requests
 the same seed and is given the same requests in the same order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from holdfast.config import Limits
 from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError, shown
+from holdfast.observability.log import get_logger
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.chat_template import ChatTemplate, RenderedChat
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 256
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _MASK = 2**64 - 1
+_log = get_logger(__name__)
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -139,6 +141,18 @@ class PreparedRequest:
     params: SamplingParams
     max_tokens: int
     cache_salt: bytes
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """params.bad_words in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation is read, beside what its template is told."""
+
+    chat_template: str | None = None
+    """A template for this request, in place of the model's own."""
+    allow_special_tokens: bool = False
+    """Read control tokens that are written out in messages as control tokens, and not as text."""
 
 
 class Admission:
@@ -158,13 +172,20 @@ class Admission:
         self._max_queue = max_queue
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._has_told_cut = False
 
     def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
         """Check a prompt and its params, and tokenize it."""
         sound_params = self._check_params(params)
         parsed = parse_prompt(prompt)
         salt = salt_bytes(cache_salt if cache_salt is not None else parsed.cache_salt)
-        return self._prepare(parsed, sound_params, salt, adds_special_tokens=True)
+        token_ids = parsed.token_ids
+        if token_ids is None:
+            assert parsed.text is not None, "a parsed prompt has text or token ids"
+            text = parsed.text
+            self._check_text(text, sound_params)
+            token_ids = self._encoded(lambda tokenizer: tokenizer.encode(text, add_special_tokens=True))
+        return self._prepare(parsed.text, token_ids, sound_params, salt)
 
     def prepare_chat(
         self,
@@ -172,37 +193,50 @@ class Admission:
         params: object,
         cache_salt: str | None = None,
         template_options: Mapping[str, object] | None = None,
+        options: ChatOptions | None = None,
     ) -> PreparedRequest:
         """The same for a conversation, which the chat template turns into a prompt."""
         sound_params = self._check_params(params)
         salt = salt_bytes(cache_salt)
-        text = self._render(messages, template_options or {})
-        return self._prepare(ParsedPrompt(text, None), sound_params, salt, adds_special_tokens=False)
+        text, own = self._render(messages, template_options or {}, options or ChatOptions())
+        self._check_text(text, sound_params)
+        if own:
+            token_ids = self._encoded(lambda tokenizer: tokenizer.encode_chat(text, own))
+        else:
+            token_ids = self._encoded(lambda tokenizer: tokenizer.encode(text, add_special_tokens=False))
+        return self._prepare(text, token_ids, sound_params, salt)
 
-    def _render(self, messages: object, options: Mapping[str, object]) -> str:
-        if self._chat_template is None:
+    def _render(self, messages: object, values: Mapping[str, object], options: ChatOptions) -> RenderedChat:
+        template = self._chat_template if options.chat_template is None else self._template_of(options.chat_template)
+        if template is None:
             raise TemplateError("a chat was asked", "the model has no chat template", "pass chat_template, or a prompt")
+        is_open = options.allow_special_tokens or self._tokenizer is None
+        control = None if is_open or self._tokenizer is None else self._tokenizer.control_tokens
         try:
             # What a conversation may hold is checked there, and only there.
-            text = self._chat_template.render(messages, **options)  # type: ignore[arg-type]
+            rendered = template.render_chat(messages, control, **values)  # type: ignore[arg-type]
         except HoldfastError:
             raise
         except Exception as error:
             raise TemplateError(
                 "a chat was asked", f"the template failed: {describe(error)}", "change the messages or the template"
             ) from error
-        if not text:
+        if not rendered.text:
             raise PromptError("a chat was asked", "the template made an empty prompt of it", "change the messages")
-        return text
+        return rendered
 
-    def _prepare(
-        self, parsed: ParsedPrompt, params: SamplingParams, salt: bytes, adds_special_tokens: bool
-    ) -> PreparedRequest:
-        token_ids = parsed.token_ids
-        if token_ids is None:
-            assert parsed.text is not None, "a parsed prompt has text or token ids"
-            self._check_text(parsed.text)
-            token_ids = self._encode(parsed.text, adds_special_tokens)
+    def _template_of(self, source: object) -> ChatTemplate:
+        """A template that came with the request."""
+        if not isinstance(source, str) or not source:
+            raise PromptError(f"chat_template={shown(source)} was asked", "the text of a template works", "pass it")
+        tokens = {} if self._tokenizer is None else self._tokenizer.special_tokens
+        return ChatTemplate(source, "chat_template", tokens)
+
+    def _prepare(self, text: str | None, token_ids: list[int], params: SamplingParams, salt: bytes) -> PreparedRequest:
+        if params.truncate_prompt_tokens is not None:
+            room = max(self._max_tokens - (params.max_tokens or 1), 1)
+            most = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            token_ids = token_ids[-most:]
         num_left = self._max_tokens - len(token_ids)
         if num_left < 1:
             raise PromptError(
@@ -211,23 +245,51 @@ class Admission:
                 f"shorten it to {self._max_tokens - 1}, or raise max_model_len",
             )
         self._check_ids(token_ids, "prompt", PromptError)
-        if (params.max_tokens or params.min_tokens) > num_left:
-            name = "max_tokens" if params.max_tokens else "min_tokens"
-            raise RequestError(
-                f"{name}={getattr(params, name)} was asked after a prompt of {len(token_ids)} tokens",
-                f"the context holds {self._max_tokens}, which leaves {num_left}",
-                f"ask for at most {num_left}, or leave it out",
-            )
-        return PreparedRequest(parsed.text, token_ids, params, params.max_tokens or num_left, salt)
+        self._tell_cut(params, len(token_ids), num_left)
+        max_tokens = min(params.max_tokens or num_left, num_left)
+        return PreparedRequest(text, token_ids, params, max_tokens, salt, self._bad_word_ids(params))
 
-    def _check_text(self, text: str) -> None:
+    def _tell_cut(self, params: SamplingParams, num_prompt_tokens: int, num_left: int) -> None:
+        """An answer that cannot be as long as asked ends by length; told once, since thousands may follow."""
+        name = "max_tokens" if params.max_tokens else "min_tokens"
+        if (getattr(params, name) or 0) > num_left and not self._has_told_cut:
+            self._has_told_cut = True
+            _log.warning(
+                "%s=%s was asked after a prompt of %s tokens; the context holds %s, so the answer ends after %s at the "
+                "latest, with finish_reason length (told once; raise max_model_len for more)",
+                *(name, getattr(params, name), num_prompt_tokens, self._max_tokens, num_left),
+            )
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word in tokens, as it begins a text and as it follows a space, where that is another first token."""
+        found: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            bare = word.lstrip() or word
+            alone = self._word_ids(bare)
+            spaced = self._word_ids(f" {bare}")
+            if not alone:
+                raise RequestError(
+                    f"bad_words holds {shown(word)}", "the tokenizer makes no token of it", "leave it out"
+                )
+            found.append(alone)
+            if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
+                found.append(spaced)
+        for ids in found:
+            self._check_ids(ids, "bad_words", RequestError)
+        return tuple(dict.fromkeys(found))
+
+    def _word_ids(self, text: str) -> tuple[int, ...]:
+        assert self._tokenizer is not None, "bad words are refused without a tokenizer"
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _check_text(self, text: str, params: SamplingParams) -> None:
         if self._tokenizer is None:
             raise PromptError(
                 "a text prompt was given", "the engine has no tokenizer", 'pass {"prompt_token_ids": [...]}'
             )
         most = self._max_tokens * self._tokenizer.longest_token_chars
         # Known before tokenizing, which costs time in proportion to the text.
-        if len(text) > most:
+        if len(text) > most and params.truncate_prompt_tokens is None:
             raise PromptError(
                 f"a prompt of {len(text)} characters was given",
                 f"the context holds {self._max_tokens} tokens, at best {most} characters",
@@ -238,10 +300,10 @@ class Admission:
                 "a prompt with a lone surrogate was given", "no text encoding can carry it", "remove it or pair it"
             )
 
-    def _encode(self, text: str, adds_special_tokens: bool) -> list[int]:
+    def _encoded(self, encode: Callable[[Tokenizer], list[int]]) -> list[int]:
         assert self._tokenizer is not None, "texts are refused without a tokenizer"
         try:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+            token_ids = encode(self._tokenizer)
         except RequestError:
             raise
         except Exception as error:
@@ -263,15 +325,20 @@ class Admission:
             raise RequestError(
                 f"n={params.n} was asked", f"the queue holds {self._max_queue}", "ask for fewer, or raise max_queue"
             )
-        if params.stop and self._tokenizer is None:
-            raise RequestError("stop strings were asked", "the engine has no tokenizer", "use stop_token_ids")
-        if not all(map(is_utf8, params.stop)):
+        if (params.stop or params.bad_words) and self._tokenizer is None:
+            name, other = ("stop strings", "stop_token_ids") if params.stop else ("bad_words", "logit_bias")
+            raise RequestError(f"{name} were asked", "the engine has no tokenizer", f"use {other}")
+        if not all(map(is_utf8, (*params.stop, *params.bad_words))):
             raise RequestError(
-                "a stop string with a lone surrogate was asked", "no generated text can hold it", "remove it"
+                "a stop string or bad word with a lone surrogate was asked",
+                "no generated text can hold it",
+                "remove it",
             )
         self._check_ids(params.stop_token_ids, "stop_token_ids", RequestError)
         self._check_ids(tuple(params.logit_bias or ()), "logit_bias", RequestError)
-        return params
+        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids", RequestError)
+        # The caller may set fields of its own later, while the request runs.
+        return params.clone()
 
     def _check_ids(self, token_ids: list[int] | tuple[int, ...], name: str, error: type[RequestError]) -> None:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from holdfast.config import Limits
-from holdfast.engine.admission import Admission, PreparedRequest, derive_seed, describe
+from holdfast.engine.admission import Admission, ChatOptions, PreparedRequest, derive_seed, describe
 from holdfast.engine.outputs import Completion, Ending
 from holdfast.engine.scheduler import Scheduler
-from holdfast.errors import EngineDeadError, QueueFullError, RequestError, shown
+from holdfast.errors import EngineDeadError, QueueFullError, RequestError, refuse_transfer, shown
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import get_logger
@@ -140,6 +140,7 @@ class Engine:
         release: Callable[[], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
         self.has_chat_template = chat_template is not None
         self.limits = runner.limits
         self.generation = generation or GenerationDefaults()
@@ -181,9 +182,10 @@ class Engine:
         *,
         cache_salt: str | None = None,
         template_options: Mapping[str, object] | None = None,
+        options: ChatOptions | None = None,
     ) -> PreparedRequest:
         """The same for a conversation."""
-        return self._admission.prepare_chat(messages, params, cache_salt, template_options)
+        return self._admission.prepare_chat(messages, params, cache_salt, template_options, options)
 
     def add_request(
         self, request_id: str | None, prompt: object, params: SamplingParams, *, cache_salt: str | None = None
@@ -286,6 +288,9 @@ class Engine:
             del self._runner  # its views keep the memory alive
             release()
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_transfer("an engine")
+
     def raise_if_dead(self) -> None:
         """EngineDeadError with the first cause, if there was one."""
         if self._death is not None:
@@ -325,7 +330,8 @@ class Engine:
                 seed=derive_seed(seed, index),
                 max_tokens=prepared.max_tokens,
                 cache_salt=prepared.cache_salt,
-                use_prefix_cache=own_params.prompt_logprobs is None,
+                use_prefix_cache=own_params.prompt_logprobs is None and not own_params.skip_reading_prefix_cache,
+                bad_word_ids=prepared.bad_word_ids,
             )
             yield Completion(name, index, sequence, self.tokenizer, now)
 

@@ -86,7 +86,7 @@ class Completion:
         self.first_token_at: float | None = None
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None:
+        if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.token_ids, params.skip_special_tokens)
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt_logprobs: PromptLogprobs | None = None

@@ -132,7 +132,10 @@ NO_TOKEN = -1
 
 
 class LogitRow(NamedTuple):
-    """One row of a table, in float64: whole numbers of this size are exact in it."""
+    """One row of a table, in float64: whole numbers of this size are exact in it.
+
+    A row is 64 bytes, so that a table may begin at any of them.
+    """
 
     source: int = 0
     """The row of the logits."""
@@ -146,8 +149,8 @@ class LogitRow(NamedTuple):
     """0 keeps all."""
     uniform: float = 0.0
     """The random number."""
-    unused: float = 0.0
-    """A row is 64 bytes, so that a table may begin at any of them."""
+    is_blank: float = 0.0
+    """1 where a copy of the row begins without any token: those that may be chosen are put back one by one."""
 
 
 NUM_FIELDS = len(LogitRow._fields)

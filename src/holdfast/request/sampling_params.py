@@ -1,9 +1,14 @@
 """SamplingParams: how one request wants its tokens chosen; validated at once, every field bounded; no torch."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from typing import TypeVar
 
-from holdfast.errors import RequestError, shown
+from holdfast.errors import KeywordError, RequestError, shown
+from holdfast.request.vllm_names import SAMPLING_NAMES, settle
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -11,12 +16,38 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**64
+_SOUND = "_is_sound"
+_Params = TypeVar("_Params", bound=type)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _with_vllm_names(params_class: _Params) -> _Params:
+    """The same class, whose fields are given by name: vLLM's other names are taken or refused in words."""
+    construct = params_class.__init__
+
+    @wraps(construct)
+    def settled_init(self: object, *values: object, **options: object) -> None:
+        if values:
+            raise KeywordError(
+                f"SamplingParams({shown(values[0])}, ...) was asked", "its fields have names", "write temperature=0.8"
+            )
+        names = {field.name for field in fields(params_class)}
+        construct(self, **settle(options, names, SAMPLING_NAMES, KeywordError).options)
+
+    params_class.__init__ = settled_init
+    return params_class
+
+
+@_with_vllm_names
+@dataclass(kw_only=True, unsafe_hash=True)
 class SamplingParams:
-    """How one request wants its tokens chosen. Names and meanings are those that vLLM's users type."""
+    """How one request wants its tokens chosen. Names and meanings are those that vLLM's users type.
+
+    max_tokens has no default bound here (vLLM: 16): left out, an answer may fill the context.
+    A field may be set later and is checked then; a request keeps the values that it was made with.
+    """
 
     n: int = 1
     """How many completions of the same prompt."""
@@ -36,6 +67,11 @@ class SamplingParams:
     """Subtract this for each time the output holds the token."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be generated; name an end token among them, or the answer ends by length."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not generated: the last token of each, with and without a space before it, is ruled out where
+    the answer so far ends in the others."""
     seed: int | None = None
     """Fixes the random choices of this request whatever runs beside it; None takes one from the engine's seed."""
     stop: tuple[str, ...] = ()
@@ -45,7 +81,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's own end tokens."""
     max_tokens: int | None = None
-    """Most tokens to generate; None fills the context."""
+    """Most tokens to generate. None, the default: as many as the context has room for; a larger number is cut to that."""
     min_tokens: int = 0
     """Before this many tokens neither an end token nor a stop string ends the generation."""
     logprobs: int | None = None
@@ -56,9 +92,31 @@ class SamplingParams:
     """Leave control tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the generation in the text."""
+    detokenize: bool = True
+    """Make text of the tokens; without it outputs have token ids alone, and stop strings cannot be used."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens; -1 keeps what the context has room for."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt, even where another one began alike."""
 
     def __post_init__(self) -> None:
-        _set(self, "stop", _strings(self.stop))
+        if self.seed == -1 and not isinstance(self.seed, bool):
+            _set(self, "seed", None)
+        _set(self, "bad_words", _strings(self.bad_words, "bad_words", MAX_BAD_WORDS))
+        if self.allowed_token_ids is not None:
+            ids = _token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
+            if not ids:
+                raise RequestError(
+                    "allowed_token_ids=[] was asked", "no token could be chosen", "name some, or leave it out"
+                )
+            _set(self, "allowed_token_ids", ids)
+        if self.truncate_prompt_tokens is not None:
+            _integer(self, "truncate_prompt_tokens", -1, 2**31 - 1)
+            if self.truncate_prompt_tokens == 0:
+                raise RequestError(
+                    "truncate_prompt_tokens=0 was asked", "a prompt has at least 1 token", "leave it out"
+                )
+        _set(self, "stop", _strings(self.stop, "stop", MAX_STOP_STRINGS))
         _set(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS))
         _set(self, "logit_bias", _logit_bias(self.logit_bias))
         if self.top_k == -1:
@@ -85,11 +143,48 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in (
+            *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"),
+            "skip_reading_prefix_cache",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
                 )
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "stop was asked with detokenize=False", "there is no text to look in", "use stop_token_ids"
+            )
+        _set(self, _SOUND, True)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """A field set later is checked like one of a new SamplingParams."""
+        if _SOUND not in self.__dict__:
+            _set(self, name, value)
+            return
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        settled = settle({name: value}, own, SAMPLING_NAMES, KeywordError)
+        changed = replace(self, **settled.options)
+        for key in own:
+            _set(self, key, getattr(changed, key))
+
+    def clone(self) -> "SamplingParams":
+        """Params of their own with the same values."""
+        return copy(self)
+
+    @classmethod
+    def from_optional(cls, **options: object) -> "SamplingParams":
+        """The same from options of which None means the default; logit_bias may have ids as text, and is bounded."""
+        given = {name: value for name, value in options.items() if value is not None or name in ("seed", "max_tokens")}
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            try:
+                given["logit_bias"] = {int(token): min(100.0, max(-100.0, number)) for token, number in bias.items()}
+            except (TypeError, ValueError) as error:
+                raise RequestError(
+                    f"logit_bias={shown(bias)} was asked", "token ids and numbers work", "map token ids to numbers"
+                ) from error
+        return cls(**given)  # type: ignore[arg-type]
 
     @property
     def is_greedy(self) -> bool:
@@ -101,7 +196,7 @@ class SamplingParams:
 
 
 def _set(params: SamplingParams, name: str, value: object) -> None:
-    # Frozen for callers; normalising what they passed is part of construction.
+    # Past the checks of a field that is set later: this is part of construction.
     object.__setattr__(params, name, value)
 
 
@@ -122,20 +217,21 @@ def _number(params: SamplingParams, name: str, low: float, high: float, low_excl
     _set(params, name, float(value))
 
 
-def _strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop if stop is not None else ()
-    if not isinstance(strings, SequenceABC) or not all(isinstance(string, str) and string for string in strings):
+def _strings(strings: object, name: str, most: int) -> tuple[str, ...]:
+    words = name.replace("_", " ").removesuffix("s")
+    listed = (strings,) if isinstance(strings, str) else strings if strings is not None else ()
+    if not isinstance(listed, SequenceABC) or not all(isinstance(string, str) and string for string in listed):
         raise RequestError(
-            f"stop={shown(stop)} was asked", "non-empty strings work", 'pass a string or a list such as ["\\n"]'
+            f"{name}={shown(strings)} was asked", "non-empty strings work", 'pass a string or a list such as ["\\n"]'
         )
-    if len(strings) > MAX_STOP_STRINGS:
-        raise RequestError(f"{len(strings)} stop strings were asked", f"at most {MAX_STOP_STRINGS} work", "pass fewer")
-    longest = max((len(string) for string in strings), default=0)
+    if len(listed) > most:
+        raise RequestError(f"{len(listed)} {words} strings were asked", f"at most {most} work", "pass fewer")
+    longest = max((len(string) for string in listed), default=0)
     if longest > MAX_STOP_STRING_CHARS:
         raise RequestError(
-            f"a stop string of {longest} characters was asked", f"at most {MAX_STOP_STRING_CHARS} work", "shorten it"
+            f"a {words} string of {longest} characters was asked", f"at most {MAX_STOP_STRING_CHARS} work", "shorten it"
         )
-    return tuple(dict.fromkeys(strings))
+    return tuple(dict.fromkeys(listed))
 
 
 def _token_ids(token_ids: object, name: str, most: int) -> tuple[int, ...]:

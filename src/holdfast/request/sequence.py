@@ -37,6 +37,8 @@ class Sequence:
     """Sequences share prefix pages only with the same salt."""
     use_prefix_cache: bool = True
     """False where every prompt position must be computed (prompt logprobs)."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Tokens in a row that the output must not hold: the last of them is ruled out behind the others."""
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)

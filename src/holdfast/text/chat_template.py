@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ModelFormatError, PromptError, TemplateError, shown
 from holdfast.loading.sources.files import read_json_object, read_small_file
+from holdfast.text.control_tokens import ControlTokens, Span, unmarked
 from holdfast.text.tokenizer import CONFIG_FILE, special_tokens_of
 
 if TYPE_CHECKING:
@@ -26,6 +27,18 @@ MAX_DEPTH = 24
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that clients give the reasoning of an answer; templates read the first, some the second."""
 _EXAMPLE = 'write {"role": "user", "content": "Hello"}'
+
+
+CONTENT_VARIABLES = ("messages", "tools", "documents")
+"""What others have written: control tokens in these are text."""
+
+
+class RenderedChat(NamedTuple):
+    """A chat as its template writes it."""
+
+    text: str
+    own: tuple[Span, ...]
+    """Control tokens in it that the messages brought along, and that are text."""
 
 
 class ChatTemplate:
@@ -52,6 +65,23 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **extra: object
     ) -> str:
         """The prompt for these messages; `extra` are further variables that the template knows."""
+        return self.render_chat(messages, None, add_generation_prompt, **extra).text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        control: ControlTokens | None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: object,
+    ) -> RenderedChat:
+        """The same, and which control tokens in it are the messages' own; without `control` none is looked for."""
+        if continue_final_message and add_generation_prompt:
+            raise PromptError(
+                "continue_final_message was asked beside add_generation_prompt",
+                "the first goes on with the last message, the second begins a new one",
+                "pass add_generation_prompt=False",
+            )
         data = PlainData()
         variables: dict[str, object] = {
             "tools": None,
@@ -63,11 +93,49 @@ class ChatTemplate:
         }
         # One rendering at a time: the budget belongs to the sandbox, and threads would not be faster.
         with self._lock:
-            template, sandbox = self._compile()
+            text = self._rendered(variables, data.num_chars, len(messages))
+            own = () if control is None else self._own_tokens(text, variables, control, data.num_chars)
+        if continue_final_message:
+            text = _until_final(text, variables["messages"])
+            own = tuple((start, end) for start, end in own if end <= len(text))
+        return RenderedChat(text, own)
+
+    def _rendered(self, variables: Mapping[str, object], num_chars: int, num_messages: int) -> str:
+        template, sandbox = self._compile()
+        try:
+            return sandbox.render(template, variables, num_chars, num_messages)
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _own_tokens(
+        self, text: str, variables: Mapping[str, object], control: ControlTokens, num_chars: int
+    ) -> tuple[Span, ...]:
+        """Control tokens of the text that messages, tools and documents brought along.
+
+        Marks inside of them come first: a whole control token cannot lose its mark. A template that looks for one, or
+        measures, makes another text of that; marks around them leave them whole, and both must be there.
+        """
+        num_whole = 0
+        messages = variables["messages"]
+        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        for around in (False, True):
+            marked = {name: control.marked(variables.get(name), around) for name in CONTENT_VARIABLES}
+            num_whole = sum(count for _, count in marked.values())
+            copies = {name: copy for name, (copy, _) in marked.items()}
+            if all(copies[name] == variables.get(name) for name in CONTENT_VARIABLES):
+                return ()
             try:
-                return sandbox.render(template, variables, data.num_chars, len(messages))
-            except Exception as error:
-                raise self._failure(error) from error
+                bare, marks = unmarked(self._rendered({**variables, **copies}, 2 * num_chars + 64, len(messages)))
+            except TemplateError:
+                continue
+            if bare == text:
+                return tuple(control.find(text, marks))
+        if not num_whole:
+            return ()
+        raise self._error(
+            "messages hold control tokens, and it looks into them, so that they cannot be told from its own",
+            "remove them, or pass allow_special_tokens=True",
+        )
 
     def check(self) -> None:
         """Raise now if the template cannot even be compiled."""
@@ -117,6 +185,22 @@ class ChatTemplate:
 
     def _error(self, has: str, do: str) -> TemplateError:
         return TemplateError(f"the chat template of {self.origin} was asked for a prompt", has, do)
+
+
+def _until_final(text: str, messages: object) -> str:
+    """A rendered chat up to the end of its last message, which is to go on."""
+    assert isinstance(messages, list), f"{messages=} are no plain messages"
+    content = messages[-1].get("content")
+    if isinstance(content, str) and content.strip():
+        for final in (content, content.rstrip(), content.strip()):
+            place = text.rfind(final)
+            if place >= 0:
+                return text[: place + len(final)]
+    raise PromptError(
+        "continue_final_message was asked",
+        "the last message has no text, or the template changes it",
+        "give the beginning of the answer as the content of the last message",
+    )
 
 
 def plain_reason(error: Exception) -> str:

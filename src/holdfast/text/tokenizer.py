@@ -1,16 +1,18 @@
 """Tokenizer: text to token ids and back, from the files of a folder and the special tokens they name; no torch."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, PromptError, shown
 from holdfast.loading.sources.files import AGAIN, read_json_object, read_small_file
 from holdfast.models.settings import plain
+from holdfast.text.control_tokens import ContentEncoder, ControlTokens, Span
 from holdfast.text.detokenizer import TextStream, TokenPieces, decode_rule
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ class Tokenizer:
         eos = () if self.eos_token_id is None else (self.eos_token_id,)
         self.end_token_ids = frozenset((*eos, *end_token_ids))
         """Tokens that end an answer, as far as the tokenizer's files say."""
+        self._kept_whole = [token.content for token in added.values() if not token.special]
+        self._encoder_lock = Lock()
         self._pieces = TokenPieces(backend.id_to_token, decode_rule(decoder_json, origin), self.special_token_ids)
 
     @cached_property
@@ -107,6 +111,26 @@ class Tokenizer:
         Characters that leave no token at all, such as spaces beside a token that strips them, are not counted.
         """
         return longest_token_chars(self._backend)
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Special tokens as they are written; none where the tokenizer reads them all as text."""
+        if self._backend.encode_special_tokens:
+            return ControlTokens({})
+        special = {self._backend.id_to_token(token_id): token_id for token_id in sorted(self.special_token_ids)}
+        return ControlTokens({text: token_id for text, token_id in special.items() if text}, self._kept_whole)
+
+    @cached_property
+    def _content_encoder(self) -> ContentEncoder:
+        return ContentEncoder(self._backend, self.control_tokens)
+
+    def encode_chat(self, text: str, own: Sequence[Span]) -> list[int]:
+        """Token ids of a rendered chat, in which the control tokens at `own` are text."""
+        if not own:
+            return self.encode(text, add_special_tokens=False)
+        with self._encoder_lock:
+            encoder = self._content_encoder
+        return self._guarded(text, lambda: encoder.encode(text, list(own), add_special_tokens=False))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are understood, as in transformers."""
@@ -121,9 +145,12 @@ class Tokenizer:
                     "text is valid Unicode",
                     "remove the character or replace it by U+FFFD",
                 ) from error
+        return self._guarded(text, lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _guarded(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
         try:
             with native_calls(self.origin):
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return encode()
         except ModelFormatError as error:
             raise PromptError(
                 f"a prompt of {len(text)} characters was given",
@@ -135,6 +162,14 @@ class Tokenizer:
         """The text of token ids; ids without a token add nothing."""
         stream = self.text_stream(skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
+
+    def vocabulary_token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def vocabulary_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+        return self._backend.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
         """One token as it stands inside a text; bytes that are no whole character show as U+FFFD."""
@@ -214,6 +249,8 @@ def native_calls(origin: str) -> Iterator[None]:
     """Whatever the `tokenizers` library raises, as an error that names the file."""
     try:
         yield
+    except PromptError:
+        raise
     except Exception as error:
         raise _broken_tokenizer(origin, error) from error
     except BaseException as error:

@@ -14,6 +14,9 @@ from holdfast.kernels.sampling.edit_logits import (
     edit_logits,
     edit_logits_reference,
     edit_logits_triton,
+    restore_logits,
+    restore_logits_reference,
+    restore_logits_triton,
 )
 from kernels.exactness import random, same_bits
 from kernels.logit_cases import INF, NAN, make_table
@@ -82,6 +85,29 @@ def test_rows_are_copied_from_anywhere(device, guarded, size):
     assert same_bits(expected, logits[[4, 0, 5, 4]])
 
 
+@pytest.mark.parametrize("num_kept", [0, 1, 256, 500])
+def test_a_blank_row_gets_back_what_is_named(device, guarded, num_kept):
+    logits = random(6, 301)
+    targets = (4, 0, 5)
+    rows = [LogitRow(i, target, is_blank=float(i != 1)) for i, target in enumerate(targets)]
+    table = make_table(rows, device)
+    kept = np.random.default_rng(num_kept).permutation(3 * 301)[:num_kept]
+    kept = kept[kept // 301 != 1]
+    edits = make_edits(kept, np.zeros(len(kept)), device)
+    block, expected = guarded(3, 301), torch.empty(3, 301)
+    source = amid_poison(logits, device)
+    copy_rows_triton(source, table, block)
+    restore_logits_triton(source, table, block, edits)
+    copy_rows_reference(logits, table.cpu(), expected)
+    restore_logits_reference(logits, table.cpu(), expected, edits.cpu())
+    assert same_bits(block.cpu(), expected)
+    plain = torch.full((3, 301), -INF)
+    plain[1] = logits[0]
+    for place in kept:
+        plain[place // 301, place % 301] = logits[targets[place // 301], place % 301]
+    assert same_bits(expected, plain)
+
+
 def test_no_rows_are_copied(device):
     table = make_table([LogitRow()], device)[:0]
     copy_rows_triton(torch.zeros(2, 8, device=device), table, torch.zeros(0, 8, device=device))
@@ -93,3 +119,4 @@ def test_nothing_is_allocated(device):
     block, table = torch.empty_like(logits), make_table([LogitRow(i, i) for i in range(3)], device)
     edits = make_edits([5, 151936], [1.5, 2.5], device)
     assert_allocates_nothing(lambda: (copy_rows(logits, table, block), edit_logits(block, edits, EditKind.REPETITION)))
+    assert_allocates_nothing(lambda: restore_logits(logits, table, block, edits))

@@ -66,6 +66,27 @@ def test_more_edits_than_the_list_holds(monkeypatch, most):
     assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
 
 
+@pytest.mark.parametrize("most", [1, 700, 4096])
+def test_allowed_tokens_and_bad_words_as_on_the_host(monkeypatch, most):
+    monkeypatch.setattr(terms, "LISTED_EDITS", most)
+    allowed = SamplingParams(allowed_token_ids=tuple(range(0, 1000, 3)), logit_bias={3: 9.0, 4: 99.0}, logprobs=2)
+    greedy = SamplingParams(temperature=0.0, allowed_token_ids=(998, 17), repetition_penalty=1.5)
+    plain = SamplingParams(temperature=0.0)
+    sequences = [
+        Sequence(row, [5, 6, 7, 8], 2, (allowed, greedy, plain)[row % 3], row, 9, bad_word_ids=((998,), (7, 8, row)))
+        for row in range(9)
+    ]
+    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(1)) * 3
+    logits[2, 998] = logits[2].max() + 1
+    logits[5, 5] = logits[5].max() + 1
+    on_device, on_host = samplers(1000, 9)
+    found = on_device.sample(logits, sequences, EOS, None)
+    assert found == on_host.sample(logits, sequences, EOS, None)
+    assert [own.token_id for own in found[1::3]] == [17, 17, 17]
+    assert all(own.token_id % 3 == 0 for own in found[::3])
+    assert (found[2].token_id, found[5].token_id) == (logits[2].topk(2).indices[1], logits[5].topk(2).indices[1])
+
+
 def test_prompts_as_on_the_host():
     logits, _ = make_rows(300, 150)
     targets = [(row * 7) % 300 for row in range(150)]
@@ -83,7 +104,7 @@ def test_poison_stays_in_its_row():
     logits[1::3] = -torch.inf
     samples = on_device.sample(logits, sequences, EOS, None)
     assert samples == on_host.sample(logits, sequences, EOS, None)
-    assert [own.token_id for own in samples].count(NO_TOKEN) == 14
+    assert [own.token_id for own in samples].count(NO_TOKEN) == 15
 
 
 def test_what_a_graph_has_found_is_believed():

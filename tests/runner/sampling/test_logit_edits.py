@@ -16,14 +16,23 @@ from holdfast.kernels.sampling.edit_logits import EditKind
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling import logit_edits
-from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, Edits, EditStaging, SeenTokens, edit_rows
+from holdfast.runner.sampling.logit_edits import (
+    EDITS_OF,
+    EditContext,
+    EditedBlock,
+    Edits,
+    EditStaging,
+    SeenTokens,
+    edit_rows,
+)
 
 VOCAB_SIZE = 50
 token = st.integers(0, VOCAB_SIZE + 3)
 
 
-def make_sequence(prompt: list[int], output: list[int], sequence_id: int = 0, **params) -> Sequence:
-    return Sequence(sequence_id, prompt + output, len(prompt), SamplingParams(**params), seed=0, max_tokens=1000)
+def make_sequence(prompt: list[int], output: list[int], sequence_id: int = 0, bad_words=(), **params) -> Sequence:
+    own = SamplingParams(**params)
+    return Sequence(sequence_id, prompt + output, len(prompt), own, seed=0, max_tokens=1000, bad_word_ids=bad_words)
 
 
 def assert_counted(seen: SeenTokens, sequence: Sequence) -> None:
@@ -103,7 +112,8 @@ def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 def reference(row: list[float], sequence: Sequence) -> list[float]:
     params, output = sequence.params, sequence.token_ids[sequence.num_prompt_tokens :]
-    edited = list(row)
+    allowed = params.allowed_token_ids
+    edited = [x if allowed is None or token_id in allowed else -math.inf for token_id, x in enumerate(row)]
     for token_id in set(sequence.token_ids):
         edited[token_id] *= params.repetition_penalty if edited[token_id] <= 0 else 1 / params.repetition_penalty
     for token_id in set(output):
@@ -113,6 +123,9 @@ def reference(row: list[float], sequence: Sequence) -> list[float]:
     if len(output) < params.min_tokens:
         for token_id in [*(() if params.ignore_eos else EOS), *params.stop_token_ids]:
             edited[token_id] = -math.inf
+    for *before, last in sequence.bad_word_ids:
+        if output[len(output) - len(before) :] == before and len(before) <= len(output):
+            edited[last] = -math.inf
     return edited
 
 
@@ -130,7 +143,10 @@ CASES = {
     "min tokens reached": {"min_tokens": 12},
     "min tokens and stop ids": {"min_tokens": 90, "stop_token_ids": (2, 7)},
     "min tokens past eos": {"min_tokens": 90, "stop_token_ids": (2,), "ignore_eos": True},
+    "allowed": {"allowed_token_ids": (3, 5, VOCAB_SIZE - 1)},
+    "one allowed": {"allowed_token_ids": (0,), "repetition_penalty": 1.2, "logit_bias": {1: 100.0}},
     "everything": {
+        "allowed_token_ids": (7, 5, 9, 11),
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.1,
@@ -244,17 +260,45 @@ def test_a_sequence_of_a_hundred_thousand_tokens():
     assert logits[0].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+BAD_WORDS = {
+    "a single token": (((4,),), {4}),
+    "its beginning is not there": (((9, 4),), set()),
+    "its beginning is there": (((2, 3, 4),), {4}),
+    "the whole output begins it": (((1, 2, 3, 8),), {8}),
+    "the prompt does not count": (((6, 1, 2, 3, 8),), set()),
+    "longer than the output": (((1, 1, 1, 1, 1, 8),), set()),
+    "several at once": (((3, 5), (2, 3, 6), (3, 7), (2, 9), (5,)), {5, 6, 7}),
+}
+
+
+@pytest.mark.parametrize(("words", "banned"), BAD_WORDS.values(), ids=BAD_WORDS)
+def test_a_bad_word_is_banned_where_its_beginning_stands(words, banned):
+    sequence = make_sequence([5, 6], [1, 2, 3], bad_words=words)
+    logits = make_logits(1)
+    expected = reference(logits[0].tolist(), sequence)
+    edit_logits(logits, [sequence], EOS)
+    assert logits[0].tolist() == expected
+    assert {token_id for token_id, logit in enumerate(logits[0].tolist()) if logit == -math.inf} == banned
+
+
+def test_a_bad_word_before_the_first_token():
+    logits = make_logits(2)
+    edit_logits(logits, [make_sequence([1, 2], [], bad_words=((3,), (2, 4))) for _ in range(2)], EOS)
+    assert logits.isneginf().nonzero().tolist() == [[0, 3], [1, 3]]
+
+
 def make_staging(num_programs: int) -> EditStaging:
     shape = (num_programs * EDITS_PER_PROGRAM, 2)
     return EditStaging(torch.full(shape, -5, dtype=torch.int32), torch.full(shape, -5, dtype=torch.int32))
 
 
 def run(staging: EditStaging, block: torch.Tensor, edits: dict[EditKind, list[tuple[int, Edits]]]) -> None:
+    edited = EditedBlock(block, block, torch.empty(0, 8))
     for kind in EditKind:
         for row, row_edits in edits.get(kind, ()):
-            staging.add(row * block.shape[1], row_edits, kind, block)
+            staging.add(row * block.shape[1], row_edits, kind, edited)
         staging.end_kind(kind)
-    staging.apply(block)
+    staging.apply(edited)
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 5, 40])

@@ -43,6 +43,8 @@ def sample_one(logits: torch.Tensor, sequence: Sequence) -> SequenceSample:
 def edited_reference(row: np.ndarray, sequence: Sequence) -> np.ndarray:
     params, output = sequence.params, sequence.token_ids[sequence.num_prompt_tokens :]
     logits = row.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        logits[[token_id for token_id in range(len(row)) if token_id not in params.allowed_token_ids]] = -np.inf
     for token_id in set(sequence.token_ids):
         logits[token_id] *= params.repetition_penalty if logits[token_id] < 0 else 1 / params.repetition_penalty
     for token_id in set(output):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.kernels.sampling.argmax import _chunk_kernel, _row_kernel
 from holdfast.kernels.sampling.candidates import _count_kernel, _list_kernel
-from holdfast.kernels.sampling.edit_logits import _copy_kernel, _edit_kernel
+from holdfast.kernels.sampling.edit_logits import _copy_kernel, _edit_kernel, _restore_kernel
 from holdfast.kernels.sampling.logprobs import _logprob_kernel
 from holdfast.kernels.sampling.sample import _choose_kernel
 from holdfast.planning.terms import ROUNDING_BYTES, sampling_terms
@@ -175,6 +175,7 @@ def test_nothing_is_compiled_after_warming():
         _row_kernel,
         _copy_kernel,
         _edit_kernel,
+        _restore_kernel,
     )
     before = [count_compiled(kernel) for kernel in kernels]
     assert all(before)

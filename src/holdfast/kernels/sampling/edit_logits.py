@@ -29,7 +29,7 @@ class EditKind(IntEnum):
 
 
 def copy_rows(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
-    """block[i] = logits[target] for row i of the table."""
+    """block[i] = logits[target] for row i of the table, or -inf everywhere where the row is blank."""
     if can_run(logits_SV):
         copy_rows_triton(logits_SV, rows_RF, block_RV)
     else:
@@ -39,6 +39,7 @@ def copy_rows(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Te
 def copy_rows_reference(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
     """The same in plain torch."""
     block_RV.copy_(logits_SV.index_select(0, rows_RF[:, 1].to(torch.int64)))
+    block_RV.masked_fill_(rows_RF[:, NUM_FIELDS - 1 :].to(block_RV.device) != 0, -torch.inf)
 
 
 def copy_rows_triton(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
@@ -52,6 +53,42 @@ def copy_rows_triton(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: t
         grid = (num_rows, num_chunks(vocab_size))
         strides = logits_SV.stride(0), vocab_size
         _copy_kernel[grid](logits_SV, rows_RF, block_RV, *strides, FIELDS=NUM_FIELDS, CHUNK=CHUNK_TOKENS, num_warps=8)
+
+
+def restore_logits(
+    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
+) -> None:
+    """block.flat[place] = the raw logit that `copy_rows` left out there, for each edit; the edits' numbers do not matter."""
+    if can_run(logits_SV):
+        restore_logits_triton(logits_SV, rows_RF, block_RV, edits_E2)
+    else:
+        restore_logits_reference(logits_SV, rows_RF, block_RV, edits_E2)
+
+
+def restore_logits_reference(
+    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
+) -> None:
+    """The same in plain torch."""
+    place_E = edits_E2[edits_E2[:, 0] != PADDING[0], 0].to(torch.int64)
+    row_E, token_E = place_E // block_RV.shape[1], place_E % block_RV.shape[1]
+    block_RV[row_E, token_E] = logits_SV[rows_RF[:, 1].to(torch.int64)[row_E], token_E]
+
+
+def restore_logits_triton(
+    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
+) -> None:
+    """The same as a Triton kernel."""
+    num_edits = edits_E2.shape[0]
+    assert num_edits % EDITS_PER_PROGRAM == 0, f"{num_edits=} is not a multiple of {EDITS_PER_PROGRAM}"
+    assert edits_E2.is_contiguous(), f"{edits_E2.stride()=}: edits must be dense"
+    assert block_RV.is_contiguous(), f"{block_RV.stride()=}: a block must be dense"
+    assert logits_SV.stride(1) == 1, f"{logits_SV.stride()=}: the logits of a row must lie side by side"
+    if num_edits:
+        strides = logits_SV.stride(0), block_RV.shape[1]
+        sizes = {"FIELDS": NUM_FIELDS, "EDITS": EDITS_PER_PROGRAM}
+        _restore_kernel[(num_edits // EDITS_PER_PROGRAM,)](
+            logits_SV, rows_RF, block_RV, edits_E2, *strides, **sizes, num_warps=4
+        )
 
 
 def edit_logits(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
@@ -93,8 +130,22 @@ def _copy_kernel(p_logits, p_rows, p_block, row_stride, vocab_size, FIELDS: cons
     o_token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     m_token = o_token < vocab_size
     target = tl.load(p_rows + i_row * FIELDS + 1).to(tl.int64)
+    is_blank = tl.load(p_rows + i_row * FIELDS + FIELDS - 1) != 0
     b_logits = tl.load(p_logits + target * row_stride + o_token, mask=m_token, other=0.0)
+    b_logits = tl.where(is_blank, float("-inf"), b_logits)
     tl.store(p_block + i_row * vocab_size + o_token, b_logits, mask=m_token)
+
+
+@jit
+def _restore_kernel(p_logits, p_rows, p_block, p_edits, row_stride, vocab_size, FIELDS: constexpr, EDITS: constexpr):
+    o_edit = tl.program_id(0).to(tl.int64) * EDITS + tl.arange(0, EDITS)
+    b_place = tl.load(p_edits + 2 * o_edit).to(tl.int64)
+    m_edit = b_place >= 0
+    b_place = tl.where(m_edit, b_place, 0)
+    b_row = b_place // vocab_size
+    b_target = tl.load(p_rows + b_row * FIELDS + 1, mask=m_edit, other=0.0).to(tl.int64)
+    b_logits = tl.load(p_logits + b_target * row_stride + b_place % vocab_size, mask=m_edit, other=0.0)
+    tl.store(p_block + b_place, b_logits, mask=m_edit)
 
 
 @jit

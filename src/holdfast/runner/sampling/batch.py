@@ -128,7 +128,13 @@ class RowParameters:
 def is_edited(sequence: Sequence) -> bool:
     """Does the sequence change its logits before a token is chosen?"""
     params = sequence.params
-    return params.has_penalties or bool(params.logit_bias) or params.min_tokens > sequence.num_output_tokens
+    return (
+        params.has_penalties
+        or bool(params.logit_bias)
+        or params.min_tokens > sequence.num_output_tokens
+        or params.allowed_token_ids is not None
+        or bool(sequence.bad_word_ids)
+    )
 
 
 def logit_row(sequence: Sequence, source: int, target: int, vocab_size: int) -> tuple[float, ...]:

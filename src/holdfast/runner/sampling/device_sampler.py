@@ -23,7 +23,14 @@ from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
 from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
 from holdfast.runner.sampling.batch import SequenceSample, is_edited, logit_row
-from holdfast.runner.sampling.logit_edits import EDITS_OF, EditContext, EditStaging, SeenTokens
+from holdfast.runner.sampling.logit_edits import (
+    EDITS_OF,
+    EditContext,
+    EditedBlock,
+    EditStaging,
+    SeenTokens,
+    allowed_tokens,
+)
 from holdfast.runner.sampling.logprobs import read_logprobs
 
 
@@ -83,8 +90,8 @@ class DeviceSampler:
             block_RV = self._block_RV[: rows_RF.shape[0]]
             block_argmax_R = self._block_argmax_R[: rows_RF.shape[0]]
             copy_rows(logits_SV, rows_RF, block_RV)
-            block = table.edited[start : start + self._edited_at_once]
-            self._edit(block_RV, [sequences[row] for row in block], eos_token_ids)
+            edited = [sequences[row] for row in table.edited[start : start + self._edited_at_once]]
+            self._edit(EditedBlock(block_RV, logits_SV, rows_RF), edited, eos_token_ids)
             argmax(block_RV, block_argmax_R, self._scratch)
             sample_tokens(block_RV, block_argmax_R, rows_RF, argmax_S, chosen_S, self._scratch)
         self._measure(logits_SV, argmax_S, chosen_S, asked_XF)
@@ -130,15 +137,20 @@ class DeviceSampler:
             self._rows_XF[:num_rows].copy_(self._host_rows_XF[:num_rows], non_blocking=True)
         return self._rows_XF[:num_rows]
 
-    def _edit(self, block_RV: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> None:
+    def _edit(self, block: EditedBlock, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> None:
         context = EditContext(eos_token_ids, self._seen, self._vocab_size)
+        for row, sequence in enumerate(sequences):
+            kept = allowed_tokens(sequence, context)
+            if kept is not None:
+                self._staging.add(row * self._vocab_size, kept, None, block)
+        self._staging.end_kind(None)
         for kind, edits_of in EDITS_OF.items():
             for row, sequence in enumerate(sequences):
                 edits = edits_of(sequence, context)
                 if edits is not None:
-                    self._staging.add(row * self._vocab_size, edits, kind, block_RV)
+                    self._staging.add(row * self._vocab_size, edits, kind, block)
             self._staging.end_kind(kind)
-        self._staging.apply(block_RV)
+        self._staging.apply(block)
 
     def _measure(
         self, logits_SV: torch.Tensor, argmax_S: torch.Tensor, tokens_S: torch.Tensor, rows_XF: torch.Tensor
@@ -186,7 +198,8 @@ class _Table(NamedTuple):
                 asked.append(row)
         num_direct = len(fields) // NUM_FIELDS
         for index, row in enumerate(edited):
-            fields += logit_row(sequences[row], index % edited_at_once, row, vocab_size)
+            is_blank = sequences[row].params.allowed_token_ids is not None
+            fields += (*logit_row(sequences[row], index % edited_at_once, row, vocab_size)[:-1], float(is_blank))
         for row in asked:
             fields += _logprob_row(row, min(sequences[row].params.logprobs or 0, vocab_size))
         return cls(fields, num_direct, edited, asked)

@@ -1,6 +1,6 @@
 """Edits of single logits: what penalties, biases and bans ask of a sequence, on the host and through one list on a device.
 
-R rows of a block, V vocabulary, E edits
+R rows of a block, S rows of a step, F fields, V vocabulary, E edits
 
 The host lists the few (row, token) pairs that change, and only those logits are touched. Nothing is kept on the device
 between steps, so nothing has to be rebuilt after a preemption and nothing can leak from one sequence into another.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
-from holdfast.kernels.sampling.edit_logits import PADDING, EditKind, edit_logits
+from holdfast.kernels.sampling.edit_logits import PADDING, EditKind, edit_logits, restore_logits
 from holdfast.planning.terms import EDIT_ENTRIES
 from holdfast.request.sequence import Sequence
 
@@ -140,6 +140,12 @@ class EditContext(NamedTuple):
 def edit_rows(logits_RV: torch.Tensor, sequences: SequenceABC[Sequence], context: EditContext) -> None:
     """Change a block of logits on the host in place, kind after kind. Row i belongs to sequences[i]."""
     logits = logits_RV.view(-1)
+    for row, sequence in enumerate(sequences):
+        kept = allowed_tokens(sequence, context)
+        if kept is not None:
+            ids_E = torch.from_numpy(kept.token_ids.astype(np.int64))
+            kept_E = logits_RV[row].index_select(0, ids_E)
+            logits_RV[row].fill_(-torch.inf).index_copy_(0, ids_E, kept_E)
     for kind, edits_of in EDITS_OF.items():
         rows = [edits_of(sequence, context) for sequence in sequences]
         edits = [(row * context.vocab_size, row_edits) for row, row_edits in enumerate(rows) if row_edits is not None]
@@ -153,6 +159,12 @@ def edit_rows(logits_RV: torch.Tensor, sequences: SequenceABC[Sequence], context
             places_E = torch.from_numpy(places[start : start + EDIT_ENTRIES])
             numbers_E = torch.from_numpy(numbers[start : start + EDIT_ENTRIES])
             logits.index_copy_(0, places_E, _CHANGES[kind](logits.index_select(0, places_E), numbers_E))
+
+
+def allowed_tokens(sequence: Sequence, context: EditContext) -> Edits | None:
+    """The only tokens that may be chosen, before every edit: what is ruled out here none of them brings back."""
+    allowed = sequence.params.allowed_token_ids
+    return None if allowed is None else _in_vocabulary(dict.fromkeys(allowed, 0.0), context.vocab_size)
 
 
 def _repetitions(sequence: Sequence, context: EditContext) -> Edits | None:
@@ -175,10 +187,22 @@ def _biases(sequence: Sequence, context: EditContext) -> Edits | None:
 
 def _bans(sequence: Sequence, context: EditContext) -> Edits | None:
     params = sequence.params
-    if not params.min_tokens or sequence.num_output_tokens >= params.min_tokens:
-        return None
-    ends = params.stop_token_ids if params.ignore_eos else (*context.eos_token_ids, *params.stop_token_ids)
-    return _in_vocabulary(dict.fromkeys(ends, -np.inf), context.vocab_size)
+    banned = _last_of_bad_words(sequence) if sequence.bad_word_ids else []
+    if params.min_tokens > sequence.num_output_tokens:
+        banned += params.stop_token_ids
+        banned += () if params.ignore_eos else context.eos_token_ids
+    return _in_vocabulary(dict.fromkeys(banned, -np.inf), context.vocab_size) if banned else None
+
+
+def _last_of_bad_words(sequence: Sequence) -> list[int]:
+    """Tokens that would complete a bad word of which the output so far ends in all the others."""
+    longest = max(map(len, sequence.bad_word_ids)) - 1
+    tail = sequence.token_ids[max(sequence.num_prompt_tokens, sequence.num_tokens - longest) :]
+    return [
+        word[-1]
+        for word in sequence.bad_word_ids
+        if len(word) - 1 <= len(tail) and tuple(tail[len(tail) - len(word) + 1 :]) == word[:-1]
+    ]
 
 
 EDITS_OF: dict[EditKind, Callable[[Sequence, EditContext], Edits | None]] = {
@@ -212,10 +236,19 @@ _CHANGES: dict[EditKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 
+class EditedBlock(NamedTuple):
+    """Copies of rows of a step that are edited, and where they came from."""
+
+    block_RV: torch.Tensor
+    logits_SV: torch.Tensor
+    rows_RF: torch.Tensor
+
+
 class EditStaging:
     """Edits are added kind after kind and then applied to a block, in the order in which they came.
 
     The list fills up in the course of a step. Where it is full the host waits until the device has read it.
+    In place of a kind, None puts raw logits back into rows that were copied blank.
     """
 
     def __init__(self, host_E2: torch.Tensor, device_E2: torch.Tensor) -> None:
@@ -224,7 +257,7 @@ class EditStaging:
         self._places_E, self._numbers_E = self._list_E2[:, 0], self._list_E2[:, 1].view(np.float32)
         self._read = torch.cuda.Event() if device_E2.is_cuda else None
         self._start = self._end = 0
-        self._runs: list[tuple[EditKind, int, int]] = []
+        self._runs: list[tuple[EditKind | None, int, int]] = []
         self._run_start = 0
 
     def reset(self) -> None:
@@ -232,14 +265,14 @@ class EditStaging:
         self._start = self._end = self._run_start = 0
         self._runs.clear()
 
-    def add(self, first_place: int, edits: Edits, kind: EditKind, block_RV: torch.Tensor) -> None:
+    def add(self, first_place: int, edits: Edits, kind: EditKind | None, block: EditedBlock) -> None:
         """Edits of one row, whose first logit is at `first_place` of the flat block."""
         token_ids, numbers = edits
         while len(token_ids):
             count = min(len(token_ids), len(self._list_E2) - self._end)
             if not count:
                 self.end_kind(kind)
-                self.apply(block_RV)
+                self.apply(block)
                 self._wait()
                 continue
             end = self._end + count
@@ -249,7 +282,7 @@ class EditStaging:
             token_ids = token_ids[count:]
             numbers = numbers[count:] if isinstance(numbers, np.ndarray) else numbers
 
-    def end_kind(self, kind: EditKind) -> None:
+    def end_kind(self, kind: EditKind | None) -> None:
         """Edits that are added from now on are of another kind, or of another round."""
         if self._end > self._run_start:
             end = -(-self._end // EDITS_PER_PROGRAM) * EDITS_PER_PROGRAM
@@ -257,13 +290,17 @@ class EditStaging:
             self._runs.append((kind, self._run_start, end))
             self._run_start = self._end = end
 
-    def apply(self, block_RV: torch.Tensor) -> None:
+    def apply(self, block: EditedBlock) -> None:
         """Change a block, kind after kind; nothing is waited for."""
         if self._runs:
             span = slice(self._start, self._end)
             self._device_E2[span].copy_(self._host_E2[span], non_blocking=True)
             for kind, start, end in self._runs:
-                edit_logits(block_RV, self._device_E2[start:end], kind)
+                edits_E2 = self._device_E2[start:end]
+                if kind is None:
+                    restore_logits(block.logits_SV, block.rows_RF, block.block_RV, edits_E2)
+                else:
+                    edit_logits(block.block_RV, edits_E2, kind)
             self._runs.clear()
             self._start = self._end
 

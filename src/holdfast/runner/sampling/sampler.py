@@ -3,7 +3,7 @@
 The order of operations is the one that vLLM's users know:
 
 raw logits -> log-probabilities
-           -> penalties -> logit bias -> ban on ending before min_tokens
+           -> allowed tokens alone -> penalties -> logit bias -> bans: bad words, an end before min_tokens
            -> temperature -> min_p -> top_k -> top_p -> one token, by a random number that (seed, position) gives
 
 Every filter keeps the first tokens of one order: the more likely first, and the smaller id among equals. The token is
@@ -25,7 +25,13 @@ from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 
 _EVERY_EDIT = SamplingParams(
-    repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}, min_tokens=9, stop_token_ids=(0,), logprobs=1
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logit_bias={0: 1.0},
+    min_tokens=9,
+    stop_token_ids=(0,),
+    allowed_token_ids=(0,),
+    logprobs=1,
 )
 
 

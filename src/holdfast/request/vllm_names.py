@@ -1,0 +1,301 @@
+"""vLLM's names: those that change nothing here, those that are not in this version, and the nearest to a wrong one; no torch.
+
+A call is settled before it is made: names and values that mean the same here are taken, those without an effect are
+taken and listed for one log line, and what would change an answer or is missing is refused with what to do.
+docs/from_vllm.md has the same tables for people; a test compares them.
+"""
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.errors import HoldfastError, shown
+
+NOT_HERE = "it is not in this version"
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """One of vLLM's names that is no name of ours."""
+
+    words: str
+    """Why it changes nothing; or, where only some values are taken, what to do about the others."""
+    taken: tuple[object, ...] | None = None
+    """Values that ask for nothing; None: all of them."""
+
+    def takes(self, value: object) -> bool:
+        # By type too: 1 == True, and a tensor compares with nothing.
+        return self.taken is None or any(type(value) is type(quiet) and value == quiet for quiet in self.taken)
+
+    @property
+    def is_missing(self) -> bool:
+        """True where some value of it asks for what is not here."""
+        return self.taken is not None
+
+
+def _same(words: str, *names: str) -> dict[str, Foreign]:
+    return {name: Foreign(words) for name in names}
+
+
+def _only(words: str, *taken: object, names: str) -> dict[str, Foreign]:
+    return {name: Foreign(words, (None, *taken)) for name in names.split()}
+
+
+ENGINE_ALIASES: Mapping[str, str] = {
+    "gpu_memory_utilization": "memory_utilization",
+    "block_size": "page_tokens",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+}
+"""vLLM's names of engine options, and ours."""
+
+SAME_ENGINE_NAMES = (
+    *("model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "load_format", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager", "device", "seed"),
+)
+"""Engine options that are called the same in both."""
+
+_GRAPHS = "graph sizes follow from the plan"
+_LOG = "statistics are asked for: llm.stats(), llm.memory"
+_ONE = "one GPU runs a model here: take quantization, a KV format or a larger GPU (holdfast plan tells what fits)"
+_TEXT = "only text is read here: leave it out"
+_LORA = "merge the adapter into the weights and open the merged folder"
+_DRAFT = "leave it out: answers are the same without a draft model"
+_GRAMMAR = "leave it out, and check answers in your program; allowed_token_ids narrows a choice"
+_POOL = "text generation alone is here: leave it out"
+_MAMBA = "no model with such layers runs here"
+_EDIT = "change config.json in a copy of the model's folder"
+
+ENGINE_NAMES: Mapping[str, Foreign] = {
+    **_same("code out of a model folder is never run, and needs no leave", "trust_remote_code", "code_revision"),
+    **_same(_LOG, "disable_log_stats", "disable_log_requests", "enable_log_requests", "aggregate_engine_logging"),
+    **_same(_LOG, "kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
+    **_same(_LOG, "show_hidden_metrics_for_version", "enable_logging_iteration_details", "log_stats_interval"),
+    **_same("nothing is swapped: a preempted sequence computes again", "swap_space", "preemption_mode"),
+    **_same(_GRAPHS, "max_seq_len_to_capture", "max_context_len_to_capture", "cudagraph_capture_sizes"),
+    **_same(_GRAPHS, "max_cudagraph_capture_size", "compilation_config", "optimization_level", "performance_mode"),
+    **_same(
+        "kernels are chosen from the plan", "attention_backend", "attention_config", "kernel_config", "moe_backend"
+    ),
+    **_same("kernels are chosen from the plan", "enable_flashinfer_autotune", "disable_cascade_attn", "ir_op_priority"),
+    **_same("one process and one GPU have nothing to reduce", "disable_custom_all_reduce", "worker_use_ray"),
+    **_same("one process and one GPU have no others", "distributed_executor_backend", "distributed_timeout_seconds"),
+    **_same("one process and one GPU have no others", "max_parallel_loading_workers", "ray_workers_use_nsight"),
+    **_same("one process and one GPU have no others", "master_addr", "master_port", "node_rank", "all2all_backend"),
+    **_same("the loop of steps has one form", "use_v2_block_manager", "num_scheduler_steps", "async_scheduling"),
+    **_same("the loop of steps has one form", "multi_step_stream_outputs", "disable_async_output_proc"),
+    **_same("the loop of steps has one form", "scheduler_delay_factor", "num_lookahead_slots", "stream_interval"),
+    **_same("the loop of steps has one form", "max_num_partial_prefills", "max_long_partial_prefills"),
+    **_same("the loop of steps has one form", "long_prefill_token_threshold", "disable_hybrid_kv_cache_manager"),
+    **_same("the loop of steps has one form", "scheduler_reserve_full_isl", "renderer_num_workers"),
+    **_same("texts are tokenized in this process", "tokenizer_pool_size", "tokenizer_pool_type"),
+    **_same("texts are tokenized in this process", "tokenizer_pool_extra_config"),
+    **_same("prefixes are compared token by token, not by hash", "prefix_caching_hash_algo"),
+    **_same("a bar shows where somebody watches", "use_tqdm_on_load"),
+    **_same("readers and chunks follow from the plan", "safetensors_load_strategy", "model_loader_extra_config"),
+    **_same("only safetensors and GGUF are read, whatever else is there", "ignore_patterns", "pt_load_map_location"),
+    **_same("a name for a server", "served_model_name"),
+    **_same("numbers of experts are the model's", "expert_placement_strategy", "eplb_config"),
+    **_same("up to 20 are reported", "max_logprobs"),
+    **_same("nothing waits for a shutdown", "shutdown_timeout", "fail_on_environ_validation"),
+    **_only("chunks are how long prompts run: leave it out", True, names="enable_chunked_prefill"),
+    **_only("the model's tokenizer.json or GGUF metadata is read", "auto", "hf", "fast", names="tokenizer_mode"),
+    **_only("config.json or GGUF metadata is read: leave it out", "auto", "hf", names="config_format"),
+    **_only("the decoder of this engine is the only one", "auto", "vllm", names="model_impl"),
+    **_only(_POOL, "auto", "generate", names="task runner"),
+    **_only(_POOL, "auto", "none", names="convert"),
+    **_only(_POOL, names="pooler_config override_pooler_config"),
+    **_only(_ONE, 1, names="tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes"),
+    **_only(_ONE, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
+    **_only(_ONE, False, names="enable_expert_parallel enable_eplb enable_dbo data_parallel_hybrid_lb"),
+    **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),
+    **_only("use kv_cache_memory, in bytes", names="num_gpu_blocks_override"),
+    **_only("use max_model_len", False, names="disable_sliding_window"),
+    **_only("first come, first served is the only order", "fcfs", names="scheduling_policy"),
+    **_only("write what you need with the streams of AsyncLLM", names="scheduler_cls logits_processors worker_cls"),
+    **_only("write what you need with the streams of AsyncLLM", "", names="worker_extension_cls"),
+    **_only(
+        _DRAFT,
+        names="speculative_config speculative_model num_speculative_tokens ngram_prompt_lookup_max "
+        "ngram_prompt_lookup_min speculative_max_model_len",
+    ),
+    **_only(_LORA, False, names="enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter"),
+    **_same("there is no LoRA here", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
+    **_same("there is no LoRA here", "lora_extra_vocab_size", "long_lora_scaling_factors", "max_prompt_adapters"),
+    **_only(_LORA, names="lora_modules qlora_adapter_name_or_path default_mm_loras lora_target_modules"),
+    **_same("there is no guided decoding here", "guided_decoding_backend"),
+    **_only(_GRAMMAR, {}, names="structured_outputs_config"),
+    **_only("split answers in your program", "", names="reasoning_parser reasoning_config logits_processor_pattern"),
+    **_only(_TEXT, {}, names="limit_mm_per_prompt mm_processor_kwargs media_io_kwargs"),
+    **_only(_TEXT, False, names="enable_mm_embeds interleave_mm_strings mm_encoder_only enable_prompt_embeds"),
+    **_same("only text is read here", "language_model_only", "mm_processor_cache_gb", "disable_mm_preprocessor_cache"),
+    **_same("only text is read here", "allowed_local_media_path", "allowed_media_domains", "skip_mm_profiling"),
+    **_only(
+        "leave it out: prompts may be token ids with a tokenizer too", False, names="skip_tokenizer_init tokens_only"
+    ),
+    **_only("download another revision into a folder, and name it", names="tokenizer_revision"),
+    **_only("name the folder as model", names="download_dir hf_config_path"),
+    **_only("log in as huggingface_hub does, or set HF_TOKEN", False, True, names="hf_token"),
+    **_only(_EDIT, {}, names="hf_overrides rope_scaling additional_config"),
+    **_only(_EDIT, names="rope_theta override_attention_dtype quantization_config"),
+    **_only(
+        "pass SamplingParams; llm.get_default_sampling_params() has the makers'", "auto", names="generation_config"
+    ),
+    **_only("pass SamplingParams with these values", {}, names="override_generation_config"),
+    **_only("llm.shutdown() gives all memory back", False, names="enable_sleep_mode"),
+    **_only("leave it out: fp8 pages have scales of their own", False, names="calculate_kv_scales"),
+    **_only("use kv_protected_layers", [], names="kv_cache_dtype_skip_layers"),
+    **_only("log-probabilities are of raw logits", "raw_logprobs", names="logprobs_mode"),
+    **_only("keys and values stay in this process", names="kv_transfer_config kv_events_config ec_transfer_config"),
+    **_only("keys and values stay in this process", False, names="kv_sharing_fast_prefill"),
+    **_only("open the model anew", names="weight_transfer_config"),
+    **_only("leave it out: HOLDFAST_LOG_LEVEL=DEBUG tells what happens", names="otlp_traces_endpoint"),
+    **_only("leave it out: HOLDFAST_LOG_LEVEL=DEBUG tells what happens", names="collect_detailed_traces"),
+    **_only("use the profiler of torch around the call", {}, names="profiler_config"),
+    **_only(_MAMBA, "auto", names="mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_config"),
+}
+"""Engine options of vLLM that are none here."""
+
+STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
+"""Names of quantization that only say how a checkpoint is stored."""
+ENGINE_VALUES: Mapping[str, Mapping[object, object]] = {
+    "dtype": {"half": "float16", "float": "float32", "torch.float16": "float16", "torch.half": "float16"}
+    | {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "quantization": {
+        "fp8_per_tensor": "fp8_tensor",
+        "fp8_per_block": "fp8_block",
+        "int8_per_channel_weight_only": "int8",
+    },
+    "max_model_len": {"auto": None, -1: None},
+    "seed": {None: 0},
+    "enable_prefix_caching": {None: True},
+    "enforce_eager": {None: False},
+}
+"""Values that vLLM's users pass, and ours."""
+_WEIGHTS = "take a checkpoint in fp8 or mxfp4, or plain weights with quantization fp8, int8 or mxfp4"
+MISSING_VALUES: Mapping[str, Mapping[str, str]] = {
+    "kv_cache_dtype": dict.fromkeys(("fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "use fp8, which is e4m3"),
+    "quantization": dict.fromkeys(
+        (
+            "awq",
+            "awq_marlin",
+            "gptq",
+            "gptq_marlin",
+            "bitsandbytes",
+            "modelopt",
+            "modelopt_fp4",
+            "nvfp4",
+            "quark",
+            "auto-round",
+            "torchao",
+            "experts_int8",
+            "moe_wna16",
+            "mxfp8",
+            "marlin",
+            "aqlm",
+            "squeezellm",
+            "hqq",
+        ),
+        _WEIGHTS,
+    ),
+    "load_format": dict.fromkeys(
+        (
+            "pt",
+            "npcache",
+            "bitsandbytes",
+            "tensorizer",
+            "sharded_state",
+            "mistral",
+            "runai_streamer",
+            "runai_streamer_sharded",
+            "fastsafetensors",
+        ),
+        "use auto, with safetensors or GGUF files",
+    ),
+}
+"""Values of options that we share, which are not in this version, and what to do."""
+
+SAME_SAMPLING_NAMES = (
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+    *("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "truncate_prompt_tokens", "skip_reading_prefix_cache"),
+)
+"""Fields of SamplingParams that are called the same in both."""
+_BEAMS = "use n, with temperature above 0, and take the best by cumulative_logprob"
+SAMPLING_NAMES: Mapping[str, Foreign] = {
+    **_same("special tokens stand as they are in a text", "spaces_between_special_tokens"),
+    **_same("generate and chat give whole outputs, stream gives deltas", "output_kind", "stream_interval"),
+    **_same("params never change, so they are never copied", "skip_clone"),
+    **_only("use n", 1, names="best_of"),
+    **_only(_BEAMS, False, names="use_beam_search early_stopping"),
+    **_only(_BEAMS, 1.0, names="length_penalty"),
+    **_only(_GRAMMAR, names="structured_outputs guided_decoding"),
+    **_only("use logit_bias, bad_words or allowed_token_ids", names="logits_processors"),
+    **_only("leave it out: nothing here reads it", {}, names="extra_args"),
+    **_only("use logprobs", names="logprob_token_ids prompt_logprob_token_ids prompt_logprob_start"),
+    **_only("log-probabilities are lists of dicts", False, names="flat_logprobs"),
+    **_only("use max_tokens", -1, names="thinking_token_budget"),
+    **_only("use repetition_penalty or frequency_penalty", names="repetition_detection"),
+    **_only("give the tokens as prompt_token_ids, with prompt_logprobs", names="trace_decode_token_ids"),
+    **_only("leave it out", 0, names="routed_experts_prompt_start"),
+}
+"""Fields of vLLM's SamplingParams that are none here."""
+
+CALL_NAMES: Mapping[str, Foreign] = {
+    **_only(_LORA, names="lora_request prompt_adapter_request"),
+    **_only("requests run in the order in which they come", 0, names="priority"),
+    **_only(_GRAMMAR, names="guided_options_request"),
+    **_only(_TEXT, {}, names="mm_processor_kwargs multi_modal_data mm_cache_salt"),
+    **_only("encode the prompt yourself: llm.get_tokenizer()", {}, names="tokenization_kwargs"),
+    **_only(
+        "content may be a text or a list of text parts",
+        "auto",
+        "string",
+        "openai",
+        names="chat_template_content_format",
+    ),
+}
+"""Arguments of vLLM's generate and chat that are none here."""
+
+
+class Settled(NamedTuple):
+    """What is left of the options of a call, and what had no effect."""
+
+    options: dict[str, object]
+    quiet: dict[str, object]
+
+
+def settle(
+    options: Mapping[str, object],
+    names: Collection[str],
+    foreign: Mapping[str, Foreign],
+    refuse: Callable[[str, str, str], HoldfastError],
+) -> Settled:
+    """Sort out the options of a call whose own names are `names`; one that nobody knows is refused with the nearest."""
+    left: dict[str, object] = {}
+    quiet: dict[str, object] = {}
+    for name, value in options.items():
+        if name in names:
+            left[name] = value
+            continue
+        known = foreign.get(name)
+        if known is None:
+            near = difflib.get_close_matches(name, [*names, *foreign], n=1)
+            do = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(names))}"
+            raise refuse(f"option {shown(name)[1:-1]}={shown(value)} was asked", "there is no such option", do)
+        if not known.takes(value):
+            raise refuse(f"{name}={shown(value)} was asked", NOT_HERE, known.words)
+        quiet[name] = value
+    return Settled(left, quiet)
+
+
+def quiet_line(quiet: Mapping[str, object], foreign: Mapping[str, Foreign]) -> str:
+    """One line for a log: names that were taken and change nothing here, and why."""
+    told: dict[str, list[str]] = {}
+    for name, value in quiet.items():
+        why = "" if foreign[name].is_missing else foreign[name].words
+        told.setdefault(why, []).append(f"{name}={shown(value, 40)}")
+    parts = [", ".join(names) + (f" ({why})" if why else "") for why, names in told.items()]
+    return f"taken without effect here: {'; '.join(parts)}"
