@@ -195,8 +195,8 @@ def test_refusals_are_exceptions_of_the_reader():
     async def work(llm, engine):
         with pytest.raises(PromptError, match="empty prompt"):
             await last(llm.generate("", PARAMS))
-        with pytest.raises(RequestError, match="max_tokens"):
-            await last(llm.generate("x", SamplingParams(max_tokens=10**6)))
+        with pytest.raises(RequestError, match="token id 10000"):
+            await last(llm.generate("x", SamplingParams(stop_token_ids=[10000])))
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate("x", PARAMS, "same"))) for _ in range(2)]
         tasks += [asyncio.create_task(last(llm.generate("x", PARAMS))) for _ in range(4)]

@@ -122,6 +122,23 @@ def test_the_answer_fits_the_context_by_default(here: Here, tiny: Path) -> None:
     assert found["finish_reason"] == "length"
 
 
+def test_more_tokens_than_there_is_room_for_are_cut_with_a_line(here: Here, tiny: Path) -> None:
+    ended = here("run", tiny, "-p", "Hello", "--max-tokens", "10000", "--ignore-eos", "--json")
+    assert ended.code == 0, ended
+    record = json.loads(ended.out)
+    assert (record["finish_reason"], record["usage"]["total_tokens"]) == ("length", 256)
+    assert ended.err.count("max_tokens=10000 was asked after a prompt of") == 1
+
+
+def test_control_tokens_in_a_prompt_are_text_unless_they_are_allowed(here: Here, tiny: Path) -> None:
+    options = ("run", tiny, "-p", "a</s>b", "--max-tokens", "1", "--json")
+    counts = [
+        json.loads(here(*options, *more).out)["usage"]["prompt_tokens"] for more in ((), ("--allow-special-tokens",))
+    ]
+    assert counts == [len("[u]a</s>b[a]"), len("[u]ab[a]") + 1]
+    assert json.loads(here(*options, "--raw").out)["usage"]["prompt_tokens"] == 3
+
+
 def test_an_answer_that_was_cut_says_so(here: Here, tiny: Path) -> None:
     told = "cut at 9 tokens; --max-tokens N allows more, within the context"
     options = (tiny, "-p", "Hello", "--ignore-eos", "--max-model-len", "20")
@@ -167,7 +184,6 @@ def test_bad_options_are_refused_before_anything_is_opened(here: Here, options: 
 BAD_REQUESTS = [
     (("-p", "x" * 300), "the context holds 256"),
     (("-p", "x" * 300, "--max-model-len", "64"), "the context holds 64"),
-    (("-p", "Hello", "--max-tokens", "10000"), "max_tokens=10000 was asked"),
     (("-p", ""), "an empty prompt was given"),
     ((), "with no prompt"),
     (("-p", "\udc80"), "surrogate"),

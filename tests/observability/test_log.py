@@ -1,6 +1,10 @@
 """The logger: quiet until asked, once however often it is asked, and a wrong level is no reason to fall."""
 
 import logging
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -51,3 +55,53 @@ def test_a_level_that_does_not_exist_leaves_the_default(monkeypatch: pytest.Monk
     monkeypatch.setenv(LOG_LEVEL_VARIABLE, "chatty")
     log_to_stderr("ERROR")
     assert logging.getLogger("holdfast").level == logging.ERROR
+
+
+SCRIPT = """
+import logging, sys
+from holdfast.observability.log import get_logger, log_in_scripts
+{before}
+log_in_scripts()
+log_in_scripts()
+get_logger("engine").info("a detail")
+get_logger("engine").warning("a warning")
+{after}
+get_logger("engine").warning("another")
+assert logging.getLogger().level == logging.WARNING, "the root logger is the program's"
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "before", "after", "lines"),
+    [
+        (None, "", "", ["WARNING holdfast.engine: a warning", "WARNING holdfast.engine: another"]),
+        (
+            "info",
+            "",
+            "",
+            [
+                "INFO holdfast.engine: a detail",
+                "WARNING holdfast.engine: a warning",
+                "WARNING holdfast.engine: another",
+            ],
+        ),
+        ("error", "", "", []),
+        ("chatty", "", "", ["WARNING holdfast.engine: a warning", "WARNING holdfast.engine: another"]),
+        ("info", "logging.basicConfig(format='app %(message)s')", "", ["app a detail", "app a warning", "app another"]),
+        (
+            None,
+            "",
+            "logging.basicConfig(format='app %(message)s')",
+            ["WARNING holdfast.engine: a warning", "app another"],
+        ),
+        ("info", "logging.getLogger('holdfast').setLevel('ERROR')", "", []),
+    ],
+    ids=["default", "info", "error", "unknown", "configured", "configured later", "level of the program"],
+)
+def test_a_script_sees_the_log_once(level: str | None, before: str, after: str, lines: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != LOG_LEVEL_VARIABLE}
+    environment |= {LOG_LEVEL_VARIABLE: level} if level else {}
+    code = SCRIPT.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [re.sub(r" \d\d:\d\d:\d\d ", " ", line) for line in done.stderr.splitlines()] == lines

@@ -1,22 +1,39 @@
 """The entry point of `holdfast`: however a command ends, an exit code and at most one line on stderr; no torch."""
 
+import errno
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 
-from holdfast.cli.terminal import DEBUG_VARIABLE, FAILED, INTERRUPTED, is_debugging, leave_on_interrupt, write_line
+from holdfast.cli.terminal import (
+    DEBUG_VARIABLE,
+    FAILED,
+    INTERRUPTED,
+    escape_unwritable,
+    is_debugging,
+    leave_on_interrupt,
+    write_line,
+)
 from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, RequestError
 
 WRONG_USE = 2
 PIPE_CLOSED = 141
 """What a shell shows for a program that SIGPIPE ended."""
 MAX_CHAIN = 32
+NO_MEMORY = "more memory was asked; the machine has no more; take a smaller model, dtype or max_model_len"
+OUT_OF_MEMORY = (
+    *("failed to map segment", "cannot allocate memory", "can't allocate memory", "can't start new thread"),
+    *("not enough memory", "cannot apply additional memory protection", "std::bad_alloc"),
+)
+"""What libraries say, in small letters, where memory or address space ends."""
 
 
 def main() -> None:
     """Run the command that the process was started with."""
     leave_on_interrupt()
+    escape_unwritable()
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
         # The interpreter would take another second to put torch away.
@@ -61,6 +78,9 @@ def report(error: BaseException) -> int:
 
 def in_words(error: BaseException) -> str:
     """What was asked, what is there, what to do."""
+    limited = _limit_words(error)
+    if limited is not None:
+        return limited
     if isinstance(error, HoldfastError):
         return str(error)
     if isinstance(error, OSError):
@@ -68,13 +88,43 @@ def in_words(error: BaseException) -> str:
         return (
             f"{ascii(what)[1:-1]} was needed; {error.strerror or error}; check the path, its permissions and the disk"
         )
-    if isinstance(error, MemoryError):
-        return "more memory was asked; the machine has no more; take a smaller model, dtype or max_model_len"
     words = " ".join(str(error).split())[:300] or "no message"
     return (
         f"holdfast stopped at {type(error).__name__}: {words}; this is a fault of its own; "
         f"set {DEBUG_VARIABLE}=1 for the traceback and report it"
     )
+
+
+def _limit_words(error: BaseException) -> str | None:
+    """Where a limit of the process is behind an error, however a library tells it; None elsewhere."""
+    chain = list(_chain(error))
+    numbers = {part.errno for part in chain if isinstance(part, OSError)}
+    told = " ".join(str(part) for part in chain if not isinstance(part, HoldfastError)).lower()
+    if errno.EMFILE in numbers or "too many open files" in told:
+        return (
+            f"one more file was to be opened; this process may hold {_limit('RLIMIT_NOFILE')} (ulimit -n); "
+            "raise it, as with ulimit -n 1024"
+        )
+    lacks_memory = errno.ENOMEM in numbers or any(isinstance(part, MemoryError) for part in chain)
+    if not lacks_memory and not any(words in told for words in OUT_OF_MEMORY):
+        return None
+    address_space = _limit("RLIMIT_AS")
+    if address_space is None:
+        return None if not lacks_memory and "thread" not in told else NO_MEMORY
+    return (
+        f"more memory was asked; this process may map {address_space >> 20} MiB (ulimit -v), and libraries, weights and "
+        "pages need more; raise the limit, as with ulimit -v unlimited: memory_limit bounds what the engine takes"
+    )
+
+
+def _limit(name: str) -> int | None:
+    """A limit of this process; None where there is none, or the system knows no limits."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _draw_refusal(error: MemoryPlanError) -> None:
@@ -88,13 +138,16 @@ def _draw_refusal(error: MemoryPlanError) -> None:
 
 def _was_interrupted(error: BaseException | None) -> bool:
     """True also where a library made an error of its own out of Ctrl-C, as some do while they are imported."""
+    return any(isinstance(part, KeyboardInterrupt) for part in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
     for _ in range(MAX_CHAIN):
         if error is None:
-            return False
-        if isinstance(error, KeyboardInterrupt):
-            return True
+            return
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def _discard_unwritten() -> None:

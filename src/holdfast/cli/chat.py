@@ -23,7 +23,7 @@ from holdfast.cli.opened_model import (
 )
 from holdfast.cli.options import SAMPLING_SETTINGS, Given, read_count
 from holdfast.cli.tables import memory_lines, show_beside
-from holdfast.cli.terminal import FAILED, dumps, write_answer, write_line
+from holdfast.cli.terminal import FAILED, dumps, quoted, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.outputs import OutputAssembler
@@ -109,6 +109,9 @@ class Typed:
             except EOFError:
                 write_line("")
                 return
+            except UnicodeDecodeError as error:
+                write_line(f"error: a line that is not {error.encoding} was typed; it was left out; set LC_ALL=C.UTF-8")
+                continue
             except KeyboardInterrupt:
                 if was_interrupted:
                     write_line("")
@@ -311,7 +314,7 @@ class ChatSession:
     def _undo(self, rest: str) -> None:
         turn = self.history.take_back()
         self._speed = None
-        write_line("(there is nothing to take back)" if turn is None else f"(taken back: {shown(turn[0])})")
+        write_line("(there is nothing to take back)" if turn is None else f"(taken back: '{quoted(turn[0])}')")
 
     def _retry(self, rest: str) -> None:
         turn = self.history.take_back()
@@ -417,6 +420,10 @@ def chat(
 ) -> int:
     """Talk until the input ends; the exit code."""
     sampling_params(sampling, GenerationDefaults())
+    if sys.stdin is None:
+        raise ConfigError(
+            "a chat was asked", "standard input is closed", "start it at a terminal, or pipe messages in, a line each"
+        )
     # One conversation is all that will come, so memory is planned for one.
     config = EngineConfig.from_options(model=model, **({"max_num_seqs": 1} | engine))
     is_watched = sys.stdin is not None and sys.stdin.isatty()

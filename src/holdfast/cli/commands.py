@@ -34,6 +34,7 @@ from holdfast.cli.options import (
 )
 from holdfast.cli.terminal import FAILED
 from holdfast.errors import ConfigError
+from holdfast.request.vllm_names import ENGINE_NAMES, NOT_HERE
 
 PROGRAM = "holdfast"
 ABOUT = "An LLM inference engine that plans its memory, takes it once, and holds it."
@@ -173,6 +174,10 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: It
     if option is None:
         asked, has, meant = f"argument {ascii(extras[0])[1:-1]} was asked", "takes no further argument", ""
     else:
+        known = ENGINE_NAMES.get(option.lstrip("-").replace("-", "_"))
+        if known is not None:
+            has = NOT_HERE if known.is_missing else "vLLM has it, and it would have no effect here"
+            raise ConfigError(f"option {option} was asked", has, known.words if known.is_missing else "leave it out")
         asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, flags)
     raise ConfigError(asked, f"{parser.prog} {has}", f"{meant}run {parser.prog} --help")
 

@@ -1,5 +1,6 @@
 """The process of a command: Ctrl-C, exit codes, answers to stdout, lines and log to stderr, strict JSON; no torch."""
 
+import io
 import json
 import math
 import os
@@ -24,6 +25,13 @@ DEBUG_VARIABLE = "HOLDFAST_DEBUG"
 """Tracebacks come only where it asks for them."""
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def escape_unwritable() -> None:
+    """From now on a character that a stream cannot encode is written as an escape, such as \\u2588, and raises nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def leave_on_interrupt() -> None:
@@ -100,6 +108,12 @@ def write_answer(text: str) -> None:
     if text and sys.stdout is not None:
         sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+
+def quoted(text: str, max_chars: int = 80) -> str:
+    """A part of what somebody typed, on one line, as a terminal can show it."""
+    words = for_terminal(" ".join(text.split()))
+    return words if len(words) <= max_chars else f"{words[: max_chars - 3]}..."
 
 
 def dumps(value: object, indent: int | None = None) -> str:

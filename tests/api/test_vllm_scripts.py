@@ -1,0 +1,253 @@
+"""Scripts as vLLM's users write them run here with only their import line changed."""
+
+import asyncio
+import copy
+import io
+import json
+import multiprocessing
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from cli.cli_models import make_model
+from engine.fakes import make_engine
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.llm import LLM
+from holdfast.api.progress import GenerationBar, is_watched
+from holdfast.errors import HoldfastError, KeywordError, PromptError, TransferError
+from holdfast.request.sampling_params import SamplingParams
+
+BATCH = """
+from vllm import LLM, SamplingParams
+
+prompts = ["Hello, my name is", "The future of AI is"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=6, seed=3, logprobs=2, n=2, best_of=None)
+llm = LLM(model=MODEL, tensor_parallel_size=1, trust_remote_code=True, gpu_memory_utilization=0.5, swap_space=4,
+          enforce_eager=True, max_model_len=128, dtype="float", disable_log_stats=True, tokenizer_mode="auto")
+outputs = llm.generate(prompts=prompts, sampling_params=sampling_params, use_tqdm=False, lora_request=None)
+results = []
+for output in outputs:
+    for completion in output.outputs:
+        results.append({
+            "id": output.request_id, "prompt": output.prompt, "ids": output.prompt_token_ids, "text": completion.text,
+            "tokens": list(completion.token_ids), "sum": completion.cumulative_logprob, "why": completion.finish_reason,
+            "stop": completion.stop_reason, "finished": output.finished,
+            "best": [max(step.values(), key=lambda entry: entry.logprob).decoded_token for step in completion.logprobs],
+        })
+del llm
+"""
+
+CHAT = """
+from vllm import LLM
+
+llm = LLM(MODEL, max_model_len=200, seed=None, compilation_config={}, quantization=None)
+sampling_params = llm.get_default_sampling_params()
+sampling_params.max_tokens = 5
+sampling_params.temperature = 0
+conversation = [{"role": "system", "content": "You are kind"}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+outputs = llm.chat([conversation, conversation[1:]], sampling_params, use_tqdm=False, add_generation_prompt=True,
+                   continue_final_message=False, tools=None, chat_template_content_format="auto",
+                   chat_template_kwargs={"enable_thinking": False})
+results = [{"text": output.outputs[0].text, "tokens": list(output.outputs[0].token_ids)} for output in outputs]
+own = llm.chat(conversation[1:], sampling_params, chat_template="{{ messages[0].content }}!", use_tqdm=False)
+results.append({"prompt": own[0].prompt})
+"""
+
+TOKENS = """
+from vllm import LLM, SamplingParams, TokensPrompt, TextPrompt
+
+llm = LLM(model=MODEL, max_num_seqs=4, max_model_len=200, disable_custom_all_reduce=True, block_size=16)
+tokenizer = llm.get_tokenizer()
+text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+ids = tokenizer.encode(text, add_special_tokens=False)
+assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True) == ids
+params = SamplingParams(temperature=0.0, max_tokens=5, stop_token_ids=[tokenizer.eos_token_id], ignore_eos=True,
+                        bad_words=["z"], skip_special_tokens=False, spaces_between_special_tokens=True)
+ways = [text, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=ids), {"prompt_token_ids": ids}, ids]
+outputs = llm.generate(ways, params, use_tqdm=False)
+outputs += llm.generate(prompt_token_ids=[ids], sampling_params=params, use_tqdm=False)
+results = [{"tokens": list(output.outputs[0].token_ids)} for output in outputs]
+allowed = SamplingParams(allowed_token_ids=tokenizer.convert_tokens_to_ids(["a", "b"]), max_tokens=8, ignore_eos=True)
+results.append({"letters": tokenizer.decode(llm.generate(text, allowed, use_tqdm=False)[0].outputs[0].token_ids)})
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("vllm") / "model")
+
+
+def run(script: str, model: Path) -> list[dict]:
+    """The script with its import line changed, and nothing else."""
+    assert script.count("from vllm import") == 1
+    names: dict[str, object] = {"MODEL": model}
+    exec(script.replace("from vllm import", "from holdfast import"), names)
+    if isinstance(names.get("llm"), LLM):
+        names["llm"].shutdown()
+    json.dumps(names["results"])
+    return names["results"]
+
+
+def test_a_batch_of_prompts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    results = run(BATCH, model)
+    assert [result["prompt"] for result in results] == ["Hello, my name is"] * 2 + ["The future of AI is"] * 2
+    assert all(len(result["tokens"]) == len(result["best"]) <= 6 and result["sum"] < 0 for result in results)
+    assert {result["why"] for result in results} <= {"length", "stop"}
+    assert all(result["finished"] and result["ids"] for result in results)
+    (line,) = [record.getMessage() for record in caplog.records if "taken without effect" in record.getMessage()]
+    for name in ("tensor_parallel_size", "trust_remote_code", "swap_space", "disable_log_stats", "tokenizer_mode"):
+        assert name in line
+
+
+def test_a_chat(model: Path) -> None:
+    first, second, own = run(CHAT, model)
+    assert 1 <= len(first["tokens"]) <= 5
+    assert 1 <= len(second["tokens"]) <= 5
+    assert own["prompt"] == "Hi!"
+
+
+def test_tokens_in_every_way(model: Path) -> None:
+    *ways, letters = run(TOKENS, model)
+    assert len(ways) == 6
+    assert all(way == ways[0] for way in ways)
+    assert set(letters["letters"]) <= {"a", "b"}
+
+
+def make_llm(**options) -> LLM:
+    return LLM.from_engine(make_engine(**options))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.generate("x", sampling_param=None), "did you mean sampling_params?"),
+        (lambda llm: llm.generate("x", lora_request=object()), "lora_request=.* it is not in this version; merge"),
+        (lambda llm: llm.generate("x", priority=[1]), "requests run in the order in which they come"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], add_generation_promt=True), "did you mean add_gen"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], lora_request=1), "not in this version"),
+        (lambda llm: llm.stream("x", cachesalt="x"), "did you mean cache_salt"),
+    ],
+)
+def test_a_wrong_keyword_tells_the_nearest(call, words: str) -> None:
+    with pytest.raises(TypeError, match=words) as caught:
+        call(make_llm())
+    assert isinstance(caught.value, KeywordError)
+
+
+def test_prompts_are_given_once() -> None:
+    with pytest.raises(PromptError, match="no prompts were given"):
+        make_llm().generate()
+    with pytest.raises(PromptError, match="prompts and prompt_token_ids were given"):
+        make_llm().generate("x", prompt_token_ids=[[1]])
+
+
+def test_without_params_the_makers_advice_holds() -> None:
+    from holdfast.loading.planning.open_model import GenerationDefaults
+
+    engine = make_engine(max_model_len=20)
+    engine.generation = GenerationDefaults(temperature=0.0)
+    greedy = SamplingParams(temperature=0.0)
+    llm = LLM.from_engine(engine)
+    assert llm.generate("Hello")[0].outputs == llm.generate("Hello", greedy)[0].outputs
+
+
+def test_an_answer_beyond_the_room_ends_with_length() -> None:
+    (output,) = make_llm(max_model_len=32).generate("Hello", SamplingParams(temperature=0.0, max_tokens=5000))
+    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 27)
+
+
+def test_without_detokenizing_there_are_tokens_alone() -> None:
+    (output,) = make_llm().generate("Hello", SamplingParams(temperature=0.0, max_tokens=4, detokenize=False))
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 4)
+
+
+def test_the_prefix_cache_may_be_left_aside() -> None:
+    llm = make_llm()
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    llm.generate("x" * 40, params)
+    assert llm.generate("x" * 40, params)[0].num_cached_tokens > 0
+    params.skip_reading_prefix_cache = True
+    assert llm.generate("x" * 40, params)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "move", [pickle.dumps, copy.copy, copy.deepcopy, multiprocessing.reduction.ForkingPickler.dumps]
+)
+@pytest.mark.parametrize("kind", ["llm", "async", "engine", "inside a list"])
+def test_a_model_is_not_pickled_in_one_sentence(move, kind: str) -> None:
+    engine = make_engine()
+    if kind == "async":
+        subject = AsyncLLM.from_engine(engine)
+    else:
+        subject = {"llm": LLM.from_engine(engine), "engine": engine, "inside a list": [LLM.from_engine(engine)]}[kind]
+    if kind == "inside a list" and move is copy.copy:
+        return
+    with pytest.raises(
+        TypeError, match=r"was to be pickled or copied; .* belong to this process; send prompts"
+    ) as caught:
+        move(subject)
+    assert isinstance(caught.value, TransferError)
+    assert isinstance(caught.value, HoldfastError)
+    if kind == "async":
+        subject.shutdown()
+
+
+def test_the_tokenizer_of_a_program() -> None:
+    tokenizer = make_llm().get_tokenizer()
+    ids = tokenizer.encode("Hé<eos>")
+    assert tokenizer.decode(ids) == "Hé<eos>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hé"
+    assert tokenizer.batch_decode([ids, [72]]) == ["Hé<eos>", "H"]
+    assert tokenizer("ab") == {"input_ids": [97, 98], "attention_mask": [1, 1]}
+    assert tokenizer(["a", "bc"])["input_ids"] == [[97], [98, 99]]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<eos>", 257, None)
+    assert tokenizer.convert_tokens_to_ids("<eos>") == 257
+    assert tokenizer.convert_ids_to_tokens([97, 257]) == ["a", "<eos>"]
+    assert tokenizer.tokenize("ab") == ["a", "b"]
+    assert 257 in tokenizer.all_special_ids
+    assert len(tokenizer) == tokenizer.vocab_size
+    message = [{"role": "user", "content": "a<eos>"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "user: a<eos>\n"
+    assert 257 not in tokenizer.apply_chat_template(message)
+    assert 257 in tokenizer.apply_chat_template(message, allow_special_tokens=True)
+    assert tokenizer.apply_chat_template([message, message], tokenize=False) == ["user: a<eos>\n"] * 2
+    for wrong in ("text", [[1], [2]], None):
+        with pytest.raises(PromptError, match="a list of integers works"):
+            tokenizer.decode(wrong)
+
+
+def test_control_tokens_of_a_chat_are_text_in_every_call() -> None:
+    message = [{"role": "user", "content": "a<eos>"}]
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    llm = make_llm()
+    assert 257 not in llm.chat(message, params)[0].prompt_token_ids
+    assert 257 in llm.chat(message, params, allow_special_tokens=True)[0].prompt_token_ids
+    assert 257 in llm.generate("a<eos>", params)[0].prompt_token_ids
+
+    async def ask() -> list[int]:
+        async with AsyncLLM.from_engine(make_engine()) as asynchronous:
+            return [output async for output in asynchronous.chat(message, params)][-1].prompt_token_ids
+
+    assert 257 not in asyncio.run(ask())
+
+
+class ZMQInteractiveShell:
+    """The class of a notebook's shell."""
+
+
+@pytest.mark.parametrize("shell", [ZMQInteractiveShell(), None])
+def test_a_notebook_shows_bars_and_a_log_file_none(monkeypatch: pytest.MonkeyPatch, shell: object) -> None:
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert is_watched() is (shell is not None)
+    with GenerationBar(2, wanted=True) as bar:
+        bar.update(1, 10, 10)
+        bar.update(2, 20, 20)
+    assert ("2/2" in stream.getvalue()) is (shell is not None)

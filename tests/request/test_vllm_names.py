@@ -1,0 +1,127 @@
+"""vLLM's names: every one is ours, has no effect, or is refused with what to do; and docs/from_vllm.md says the same."""
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.vllm_names import (
+    CALL_NAMES,
+    ENGINE_ALIASES,
+    ENGINE_NAMES,
+    ENGINE_VALUES,
+    MISSING_VALUES,
+    SAME_ENGINE_NAMES,
+    SAME_SAMPLING_NAMES,
+    SAMPLING_NAMES,
+    STORED_AS_IS,
+    Foreign,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from_vllm.md").read_text(encoding="utf-8")
+FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
+PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def section(title: str) -> set[str]:
+    """Names in the section of the page with this heading."""
+    (text,) = re.findall(rf"^### {re.escape(title)}$(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def missing(table: dict[str, Foreign]) -> set[str]:
+    return {name for name, foreign in table.items() if foreign.is_missing}
+
+
+def test_the_tables_name_what_is_there() -> None:
+    assert set(SAME_ENGINE_NAMES) <= FIELDS
+    assert set(ENGINE_ALIASES.values()) <= FIELDS
+    assert set(SAME_SAMPLING_NAMES) == PARAMS
+    assert not ENGINE_NAMES.keys() & (FIELDS | ENGINE_ALIASES.keys())
+    assert not SAMPLING_NAMES.keys() & PARAMS
+    assert {*ENGINE_VALUES, *MISSING_VALUES} <= FIELDS
+
+
+def test_the_page_for_vllms_users_has_every_name() -> None:
+    assert section("Engine options: the same") == set(SAME_ENGINE_NAMES)
+    assert section("Engine options: without effect") == set(ENGINE_NAMES) - missing(ENGINE_NAMES)
+    assert section("Engine options: not in this version") == missing(ENGINE_NAMES)
+    assert section("SamplingParams: the same") == set(SAME_SAMPLING_NAMES)
+    assert section("SamplingParams: without effect") == set(SAMPLING_NAMES) - missing(SAMPLING_NAMES)
+    assert section("SamplingParams: not in this version") == missing(SAMPLING_NAMES)
+    assert section("generate and chat: not in this version") == missing(CALL_NAMES)
+    for alias, name in ENGINE_ALIASES.items():
+        assert f"| `{alias}` | `{name}` |" in PAGE
+
+
+def test_names_without_effect_are_taken_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig.from_options(
+        model="m", trust_remote_code=True, swap_space=4, tensor_parallel_size=1, disable_log_stats=True, max_num_seqs=3
+    )
+    assert config == EngineConfig(model="m", max_num_seqs=3)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for words in ("trust_remote_code=True (code out of a model folder is never run", "swap_space=4", "parallel_size=1"):
+        assert words in record.getMessage()
+    caplog.clear()
+    EngineConfig.from_options(model="m")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_NAMES))
+def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
+    foreign = ENGINE_NAMES[name]
+    for value in foreign.taken or ("anything",):
+        assert EngineConfig.from_options(**{name: value}) == EngineConfig()
+    if foreign.is_missing:
+        with pytest.raises(ConfigError, match=rf"{name}='something' was asked; it is not in this version; \w+"):
+            EngineConfig.from_options(**{name: "something"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "one GPU runs a model here"),
+        ({"tensor_parallel_size": True}, "not in this version"),
+        ({"enable_lora": True}, "merge the adapter"),
+        ({"speculative_config": {"model": "x"}}, "leave it out"),
+        ({"cpu_offload_gb": 4}, "memory_limit"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "use fp8, which is e4m3"),
+        ({"quantization": "awq"}, "quantization fp8, int8 or mxfp4"),
+        ({"tensor_parallel": 1}, "did you mean tensor_parallel_size"),
+        ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization"),
+        ({"trust_remote_cod": True}, "did you mean trust_remote_code"),
+        ({"xyzzy": 1}, "the names are"),
+    ],
+)
+def test_what_is_missing_and_what_is_wrong_say_what_to_do(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        EngineConfig.from_options(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_of_vllm_are_understood(tmp_path: Path) -> None:
+    import torch
+
+    for given, own in (
+        ("half", "float16"),
+        ("float", "float32"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.half, "float16"),
+    ):
+        assert EngineConfig.from_options(dtype=given).dtype == own
+    assert EngineConfig.from_options(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
+    assert EngineConfig.from_options(model=tmp_path, tokenizer=tmp_path).model == str(tmp_path)
+    assert EngineConfig.from_options(seed=None, enforce_eager=None, max_model_len=-1) == EngineConfig()
+    assert EngineConfig.from_options(quantization="fp8_per_block").quantization == "fp8_block"
+
+
+@pytest.mark.parametrize("name", STORED_AS_IS)
+def test_how_a_checkpoint_is_stored_may_be_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineConfig.from_options(quantization=name) == EngineConfig()
+    assert f"quantization='{name}' (a checkpoint that is quantized loads as it is stored)" in caplog.text
