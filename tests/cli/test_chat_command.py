@@ -239,11 +239,11 @@ def test_retry_answers_the_same_question_again(chat: Chat) -> None:
 def test_retry_that_fails_keeps_the_answer_there_was(chat: Chat) -> None:
     chat("Hello")
     before = chat.contents
-    _, err = chat("/set max_tokens=5000", "/retry")
-    assert "max_tokens=5000" in err
+    _, err = chat("/set stop_token_ids=99999", "/retry")
+    assert "token id 99999" in err
     assert chat.contents == before
     chat.answers.interrupt_at = 0
-    chat("/set max_tokens=5", "/retry")
+    chat("/set stop_token_ids=0", "/retry")
     assert chat.contents == before
 
 
