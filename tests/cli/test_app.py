@@ -258,3 +258,8 @@ def test_a_refused_plan_is_drawn_for_whoever_watches_and_is_one_line_elsewhere(
     assert re.search(r"short +2.00 GiB", told)
     assert app.report(MemoryPlanError(*CLAUSES)) == 1
     assert capsys.readouterr().err == line, "not every refusal has a table"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"holdfast {__version__}\n", "")

@@ -9,6 +9,7 @@ from cli.cli_models import Here
 from holdfast.cli.commands import COMMANDS
 
 PAGES = [command.path for command in COMMANDS]
+FEW_PANELS = {("cache",): [], ("doctor",): ["Output"], ("completion",): ["Arguments"]}
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> No
     ended = here(*page, "--help")
     assert ended.code == 0
     assert ended.err == ""
-    panels = [] if page == ("cache",) else ["Arguments", "Model", "Memory", "Output"]
+    panels = FEW_PANELS.get(page, ["Arguments", "Model", "Memory", "Output"])
     assert all(re.search(rf"^{panel}:$", ended.out, re.MULTILINE) for panel in ("Options", *panels)), ended.out
     assert max(map(len, ended.out.splitlines())) <= 120
     examples = [line.strip() for line in ended.out.splitlines() if re.match(rf"\s+(.*\| )?holdfast {page[0]}\b", line)]
@@ -47,7 +48,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 @pytest.mark.usefixtures("wide")
 def test_all_commands_are_listed(here: Here) -> None:
     shown = here("--help").out
-    names = ("run", "chat", "plan", "cache", "bench", "eval")
+    names = ("run", "chat", "plan", "cache", "doctor", "completion", "bench", "eval")
     assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
     assert re.findall(r"^  ([a-z]+) +\S", here("eval").out.partition("Commands:")[2], re.MULTILINE) == ["kv", "weights"]
 

@@ -48,6 +48,9 @@ print(json.dumps(results))
 """
 )
 
+RUNS_TO_COMPILE = len(list(native_library.SOURCES.glob("*.c"))) + 1
+"""Of the compiler: once a file, and once to make a library of them."""
+
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is there")
 
 
@@ -104,10 +107,25 @@ def test_compiled_once_and_kept_by_processes_that_start_together_too(tmp_path, r
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "something was left behind"
     compiled, written = num_runs(real_compiler), path.stat().st_mtime_ns
-    assert 1 <= compiled <= 2
+    assert compiled in (RUNS_TO_COMPILE, 2 * RUNS_TO_COMPILE)
     assert finish(start(LOAD, **environment)) == (path, "")
     assert num_runs(real_compiler) == compiled, "the third process compiled again"
     assert path.stat().st_mtime_ns == written
+
+
+def test_compiling_is_counted_and_nothing_is_where_it_is_done(tmp_path, real_compiler, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", path_with(real_compiler))
+    seen: list[tuple[Path, int, int]] = []
+    native_library.compile_native(lambda *told: seen.append(told))
+    build, total = native_library.find_native_build(), RUNS_TO_COMPILE - 1
+    assert build.compiler == str(real_compiler / "cc")
+    assert build.path.exists()
+    assert seen == [(build.path, num_done, total) for num_done in range(total + 1)]
+    native_library.compile_native(lambda *told: pytest.fail("it is compiled already"))
+    monkeypatch.setenv("PATH", path_with(make_compiler(tmp_path / "broken", "exit 1")))
+    native_library.compile_native(lambda path, num_done, num_total: None)
+    assert not native_library.find_native_build().path.exists()
 
 
 def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatch):
@@ -117,7 +135,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatc
     path, log = finish(start(LOAD, PATH=path_with(real_compiler)))
     assert path == damaged, log
     assert "is damaged and is compiled again" in log
-    assert num_runs(real_compiler) == 1
+    assert num_runs(real_compiler) == RUNS_TO_COMPILE
 
 
 def test_a_change_of_any_source_asks_for_another_library(tmp_path, monkeypatch):

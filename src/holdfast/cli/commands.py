@@ -90,8 +90,7 @@ def _show_group(arguments: Sequence[str]) -> int:
     parser = _group_parser(path)
     rest = arguments[len(path) :]
     if rest and not rest[0].startswith("-"):
-        names = dict.fromkeys(command.path[len(path)] for command in COMMANDS if command.path[: len(path)] == path)
-        meant = _nearest(rest[0], names)
+        meant = _nearest(rest[0], _next_names(path))
         raise ConfigError(
             f"command {ascii(rest[0])[1:-1]} was asked",
             f"{parser.prog} has no such command",
@@ -263,6 +262,36 @@ def _run_eval_weights(own: Given, engine: Given, sampling: Given) -> None:
     eval_weights(WeightEvalOptions(**own), engine)
 
 
+def _run_doctor(own: Given, engine: Given, sampling: Given) -> int:
+    from holdfast.cli.doctor import doctor
+
+    return doctor(own["as_json"])
+
+
+def _run_completion(own: Given, engine: Given, sampling: Given) -> None:
+    from holdfast.cli.completion import Page, Row, row_of, write_completion
+
+    help_row = Row(HELP_FLAGS, "Show this page.")
+    pages = [
+        Page(
+            path,
+            summary,
+            (help_row, *(() if path else (Row(VERSION_FLAGS, "Print the version."),))),
+            tuple(_next_names(path)),
+        )
+        for path, summary in GROUPS.items()
+    ]
+    for command in COMMANDS:
+        rows = tuple(row_of(row, command.path) for row in command.rows)
+        pages.append(Page(command.path, command.summary, (*rows, help_row)))
+    write_completion(own["shell"], pages)
+
+
+def _next_names(path: tuple[str, ...]) -> Iterable[str]:
+    """What may be typed behind the beginning of a command."""
+    return dict.fromkeys(command.path[len(path)] for command in COMMANDS if command.path[: len(path)] == path)
+
+
 def _file(name: str, flag: str, help: str) -> Option:
     """An option that names a file to write."""
     return Option(name, help, "FILE", panel=OUTPUT, flags=(flag,))
@@ -392,6 +421,27 @@ COMMANDS = (
         (Option("clear", "Remove all that no process reads."),),
         _run_cache,
         examples=("holdfast cache", "holdfast cache --clear"),
+    ),
+    Command(
+        ("doctor",),
+        "Tell what is here (torch, CUDA, Triton, GPUs, a compiler, caches, models) and what is missing for what.",
+        (Option("as_json", "Print one JSON object and nothing else.", panel=OUTPUT, flags=("--json",)),),
+        _run_doctor,
+        "Exits with 0 where a model can run, on a GPU or on a CPU, and with 1 where none can. It changes nothing and "
+        "asks nothing of a network.",
+        ("holdfast doctor", "holdfast doctor --json"),
+    ),
+    Command(
+        ("completion",),
+        "Print a script that completes commands, options, formats, GPUs and names of models when Tab is pressed.",
+        (Option("shell", "The shell: bash, zsh or fish.", "SHELL", panel=ARGUMENTS),),
+        _run_completion,
+        'Put eval "$(holdfast completion bash)" into ~/.bashrc, or eval "$(holdfast completion zsh)" into ~/.zshrc behind '
+        "compinit; or keep the script where the shell looks for it, and print it anew after an update.",
+        (
+            "holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast",
+            "holdfast completion fish > ~/.config/fish/completions/holdfast.fish",
+        ),
     ),
     Command(
         ("bench", "latency"),

@@ -11,9 +11,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -22,8 +25,10 @@ from holdfast.observability.log import get_logger
 NATIVE_VARIABLE = "HOLDFAST_NATIVE"
 CACHE_VARIABLE = "HOLDFAST_CACHE"
 SOURCES = Path(__file__).parent / "native"
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILE_SECONDS = 120
+OnCompile = Callable[[Path, int, int], None]
+"""Told where the library will lie, how many files are compiled and how many there are; first of all of none."""
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
@@ -48,6 +53,19 @@ def native_library() -> ctypes.CDLL | None:
     return library
 
 
+def compile_native(on_compile: OnCompile) -> None:
+    """Compile the kernels where they are not compiled yet, and count; else, and where that fails, do nothing.
+
+    Whoever wants them calls `native_library`, which says what is wrong.
+    """
+    try:
+        build = find_native_build()
+        if not build.path.exists():
+            _compile(build, on_compile)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("compiling the CPU kernels failed: %s", _words(error))
+
+
 def native_for(*tensors: torch.Tensor | None) -> ctypes.CDLL | None:
     """The kernels where they can run on these tensors (float32 on the CPU, laid out in order), else None."""
     for tensor in tensors:
@@ -56,21 +74,40 @@ def native_for(*tensors: torch.Tensor | None) -> ctypes.CDLL | None:
     return native_library()
 
 
-def _load() -> tuple[ctypes.CDLL | None, str]:
+class NativeBuild(NamedTuple):
+    """How the kernels are made on this machine."""
+
+    compiler: str
+    path: Path
+    """Of the library, whether it exists yet or not."""
+
+
+def find_native_build() -> NativeBuild:
+    """The compiler, and where the library lies or will lie; an OSError says why there can be none. Compiles nothing."""
     if os.environ.get(NATIVE_VARIABLE, "1") == "0":
-        return None, f"{NATIVE_VARIABLE}=0"
+        raise OSError(f"{NATIVE_VARIABLE}=0")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return None, "no C compiler is found; install gcc for about twice the speed"
+        raise OSError("no C compiler is found; install gcc for about twice the speed")
     try:
-        path = _library_path(compiler)
-        if path.exists():
+        return NativeBuild(compiler, _library_path(compiler))
+    except OSError as error:
+        raise OSError(f"compiling them failed: {_words(error)[:300]}") from error
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        build = find_native_build()
+    except OSError as error:
+        return None, str(error)
+    try:
+        if build.path.exists():
             try:
-                return _open(path), ""
+                return _open(build.path), ""
             except (OSError, AttributeError) as error:
-                log.warning("%s is damaged and is compiled again: %s", path, error)
-        _compile(compiler, path)
-        return _open(path), ""
+                log.warning("%s is damaged and is compiled again: %s", build.path, error)
+        _compile(build, lambda path, num_done, num_total: None)
+        return _open(build.path), ""
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"compiling them failed: {_words(error)[:300]}"
 
@@ -124,16 +161,33 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(build: NativeBuild, on_compile: OnCompile) -> None:
+    """Every file for itself, as many at once as there are processors, and then one library of all."""
     openmp = _openmp_library()
-    sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        output = Path(scratch) / path.name
-        command = [compiler, *FLAGS, "-o", str(output), *sources, *([str(openmp)] if openmp else []), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    sources = sorted(SOURCES.glob("*.c"))
+    log.info("Compiling CPU kernels with %s, once; they are kept in %s", build.compiler, build.path)
+    deadline = time.monotonic() + COMPILE_SECONDS
+    on_compile(build.path, 0, len(sources))
+
+    def run(arguments: Sequence[str]) -> None:
+        command, left = [build.compiler, *FLAGS, *arguments], max(deadline - time.monotonic(), 0.001)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=left)
+
+    with tempfile.TemporaryDirectory(dir=build.path.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            made = [
+                pool.submit(run, ("-c", "-o", str(target), str(source)))
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            for num_done, one in enumerate(as_completed(made), 1):
+                one.result()
+                on_compile(build.path, num_done, len(sources))
+        output = Path(scratch) / build.path.name
+        run(("-shared", "-o", str(output), *map(str, objects), *([str(openmp)] if openmp else []), "-lm"))
         with open(output, "rb") as library:
             os.fsync(library.fileno())  # a machine that fails now must not leave half a library under the final name
-        os.replace(output, path)
+        os.replace(output, build.path)
 
 
 class _SymbolPlace(ctypes.Structure):

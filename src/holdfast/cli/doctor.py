@@ -1,0 +1,424 @@
+"""`holdfast doctor`: what is here, and what is missing for what; a part that is broken is a line; no torch.
+
+Facts are gathered once (`gather`); what follows from them (`abilities`) is a function of the facts alone.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from holdfast import __version__
+from holdfast.cli.tables import aligned
+from holdfast.cli.terminal import dumps, write_answer
+from holdfast.errors import HoldfastError
+from holdfast.loading.model_files import INSTALL, find_default_model
+from holdfast.loading.quantized.cache import cache_entries, cache_folder
+from holdfast.memory.devices import LEAST_CAPABILITY, available_host_bytes
+from holdfast.memory.sizes import format_bytes
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich")
+"""What a model cannot run without."""
+EXTRAS = ("huggingface_hub", "transformers", "gguf")
+PROBE = """import runpy, sys
+sys.path.insert(0, sys.argv[1])
+runpy.run_module("holdfast.cli.torch_probe", run_name="__main__")"""
+PROBE_SECONDS = 120
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+COMPILERS = ("cc", "gcc", "clang")
+T = TypeVar("T")
+
+
+class GpuFacts(NamedTuple):
+    """One GPU as torch sees it."""
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    free_bytes: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """What torch says of itself in a process of its own."""
+
+    version: str
+    cuda: str | None = None
+    """The CUDA that it was built for."""
+    hip: str | None = None
+    triton: str | None = None
+    num_threads: int = 1
+    gpus: tuple[GpuFacts, ...] = ()
+    cuda_problem: str | None = None
+    kernel_file: str | None = None
+    are_kernels_compiled: bool = False
+    kernel_problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """A folder that is kept between starts."""
+
+    what: str
+    path: str
+    num_bytes: int | None = None
+    free_bytes: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is here."""
+
+    python: str = ""
+    system: str = ""
+    num_processors: int = 1
+    host_bytes: int | None = None
+    holdfast: str = __version__
+    place: str = ""
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    """Versions by name; None for what is not installed."""
+    torch: TorchFacts | None = None
+    torch_problem: str | None = None
+    torch_range: str | None = None
+    """What this version of holdfast was made for."""
+    driver: str | None = None
+    compiler: str | None = None
+    folders: tuple[FolderFacts, ...] = ()
+    default_model: str | None = None
+
+
+class Ability(NamedTuple):
+    """Something that can be done here, or what it lacks."""
+
+    what: str
+    is_possible: bool
+    words: str
+
+
+def doctor(as_json: bool) -> int:
+    """Print what is here and what follows; 0 where a model can run."""
+    facts = gather()
+    can = abilities(facts)
+    if as_json:
+        record = {"facts": asdict(facts), "abilities": [ability._asdict() for ability in can]}
+        write_answer(dumps(record) + "\n")
+    else:
+        write_answer("\n".join((*report_lines(facts, can, shutil.get_terminal_size().columns), "")))
+    return 0 if can_run(can) else 1
+
+
+def can_run(can: tuple[Ability, ...]) -> bool:
+    """Whether any device takes a model."""
+    return any(ability.is_possible for ability in can if ability.what in (RUN_GPU, RUN_CPU))
+
+
+PLAN, RUN_GPU, RUN_CPU, COMPILE = "plan memory", "run on a GPU", "run on a CPU", "compiled CPU kernels"
+DEFAULT_MODEL, DOWNLOAD, KEEP, COMPARE = (
+    "default model",
+    "download models",
+    "keep quantized weights",
+    "compare with transformers",
+)
+
+
+def abilities(facts: Facts) -> tuple[Ability, ...]:
+    """What can be done here, what it lacks, and what to do about it."""
+    return (
+        Ability(PLAN, True, "needs nothing but holdfast itself"),
+        _run_on_gpu(facts),
+        _run_on_cpu(facts),
+        _compile(facts),
+        _default_model(facts),
+        _with_package(facts, DOWNLOAD, "huggingface_hub", "Hub ids are found in the local cache all the same"),
+        _keep_weights(facts),
+        _with_package(facts, COMPARE, "transformers", "for bench --against transformers and TurboQuantCache"),
+    )
+
+
+def _missing(facts: Facts) -> str | None:
+    """Why no model runs at all."""
+    absent = [name for name in PACKAGES if facts.packages.get(name) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed; pip install {' '.join(absent)}"
+    if facts.torch is None:
+        return f"torch does not start ({facts.torch_problem}); install it anew"
+    return None
+
+
+def _run_on_cpu(facts: Facts) -> Ability:
+    problem = _missing(facts)
+    if problem is not None or facts.torch is None:
+        return Ability(RUN_CPU, False, problem or "")
+    free = "" if facts.host_bytes is None else f", {format_bytes(facts.host_bytes)} of memory free"
+    return Ability(RUN_CPU, True, f"{facts.torch.num_threads} threads{free}{_outside(facts)}")
+
+
+def _run_on_gpu(facts: Facts) -> Ability:
+    problem, torch = _missing(facts), facts.torch
+    if problem is not None or torch is None:
+        return Ability(RUN_GPU, False, problem or "")
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    able = [gpu for gpu in torch.gpus if gpu.capability >= LEAST_CAPABILITY]
+    if torch.hip is not None:
+        problem = "torch is built for ROCm; NVIDIA GPUs are supported"
+    elif torch.cuda is None and facts.driver is None:
+        problem = "no NVIDIA driver is found, and torch has no CUDA"
+    elif torch.cuda is None:
+        problem = f"torch {torch.version} has no CUDA; install a CUDA build of torch{_range_words(facts)}"
+    elif torch.cuda_problem is not None:
+        problem = (
+            f"{torch.cuda_problem}; torch is built for CUDA {torch.cuda}, the driver is {facts.driver or 'missing'}"
+        )
+    elif not torch.gpus:
+        problem = "torch sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    elif not able:
+        problem = f"{_gpu_words(torch.gpus[0])}: below {least}, the least that is supported"
+    elif torch.triton is None:
+        problem = "Triton is not installed; pip install triton"
+    if problem is not None:
+        return Ability(RUN_GPU, False, problem)
+    older = [f"{_gpu_words(gpu)} is below {least} and not supported" for gpu in torch.gpus if gpu not in able]
+    return Ability(RUN_GPU, True, "; ".join((*map(_gpu_words, able), *older)) + _outside(facts))
+
+
+def _gpu_words(gpu: GpuFacts) -> str:
+    free = "" if gpu.free_bytes is None else f", {format_bytes(gpu.free_bytes)} free"
+    problem = "" if gpu.problem is None else f", {gpu.problem}"
+    capability = ".".join(map(str, gpu.capability))
+    return f"{gpu.name}, {format_bytes(gpu.total_bytes)}{free}, compute capability {capability}{problem}"
+
+
+def _compile(facts: Facts) -> Ability:
+    torch = facts.torch
+    slow = "the same operations run in plain torch at about half the speed"
+    if torch is None:
+        words = "torch is needed first" if facts.compiler else f"no C compiler (cc, gcc, clang): {slow}; install gcc"
+        return Ability(COMPILE, False, words)
+    if torch.are_kernels_compiled:
+        return Ability(COMPILE, True, f"in {torch.kernel_file}")
+    if torch.kernel_problem is not None:
+        return Ability(COMPILE, False, f"{torch.kernel_problem}; {slow}")
+    return Ability(COMPILE, True, f"the first start on a CPU makes them with {facts.compiler}, in some seconds")
+
+
+def _default_model(facts: Facts) -> Ability:
+    if facts.default_model is None:
+        return Ability(DEFAULT_MODEL, False, f"not installed; {INSTALL}, or name a model")
+    return Ability(DEFAULT_MODEL, True, facts.default_model)
+
+
+def _with_package(facts: Facts, what: str, package: str, use: str) -> Ability:
+    found = facts.packages.get(package)
+    if found is None:
+        return Ability(what, False, f"{package} not installed; pip install {package} ({use})")
+    return Ability(what, True, f"{package} {found}")
+
+
+def _keep_weights(facts: Facts) -> Ability:
+    folder = next((folder for folder in facts.folders if folder.what == WEIGHTS), None)
+    if folder is None or folder.problem is not None:
+        return Ability(KEEP, False, "no folder for them" if folder is None else str(folder.problem))
+    free = "" if folder.free_bytes is None else f", {format_bytes(folder.free_bytes)} free"
+    return Ability(KEEP, True, f"in {folder.path}{free}")
+
+
+def _range_words(facts: Facts) -> str:
+    return f" ({facts.torch_range})" if facts.torch_range else ""
+
+
+def _outside(facts: Facts) -> str:
+    """A warning where torch is one that this version was not made for."""
+    if facts.torch is None or not facts.torch_range or is_within(facts.torch.version, facts.torch_range):
+        return ""
+    return f"; torch {facts.torch.version} is not {facts.torch_range}, which holdfast is made for"
+
+
+def is_within(found: str, range_words: str) -> bool:
+    """Whether a version is in a range such as >=2.11,<2.14."""
+    release = _release(found)
+    for part in range_words.split(","):
+        match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", part)
+        if match is None:
+            continue
+        bound = _release(match[2])
+        if (release < bound) if match[1] == ">=" else (release >= bound):
+            return False
+    return True
+
+
+def _release(text: str) -> tuple[int, ...]:
+    match = re.match(r"[0-9]+(?:\.[0-9]+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def report_lines(facts: Facts, can: tuple[Ability, ...], columns: int) -> list[str]:
+    """All of it for eyes: what is here, then what can be done."""
+    here = [(name, words) for name, words in _fact_rows(facts) if words]
+    mark = {True: "ok", False: "no"}
+    able = [(ability.what, f"{mark[ability.is_possible]}: {ability.words}") for ability in can]
+    lines = ["here", *_table(here, columns), "", "can", *_table(able, columns), ""]
+    first = "holdfast run -p 'Hello'" if facts.default_model else "holdfast run path/to/model -p 'Hello'"
+    return [*lines, f"ready: {first}" if can_run(can) else "no model can run here yet: see the lines with no"]
+
+
+def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
+    torch = facts.torch
+    build = "" if torch is None else f", built for CUDA {torch.cuda}" if torch.cuda else ", built without CUDA"
+    found = {name: version for name, version in facts.packages.items() if name != "torch"}
+    memory = "" if facts.host_bytes is None else f", {format_bytes(facts.host_bytes)} of memory free"
+    return [
+        ("holdfast", f"{facts.holdfast}, in {facts.place}"),
+        ("python", facts.python),
+        ("machine", f"{facts.system}, {facts.num_processors} processors{memory}"),
+        ("torch", f"{torch.version}{build}" if torch else f"none: {facts.torch_problem}"),
+        ("triton", (torch.triton or "none") if torch else ""),
+        ("nvidia driver", facts.driver or "none"),
+        *((f"GPU {index}", _gpu_words(gpu)) for index, gpu in enumerate(torch.gpus if torch else ())),
+        ("C compiler", facts.compiler or "none"),
+        ("packages", ", ".join(f"{name} {version or 'none'}" for name, version in found.items())),
+        *((folder.what, _folder_words(folder)) for folder in facts.folders),
+    ]
+
+
+def _folder_words(folder: FolderFacts) -> str:
+    if folder.problem is not None:
+        return f"{folder.path}: {folder.problem}" if folder.path else folder.problem
+    sizes = [
+        "" if folder.num_bytes is None else f"{format_bytes(folder.num_bytes)} in it",
+        "" if folder.free_bytes is None else f"{format_bytes(folder.free_bytes)} free",
+    ]
+    return ", ".join((folder.path, *(size for size in sizes if size)))
+
+
+def _table(rows: list[tuple[str, str]], columns: int) -> list[str]:
+    """Two columns; what is too long for the second goes on below it."""
+    width = max(len(name) for name, _ in rows) + 2
+    room = max(columns - width - 4, 40)
+    cells = []
+    for name, words in rows:
+        parts = textwrap.wrap(words, room, break_long_words=False, break_on_hyphens=False) or [""]
+        cells += [(f"  {name if index == 0 else ''}", part) for index, part in enumerate(parts)]
+    return aligned(cells, right=())
+
+
+WEIGHTS = "weight cache"
+
+
+def gather() -> Facts:
+    """Look at everything; what cannot be looked at is said in words."""
+    torch, torch_problem = None, "it is not installed"
+    packages = {name: _version(name) for name in (*PACKAGES, *EXTRAS)}
+    if packages["torch"] is not None:
+        torch, torch_problem = _ask_torch()
+    driver, _ = _guarded(_driver)
+    model, _ = _guarded(lambda: str(find_default_model()))
+    host_bytes, _ = _guarded(available_host_bytes)
+    return Facts(
+        python=f"{platform.python_version()}, {sys.executable}",
+        system=f"{platform.system()} {platform.machine()}",
+        num_processors=os.cpu_count() or 1,
+        host_bytes=host_bytes,
+        place=str(Path(__file__).parents[1]),
+        packages=packages,
+        torch=torch,
+        torch_problem=torch_problem if torch is None else None,
+        torch_range=_torch_range(),
+        driver=driver,
+        compiler=next((path for path in map(shutil.which, COMPILERS) if path), None),
+        folders=(_kernel_folder(torch), _weight_folder()),
+        default_model=model,
+    )
+
+
+def _guarded(ask: Callable[[], T]) -> tuple[T | None, str | None]:
+    """An answer, or what stood in its way."""
+    try:
+        return ask(), None
+    except (OSError, ValueError, RuntimeError, ImportError, AttributeError, HoldfastError) as error:
+        return None, " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+
+
+def _torch_range() -> str | None:
+    """As the package declares it; nothing where it runs out of a tree that was never installed."""
+    try:
+        needs = requires("holdfast") or []
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+    found = next((match for match in (re.match(r"torch\b\s*([<>=0-9.,\s]+)", need) for need in needs) if match), None)
+    return ",".join(sorted(found[1].strip().split(","), reverse=True)) if found else None
+
+
+def _ask_torch() -> tuple[TorchFacts | None, str]:
+    """In a process of its own: a broken library may end it, and a broken driver may never answer."""
+    command = [sys.executable, "-c", PROBE, str(Path(__file__).parents[2])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"it gave no answer within {PROBE_SECONDS} seconds"
+    except OSError as error:
+        return None, str(error)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"its process ended with {done.returncode}"]
+        return None, last[0][:300]
+    return read_probe(done.stdout)
+
+
+def read_probe(text: str) -> tuple[TorchFacts | None, str]:
+    """What the process has printed: its last line, since libraries talk too."""
+    try:
+        told = json.loads(text.strip().splitlines()[-1])
+        gpus = tuple(GpuFacts(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in told.pop("gpus"))
+        return TorchFacts(**told, gpus=gpus), ""
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        return None, f"its answer cannot be read ({type(error).__name__})"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module, which is there without any tool of theirs."""
+    match = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", DRIVER_FILE.read_text())
+    return match[1] if match else None
+
+
+def _kernel_folder(torch: TorchFacts | None) -> FolderFacts:
+    what = "CPU kernels"
+    if torch is None or torch.kernel_file is None:
+        return FolderFacts(what, "", problem="not known without torch" if torch is None else torch.kernel_problem)
+    folder = Path(torch.kernel_file).parent
+    num_bytes, problem = _guarded(lambda: sum(file.stat().st_size for file in folder.glob("kernels-*.so")))
+    return FolderFacts(what, str(folder), num_bytes, _free_bytes(folder), problem)
+
+
+def _weight_folder() -> FolderFacts:
+    folder, problem = _guarded(cache_folder)
+    if folder is None:
+        return FolderFacts(WEIGHTS, "", problem=problem)
+    return FolderFacts(
+        WEIGHTS, str(folder), sum(entry.num_bytes for entry in cache_entries(folder)), _free_bytes(folder)
+    )
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Of the disk that a folder lies on, or would."""
+    for place in (folder, *folder.parents):
+        free, _ = _guarded(lambda place=place: shutil.disk_usage(place).free)
+        if free is not None:
+            return free
+    return None

