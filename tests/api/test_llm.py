@@ -15,12 +15,14 @@ from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, 
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
 from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.preparing_bar import PreparingBar
 from holdfast.api.progress import GenerationBar, LoadingBar, is_watched
 from holdfast.config import ALIASES, EngineConfig
 from holdfast.engine.driver import Driver
 from holdfast.errors import ConfigError, EngineDeadError, ModelFormatError, PromptError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
+from holdfast.observability.preparing import Preparing
 from holdfast.request.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
@@ -342,7 +344,7 @@ def built(monkeypatch):
     """Configs and progress callbacks that engines were built with."""
     calls = []
 
-    def build_engine(config, on_progress):
+    def build_engine(config, on_progress, on_prepare):
         calls.append((config, on_progress))
         on_progress(1, 2)
         return make_engine()
@@ -432,6 +434,18 @@ def test_a_person_sees_bytes_while_loading(monkeypatch):
     assert "0.5/1.0 MiB" in shown
 
 
+def test_a_person_sees_what_is_compiled_and_where_it_is_kept(monkeypatch):
+    terminal = watch(monkeypatch)
+    with LoadingBar() as loading, PreparingBar() as bar:
+        assert terminal.getvalue() == "", "nothing was compiled yet"
+        bar(Preparing("Compiling CPU kernels", 1, 4, "kept in [a folder]"))
+        loading(2**20, 2**20)
+        bar(Preparing("Capturing CUDA graphs", 3, 3))
+    shown = terminal.getvalue()
+    for words in ("Compiling CPU kernels", "1/4", "kept in [a folder]", "1.0/1.0 MiB", "Capturing CUDA graphs", "3/3"):
+        assert words in shown
+
+
 def test_nobody_sees_anything_when_it_is_not_wanted(monkeypatch):
     terminal = watch(monkeypatch)
     with GenerationBar(3, wanted=False) as bar:
@@ -443,7 +457,8 @@ def test_nobody_sees_anything_when_it_is_not_wanted(monkeypatch):
 def test_a_program_sees_nothing(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     assert not is_watched()
-    with GenerationBar(3, wanted=True) as bar, LoadingBar() as loading:
+    with GenerationBar(3, wanted=True) as bar, LoadingBar() as loading, PreparingBar() as preparing:
         loading(1, 2)
+        preparing(Preparing("Compiling CPU kernels", 1, 4))
         bar.update(3, 1, 1)
     assert stream is None or stream.getvalue() == ""

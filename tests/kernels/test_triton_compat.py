@@ -109,3 +109,38 @@ def test_a_plain_cpu_run_imports_no_triton():
     environment["CUDA_VISIBLE_DEVICES"] = ""
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "True"]
+
+
+class FakeKernels:
+    """Stands for Triton: a place for a listener, which is told of every kernel that is wanted."""
+
+    def __init__(self, listener=None):
+        self.knobs = SimpleNamespace(
+            compilation=SimpleNamespace(listener=listener), cache=SimpleNamespace(dir="a folder")
+        )
+
+    def want(self, is_compiled: bool) -> None:
+        self.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=is_compiled)
+
+
+def test_what_is_compiled_is_counted_and_what_was_found_is_not_told(monkeypatch):
+    heard, told = [], []
+    fake = FakeKernels(lambda **event: heard.append(event["cache_hit"]))
+    before = fake.knobs.compilation.listener
+    monkeypatch.setattr(triton_compat, "triton", fake)
+    with triton_compat.counting_compiles(lambda: told.append(count.num_compiled)) as count:
+        for is_compiled in (False, True, False):
+            fake.want(is_compiled)
+    assert (count.num_compiled, count.num_found) == (2, 1)
+    assert told == [1, 2]
+    assert heard == [False, True, False], "somebody who listened before hears all"
+    assert fake.knobs.compilation.listener is before
+    assert triton_compat.compiled_folder() == "a folder"
+
+
+def test_nothing_is_counted_where_there_is_no_triton(monkeypatch):
+    monkeypatch.setattr(triton_compat, "triton", None)
+    with triton_compat.counting_compiles(lambda: pytest.fail("nothing compiles")) as count:
+        pass
+    assert count.num_compiled == 0
+    assert triton_compat.compiled_folder()

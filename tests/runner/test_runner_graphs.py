@@ -61,8 +61,10 @@ def captured_rig(model: LoadedModel, monkeypatch, num_logit_rows: int = 4) -> tu
     pretend_to_have_a_stream(rig)
     graphs = WatchedGraphs(DECODE, MIXED, num_logit_rows)
     seen: list[tuple[int, int]] = []
-    rig.runner.warm((1, 2), graphs, lambda done, total: seen.append((done, total)))
+    warmed: list[tuple[int, int]] = []
+    rig.runner.warm((1, 2), graphs, lambda *counts: seen.append(counts), lambda *counts: warmed.append(counts))
     assert seen == [(done, 5) for done in range(1, 6)]
+    assert warmed == [(1, 3), (2, 3)], "steps that are done before each number of rows, the largest step among them"
     for layer in range(model.spec.num_layers):  # what capturing wrote into pages must not matter
         for name in ("k", "v"):
             rig.storage.plane(layer, name).fill_(float("nan"))

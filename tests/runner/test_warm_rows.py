@@ -2,17 +2,21 @@
 
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from holdfast.kernels import triton_compat
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe import routing
 from holdfast.kernels.triton_compat import triton
 from holdfast.models.spec import ExpertsSpec
+from holdfast.observability.preparing import Preparing
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Step
+from holdfast.runner import build
 from holdfast.runner.graphs import step_form, warm_rows
 from holdfast.runner.runner import Runner
 from runner.gpu_traffic import Known, Traffic
@@ -132,3 +136,21 @@ def test_forms_are_told_apart_wherever_triton_tells_them_apart():
             keys = [jit.native_specialize_impl(backend, value, False, not is_count, True) for value in (left, right)]
             ours = [argument_form(value, False, is_count) for value in (left, right)]
             assert keys[0] == keys[1] or ours[0] != ours[1], f"{left} and {right} are {keys}"
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["a first start", "a second start"])
+def test_somebody_who_waits_is_told_what_is_compiled_and_where_it_is_kept(monkeypatch, is_compiled):
+    """A fake Triton tells of one kernel; a kernel that was found compiled is nothing to wait for."""
+    listeners = SimpleNamespace(listener=None)
+    fake = SimpleNamespace(knobs=SimpleNamespace(compilation=listeners, cache=SimpleNamespace(dir="a-folder")))
+    monkeypatch.setattr(triton_compat, "triton", fake)
+
+    def warm(rows, graphs, on_graph, on_warm):
+        on_warm(1, 3)
+        listeners.listener(cache_hit=is_compiled)
+        on_graph(2, 7)
+
+    told: list[Preparing] = []
+    build._warm(SimpleNamespace(warm=warm), (1, 16), None, told.append)
+    compiling = [Preparing("Compiling GPU kernels", 1, 3, "1 compiled, kept in a-folder")]
+    assert told == [*([] if is_compiled else compiling), Preparing("Capturing CUDA graphs", 2, 7)]

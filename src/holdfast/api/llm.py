@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
+from holdfast.api.preparing_bar import PreparingBar
 from holdfast.api.progress import DownloadBar, GenerationBar, LoadingBar
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
@@ -21,6 +22,7 @@ from holdfast.loading.locate import refuse_wrong_path
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import log_in_scripts
+from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.tokenizer import Tokenizer
@@ -243,14 +245,21 @@ class LLM:
                     yield delta
 
 
-def open_engine(config: EngineConfig, on_progress: OnProgress | None, model: OpenModel | None = None) -> Engine:
-    """Build an engine, with a bar on the terminal unless the caller counts for itself; `model` is open already, if given."""
+def open_engine(
+    config: EngineConfig,
+    on_progress: OnProgress | None,
+    model: OpenModel | None = None,
+    *,
+    on_prepare: OnPrepare | None = None,
+) -> Engine:
+    """Build an engine, with bars on the terminal unless the caller counts for itself; `model` is open already, if given."""
     log_in_scripts()
     model = open_headers(config) if model is None else model
     from holdfast.engine.build import build_engine  # torch comes with it, which a wrong path does not wait for
 
     with ExitStack() as stack:
-        return build_engine(config, on_progress or stack.enter_context(LoadingBar()), model)
+        on_prepare = on_prepare or (prepare_silently if on_progress else stack.enter_context(PreparingBar()))
+        return build_engine(config, on_progress or stack.enter_context(LoadingBar()), model, on_prepare=on_prepare)
 
 
 def open_headers(config: EngineConfig, watch: "Watch | None" = None) -> OpenModel:

@@ -70,14 +70,12 @@ def _bytes_bar(title: str) -> Progress | None:
 
 
 class LoadingBar:
-    """`bar(done, total)` in bytes; shows nothing where nobody watches."""
+    """`bar(done, total)` in bytes; shows nothing where nobody watches, nor before and after the bytes, when others draw."""
 
     def __init__(self, title: str = "Loading weights") -> None:
         self._progress = _bytes_bar(title)
 
     def __enter__(self) -> LoadingBar:
-        if self._progress is not None:
-            self._progress.start()
         return self
 
     def __exit__(
@@ -87,8 +85,12 @@ class LoadingBar:
             self._progress.stop()
 
     def __call__(self, num_done: int, num_total: int) -> None:
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=num_done, total=num_total)
+        if self._progress is None:
+            return
+        self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=num_done, total=num_total)
+        if num_done == num_total:
+            self._progress.stop()
 
 
 class DownloadBar:

@@ -26,6 +26,7 @@ from holdfast.loading.model_files import find_default_model
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
+from holdfast.observability.preparing import OnPrepare, Preparing
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 
@@ -94,7 +95,8 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     else:
         write_line(f"Loading {model_name(config)}")
         import_torch()
-        opened = _opened(config, open_engine(config, lambda num_done, num_total: None, model), started)
+        engine = open_engine(config, lambda num_done, num_total: None, model, on_prepare=_once_a_line())
+        opened = _opened(config, engine, started)
         weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
         disk = opened.memory.disk
         was = "" if disk is None else f", from {format_bytes(disk.on_disk.num_bytes)} on disk"
@@ -118,6 +120,16 @@ def quiet_download(download: Download) -> Iterator[Callable[[int], None]]:
     """The same without a word."""
     with raising_interrupts():
         yield lambda num_bytes: None
+def _once_a_line() -> OnPrepare:
+    """What is compiled or captured, a line for each kind of it when it begins: for a log that nobody watches."""
+    told: set[str] = set()
+
+    def tell(preparing: Preparing) -> None:
+        if preparing.what not in told:
+            told.add(preparing.what)
+            write_line(f"{preparing.what}, {preparing.note}" if preparing.note else preparing.what)
+
+    return tell
 
 
 def model_name(config: EngineConfig) -> str:

@@ -14,6 +14,7 @@ from holdfast.loading.locate import locate_tokenizer
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import memory_report
+from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.planning.disk_account import disk_account
 from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
@@ -24,11 +25,15 @@ MAX_TEMPLATE_BYTES = 1024**2
 
 
 def build_engine(
-    config: EngineConfig, on_progress: Callable[[int, int], None], model: OpenModel | None = None
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None],
+    model: OpenModel | None = None,
+    *,
+    on_prepare: OnPrepare = prepare_silently,
 ) -> Engine:
-    """An engine that is ready; nothing is left behind where it fails. `on_progress(done, total)` counts bytes read.
+    """An engine that is ready; nothing is left behind where it fails. A model whose headers are open already is taken, and closed.
 
-    A model whose headers are open already is taken, and closed.
+    `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
     """
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
@@ -36,7 +41,7 @@ def build_engine(
         # What can be wrong with small files is found before the large ones are read.
         tokenizer = open_tokenizer(config, model)
         chat_template = _chat_template(config, model, tokenizer)
-        built = build_runner(config, model, on_progress)
+        built = build_runner(config, model, on_progress, on_prepare)
     finally:
         model.source.close()
     try:

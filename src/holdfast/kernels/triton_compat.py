@@ -1,7 +1,8 @@
 """The one door to Triton: imported where a GPU or the interpreter can run it, absent elsewhere."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,45 @@ def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
     if triton is None:
         return jit
     return triton.jit(do_not_specialize=counts)
+
+
+class CompileCount:
+    """Kernels that were compiled, and others that an earlier start had left compiled."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.num_found = 0
+
+
+@contextmanager
+def counting_compiles(on_compile: Callable[[], None]) -> Iterator[CompileCount]:
+    """Count what Triton compiles meanwhile; `on_compile` is called after each kernel that was not found compiled."""
+    count = CompileCount()
+    knobs = getattr(getattr(triton, "knobs", None), "compilation", None)
+    before = getattr(knobs, "listener", None)
+    if knobs is None:
+        yield count
+        return
+
+    def listen(*, cache_hit: bool, **told: Any) -> None:  # noqa: ANN401 handed on as it is
+        if before is not None:
+            before(cache_hit=cache_hit, **told)
+        if cache_hit:
+            count.num_found += 1
+        else:
+            count.num_compiled += 1
+            on_compile()
+
+    knobs.listener = listen
+    try:
+        yield count
+    finally:
+        knobs.listener = before
+
+
+def compiled_folder() -> str:
+    """Where Triton keeps what it has compiled, as far as it says so."""
+    return str(getattr(getattr(getattr(triton, "knobs", None), "cache", None), "dir", "Triton's cache"))
 
 
 def can_run(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.native_library import compile_native
+from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
 from holdfast.loading.blueprints import opened_blueprint
 from holdfast.loading.execution.execute import LoadReport
 from holdfast.loading.planning.open_model import OpenModel
@@ -31,6 +33,7 @@ from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_table
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
+from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.resolve import by_key_bias, listed, resolve
 from holdfast.planning.target import Target, choose_device, device_target
@@ -50,6 +53,8 @@ SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE"
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
+COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
+CAPTURING = "Capturing CUDA graphs"
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
 MakeBackend = Callable[..., AttentionBackend[Any]]
@@ -72,9 +77,20 @@ class BuiltRunner:
     """Gives everything back; the runner cannot be used afterwards."""
 
 
-def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[int, int], None]) -> BuiltRunner:
-    """Everything from a model's headers to a runner; `on_progress(done, total)` counts bytes read."""
+def build_runner(
+    config: EngineConfig,
+    model: OpenModel,
+    on_progress: Callable[[int, int], None],
+    on_prepare: OnPrepare = prepare_silently,
+) -> BuiltRunner:
+    """Everything from a model's headers to a runner.
+
+    `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
+    """
     device, device_reason = choose_device(config)
+    if device == "cpu":
+        # The choice of an attention backend would compile them too, without a word.
+        compile_native(lambda file, *counts: on_prepare(Preparing(COMPILING_CPU, *counts, f"kept in {file.parent}")))
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
@@ -99,7 +115,7 @@ def build_runner(config: EngineConfig, model: OpenModel, on_progress: Callable[[
         log.info("Weights: %s", load_words(report))
         profile.end("load")
         runner = build.assemble()
-        build.capture(runner, config.enforce_eager)
+        build.capture(runner, config.enforce_eager, on_prepare)
         profile.end("capture")
     except BaseException as error:
         # Frames that the error has left behind still name tensors, and somebody may keep the error.
@@ -243,7 +259,7 @@ class RunnerBuild:
         self._releases.append(runner.close)
         return runner
 
-    def capture(self, runner: Runner, enforce_eager: bool) -> None:
+    def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:
         """Run every kernel once, and capture graphs unless nobody wants them; a CPU has nothing to warm."""
         if self._device.type != "cuda":
             return
@@ -257,7 +273,7 @@ class RunnerBuild:
             mixed = mixed_sizes(limits.max_num_batched_tokens)
             graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.max_num_seqs, least))
         rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, self._model.spec.experts)
-        runner.warm(rows, graphs, lambda done, total: None)
+        _warm(runner, rows, graphs, on_prepare)
         log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)
 
     def release(self) -> None:
@@ -270,6 +286,24 @@ class RunnerBuild:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
+
+
+def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_prepare: OnPrepare) -> None:
+    """Warm a runner, and tell what is compiled: nothing where an earlier start has left every kernel compiled."""
+    steps, folder = (0, len(rows) + 1), compiled_folder()
+
+    def compiled() -> None:
+        if counted.num_compiled == 1:
+            log.info("Compiling GPU kernels, which can take minutes, once; they are kept in %s", folder)
+        on_prepare(Preparing(COMPILING_GPU, *steps, f"{counted.num_compiled} compiled, kept in {folder}"))
+
+    def warmed(num_done: int, num_total: int) -> None:
+        nonlocal steps
+        steps = num_done, num_total
+
+    with counting_compiles(compiled) as counted:
+        runner.warm(rows, graphs, lambda *counts: on_prepare(Preparing(CAPTURING, *counts)), warmed)
+    log.info("Triton compiled %d kernels and found %d compiled", counted.num_compiled, counted.num_found)
 
 
 def key_bias_norms(weights: Mapping[str, torch.Tensor | QuantizedWeight], spec: ModelSpec) -> list[float]:

@@ -92,16 +92,25 @@ class Runner:
             return self.decoder.logits(hidden_RH)
 
     @torch.inference_mode()
-    def warm(self, rows: SequenceABC[int], graphs: StepGraphs | None, on_progress: Callable[[int, int], None]) -> None:
+    def warm(
+        self,
+        rows: SequenceABC[int],
+        graphs: StepGraphs | None,
+        on_progress: Callable[[int, int], None],
+        on_warm: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Run every kernel in every form, so that nothing is compiled afterwards; and capture the graphs.
 
-        `rows` are numbers of rows whose steps take every form together (runner/graphs.py).
+        `rows` are numbers of rows whose steps take every form together (runner/graphs.py). `on_progress(done, total)`
+        counts graphs, `on_warm` the steps before them.
         """
         with self._on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
             self.decoder.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
-            for num_rows in rows:
+            for number, num_rows in enumerate(rows, 1):
+                if on_warm is not None:
+                    on_warm(number, len(rows) + 1)
                 self._warm_rows(num_rows)
         if graphs is not None and self._stream is not None:
             with self._on_stream():

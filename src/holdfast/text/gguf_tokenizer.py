@@ -192,8 +192,12 @@ def _byte_level(fields: _Fields) -> tuple["tokenizers.Tokenizer", bool]:
 
 def _merges(fields: _Fields) -> list[tuple[str, str]]:
     """Both sides of each merge; a side may itself be a space, so the space between is looked for after the first."""
+    merges = fields.strings("merges")
+    split = [merge.split(" ") for merge in merges]
+    if all(len(sides) == 2 and sides[0] and sides[1] for sides in split):
+        return [(left, right) for left, right in split]
     pairs: list[tuple[str, str]] = []
-    for merge in fields.strings("merges"):
+    for merge in merges:
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             cut = merge.find(" ", 1)

@@ -1,0 +1,60 @@
+"""Progress on a terminal while kernels are compiled and graphs captured; no torch."""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from holdfast.observability.preparing import Preparing
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+class PreparingBar:
+    """`bar(preparing)` draws how far it is; a start that makes nothing draws nothing, and neither does one nobody watches."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> "PreparingBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def __call__(self, preparing: Preparing) -> None:
+        if sys.stderr is None or not sys.stderr.isatty():
+            return
+        if self._progress is None:
+            self._progress = _start()
+        (task,) = self._progress.task_ids
+        note = f" {preparing.note}" if preparing.note else ""
+        self._progress.update(
+            task, completed=preparing.num_done, total=preparing.num_total, description=preparing.what, note=note
+        )
+        if preparing.num_done == preparing.num_total:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _start() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task("", total=None, note="")
+    progress.start()
+    return progress

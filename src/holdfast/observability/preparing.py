@@ -1,0 +1,23 @@
+"""What is made before a model can answer, kernels and graphs, and how far it is; no torch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Preparing(NamedTuple):
+    """One moment of it."""
+
+    what: str
+    """As Compiling CPU kernels."""
+    num_done: int
+    num_total: int
+    note: str = ""
+    """What else somebody who waits wants to know: where the result is kept."""
+
+
+OnPrepare = Callable[[Preparing], None]
+"""Told where something is made that a later start may find made; never where there is nothing to wait for."""
+
+
+def prepare_silently(preparing: Preparing) -> None:
+    """Tell nobody."""
