@@ -262,6 +262,11 @@ SECTIONS: Mapping[str, Columns] = {
         "skipped": _value("values", "skipped"),
         "seconds": _value("seconds"),
     },
+    "start": {
+        "": _value("measure"),
+        "seconds": _value("values", "seconds"),
+        "processor seconds": _value("values", "processor seconds"),
+    },
     "weight-quality": {
         "": _value("measure"),
         "MiB": _mib("weight_bytes"),
