@@ -123,9 +123,10 @@ def test_a_torch_outside_of_the_range_is_told(version: str, is_inside: bool) -> 
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_lines_keep_to_the_terminal(columns: int) -> None:
-    facts = replace(HERE, torch=GPU_TORCH)
+    facts = replace(HERE, torch=GPU_TORCH, hub_models=tuple(f"owner/model-{number}" for number in range(40)))
     lines = report_lines(facts, abilities(facts), columns)
     assert max(map(len, lines)) <= columns
+    assert any("and 28 more" in line for line in lines)
     assert lines[-1].startswith("ready: holdfast run")
 
 
@@ -144,6 +145,7 @@ def test_a_torch_that_breaks_its_process_is_a_line(monkeypatch: pytest.MonkeyPat
     ):
         (tmp_path / "torch.py").write_text(body)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(doctor, "_hub_models", lambda: ("owner/model",))
         ended = here("doctor")
         assert ended.code == 1
         assert ended.err == ""

@@ -35,6 +35,8 @@ runpy.run_module("holdfast.cli.torch_probe", run_name="__main__")"""
 PROBE_SECONDS = 120
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 COMPILERS = ("cc", "gcc", "clang")
+MAX_MODELS = 12
+"""Of the Hub's cache, in words."""
 T = TypeVar("T")
 
 
@@ -95,6 +97,8 @@ class Facts:
     driver: str | None = None
     compiler: str | None = None
     folders: tuple[FolderFacts, ...] = ()
+    hub_models: tuple[str, ...] = ()
+    hub_problem: str | None = None
     default_model: str | None = None
 
 
@@ -277,6 +281,8 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
     build = "" if torch is None else f", built for CUDA {torch.cuda}" if torch.cuda else ", built without CUDA"
     found = {name: version for name, version in facts.packages.items() if name != "torch"}
     memory = "" if facts.host_bytes is None else f", {format_bytes(facts.host_bytes)} of memory free"
+    models = ", ".join(facts.hub_models[:MAX_MODELS])
+    more = len(facts.hub_models) - MAX_MODELS
     return [
         ("holdfast", f"{facts.holdfast}, in {facts.place}"),
         ("python", facts.python),
@@ -288,6 +294,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
         ("C compiler", facts.compiler or "none"),
         ("packages", ", ".join(f"{name} {version or 'none'}" for name, version in found.items())),
         *((folder.what, _folder_words(folder)) for folder in facts.folders),
+        ("Hub models", f"{models}{f' and {more} more' if more > 0 else ''}" if models else facts.hub_problem or "none"),
     ]
 
 
@@ -312,7 +319,7 @@ def _table(rows: list[tuple[str, str]], columns: int) -> list[str]:
     return aligned(cells, right=())
 
 
-WEIGHTS = "weight cache"
+WEIGHTS, HUB = "weight cache", "Hub cache"
 
 
 def gather() -> Facts:
@@ -321,6 +328,7 @@ def gather() -> Facts:
     packages = {name: _version(name) for name in (*PACKAGES, *EXTRAS)}
     if packages["torch"] is not None:
         torch, torch_problem = _ask_torch()
+    hub_models, hub_problem = _guarded(_hub_models)
     driver, _ = _guarded(_driver)
     model, _ = _guarded(lambda: str(find_default_model()))
     host_bytes, _ = _guarded(available_host_bytes)
@@ -336,7 +344,9 @@ def gather() -> Facts:
         torch_range=_torch_range(),
         driver=driver,
         compiler=next((path for path in map(shutil.which, COMPILERS) if path), None),
-        folders=(_kernel_folder(torch), _weight_folder()),
+        folders=(_kernel_folder(torch), _weight_folder(), _hub_folder()),
+        hub_models=hub_models or (),
+        hub_problem=hub_problem,
         default_model=model,
     )
 
@@ -413,6 +423,32 @@ def _weight_folder() -> FolderFacts:
     return FolderFacts(
         WEIGHTS, str(folder), sum(entry.num_bytes for entry in cache_entries(folder)), _free_bytes(folder)
     )
+
+
+def _hub_folder() -> FolderFacts:
+    def find() -> Path:
+        from holdfast.loading.hub.cache import cache_folder
+
+        return cache_folder()
+
+    folder, problem = _guarded(find)
+    if folder is None:
+        return FolderFacts(HUB, "", problem=problem)
+    num_bytes, problem = _guarded(lambda: _blob_bytes(folder))
+    return FolderFacts(HUB, str(folder), num_bytes, _free_bytes(folder), problem)
+
+
+def _blob_bytes(folder: Path) -> int:
+    """What the files of all repositories take; the client keeps each once, beside links to it."""
+    if not folder.exists():
+        return 0
+    return sum(file.stat().st_size for file in folder.glob("models--*/blobs/*") if file.is_file())
+
+
+def _hub_models() -> tuple[str, ...]:
+    from holdfast.loading.hub.cache import cached_repos
+
+    return tuple(sorted(cached_repos()))
 
 
 def _free_bytes(folder: Path) -> int | None:
