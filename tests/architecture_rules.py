@@ -24,7 +24,8 @@ LAYERS = (
     ("text", "runner"),
     ("engine", "integrations"),
     ("api", "eval"),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
