@@ -120,6 +120,8 @@ def quiet_download(download: Download) -> Iterator[Callable[[int], None]]:
     """The same without a word."""
     with raising_interrupts():
         yield lambda num_bytes: None
+
+
 def _once_a_line() -> OnPrepare:
     """What is compiled or captured, a line for each kind of it when it begins: for a log that nobody watches."""
     told: set[str] = set()
