@@ -102,17 +102,17 @@ def test_names_of_another_engine_are_understood():
         ),
         pytest.param(
             ["ok", "ok"],
-            [PARAMS, SamplingParams(max_tokens=500)],
+            [PARAMS, SamplingParams(stop_token_ids=[9999])],
             RequestError,
-            "prompt 1: max_tokens=500",
-            id="too long",
+            "prompt 1: stop_token_ids holds token id 9999",
+            id="a stop token that is none",
         ),
         pytest.param(["ok", "ok"], [PARAMS], RequestError, "1 params were given for 2 prompts", id="too few params"),
         pytest.param(["ok"], [PARAMS] * 2, RequestError, "2 params were given for 1 prompts", id="too many params"),
         pytest.param(["ok", "ok"], [PARAMS, None], RequestError, "prompt 1: params of type NoneType", id="no params"),
-        pytest.param([1, 2, 3], PARAMS, PromptError, "prompt 0: a prompt of type int", id="bare ids"),
+        pytest.param([1, 2, "3"], PARAMS, PromptError, "prompt 0: a prompt of type int", id="ids and text"),
         pytest.param(iter(["ok"]), PARAMS, PromptError, "one prompt or a list of them", id="an iterator"),
-        pytest.param(None, PARAMS, PromptError, "prompts of type NoneType", id="None"),
+        pytest.param(None, PARAMS, PromptError, "no prompts were given", id="None"),
         pytest.param("", PARAMS, PromptError, "^an empty prompt", id="a single empty one"),
         pytest.param("ok", {"max_tokens": 3}, RequestError, "params of type dict", id="a dict"),
     ],
@@ -175,7 +175,7 @@ def test_a_wrong_stream_raises_at_once():
     with pytest.raises(PromptError):
         llm.stream("", PARAMS)
     with pytest.raises(RequestError):
-        llm.stream("ok", SamplingParams(max_tokens=10**6))
+        llm.stream("ok", SamplingParams(stop_token_ids=[9999]))
 
 
 @pytest.mark.parametrize("num_read", range(9))

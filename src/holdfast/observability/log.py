@@ -47,10 +47,10 @@ class _ScriptHandler(logging.StreamHandler):  # type: ignore[type-arg]
     @stream.setter
     def stream(self, value: object) -> None: ...
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def filter(self, record: logging.LogRecord) -> bool:
         others = [handler for handler in logging.getLogger("holdfast").handlers if handler is not self]
         is_heard = bool(others) or bool(logging.getLogger().handlers)
-        return False if is_heard or sys.stderr is None else super().filter(record)
+        return not is_heard and sys.stderr is not None and bool(super().filter(record))
 
 
 def _asked_level() -> str | None:

@@ -8,7 +8,7 @@ docs/from_vllm.md has the same tables for people; a test compares them.
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.errors import HoldfastError, shown
 
@@ -158,7 +158,7 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
 
 STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
 """Names of quantization that only say how a checkpoint is stored."""
-ENGINE_VALUES: Mapping[str, Mapping[object, object]] = {
+ENGINE_VALUES: Mapping[str, Mapping[Any, object]] = {
     "dtype": {"half": "float16", "float": "float32", "torch.float16": "float16", "torch.half": "float16"}
     | {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},

@@ -65,7 +65,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **extra: object
     ) -> str:
         """The prompt for these messages; `extra` are further variables that the template knows."""
-        return self.render_chat(messages, None, add_generation_prompt, **extra).text
+        return self.render_chat(messages, None, add_generation_prompt, **extra).text  # type: ignore[arg-type]
 
     def render_chat(
         self,
