@@ -240,6 +240,21 @@ def test_pieces_are_bounded_by_rows_and_by_logits(vocab_size: int, rows: int, mo
         assert sum(counts) == 149
 
 
+def test_half_of_the_progress_is_for_comparing() -> None:
+    """Comparing may take as long as reading: with all of a text read, half of it is still to do."""
+    told: list[tuple[int, int]] = []
+    contenders = [fake("ref", 11, chunk=1000), fake("other", 11, chunk=1000)]
+
+    def listen(done: int, total: int) -> None:
+        assert total == 2 * 150
+        told.append((done, sum(sum(each.runner.num_rows) for each in contenders)))  # type: ignore[attr-defined]
+
+    measure(contenders[0], contenders[1:], [[1] * 150], listen)
+    assert told[-1] == (2 * 150, 2 * 149)
+    assert max(done for done, num_compared in told if num_compared == 0) == 150
+    assert all(done <= (2 * 150 + num_compared + 2) / 2 for done, num_compared in told)
+
+
 def test_the_shortest_window_has_one_prediction() -> None:
     (own, other) = measure(fake("ref", 11), [fake("other", 11)], [[1, 2], [3, 4]], silent)
     assert own.num_predictions == other.num_predictions == 2

@@ -51,18 +51,16 @@ class EvalBar:
         if not is_watched():
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (
             TextColumn("Reading"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tokens, {task.fields[speed]:.0f} tokens/s,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("tokens, {task.fields[speed]:.0f} tokens/s, {task.fields[left]} left"),
         )
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("", total=None, speed=0.0)
+        self._task = self._progress.add_task("", total=None, speed=0.0, left="-:--:--")
 
     def __enter__(self) -> "EvalBar":
         if self._progress is not None:
@@ -78,18 +76,25 @@ class EvalBar:
     def __call__(self, num_done: int, num_total: int) -> None:
         now = time.monotonic()
         speed = num_done / max(now - self._started_at, 1e-6)
+        how_far = num_done, num_total, speed
         if self._progress is None:
-            self._tell(num_done, num_total, speed)
+            self._tell(*how_far)
         elif now - self._shown_at >= SECONDS_BETWEEN_UPDATES or num_done == num_total:
             self._shown_at = now
-            self._progress.update(self._task, completed=num_done, total=num_total, speed=speed)
+            left = "-:--:--" if num_done == 0 else str(datetime.timedelta(seconds=round(_seconds_left(*how_far))))
+            self._progress.update(self._task, completed=num_done, total=num_total, speed=speed, left=left)
 
     def _tell(self, num_done: int, num_total: int, speed: float) -> None:
         tenth = num_done * NUM_LINES // max(num_total, 1)
         if tenth > self._num_told:
             self._num_told = tenth
-            left = (num_total - num_done) / max(speed, 1e-6)
+            left = _seconds_left(num_done, num_total, speed)
             write_line(f"read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left")
+
+
+def _seconds_left(num_done: int, num_total: int, speed: float) -> float:
+    """By the speed so far: chunks are read and compared in turns, and a speed of the last seconds is that of one of both."""
+    return (num_total - num_done) / max(speed, 1e-6)
 
 
 def quality_record(view: EvalView, command: Sequence[str], facts: Mapping[str, object]) -> dict[str, object]:

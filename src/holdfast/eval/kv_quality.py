@@ -146,6 +146,22 @@ class Tally:
         )
 
 
+class HalfTokens:
+    """How far it is, in whole tokens."""
+
+    def __init__(self, num_tokens: int, on_progress: Callable[[int, int], None]) -> None:
+        self._num_tokens, self._num_halves, self._num_told = num_tokens, 0, 0
+        self._on_progress = on_progress
+        on_progress(0, num_tokens)
+
+    def add(self, num_halves: int) -> None:
+        """So many more, which are told unless they make no whole token."""
+        self._num_halves += num_halves
+        if self._num_halves // 2 > self._num_told:
+            self._num_told = self._num_halves // 2
+            self._on_progress(self._num_told, self._num_tokens)
+
+
 @torch.inference_mode()
 def measure(
     reference: Contender,
@@ -153,12 +169,14 @@ def measure(
     windows: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None],
 ) -> list[Quality]:
-    """The reference's figures, then everybody's against it. `on_progress(done, total)` counts tokens that a model read."""
+    """The reference's figures, then everybody's against it. `on_progress(done, total)` counts tokens of everybody.
+
+    A token counts half when it was read and half when its prediction was compared: either may take most of the time.
+    """
     contenders = [reference, *others]
     num_predictions = len(windows[0]) - 1
     tallies = [Tally(len(windows), num_predictions) for _ in contenders]
-    num_done, num_total = 0, len(contenders) * sum(map(len, windows))
-    on_progress(0, num_total)
+    halves = HalfTokens(len(contenders) * sum(map(len, windows)), on_progress)
     for index, token_ids in enumerate(windows):
         assert len(token_ids) == num_predictions + 1, f"window {index} has {len(token_ids)} tokens"
         all_steps = [steps_of(index, token_ids, contender.runner.limits) for contender in contenders]
@@ -167,9 +185,8 @@ def measure(
             for contender, tally, step in zip(contenders, tallies, steps, strict=True):
                 with tally.timed(contender.runner.device):
                     hidden.append(contender.runner.hidden_rows(step))
-                num_done += step.num_tokens
-                on_progress(num_done, num_total)
-            _compare(index, steps[0], contenders, tallies, hidden)
+                halves.add(step.num_tokens)
+            _compare(index, steps[0], contenders, tallies, hidden, halves)
     return [tally.quality(contender) for contender, tally in zip(contenders, tallies, strict=True)]
 
 
@@ -200,9 +217,10 @@ def _compare(
     contenders: Sequence[Contender],
     tallies: Sequence[Tally],
     hidden: Sequence[torch.Tensor],
+    halves: HalfTokens,
 ) -> None:
     """Everybody's logits of a chunk against the reference's, piece by piece."""
-    runner = contenders[0].runner
+    runner, num_left = contenders[0].runner, len(contenders) * step.num_tokens
     for first, rows, targets in pieces_of(step, runner.vocab_size):
         piece = None
         for contender, tally, hidden_TH in zip(contenders, tallies, hidden, strict=True):
@@ -212,6 +230,9 @@ def _compare(
                 refuse_broken(contender, hidden_TH.dtype, logits_RV)
                 piece = ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device))
             tally.add(window, first, piece, logits_RV)
+            num_left -= len(targets)
+            halves.add(len(targets))
+    halves.add(num_left)  # the last token of a window predicts nothing
 
 
 def refuse_broken(reference: Contender, dtype: torch.dtype, logits_RV: torch.Tensor) -> None:

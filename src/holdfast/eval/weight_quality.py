@@ -37,7 +37,7 @@ from holdfast.runner.build import plan_model
 from holdfast.runner.variants import Variant, build_variants
 
 OnTokens = Callable[[int], None]
-"""Called with the number of tokens that have been read since the last call."""
+"""Called with the number of tokens that have been read and compared since the last call."""
 
 
 class ReferenceReading:
@@ -68,10 +68,10 @@ class ReferenceReading:
             with tally.timed(device):
                 hidden_TH = self.reference.runner.hidden_rows(step)
             self._hidden[index, step.scheduled[0].start] = hidden_TH.to("cpu", copy=True)
-            on_tokens(step.num_tokens)
             for first, _, piece, logits_RV in self.pieces(index, step):
                 refuse_broken(self.reference, hidden_TH.dtype, logits_RV)
                 tally.add(index, first, piece, logits_RV)
+            on_tokens(step.num_tokens)
         return tally.quality(self.reference)
 
     def pieces(self, index: int, step: Step) -> Iterator[tuple[int, slice, ReferencePiece, torch.Tensor]]:
@@ -93,11 +93,11 @@ def measure_scheme(contender: Contender, reading: ReferenceReading, on_tokens: O
     for index, step in reading.steps():
         with tally.timed(device):
             hidden_TH = contender.runner.hidden_rows(step)
-        on_tokens(step.num_tokens)
         for first, rows, piece, _ in reading.pieces(index, step):
             with tally.timed(device):
                 logits_RV = contender.runner.row_logits(hidden_TH[rows])
             tally.add(index, first, piece, logits_RV)
+        on_tokens(step.num_tokens)
     return tally.quality(contender)
 
 
