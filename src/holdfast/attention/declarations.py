@@ -9,7 +9,13 @@ from typing import NamedTuple, Protocol
 
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
-from holdfast.kernels.geometry import LARGE_TILE, QUANTIZED_LARGE_TILE, TILE_FIELDS
+from holdfast.kernels.geometry import (
+    LARGE_TILE,
+    QUANTIZED_LARGE_TILE,
+    TILE_FIELDS,
+    key_bias_spec,
+    key_turns_specs,
+)
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, bytes_for
@@ -29,6 +35,8 @@ class AttentionSpec:
     """torch's name of the type of queries and outputs."""
     device_kind: str
     """cpu or cuda."""
+    has_key_bias: bool = False
+    """Quantized pages hold keys without the bias of their projection, and attention adds to a score what it is short of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,7 @@ class TritonPagedDeclaration:
             Term("attention/tiles", list_bytes, f"{num_list_tiles} tiles of a step's work, in {num_lists} lists"),
             Term("attention/rows", row_bytes, "where each row's partial results lie"),
             *rotation_terms(specs),
+            *key_bias_terms(specs),
         )
 
 
@@ -179,7 +188,7 @@ class TorchPagedDeclaration:
             return (masks,)
         table_bytes = sum(code_table_bytes(key_bits or 8, value_bits or 8, dim) for key_bits, value_bits, dim in codes)
         tables = Term("attention/dequantize", table_bytes, "what every code stands for, and where its coordinates lie")
-        return (masks, tables, *rotation_terms(specs))
+        return (masks, tables, *rotation_terms(specs), *key_bias_terms(specs))
 
 
 DECLARATIONS: tuple[BackendDeclaration, ...] = (
@@ -266,6 +275,22 @@ def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
         return ()
     num_bytes = sum(bytes_for(specs[0].dtype, (head_dim + 1, head_dim)) for head_dim in head_dims)
     return (Term("attention/rotation", num_bytes, f"heads of {', '.join(map(str, head_dims))} are quantized rotated"),)
+
+
+def key_bias_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
+    """Key biases that attention adds to scores, and the tables that turn them (kernels/attention/key_bias.py)."""
+    biased = [spec for spec in specs if spec.has_key_bias]
+    if not biased:
+        return ()
+    caches = [spec.cache for spec in biased]
+    bias_bytes = sum(key_bias_spec(cache.num_kv_heads, cache.head_dim).num_bytes for cache in caches)
+    turn_bytes = sum(
+        spec.num_bytes
+        for head_dim in dict.fromkeys(cache.head_dim for cache in caches)
+        for spec in key_turns_specs(head_dim, specs[0].max_model_len, specs[0].dtype)
+    )
+    words = f"biases of {len(biased)} layers, and cos and sin of blocks of tokens"
+    return (Term("attention/key_bias", bias_bytes + turn_bytes, words),)
 
 
 def rotated_head_dims(specs: Sequence[AttentionSpec]) -> tuple[int, ...]:

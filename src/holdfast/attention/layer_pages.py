@@ -16,6 +16,7 @@ import torch
 from holdfast.attention.backend import Batch
 from holdfast.attention.declarations import AttentionSpec, rotated_head_dims
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import (
@@ -45,6 +46,7 @@ from holdfast.quant.kv_quantize import (
 class PagedRows:
     """The slots of positions [first, end) of one sequence: a run of neighbours, or a list of pages to gather."""
 
+    first: int
     num_tokens: int
     first_slot: int
     pages_P: torch.Tensor | None
@@ -57,8 +59,8 @@ class PagedRows:
         held = pages[page_start:page_end]
         offset = first - page_start * page_tokens
         if held == list(range(held[0], held[0] + len(held))):
-            return cls(end - first, held[0] * page_tokens + offset, None)
-        return cls(end - first, offset, torch.tensor(held, device=device))
+            return cls(first, end - first, held[0] * page_tokens + offset, None)
+        return cls(first, end - first, offset, torch.tensor(held, device=device))
 
     def read(self, plane_SKD: torch.Tensor, page_tokens: int, dtype: torch.dtype) -> torch.Tensor:
         """The tokens as [K, L, D] in the given dtype: a view of the plane where that is possible."""
@@ -315,7 +317,19 @@ class QuantizedPages:
         planes, reader = self.planes, self.reader
         k_KLD = reader.keys(_heads(rows, planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt))
         v_KLD = reader.values(_heads(rows, planes.v_codes_PKtB, planes.v_signs_PKtS, planes.v_scale_PKt))
+        if planes.key_bias is not None:
+            k_KLD += self._key_bias_rows(planes.key_bias, rows)
         return k_KLD.to(dtype), v_KLD.to(dtype)
+
+    def _key_bias_rows(self, key_bias: KeyBias, rows: PagedRows) -> torch.Tensor:
+        """What these keys are stored without, in float32, in their order and rotation."""
+        position_L = torch.arange(rows.first, rows.first + rows.num_tokens, device=key_bias.bias_KD.device)
+        bias_KLD = key_bias_rows(key_bias, position_L)
+        if not self.planes.rotates_keys:
+            return bias_KLD
+        head_dim = self.planes.head_dim
+        signs_DD = self.planes.rotation_DD[:head_dim].index_select(1, self.reader.key_order_D)
+        return bias_KLD @ (signs_DD.float() * hadamard_block(head_dim) ** -0.5)
 
     def finish(self, out_TX: torch.Tensor) -> None:
         """Bring p times values into the form of outputs: in order, and rotated back."""
@@ -342,6 +356,8 @@ def _heads(
 
 KeyMeans = Sequence[torch.Tensor | None]
 """Of each quantized layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
+KeyBiases = Sequence[KeyBias | None]
+"""Of each layer whose pages hold keys without their bias; None: there is none, or the keys have it."""
 
 
 class LayerPages:
@@ -353,6 +369,7 @@ class LayerPages:
         storage: PageStorage,
         k_means: KeyMeans | None = None,
         is_read: bool = False,
+        key_biases: KeyBiases | None = None,
     ) -> None:
         """`is_read`: quantized pages are read in plain torch, which takes tables."""
         self._specs = specs
@@ -361,7 +378,7 @@ class LayerPages:
         self._rotations = {dim: rotation_table(dim, dtype, self._device) for dim in rotated_head_dims(specs)}
         self._no_rotation = torch.empty(0, 0, dtype=dtype, device=self._device)
         self._readers: dict[tuple[int, int, int], Dequantizer] = {}
-        means = k_means or (None,) * len(specs)
+        means, self._key_biases = k_means or (None,) * len(specs), key_biases or (None,) * len(specs)
         self.pages: tuple[PlainPages | QuantizedPages, ...] = tuple(
             self._quantized(layer, storage, k_mean_KD, is_read)
             if spec.cache.format.is_quantized
@@ -389,6 +406,9 @@ class LayerPages:
             held["attention/dequantize"] = sum(reader.num_bytes for reader in self._readers.values())
         if self._rotations:
             held["attention/rotation"] = sum(rotation_DD.nbytes for rotation_DD in self._rotations.values())
+        if biases := [bias for bias in self._key_biases if bias is not None]:
+            turns = {bias.turns.cos_BC.data_ptr(): bias.turns for bias in biases}.values()
+            held["attention/key_bias"] = sum(one.num_bytes for one in (*biases, *turns))
         return held
 
     def _quantized(
@@ -405,6 +425,7 @@ class LayerPages:
             storage.spec.page_tokens,
             self._rotations[head_dim] if min(key_bits, value_bits) < 8 else self._no_rotation,
             k_mean_KD,
+            self._key_biases[layer],
         )
         if not is_read:
             return QuantizedPages(planes)

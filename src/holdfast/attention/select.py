@@ -5,7 +5,7 @@ from typing import Any
 
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.attention.layer_pages import KeyMeans
+from holdfast.attention.layer_pages import KeyBiases, KeyMeans
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
@@ -20,10 +20,15 @@ def build_backend(
     num_sms: int,
     batch_invariant: bool,
     k_means: KeyMeans | None = None,
+    key_biases: KeyBiases | None = None,
 ) -> AttentionBackend[Any]:
-    """The backend over its storage. `k_means`: what is subtracted from the keys of each layer before they are quantized."""
+    """The backend over its storage.
+
+    `k_means`: what is subtracted from the keys of each layer before they are quantized. `key_biases`: what keys are written
+    without, and scores get.
+    """
     if declaration.name == TritonPagedAttention.name:
-        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant, k_means)
+        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant, k_means, key_biases)
     if declaration.name == TorchPagedAttention.name:
-        return TorchPagedAttention(specs, storage, k_means)
+        return TorchPagedAttention(specs, storage, k_means, key_biases)
     return {NativePagedAttention.name: NativePagedAttention}[declaration.name](specs, storage)

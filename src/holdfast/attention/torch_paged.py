@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.attention.declarations import AttentionSpec, mask_rows
-from holdfast.attention.layer_pages import KeyMeans, LayerPages, PagedRows
+from holdfast.attention.layer_pages import KeyBiases, KeyMeans, LayerPages, PagedRows
 from holdfast.cache.storage import PageStorage
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -65,8 +65,14 @@ class TorchPagedAttention(LayerPages):
 
     name: ClassVar[str] = "torch_paged"
 
-    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage, k_means: KeyMeans | None = None) -> None:
-        super().__init__(specs, storage, k_means, is_read=True)
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        storage: PageStorage,
+        k_means: KeyMeans | None = None,
+        key_biases: KeyBiases | None = None,
+    ) -> None:
+        super().__init__(specs, storage, k_means, is_read=True, key_biases=key_biases)
         self._dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._page_tokens = storage.spec.page_tokens
         self._max_model_len = specs[0].max_model_len

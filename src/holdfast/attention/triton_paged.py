@@ -16,7 +16,7 @@ from holdfast.attention.declarations import (
     max_tiles,
     tile_kinds,
 )
-from holdfast.attention.layer_pages import KeyMeans, LayerPages
+from holdfast.attention.layer_pages import KeyBiases, KeyMeans, LayerPages
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.tiled_attention import TileWork
@@ -47,8 +47,9 @@ class TritonPagedAttention(LayerPages):
         num_sms: int,
         batch_invariant: bool = False,
         k_means: KeyMeans | None = None,
+        key_biases: KeyBiases | None = None,
     ) -> None:
-        super().__init__(specs, storage, k_means)
+        super().__init__(specs, storage, k_means, key_biases=key_biases)
         self._num_sms = num_sms
         self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
         machine = Machine(num_sms, batch_invariant, self._device)

@@ -92,6 +92,26 @@ QUANTIZED_LARGE_TILE = 64
 """The least that a large tile over quantized pages has: lists have room for tiles of this height."""
 
 
+def key_turn_dtype(dtype: str) -> str:
+    """Of the small table of kernels/attention/key_bias.py, in a model that computes in `dtype`: kernels multiply in half precision."""
+    return "float32" if dtype == "float32" else "float16"
+
+
+def key_turns_specs(head_dim: int, max_model_len: int, dtype: str) -> tuple[TensorSpec, ...]:
+    """The tables of `KeyTurns`, one set for all layers of a head dim."""
+    num_blocks = -(-max_model_len // BLOCK_TOKENS)
+    return (
+        TensorSpec("cos", (num_blocks, head_dim // 2), "float32"),
+        TensorSpec("sin", (num_blocks, head_dim // 2), "float32"),
+        TensorSpec("near", (2, BLOCK_TOKENS // 2, head_dim // 2), key_turn_dtype(dtype)),
+    )
+
+
+def key_bias_spec(num_kv_heads: int, head_dim: int) -> TensorSpec:
+    """What `KeyBias` holds of each layer."""
+    return TensorSpec("bias", (num_kv_heads, head_dim), "float32")
+
+
 class TileGeometry(NamedTuple):
     """What the tile scheduler must know of a kernel. Small tiles are for decoding and short queries, large ones for prompts."""
 

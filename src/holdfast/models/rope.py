@@ -1,4 +1,4 @@
-"""Rotary tables: the frequencies of every scaling kind, and cos/sin rows by position.
+"""Rotary tables: the frequencies of every scaling kind, cos/sin rows by position, and what turns the bias of stored keys.
 
 Two kinds look at the length of the running text (dynamic, longrope). Keys already cached cannot be rotated again when the
 text grows, so the length is decided once, by max_model_len: a token then does not depend on when it was computed.
@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from holdfast.kernels.attention.key_bias import KeyTurns, make_key_turns
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.models.spec import RopeSpec
 
@@ -29,6 +30,13 @@ def rope_table(
         cos_LD[start:end] = torch.cat((cos_ld, cos_ld), dim=-1)
         sin_LD[start:end] = torch.cat((-sin_ld, sin_ld), dim=-1)
     return Rotary(cos_LD, sin_LD)
+
+
+def key_turns(
+    rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> KeyTurns:
+    """The same rotations for biases of keys that are stored without them (kernels/attention/key_bias.py)."""
+    return make_key_turns(*_frequencies(rope, head_dim, max_position, max_model_len), max_model_len, dtype, device)
 
 
 def _frequencies(rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int) -> tuple[torch.Tensor, float]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.attention.key_bias import key_bias_rows
 from holdfast.kernels.attention.quantized_decode import decode_kernel
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.quantized_prefill import prefill_kernel
@@ -185,6 +186,9 @@ def quantized_attention_reference(
         page_L, offset_L = page_table_NP[table_row, token_L // page_tokens].long(), token_L % page_tokens
         k_LKD = dequantize_keys(planes.keys_at(page_L, offset_L), planes.key_bits, head_dim)
         v_LKD = dequantize_values(planes.values_at(page_L, offset_L), planes.value_bits, head_dim)
+        if planes.key_bias is not None:
+            bias_LKD = key_bias_rows(planes.key_bias, token_L).transpose(0, 1)
+            k_LKD = k_LKD + (rotate_heads(bias_LKD) if planes.rotates_keys else bias_LKD)
         scores_HL = torch.einsum("hd,lhd->hl", q_THD[row].float(), k_LKD.repeat_interleave(group, dim=1)) * scale
         out_HD = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LKD.repeat_interleave(group, dim=1))
         out_THD[row] = (rotate_heads(out_HD) if planes.rotates_values else out_HD).to(out_TX.dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.kv_quantize import QuantizedHeads
 
@@ -32,6 +33,8 @@ class QuantizedPlanes:
     """The table of quant/kv_quantize.py, [D + 1, D], in the type that is computed in; one for all layers of a head dim."""
     k_mean_KD: torch.Tensor | None = None
     """float32, rotated like the keys: subtracted from every key before it is quantized. Softmax does not see it."""
+    key_bias: KeyBias | None = None
+    """What attention adds to the scores, where keys are stored without the bias of their projection."""
 
     @classmethod
     def of(
@@ -43,6 +46,7 @@ class QuantizedPlanes:
         page_tokens: int,
         rotation_DD: torch.Tensor,
         k_mean_KD: torch.Tensor | None = None,
+        key_bias: KeyBias | None = None,
     ) -> "QuantizedPlanes":
         """From planes by name as the storage has them, [slots, K, bytes] and [slots, K]: the same bytes, head by head."""
 
@@ -63,6 +67,7 @@ class QuantizedPlanes:
             by_head("v_scale"),
             rotation_DD,
             k_mean_KD,
+            key_bias,
         )
 
     @property
