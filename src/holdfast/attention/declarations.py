@@ -153,7 +153,6 @@ class TritonPagedDeclaration:
             Term("attention/tiles", list_bytes, f"{num_list_tiles} tiles of a step's work, in {num_lists} lists"),
             Term("attention/rows", row_bytes, "where each row's partial results lie"),
             *rotation_terms(specs),
-            *key_bias_terms(specs),
         )
 
 
@@ -188,7 +187,7 @@ class TorchPagedDeclaration:
             return (masks,)
         table_bytes = sum(code_table_bytes(key_bits or 8, value_bits or 8, dim) for key_bits, value_bits, dim in codes)
         tables = Term("attention/dequantize", table_bytes, "what every code stands for, and where its coordinates lie")
-        return (masks, tables, *rotation_terms(specs), *key_bias_terms(specs))
+        return (masks, tables, *rotation_terms(specs))
 
 
 DECLARATIONS: tuple[BackendDeclaration, ...] = (
@@ -278,7 +277,10 @@ def rotation_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
 
 
 def key_bias_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
-    """Key biases that attention adds to scores, and the tables that turn them (kernels/attention/key_bias.py)."""
+    """Key biases that attention adds to scores, and the tables that turn them (kernels/attention/key_bias.py).
+
+    A term of every backend that reads quantized pages, beside its own: these grow with the number of layers, so all are given.
+    """
     biased = [spec for spec in specs if spec.has_key_bias]
     if not biased:
         return ()

@@ -103,6 +103,11 @@ class ModelSpec:
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.kv_size
 
+    @property
+    def has_separable_key_bias(self) -> bool:
+        """Keys are a sum of what depends on the token and of a bias: no norm stands between the projection and rope."""
+        return self.qkv_bias and not self.qk_norm
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None

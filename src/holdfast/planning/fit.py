@@ -90,7 +90,11 @@ class RunnerPlan(NamedTuple):
         caches = tuple(
             replace(layer, format=kv_format) for layer, kv_format in zip(self.cache.layers, formats, strict=True)
         )
-        specs = (replace(spec, cache=cache) for spec, cache in zip(self.attention_specs, caches, strict=True))
+        has_biases = any(spec.has_key_bias for spec in self.attention_specs)
+        specs = (
+            replace(spec, cache=cache, has_key_bias=has_biases and cache.format.is_quantized)
+            for spec, cache in zip(self.attention_specs, caches, strict=True)
+        )
         return self._replace(
             resolved=self.resolved.with_protected(protected),
             cache=replace(self.cache, layers=caches),

@@ -13,7 +13,13 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds, choose_declaration
+from holdfast.attention.declarations import (
+    AttentionSpec,
+    BackendDeclaration,
+    StepBounds,
+    choose_declaration,
+    key_bias_terms,
+)
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, logit_scratch_specs
@@ -288,6 +294,9 @@ class Layout(NamedTuple):
             max_model_len=resolved.limits.max_model_len,
             dtype=resolved.dtype,
             device_kind=self.target.kind,
+            has_key_bias=self.blueprint.anatomy.rope_width > 0
+            and heads.has_separable_key_bias
+            and layer.format.is_quantized,
         )
 
 
@@ -323,6 +332,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *sampling_terms(limits.max_num_seqs, blueprint.vocab_size, target.kind),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
+        *_key_bias_terms(layout, resolved, specs),
         *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
     return Needs(declaration, requests, workspace, tuple(terms))
@@ -388,6 +398,19 @@ def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
         return []
     table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width
     return [Term("rope/table", table_bytes, "cos and sin by position")]
+
+
+def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> list[Term]:
+    """What quantized layers hold so that their pages have keys without bias: copies of it, without and with the keys' part."""
+    heads = layout.heads()
+    num_layers = sum(kv_format.is_quantized for kv_format in layout.formats(resolved))
+    if heads is None or not heads.has_separable_key_bias or num_layers == 0:
+        return []
+    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    num_bytes = num_layers * width * DTYPE_BYTES[resolved.dtype]
+    terms = [Term("attention/qkv_bias", num_bytes, f"biases of {num_layers} layers with zeros for the keys")]
+    biased = next((spec for spec in specs if spec.has_key_bias), None)
+    return terms if biased is None else [*terms, *key_bias_terms((biased,) * num_layers)]
 
 
 def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:

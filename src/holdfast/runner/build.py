@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from holdfast.attention.select import build_backend
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.native_library import compile_native
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
@@ -30,8 +31,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
 from holdfast.models.decoder import Decoder
-from holdfast.models.rope import rope_table
-from holdfast.models.spec import ModelSpec
+from holdfast.models.rope import key_turns, rope_table
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.plan import RunnerPlan, plan_runner
@@ -40,6 +40,7 @@ from holdfast.planning.target import Target, choose_device, device_target
 from holdfast.planning.terms import PROCESS_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
+from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.step_inputs import BatchBuffers
@@ -229,13 +230,17 @@ class RunnerBuild:
         self._releases.append(workspace.release)
         invariant = self._config.batch_invariant
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        biases = self._split_biases()
         backend = (make_backend or build_backend)(
-            declaration, plan.attention_specs, storage, bounds, num_sms, invariant
+            declaration,
+            plan.attention_specs,
+            storage,
+            bounds,
+            num_sms,
+            invariant,
+            **({"key_biases": biases.keys} if any(biases.keys) else {}),
         )
-        rotary, dtype = None, getattr(torch, plan.resolved.dtype)
-        if spec.rope is not None:
-            rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, limits.max_model_len, dtype, device)
-            ledger.record("rope/table", rotary.cos_LD.nbytes + rotary.sin_LD.nbytes, "cos and sin by position")
+        rotary = self._rope()
         for owner, num_bytes in backend.held_bytes().items():
             ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
@@ -245,7 +250,17 @@ class RunnerBuild:
         is_fused = takes_fused_decode(spec, plan.resolved.dtype, device.type, recipe) and not invariant
         scratch = declaration.scratch(plan.attention_specs, bounds)
         runner = Runner(
-            Decoder(spec, self._weights, backend, rotary, workspace, scratch, is_fused, plan.resolved.dtype, recipe),
+            Decoder(
+                spec,
+                self._weights | biases.qkv,
+                backend,
+                rotary,
+                workspace,
+                scratch,
+                is_fused,
+                plan.resolved.dtype,
+                recipe,
+            ),
             backend,
             BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu"),
             Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
@@ -258,6 +273,26 @@ class RunnerBuild:
         )
         self._releases.append(runner.close)
         return runner
+
+    def _rope(self) -> Rotary | None:
+        spec, resolved = self._model.spec, self._plan.resolved
+        if spec.rope is None:
+            return None
+        dtype, longest = getattr(torch, resolved.dtype), resolved.limits.max_model_len
+        rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self._device)
+        self._ledger.record("rope/table", rotary.cos_LD.nbytes + rotary.sin_LD.nbytes, "cos and sin by position")
+        return rotary
+
+    def _split_biases(self) -> SplitBiases:
+        """Biases for keys that are stored without theirs; nothing where no layer stores such."""
+        spec, plan, turns = self._model.spec, self._plan, None
+        if spec.rope is not None and any(own.has_key_bias for own in plan.attention_specs):
+            dtype, longest = getattr(torch, plan.resolved.dtype), plan.resolved.limits.max_model_len
+            turns = key_turns(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self._device)
+        biases = split_biases(self._weights, spec, plan.attention_specs, turns)
+        if biases.qkv:
+            self._ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
+        return biases
 
     def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:
         """Run every kernel once, and capture graphs unless nobody wants them; a CPU has nothing to warm."""
@@ -304,19 +339,6 @@ def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_pre
     with counting_compiles(compiled) as counted:
         runner.warm(rows, graphs, lambda *counts: on_prepare(Preparing(CAPTURING, *counts)), warmed)
     log.info("Triton compiled %d kernels and found %d compiled", counted.num_compiled, counted.num_found)
-
-
-def key_bias_norms(weights: Mapping[str, torch.Tensor | QuantizedWeight], spec: ModelSpec) -> list[float]:
-    """The norm of each layer's key bias, by layer; rotary positions do not change it."""
-    assert spec.qkv_bias, f"{spec.architecture} has no key biases"
-    keys = slice(spec.query_size, spec.query_size + spec.kv_size)
-    # On the host: the device's memory is spoken for.
-    norms = []
-    for layer in range(spec.num_layers):
-        bias = weights[f"layers.{layer}.qkv.bias"]
-        assert isinstance(bias, torch.Tensor), f"the biases of layer {layer} are quantized"
-        norms.append(torch.linalg.vector_norm(bias[keys].cpu(), dtype=torch.float64).item())
-    return norms
 
 
 def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:

@@ -35,6 +35,8 @@ class HeadGeometry(NamedTuple):
     windows: tuple[int | None, ...]
     """One entry a layer."""
     has_key_bias: bool = False
+    has_separable_key_bias: bool = False
+    """Nothing stands between the projection and rope, so that keys can be stored without their bias."""
 
 
 class StepShape(NamedTuple):

@@ -70,7 +70,8 @@ class GroupedAnatomy(NamedTuple):
     def heads(self, num_ranks: int) -> HeadGeometry:
         spec = self.rank(num_ranks)
         windows = spec.sliding_windows or (None,) * spec.num_layers
-        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, spec.qkv_bias)
+        biases = spec.qkv_bias, spec.has_separable_key_bias
+        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, *biases)
 
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self.rank(num_ranks)
