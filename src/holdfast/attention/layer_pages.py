@@ -7,7 +7,7 @@ copies single elements much faster than short rows. Coordinates stay in the orde
 mind as long as queries follow the keys, and what comes out, which is little, is put in order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -373,6 +373,8 @@ class LayerPages:
     ) -> None:
         """`is_read`: quantized pages are read in plain torch, which takes tables."""
         self._specs = specs
+        self.on_write: Callable[[int, torch.Tensor, HeadNorm | None], None] | None = None
+        """Is told the layer, the projection of a step and the norm of its heads, before anything is written."""
         self._device = storage.plane(0, specs[0].cache.planes[0].name).device
         dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._rotations = {dim: rotation_table(dim, dtype, self._device) for dim in rotated_head_dims(specs)}
@@ -397,6 +399,8 @@ class LayerPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Keys and values to their slots, queries to `out_THD`, all in one pass."""
+        if self.on_write is not None:
+            self.on_write(layer, qkv_TX, head_norm)
         self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
 
     def held_bytes(self) -> dict[str, int]:

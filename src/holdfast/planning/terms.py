@@ -22,7 +22,7 @@ from holdfast.attention.declarations import (
 )
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
-from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, logit_scratch_specs
+from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
 from holdfast.models.activations import Request
@@ -404,11 +404,20 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     """What quantized layers hold so that their pages have keys without bias: copies of it, without and with the keys' part."""
     heads = layout.heads()
     num_layers = sum(kv_format.is_quantized for kv_format in layout.formats(resolved))
-    if heads is None or not heads.has_separable_key_bias or num_layers == 0:
+    if heads is None or num_layers == 0:
         return []
+    if not any(spec.has_key_bias for spec in specs):
+        mean_bytes = num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
+        means = [
+            Term("attention/key_means", mean_bytes, f"what the keys of a head have in common, in {num_layers} layers")
+        ]
+    else:
+        means = []
+    if not heads.has_separable_key_bias:
+        return means
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     num_bytes = num_layers * width * DTYPE_BYTES[resolved.dtype]
-    terms = [Term("attention/qkv_bias", num_bytes, f"biases of {num_layers} layers with zeros for the keys")]
+    terms = [*means, Term("attention/qkv_bias", num_bytes, f"biases of {num_layers} layers with zeros for the keys")]
     biased = next((spec for spec in specs if spec.has_key_bias), None)
     return terms if biased is None else [*terms, *key_bias_terms((biased,) * num_layers)]
 

@@ -41,6 +41,7 @@ from holdfast.planning.terms import PROCESS_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
 from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
+from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.step_inputs import BatchBuffers
@@ -230,7 +231,7 @@ class RunnerBuild:
         self._releases.append(workspace.release)
         invariant = self._config.batch_invariant
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        biases = self._split_biases()
+        biases, means = self._split_biases(), make_means(plan.attention_specs, device)
         backend = (make_backend or build_backend)(
             declaration,
             plan.attention_specs,
@@ -239,6 +240,7 @@ class RunnerBuild:
             num_sms,
             invariant,
             **({"key_biases": biases.keys} if any(biases.keys) else {}),
+            **({"k_means": means} if any(mean is not None for mean in means) else {}),
         )
         rotary = self._rope()
         for owner, num_bytes in backend.held_bytes().items():
@@ -272,7 +274,19 @@ class RunnerBuild:
             self._least_rows,
         )
         self._releases.append(runner.close)
+        self._centre_keys(runner, rotary, biases, means)
         return runner
+
+    def _centre_keys(
+        self, runner: Runner, rotary: Rotary | None, biases: SplitBiases, means: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Before the first page of a request is written; what they are is settled for as long as the runner lives."""
+        mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
+        if mean_bytes:
+            self._ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
+        if mean_bytes or any(biases.keys):
+            num_tokens = centre_keys(runner, self._model.spec, rotary, KeyRooms(biases.keys, biases.by_layer, means))
+            log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
 
     def _rope(self) -> Rotary | None:
         spec, resolved = self._model.spec, self._plan.resolved

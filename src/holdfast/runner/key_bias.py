@@ -30,6 +30,11 @@ class SplitBiases(NamedTuple):
     """Of each layer: what its scores get; None where they get nothing."""
 
     @property
+    def by_layer(self) -> dict[int, torch.Tensor]:
+        """The same by number."""
+        return {layer: self.qkv[bias_name(layer)] for layer in range(len(self.keys)) if bias_name(layer) in self.qkv}
+
+    @property
     def qkv_bytes(self) -> int:
         return sum(bias_X.nbytes for bias_X in self.qkv.values())
 

@@ -1,0 +1,139 @@
+"""Centred keys: the mean key of each quantized layer, from a short warm-up prompt, and where it is kept from then on.
+
+K key/value heads, D head dim, X width of the fused QKV projection, T rows of the warm-up prompt
+
+What all keys of a head have in common takes up codes and tells no key from another. It is measured once, before the first
+page of a request is written, behind the norm and before rope, and never changes: so a page means the same in every step.
+The prompt is a list of token ids that follows from the size of the vocabulary, so that codes stay a function of weights and
+settings, and two starts give the same ones.
+
+Where scores get a key bias already, the mean is one more part of it: exact at every position, whatever stands behind a score.
+Elsewhere one vector is subtracted from the keys of all positions, their mean turned to each of them and averaged over the
+whole context: of pairs that turn fast nothing is left. It adds the same number to all scores of a row, which a plain softmax
+does not see. No model that runs here has attention sinks or soft-capping, which would.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.attention.declarations import AttentionSpec
+from holdfast.attention.layer_pages import LayerPages, QuantizedPages
+from holdfast.kernels.attention.key_bias import KeyBias
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.norm import rms_norm_reference
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.kv_quantize import rotate_heads
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.request.sequence import Sequence as TokenSequence
+from holdfast.runner.key_bias import key_part
+from holdfast.runner.runner import Runner
+
+WARM_TOKENS = 128
+FIRST_TOKENS = 4
+"""They attract attention and have keys of their own kind: no mean has a share of them."""
+LEAST_TOKENS = 32
+"""Of fewer there is no mean worth having."""
+LEAST_ID = 16
+"""Below it vocabularies have tokens that no text holds."""
+GOLDEN = 0.6180339887498949
+TABLE_ROWS = 4096
+"""Of the rope table are averaged at a time."""
+
+
+def warm_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
+    """Ids all over the vocabulary, more of the low ones: tokenizers give these to what is frequent."""
+    least = min(LEAST_ID, vocab_size - 1)
+    places = (number * GOLDEN % 1 for number in range(num_tokens))
+    return [int(least * (vocab_size / least) ** place) if least else 0 for place in places]
+
+
+def make_means(specs: Sequence[AttentionSpec], device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """Room for the mean of every quantized layer without a key bias, zeros until it is known."""
+    layers = [layer for layer, spec in enumerate(specs) if spec.cache.format.is_quantized and not spec.has_key_bias]
+    found: list[torch.Tensor | None] = [None] * len(specs)
+    if layers:
+        cache = specs[layers[0]].cache
+        means_NKD = torch.zeros(len(layers), cache.num_kv_heads, cache.head_dim, device=device)
+        for place, layer in enumerate(layers):
+            found[layer] = means_NKD[place]
+    return tuple(found)
+
+
+class KeyRooms(NamedTuple):
+    """Where the mean of each layer goes."""
+
+    biases: Sequence[KeyBias | None]
+    """What scores get; of a layer that has one the projection is in `qkv`."""
+    qkv: dict[int, torch.Tensor]
+    """By layer: biases of the projection, the runner's own."""
+    means: Sequence[torch.Tensor | None]
+    """What is subtracted from keys, in the space of their codes."""
+
+
+@torch.inference_mode()
+def centre_keys(runner: Runner, spec: ModelSpec, rotary: Rotary | None, rooms: KeyRooms) -> int:
+    """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them."""
+    limits, backend = runner.limits, runner.backend
+    room = runner.num_pages * limits.page_tokens
+    num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens, room)
+    if num_tokens < LEAST_TOKENS or not isinstance(backend, LayerPages):
+        return 0
+    found: dict[int, torch.Tensor] = {}
+
+    def measure(layer: int, qkv_TX: torch.Tensor, head_norm: HeadNorm | None) -> None:
+        if isinstance(backend.pages[layer], QuantizedPages):
+            found[layer] = mean_key(qkv_TX[FIRST_TOKENS:num_tokens], spec, head_norm)
+
+    backend.on_write = measure
+    try:
+        runner.hidden_rows(_step(warm_token_ids(spec.vocab_size, num_tokens), limits.page_tokens))
+    finally:
+        backend.on_write = None
+    turn_DD = None if rotary is None else average_turn(rotary)
+    for layer, mean_KD in found.items():
+        if not bool(mean_KD.isfinite().all()):
+            continue  # weights without numbers have no mean, and whoever runs them will be told
+        bias, room_KD = rooms.biases[layer], rooms.means[layer]
+        if bias is not None:
+            qkv_X = rooms.qkv[layer]
+            mean_KD = mean_KD.to(qkv_X.dtype)  # what keys are short of is what scores get, to the bit
+            qkv_X[key_part(spec)] -= mean_KD.flatten()
+            bias.bias_KD.add_(mean_KD)
+        elif room_KD is not None:
+            turned_KD = mean_KD if turn_DD is None else mean_KD @ turn_DD
+            pages = backend.pages[layer]
+            assert isinstance(pages, QuantizedPages), f"layer {layer} has a mean and plain pages"
+            room_KD.copy_(rotate_heads(turned_KD) if pages.planes.rotates_keys else turned_KD)
+    return num_tokens
+
+
+def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) -> torch.Tensor:
+    """float32 [K, D]: of what rope would turn next."""
+    k_TKD = qkv_TX[:, key_part(spec)].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
+    if head_norm is not None:
+        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps)
+    return k_TKD.mean(0, dtype=torch.float32)
+
+
+def average_turn(rotary: Rotary) -> torch.Tensor:
+    """float32 [D, D]: what a row of keys is to be multiplied by, for its mean over all positions of the table."""
+    cos_D, sin_D = (_average(table_LD) for table_LD in (rotary.cos_LD, rotary.sin_LD))
+    head_dim = len(cos_D)
+    swapped_DD = torch.eye(head_dim, device=cos_D.device).roll(head_dim // 2, dims=0)
+    return cos_D.diag() + swapped_DD * sin_D
+
+
+def _average(table_LD: torch.Tensor) -> torch.Tensor:
+    parts = [part_LD.sum(0, dtype=torch.float32) for part_LD in table_LD.split(TABLE_ROWS)]
+    return torch.stack(parts).sum(0) / len(table_LD)
+
+
+def _step(token_ids: list[int], page_tokens: int) -> Step:
+    """One sequence on the first pages, which nobody has yet."""
+    num_tokens = len(token_ids)
+    sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1)
+    sequence.pages = list(range(-(-num_tokens // page_tokens)))
+    return Step((ScheduledSequence(sequence, 0, num_tokens),))
