@@ -23,7 +23,7 @@ def main() -> None:
     model = open_transformers(opened, "float32", "cpu")
     opened.source.close()
     ids_NT = torch.tensor([tokenizer.encode(PROMPT)])
-    cache = TurboQuantCache(model.config, format="turboquant_k8v4", tail=32)
+    cache = TurboQuantCache(model, format="turboquant_k8v4", tail=32)
     out_NT = model.generate(
         ids_NT, attention_mask=torch.ones_like(ids_NT), past_key_values=cache, max_new_tokens=64, do_sample=False
     )

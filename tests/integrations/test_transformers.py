@@ -27,6 +27,7 @@ from holdfast.integrations.transformers import (
     QuantizedLayer,
     QuantizedTokens,
     TurboQuantCache,
+    TurnedBias,
 )
 from holdfast.loading.model_files import open_model
 from holdfast.quant.formats import KV_FORMATS
@@ -757,3 +758,55 @@ def test_the_same_text_on_eight_of_ten(talker: Talker) -> None:
     equal = [prompt for prompt, cache in caches.items() if talker.is_equal(prompt, cache, num_new=64)]
     assert len(equal) >= 8, f"other text for {[prompt[:40] for prompt in PROMPTS if prompt not in equal]}"
     assert all(sum(cache.memory_bytes().planes.values()) for cache in caches.values()), "some had nothing to quantize"
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Qwen2 whose key biases are large, the largest in the layers between the ends."""
+    folder = tmp_path_factory.mktemp("biased")
+    model = save_tiny("qwen2", folder, num_hidden_layers=6)
+    for layer, decoder_layer in enumerate(model.model.layers):
+        bias = decoder_layer.self_attn.k_proj.bias
+        dice = torch.Generator().manual_seed(layer)
+        bias.data = torch.randn(bias.shape, generator=dice) * (60.0 if layer in (1, 2, 3, 4) else 20.0)
+    return model
+
+
+def test_protected_layers_follow_from_key_biases(biased: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "holdfast"):
+        own = TurboQuantCache(biased, format="turboquant_4bit_nc", protected_layers=4)
+    assert own.protected_layers == (1, 2, 3, 4)
+    assert "because their key biases are the largest" in caplog.text
+    assert TurboQuantCache(biased, format="turboquant_4bit_nc", protected_layers=[0, 5]).protected_layers == (0, 5)
+    assert TurboQuantCache(biased, protected_layers=6).protected_layers == tuple(range(6))
+    with caplog.at_level("WARNING", "holdfast"):
+        blind = TurboQuantCache(biased.config, format="turboquant_4bit_nc", protected_layers=4)
+    assert blind.protected_layers == (0, 1, 4, 5)
+    assert "pass it, not its config" in caplog.text
+
+
+def test_keys_without_their_bias_come_out_whole(biased: Any) -> None:
+    """Few bits of a key with a bias of many times its size, with the model and without."""
+    ids_NT = prompts(length=60)
+    keys = {}
+    for name, given in (("exact", None), ("model", biased), ("config", biased.config)):
+        cache: Any = transformers.DynamicCache(config=biased.config)
+        if given is not None:
+            cache = TurboQuantCache(given, format="turboquant_4bit_nc", protected_layers=0, tail=0)
+        with torch.no_grad():
+            biased(ids_NT, past_key_values=cache)
+            shape = (1, *cache.layers[2].keys.shape[1:2], 1, cache.layers[2].keys.shape[-1])
+            nothing = torch.zeros(shape)
+            keys[name] = cache.layers[2].update(nothing, nothing)[0][:, :, :60]
+    errors = {name: float((keys[name] - keys["exact"]).norm()) for name in ("model", "config")}
+    assert errors["model"] < 0.1 * errors["config"]
+
+
+def test_a_bias_that_helps_nothing_is_left_in_the_keys() -> None:
+    bias = TurnedBias(torch.full((32,), 50.0), None, 1.0)
+    keys = numbers(1, 2, 20, 16)
+    planes = [plane for plane in KV_FORMATS["fp8"].planes(2, 16) if plane.name.startswith("k")]
+    plain, shifted = (QuantizedTokens(planes, 8, keys, None, own) for own in (None, bias))
+    for quantized in (plain, shifted):
+        quantized.append(keys)
+    assert torch.equal(read(plain, keys), read(shifted, keys))

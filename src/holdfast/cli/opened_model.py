@@ -101,6 +101,8 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
         disk = opened.memory.disk
         was = "" if disk is None else f", from {format_bytes(disk.on_disk.num_bytes)} on disk"
         write_line(f"Model loading took {format_bytes(weights)} memory and {opened.load_seconds:.2f} seconds{was}")
+    if opened.memory.kv_note:
+        write_line(opened.memory.kv_note)
     if _write_report(opened, report):
         write_line(f"memory report written to {shown(str(report), MAX_PATH)[1:-1]}")
     return opened

@@ -67,7 +67,7 @@ def _engine(
         measured_bytes = built.profile.taken_bytes + built.plan.target.present_bytes
     report = memory_report(built.plan.memory, built.ledger, limits.page_tokens, limits.max_model_len, measured_bytes)
     disk = disk_account(built.plan.blueprint, built.plan.resolved)
-    report = replace(report, disk=disk, context_note=built.plan.context_note)
+    report = replace(report, disk=disk, context_note=built.plan.context_note, kv_note=built.plan.kv_note())
     return Engine(
         built.runner,
         tokenizer,

@@ -7,8 +7,14 @@ for good. A token is quantized after the call that brought it, so a prompt atten
 dequantized and rotated back, so that any implementation of attention reads them.
 
 It saves memory, not time: all older tokens are dequantized again in every call, a bounded piece at a time.
+
+Given the model and not only its config, the cache sees the biases of key projections. Layers with the largest ones are
+protected, as in the engine, and keys are quantized without their bias, turned by the place of the token (R_p b), which is
+added again when they are read. What was subtracted is added, so this is right whatever positions the model gives its tokens;
+a layer whose keys do not become smaller by it, as its first block shows, is quantized as it is.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +22,8 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, shown
-from holdfast.planning.resolve import by_position
+from holdfast.observability.log import get_logger
+from holdfast.planning.resolve import by_key_bias, by_position, listed
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
 from holdfast.quant.kv_quantize import (
     QuantizedHeads,
@@ -36,6 +43,10 @@ except ImportError as error:
         "run pip install 'holdfast[transformers]'",
     ) from error
 
+log = get_logger(__name__)
+
+KEY_PROJECTION = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)?k_proj$")
+"""The module that makes the keys of a layer, in models with a projection for keys alone."""
 BLOCK_TOKENS = 16
 """So many tokens leave the tail at once."""
 ROOM_STEP = 64
@@ -44,11 +55,38 @@ MAX_NUMBERS = 2**22
 """So many numbers are quantized or dequantized at a time, which bounds the scratch however long the context is."""
 
 
+@dataclass(frozen=True, slots=True)
+class TurnedBias:
+    """The bias of a layer's keys at every place: R_p b, or b where the model has no rope."""
+
+    bias_X: torch.Tensor
+    """The model's own."""
+    inverse_frequency_C: torch.Tensor | None
+    """As it was when the cache was made: what is subtracted must be what is added."""
+    magnitude: float
+
+    def rows(self, begin: int, end: int, like_NKTD: torch.Tensor) -> torch.Tensor:
+        """float32 [K, T, D] for the tokens at these places."""
+        bias_K1D = self.bias_X.detach().to(like_NKTD.device, torch.float32).view(like_NKTD.shape[1], 1, -1)
+        if self.inverse_frequency_C is None:
+            return bias_K1D.expand(-1, end - begin, -1)
+        place_T = torch.arange(begin, end, dtype=torch.float32, device=like_NKTD.device)
+        angle_TC = torch.outer(place_T, self.inverse_frequency_C.to(like_NKTD.device))
+        cos_TC, sin_TC = angle_TC.cos() * self.magnitude, angle_TC.sin() * self.magnitude
+        first_K1C, second_K1C = bias_K1D.chunk(2, dim=-1)
+        return torch.cat((first_K1C * cos_TC - second_K1C * sin_TC, second_K1C * cos_TC + first_K1C * sin_TC), dim=-1)
+
+
 class QuantizedTokens:
     """One side of one layer. Numbers go in as they are and come out as they are: the rotation is its own affair."""
 
     def __init__(
-        self, planes: Sequence[Plane], bits: int, like_NKTD: torch.Tensor, rotation_DD: torch.Tensor | None
+        self,
+        planes: Sequence[Plane],
+        bits: int,
+        like_NKTD: torch.Tensor,
+        rotation_DD: torch.Tensor | None,
+        bias: TurnedBias | None = None,
     ) -> None:
         """The planes of this side, as its format has them; the tensor says sequences, heads and device."""
         assert (rotation_DD is not None) == (bits < 8), f"{bits} bits"
@@ -62,6 +100,8 @@ class QuantizedTokens:
             for plane in planes
         }
         self.length = 0
+        self._bias = bias
+        """What tokens are stored without; settled by the first of them."""
 
     @property
     def used_bytes(self) -> dict[str, int]:
@@ -79,10 +119,18 @@ class QuantizedTokens:
     def append(self, x_NKTD: torch.Tensor) -> None:
         """Quantize the newest tokens."""
         end = self.length + x_NKTD.shape[2]
+        if self.length == 0 and self._bias is not None:
+            first_NKTD = x_NKTD[:, :, :BLOCK_TOKENS].float()
+            rest_NKTD = first_NKTD - self._bias.rows(0, first_NKTD.shape[2], x_NKTD)
+            if not bool(rest_NKTD.square().sum() < first_NKTD.square().sum()):
+                self._bias = None
         self._make_room(end)
         for begin, piece_NKTD in _pieces(x_NKTD):
-            heads = self._quantize(piece_NKTD)
             place = slice(self.length + begin, self.length + begin + piece_NKTD.shape[2])
+            if self._bias is not None:
+                heads = self._quantize(piece_NKTD - self._bias.rows(place.start, place.stop, x_NKTD))
+            else:
+                heads = self._quantize(piece_NKTD)
             for name, quantized in self._by_plane(heads):
                 self._planes[name][:, :, place] = quantized
         self.length = end
@@ -92,7 +140,10 @@ class QuantizedTokens:
         """Write what was stored, dequantized, into a tensor of as many tokens."""
         for begin, piece_NKTD in _pieces(out_NKTD):
             place = slice(begin, begin + piece_NKTD.shape[2])
-            piece_NKTD.copy_(self._dequantize({name: plane[:, :, place] for name, plane in self._planes.items()}))
+            read_NKTD = self._dequantize({name: plane[:, :, place] for name, plane in self._planes.items()})
+            if self._bias is not None:
+                read_NKTD = read_NKTD + self._bias.rows(place.start, place.stop, out_NKTD)
+            piece_NKTD.copy_(read_NKTD)
 
     def truncate(self, length: int) -> None:
         """Forget the newest tokens; their room stays."""
@@ -182,9 +233,10 @@ class QuantizedLayer(DynamicLayer):
     # After a rollback tokens that left the tail stay quantized: what comes next could differ in a late digit.
     is_croppable = False
 
-    def __init__(self, format: KVFormat, tail: int, rotations: Rotations) -> None:
+    def __init__(self, format: KVFormat, tail: int, rotations: Rotations, bias: TurnedBias | None = None) -> None:
         super().__init__()
         self.format = format
+        self._bias = bias
         self._rotations = rotations
         self._tail = tail
         self._block = BLOCK_TOKENS if tail else 1
@@ -207,7 +259,8 @@ class QuantizedLayer(DynamicLayer):
                 )
             planes = [plane for plane in self.format.planes(num_heads, head_dim) if plane.name.startswith(side)]
             rotation_DD = self._rotations.of(head_dim, self.device) if side_bits < 8 else None
-            quantized.append(QuantizedTokens(planes, side_bits, like_NKTD, rotation_DD))
+            bias = self._bias if side == "k" else None
+            quantized.append(QuantizedTokens(planes, side_bits, like_NKTD, rotation_DD, bias))
         self._quantized = tuple(quantized)
         self.is_initialized = True
 
@@ -298,35 +351,61 @@ class QuantizedLayer(DynamicLayer):
 
 
 class TurboQuantCache(Cache):
-    """`model.generate(..., past_key_values=TurboQuantCache(model.config))`, for decoders with standard attention.
+    """`model.generate(..., past_key_values=TurboQuantCache(model))`, for decoders with standard attention.
 
+    A config in the place of the model serves too; then nobody sees key biases, and protected layers are those at both ends.
     Layers with a sliding window, and those that keep something else than keys and values, get the cache layer that
     transformers has for them; `memory_bytes().plain` is theirs. Without a config every layer is quantized.
     """
 
     def __init__(
         self,
-        config: Any = None,  # noqa: ANN401 - a config class of transformers
+        config: Any = None,  # noqa: ANN401 - classes of transformers
         format: str = "turboquant_k8v4",
         protected_layers: int | Sequence[int] | None = None,
         protected_format: str = "fp8",
         tail: int = 64,
     ) -> None:
-        """Protected layers are numbers of layers, or how many (from both ends); None is the default of the format."""
+        """`config` is a model or its config. Protected layers are numbers of layers, or how many; None is the format's default."""
         self.format, self.protected_format = _quantized_format(format), _quantized_format(protected_format)
         if not isinstance(tail, int) or isinstance(tail, bool) or tail < 0:
             raise ConfigError(f"tail={shown(tail)} was asked", "it is a number of tokens", "pass 0 or more, such as 64")
         self.tail = tail
         self._rotations = Rotations()
+        model = config if isinstance(config, torch.nn.Module) else None
+        config = config if model is None else getattr(model, "config", None)
         layers = [] if config is None else _plain_layers(config)
         num_layers = None if config is None else len(layers)
-        self.protected_layers = _protected(protected_layers, DEFAULT_PROTECTED_LAYERS[self.format.name], num_layers)
+        self._biases = {} if model is None else _key_biases(model)
+        default = DEFAULT_PROTECTED_LAYERS[self.format.name]
+        self.protected_layers = _protected(protected_layers, default, num_layers)
+        self._choose_layers(protected_layers, num_layers, model is None and _may_have_biases(config))
         super().__init__(
             layers=[
                 self._quantized_layer(number) if type(layer) is DynamicLayer else layer
                 for number, layer in enumerate(layers)
             ]
         )
+
+    def _choose_layers(self, asked: int | Sequence[int] | None, num_layers: int | None, is_blind: bool) -> None:
+        """Where only the number of protected layers is settled: those with the largest key biases, as in the engine."""
+        count = len(self.protected_layers)
+        if not count or num_layers is None or not (asked is None or isinstance(asked, int)):
+            return
+        reason = "they are the first and the last"
+        if self._biases.keys() >= set(range(num_layers)) and count < num_layers:
+            norms = [
+                torch.linalg.vector_norm(self._biases[layer].bias_X.detach(), dtype=torch.float64).item()
+                for layer in range(num_layers)
+            ]
+            self.protected_layers, reason = by_key_bias(count, norms)
+        words = f"layers {listed(self.protected_layers)} stay in {self.protected_format.name} because {reason}"
+        if is_blind:
+            log.warning(
+                "%s: keys of this model have biases, which only the model shows: pass it, not its config", words
+            )
+        else:
+            log.info("%s", words)
 
     def update(
         self,
@@ -353,7 +432,37 @@ class TurboQuantCache(Cache):
 
     def _quantized_layer(self, number: int) -> QuantizedLayer:
         is_protected = number in self.protected_layers
-        return QuantizedLayer(self.protected_format if is_protected else self.format, self.tail, self._rotations)
+        own = self.protected_format if is_protected else self.format
+        return QuantizedLayer(own, self.tail, self._rotations, self._biases.get(number))
+
+
+def _key_biases(model: torch.nn.Module) -> dict[int, TurnedBias]:
+    """Of each layer that has one, with the rotation of the model; of keys that are normed behind it there is no such part."""
+    modules = dict(model.named_modules())
+    frequencies = [
+        (module.inv_freq.detach().clone().float(), float(getattr(module, "attention_scaling", 1.0)))
+        for module in modules.values()
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+    ]
+    found: dict[int, TurnedBias] = {}
+    for name, module in modules.items():
+        match, bias_X = KEY_PROJECTION.search(name), getattr(module, "bias", None)
+        if match is None or not isinstance(bias_X, torch.Tensor) or bias_X.is_meta:
+            continue
+        if isinstance(getattr(modules[name.rpartition(".")[0]], "k_norm", None), torch.nn.Module):
+            continue
+        head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+        turns = [turn for turn in frequencies if head_dim is not None and 2 * len(turn[0]) == head_dim]
+        if frequencies and not turns:
+            continue
+        found[int(match[1])] = TurnedBias(bias_X, *(turns[0] if turns else (None, 1.0)))
+    return found
+
+
+def _may_have_biases(config: Any) -> bool:  # noqa: ANN401 - a config class of transformers
+    """Whether models of this kind have key biases, as far as a config says."""
+    kind = str(getattr(config, "model_type", ""))
+    return kind in ("qwen2", "qwen2_moe", "opt") or bool(getattr(config, "attention_bias", False))
 
 
 def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a cache layer of transformers

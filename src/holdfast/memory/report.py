@@ -42,6 +42,8 @@ class MemoryReport:
     """What the weights took on disk, where that is something else than what they take here."""
     context_note: str = ""
     """Which limit shortened the context, and what would lift it; empty where none did."""
+    kv_note: str = ""
+    """What quantized pages mean for answers, on one line; empty where they are not."""
 
     @property
     def planned_bytes(self) -> int:
@@ -75,7 +77,12 @@ class MemoryReport:
 
 
 def memory_report(
-    plan: MemoryPlan, ledger: Ledger, page_tokens: int, max_model_len: int, measured_bytes: int | None = None
+    plan: MemoryPlan,
+    ledger: Ledger,
+    page_tokens: int,
+    max_model_len: int,
+    measured_bytes: int | None = None,
+    kv_note: str = "",
 ) -> MemoryReport:
     """Hold the plan against the ledger, owner by owner (the first part of each path), and both against the device."""
     planned: dict[str, dict[str, int]] = {}
@@ -109,4 +116,5 @@ def memory_report(
         plan.phase_bytes,
         measured_bytes,
         tuple(ledger),
+        kv_note,
     )

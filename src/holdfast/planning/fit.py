@@ -13,7 +13,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprints.blueprint import Blueprint
-from holdfast.planning.resolve import KV_IS_ASKED, Resolved, resolve
+from holdfast.planning.resolve import KV_IS_ASKED, Resolved, listed, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
@@ -79,6 +79,20 @@ class RunnerPlan(NamedTuple):
     def max_concurrency(self) -> float:
         """Sequences of the longest context that fit together."""
         return self.kv_tokens / self.resolved.limits.max_model_len
+
+    def kv_note(self) -> str:
+        """What quantized pages mean for answers, on one line; empty where pages are as wide as what is computed in."""
+        resolved = self.resolved
+        if not resolved.kv_format.is_quantized:
+            return ""
+        words, protected = [f"KV cache in {resolved.kv_format.name}"], resolved.protected
+        if protected.layers:
+            why = protected.reason.rpartition(": ")[2] or "asked"
+            words.append(f"layers {listed(protected.layers)} protected in {protected.format.name} ({why})")
+        if any(spec.has_key_bias for spec in self.attention_specs):
+            words.append("keys stored without their bias")
+        words.append(f"answers can differ from {resolved.dtype} pages: holdfast eval kv measures how much")
+        return "; ".join(words)
 
     def with_protected(self, layers: tuple[int, ...], reason: str) -> "RunnerPlan":
         """The same bytes with as many other layers in the wider format."""

@@ -126,6 +126,8 @@ def build_runner(
         refuse_out_of_memory(error, plan)
         raise
     plan = build.plan
+    if plan.kv_note():
+        log.info("%s", plan.kv_note())
     num_tokens, max_len = plan.kv_tokens, plan.resolved.limits.max_model_len
     log.info("Available KV cache memory: %s", format_bytes(plan.memory.kv_bytes))
     log.info(

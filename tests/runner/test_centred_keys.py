@@ -1,0 +1,203 @@
+"""Keys without their bias, and centred: what quantized layers hold for it, to the byte; what it is worth; what it must not change."""
+
+import json
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.attention.layer_pages import QuantizedPages
+from holdfast.config import EngineConfig
+from holdfast.kernels.attention.key_bias import key_bias_rows
+from holdfast.loading.model_files import open_model
+from holdfast.models.rope import rope_table
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.runner.key_bias import key_part
+from holdfast.runner.key_means import average_turn, warm_token_ids
+from holdfast.runner.variants import Variant, build_variants
+from loading.tiny_models import save_tiny
+from runner.tiny_runners import SMALL, TinyBuilder, held_storages
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+planted = import_module("key_bias")
+
+PLANTED = 40.0
+TEXT = [5, 9, 200, 17, 33, 8, 101, 44, 7, 90, 250, 61, 12, 13, 77, 30, 31, 99, 3, 140]
+
+
+def plant(folder: Path) -> None:
+    """Large key biases in a saved model, not the same in any two layers."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for place, name in enumerate(sorted(name for name in tensors if name.endswith("k_proj.bias"))):
+        dice = torch.Generator().manual_seed(place)
+        tensors[name] = torch.randn(tensors[name].shape, generator=dice) * PLANTED * (place + 1)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> TinyBuilder:
+    for family in ("qwen2", "opt"):
+        (tmp_path / family).mkdir()
+        save_tiny(family, tmp_path / family)
+        plant(tmp_path / family)
+    return TinyBuilder(tmp_path)
+
+
+def step_of(ids: list[int], start: int, end: int, pages: list[int]) -> Step:
+    own = Sequence(0, list(ids), len(ids), SamplingParams(temperature=0.0), seed=0, max_tokens=1)
+    own.pages = pages
+    return Step((ScheduledSequence(own, start, end - start),))
+
+
+def logits_of(runner, ids: list[int], cuts: tuple[int, ...], pages: list[int]) -> torch.Tensor:
+    """Of the last token, where the text is read in chunks."""
+    ends = (*cuts, len(ids))
+    hidden = torch.empty(0)
+    for start, end in zip((0, *cuts), ends, strict=True):
+        hidden = runner.hidden_rows(step_of(ids, start, end, pages))
+    return runner.row_logits(hidden[-1:]).clone()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "opt", "llama", "qwen3"])
+@pytest.mark.parametrize("kv_format", ["fp8", "turboquant_4bit_nc"])
+def test_what_is_held_is_what_was_planned(build: TinyBuilder, family: str, kv_format: str) -> None:
+    built = build(family, kv_cache_dtype=kv_format, max_model_len=64)
+    planned = {term.owner: term.num_bytes for term in built.plan.memory.terms if term.owner.startswith("attention/")}
+    held = {entry.owner: entry.num_bytes for entry in built.ledger if entry.owner in planned}
+    assert held == {owner: num_bytes for owner, num_bytes in planned.items() if owner in held}
+    wanted = {"qwen2": {"key_bias", "qkv_bias"}, "opt": {"key_means", "qkv_bias"}}.get(family, {"key_means"})
+    assert {owner.partition("/")[2] for owner in held} & {"key_bias", "qkv_bias", "key_means"} == wanted
+    own_bytes = sum(held_storages(built.runner).values()) - built.ledger.total_bytes
+    assert 0 <= own_bytes < 4096, "what is held is in the ledger"
+    built.release()
+    assert held_storages(built.runner) == {}
+
+
+def test_plain_pages_keep_the_bias_in_their_keys(build: TinyBuilder) -> None:
+    """Layers that are protected in a plain format too."""
+    for options in (
+        {},
+        {"kv_cache_dtype": "turboquant_4bit_nc", "kv_protected_layers": 2, "kv_protected_dtype": "auto"},
+    ):
+        built = build("qwen2", max_model_len=64, **options)
+        assert not any(spec.has_key_bias for spec in built.plan.attention_specs)
+        assert not any("bias" in entry.owner for entry in built.ledger if entry.owner.startswith("attention/"))
+        built.release()
+
+
+def test_shared_weights_stay_as_they_are(build: TinyBuilder) -> None:
+    config = EngineConfig.from_options(**SMALL, max_model_len=64)
+    folder = build.folder / "qwen2"
+    model = open_model(str(folder), "auto")
+    quantized = replace(config, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=0)
+    built = build_variants([Variant(config), Variant(quantized), Variant(config)], model, lambda done, total: None)
+    model.source.close()
+    first, _, last = (logits_of(runner, TEXT, (), list(range(8))) for runner in built.runners)
+    assert torch.equal(first, last)
+    (file,) = folder.glob("*.safetensors")
+    stored, keys = load_file(file), key_part(model.spec)
+    for runner, is_split in zip(built.runners, (False, True, False), strict=True):
+        bias = runner.decoder._layers[0].attention.qkv.bias_N
+        wanted = stored["model.layers.0.self_attn.k_proj.bias"]
+        assert torch.equal(bias[keys], wanted) != is_split
+    built.release()
+
+
+def test_scores_get_what_keys_are_short_of(build: TinyBuilder) -> None:
+    """The bias of the checkpoint, less what the projection has of it, at every position."""
+    built = build("qwen2", kv_cache_dtype="fp8", max_model_len=64)
+    spec = open_model(str(build.folder / "qwen2"), "auto").spec
+    (file,) = (build.folder / "qwen2").glob("*.safetensors")
+    stored = load_file(file)
+    assert spec.rope is not None
+    rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, 64, torch.float64, torch.device("cpu"))
+    for layer, pages in enumerate(built.runner.backend.pages):
+        assert isinstance(pages, QuantizedPages)
+        assert pages.planes.key_bias is not None
+        projected = built.runner.decoder._layers[layer].attention.qkv.bias_N[key_part(spec)]
+        bias = (stored[f"model.layers.{layer}.self_attn.k_proj.bias"] - projected).view(2, 1, -1).double()
+        half = spec.head_dim // 2
+        swapped = torch.cat((bias[..., half:], bias[..., :half]), -1)
+        turned = bias * rotary.cos_LD + swapped * rotary.sin_LD
+        rows = key_bias_rows(pages.planes.key_bias, torch.arange(64)).double()
+        torch.testing.assert_close(rows, turned, rtol=1e-4, atol=1e-3)
+        assert bias.abs().max() > PLANTED, "it is the planted one"
+    built.release()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "opt"])
+def test_a_large_bias_costs_next_to_nothing(build: TinyBuilder, family: str) -> None:
+    """In 8 bits: without it half of the tokens would be others."""
+    exact, coded = (build(family, max_model_len=64, kv_cache_dtype=name) for name in ("float32", "fp8"))
+    wanted, found = (logits_of(built.runner, TEXT, (), list(range(8))) for built in (exact, coded))
+    assert (wanted - found).abs().mean() < 0.1 * wanted.std()
+    for built in (exact, coded):
+        built.release()
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "turboquant_4bit_nc"])
+def test_chunks_and_pages_change_nothing(build: TinyBuilder, kv_format: str) -> None:
+    """A prefix that is there already, in other pages, gives the logits of one that is computed in one go."""
+    built = build("qwen2", kv_cache_dtype=kv_format, max_model_len=64)
+    runner, whole = built.runner, None
+    for cuts, pages in (((), [0, 1, 2, 3, 4]), ((8, 16), [0, 1, 2, 3, 4]), ((4,), [9, 3, 7, 0, 5])):
+        found = logits_of(runner, TEXT, cuts, pages)
+        whole = found if whole is None else whole
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    hit = runner.hidden_rows(step_of(TEXT, 16, len(TEXT), [9, 3, 7, 0, 5]))
+    again = runner.hidden_rows(step_of(TEXT, 16, len(TEXT), [9, 3, 7, 0, 5]))
+    assert torch.equal(hit, again)
+    built.release()
+
+
+def test_two_starts_give_the_same_codes(build: TinyBuilder) -> None:
+    found = []
+    for _ in range(2):
+        built = build("llama", kv_cache_dtype="turboquant_3bit_nc", max_model_len=64)
+        means = [pages.planes.k_mean_KD for pages in built.runner.backend.pages if isinstance(pages, QuantizedPages)]
+        found.append([mean.clone() for mean in means if mean is not None])
+        assert all(mean.abs().sum() > 0 for mean in found[-1])
+        built.release()
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 17, 259, 151_936])
+def test_warm_up_tokens_are_of_the_vocabulary(vocab_size: int) -> None:
+    ids = warm_token_ids(vocab_size, 128)
+    assert len(ids) == 128
+    assert 0 <= min(ids) <= max(ids) < vocab_size
+
+
+def test_the_average_turn_is_the_average_of_turned_keys() -> None:
+    spec = replace(open_spec(), theta=5000.0)
+    rotary = rope_table(spec, 16, 512, 300, torch.float32, torch.device("cpu"))
+    key = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    swapped = torch.cat((key[:, 8:], key[:, :8]), -1)
+    turned = key[:, None] * rotary.cos_LD + swapped[:, None] * rotary.sin_LD
+    torch.testing.assert_close(key @ average_turn(rotary), turned.mean(1), rtol=1e-4, atol=1e-5)
+
+
+def open_spec():
+    from holdfast.models.spec import RopeSpec
+
+    return RopeSpec(theta=10000.0)
+
+
+def test_planted_biases_leave_the_divergence_where_it_was(tmp_path: Path) -> None:
+    """4-bit keys on a small Qwen2, no layer protected: 10 times the norm of keys, in pairs that turn fast, costs less than 1.3 x."""
+    kl, formats = {}, ("turboquant_4bit_nc",)
+    for factor in (0, 10):
+        folder = tmp_path / str(factor)
+        folder.mkdir()
+        text = planted.plant(folder, 0, factor, "fast")[:128]
+        kl[factor] = planted.qualities(folder, text, formats, 0)[formats[0]].mean_kl
+    assert kl[10] < 1.3 * kl[0]
+    with planted.biased_keys(wanted=True):
+        assert planted.qualities(folder, text, formats, 0)[formats[0]].mean_kl > 2 * kl[0]
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
