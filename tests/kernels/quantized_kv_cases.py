@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns, make_key_turns
 from holdfast.kernels.attention.quantized_attention import (
     quantized_attention,
     quantized_attention_reference,
@@ -149,6 +150,10 @@ class QuantizedStep:
     scale: float
     seed: int
     """Of the order of pages."""
+    bias: torch.Tensor | None = None
+    """[K, D]: what the keys have beside `tokens`, turned by their positions, and pages do not hold."""
+    rope: tuple[torch.Tensor, float] = (torch.zeros(0), 1.0)
+    """Inverse frequencies, and the factor on cos and sin: how the bias is turned."""
 
     @property
     def group(self) -> int:
@@ -179,7 +184,32 @@ class QuantizedStep:
         planes = make_planes(*shape, device, zones)
         for name, tensor in tensors_of(planes).items():
             tensor.view(torch.uint8).copy_(tensors_of(quantized)[name].view(torch.uint8))
-        return replace(planes, rotation_DD=amid(rotation_table(head_dim, self.q.dtype, "cpu"), device))
+        return replace(
+            planes,
+            rotation_DD=amid(rotation_table(head_dim, self.q.dtype, "cpu"), device),
+            key_bias=self.key_bias(device),
+        )
+
+    def key_bias(self, device: torch.device) -> KeyBias | None:
+        """Tables amid NaN, for just the positions that are looked at."""
+        if self.bias is None:
+            return None
+        turns = make_key_turns(*self.rope, max(len(k) for k, _ in self.tokens), self.q.dtype, "cpu")
+        return KeyBias(
+            amid(self.bias, device), KeyTurns(*(amid(table, device) for table in turns if table is not None))
+        )
+
+    def turned_bias(self, num_tokens: int) -> torch.Tensor:
+        """[L, K, D] in float64, in the space of the keys: a pair is a complex number that is turned."""
+        assert self.bias is not None
+        head_dim, (frequency_C, magnitude) = self.bias.shape[-1], self.rope
+        first, second = self.bias.double().chunk(2, dim=-1)
+        angle_L1C = torch.outer(torch.arange(num_tokens).double(), frequency_C.double()).unsqueeze(1)
+        turned = torch.complex(first, second) * torch.polar(torch.full_like(angle_L1C, magnitude), angle_L1C)
+        turned_LKD = torch.cat((turned.real, turned.imag), dim=-1)
+        if self.bits[0] == 8:
+            return turned_LKD
+        return turned_LKD @ hadamard_signs(head_dim).double() * hadamard_block(head_dim) ** -0.5
 
     def exact(self) -> torch.Tensor:
         """In float64 from the quantized heads themselves: no page is looked at. Queries are as tensor cores take them."""
@@ -193,10 +223,17 @@ class QuantizedStep:
             if self.bits[1] < 8:
                 v = v @ hadamard_signs(head_dim).double() * hadamard_block(head_dim) ** -0.5
             k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+            bias = (
+                torch.zeros_like(k) if self.bias is None else self.turned_bias(len(k)).repeat_interleave(self.group, 1)
+            )
             for i in range(count):
                 end = start + i + 1
                 low = 0 if self.window is None else max(0, end - self.window)
                 scores = torch.einsum("hd,lhd->hl", q[row + i], k[low:end])
+                whole = self.q[row + i].double() * (
+                    self.scale * LOG2_E
+                )  # the bias meets queries before they are rounded
+                scores += torch.einsum("hd,lhd->hl", whole, bias[low:end])
                 weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
                 out[row + i] = torch.einsum("hl,lhd->hd", weights / weights.sum(-1, keepdim=True), v[low:end])
         return out.view(num_rows, -1)

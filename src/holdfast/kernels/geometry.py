@@ -97,13 +97,19 @@ def key_turn_dtype(dtype: str) -> str:
     return "float32" if dtype == "float32" else "float16"
 
 
+def pair_columns(head_dim: int) -> int:
+    """Pairs of a head's coordinates in a kernel: a power of two."""
+    return max(16, 1 << (head_dim // 2 - 1).bit_length())
+
+
 def key_turns_specs(head_dim: int, max_model_len: int, dtype: str) -> tuple[TensorSpec, ...]:
     """The tables of `KeyTurns`, one set for all layers of a head dim."""
     num_blocks = -(-max_model_len // BLOCK_TOKENS)
     return (
         TensorSpec("cos", (num_blocks, head_dim // 2), "float32"),
         TensorSpec("sin", (num_blocks, head_dim // 2), "float32"),
-        TensorSpec("near", (2, BLOCK_TOKENS // 2, head_dim // 2), key_turn_dtype(dtype)),
+        TensorSpec("near", (2, BLOCK_TOKENS, head_dim // 2), key_turn_dtype(dtype)),
+        TensorSpec("fragments", (2 * BLOCK_TOKENS * pair_columns(head_dim) if dtype != "float32" else 0,), "float16"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Key biases beside quantized pages: tables against float64 rotations, for every kind of rope."""
+"""Key biases beside quantized pages: tables against float64 rotations, attention against keys that have their bias."""
 
 import math
 
@@ -7,7 +7,19 @@ import torch
 
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows, make_key_turns
 from holdfast.kernels.geometry import BLOCK_TOKENS, key_bias_spec, key_turns_specs
-from kernels.exactness import random
+from kernels.exactness import random, same_bits
+from kernels.quantized_kv_cases import (
+    FORMATS,
+    QUIET,
+    Cut,
+    QuantizedStep,
+    cut_tiles,
+    judge,
+    quantized_step,
+    run_tiles,
+)
+
+pytestmark = QUIET
 
 LENGTHS = (1, 63, 64, 65, 1000, 4096)
 
@@ -67,8 +79,68 @@ def test_bytes_are_those_that_a_plan_counts(max_model_len, dtype):
     turns = make_key_turns(frequencies(48), 1.0, max_model_len, dtype, "cpu")
     specs = key_turns_specs(48, max_model_len, str(dtype).removeprefix("torch."))
     for table, spec in zip(turns, specs, strict=True):
+        if table is None:
+            assert spec.num_bytes == 0
+            continue
         assert (tuple(table.shape), str(table.dtype)) == (spec.shape, f"torch.{spec.dtype}")
     assert turns.num_bytes == sum(spec.num_bytes for spec in specs)
     bias = KeyBias(torch.zeros(5, 48), turns)
     assert bias.num_bytes == key_bias_spec(5, 48).num_bytes == 5 * 48 * 4
     assert len(turns.cos_BC) == math.ceil(max_model_len / BLOCK_TOKENS)
+
+
+SMALL, LARGE, HALVES = Cut(), Cut(large=True), Cut(splits=2)
+CUTS = pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
+CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bits")
+
+
+def with_bias(step: QuantizedStep, size: float, magnitude: float = 1.0, theta: float = 1e4) -> QuantizedStep:
+    """A bias whose coordinates are about `size`, as a rope of this base turns it."""
+    num_kv_heads, head_dim = step.tokens[0][0].shape[1:]
+    step.bias = size * random(num_kv_heads, head_dim, seed=5)
+    step.rope = frequencies(head_dim, theta), magnitude
+    return step
+
+
+@FORMATS
+def test_every_format(device, key_bits, value_bits):
+    """Small tiles, splits, large tiles and padding in one step, over several blocks."""
+    rows = [(69, 1), (0, 12), (130, 3), (0, 1)]
+    step = with_bias(quantized_step((key_bits, value_bits), rows, 32, group=4, num_kv_heads=2), 1.0, 1.2)
+    judge(step, [HALVES, LARGE, Cut(large=True, splits=2), SMALL], device, num_padding=2, num_sms=2)
+
+
+@CODERS
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 128])
+def test_every_head_dim(device, head_dim, bits):
+    """Also those whose pairs are no power of two, and whose rotation has several blocks."""
+    for cut in (SMALL, LARGE):
+        judge(with_bias(quantized_step((bits, 4), [(65, 1)], head_dim, group=2), 1.0), cut, device)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 9], ids=lambda group: f"{group} queries a key")
+def test_every_grouping(device, group):
+    step = with_bias(quantized_step((4, 4), [(62, 3), (67, 1)], 16, group, num_kv_heads=2), 1.0)
+    judge(step, [SMALL, HALVES], device)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 64, 128], ids=lambda size: f"pages of {size}")
+def test_every_page_size(device, page_tokens):
+    """Blocks of tokens have their rotations, wherever pages end."""
+    judge(with_bias(quantized_step((3, 4), [(139, 1)], 32, page_tokens=page_tokens), 1.0), HALVES, device)
+
+
+@CUTS
+@pytest.mark.parametrize("window", [1, 5, 64, 100], ids=lambda window: f"window of {window}")
+def test_every_window(device, window, cut):
+    judge(with_bias(quantized_step((4, 4), [(190, 1), (126, 3)], 16, group=2, window=window), 1.0), cut, device)
+
+
+@CUTS
+@CODERS
+def test_no_bias_is_a_bias_of_zeros(device, bits, cut):
+    """To the bit: nothing else about the scores has changed."""
+    step = quantized_step((bits, 4), [(130, 2)], 32, group=2)
+    tiles = cut_tiles(step, [cut])
+    plain = run_tiles(step, tiles, device)
+    assert same_bits(run_tiles(with_bias(step, 0.0), tiles, device), plain)

@@ -1,19 +1,19 @@
-"""KeyBias: what the bias of a key projection adds to the scores of keys that are stored without it; its tables, and plain torch over them.
+"""KeyBias: what the bias of a key projection adds to the scores of keys that are stored without it: tables, plain torch, and its part of kernels.
 
-K key/value heads, D head dim, C = D / 2 pairs of coordinates that rope turns, B blocks of tokens, J tokens on either side of
-a block's middle, L positions, X any leading dimensions
+K key/value heads, D head dim, C = D / 2 pairs of coordinates that rope turns, B blocks of tokens, N tokens of a block, F
+numbers of a table for tensor cores, L positions; in kernels G columns or M rows of queries, C padded to a power of two
 
 A key is R_p (W x + b), with R_p the rotation of its position p. Where b is many times as long as W x, a code of few bits
-holds b and little else, so pages hold R_p W x, and a score gets q . R_p b in full precision: all that stands behind a score
-(masks, windows, the softmax, the merge of splits) sees the key whole. For a pair (q1, q2) of a query and (b1, b2) of the bias
+holds b and little else, so pages hold R_p W x, and a score gets q . R_p b added: all that stands behind a score (masks,
+windows, the softmax, the merge of splits) sees the key whole. For a pair (q1, q2) of a query and (b1, b2) of the bias
 
-    q . R_p b = A cos(w p) + B sin(w p),   A = q1 b1 + q2 b2,   B = q2 b1 - q1 b2
+    q . R_p b = even cos(w p) + odd sin(w p),   even = q1 b1 + q2 b2,   odd = q2 b1 - q1 b2
 
-so the bias goes into two numbers a pair of each query, and the other factor is the same for all heads and layers. Tokens of
-a block are counted from its middle m (half way between two of them), p = m + d: A and B are turned to the middle once a
-block, and what is left are cos(w d) and sin(w d) of one small table. It has cos - 1, since pairs with a large bias are those
-that turn slowly: half precision then rounds what changes from token to token, and what does not is summed in float32. The
-cosine is the same on both sides of the middle and the sine but for its sign, so the table has one side.
+so the bias goes into two numbers a pair of each query, and the other factor is the same for all heads and layers: a kernel
+reads one small table again and again, whatever head it is at. Tokens of a block are counted from its middle, p = middle + d:
+even and odd are turned to the middle once a block, and what is left are cos(w d) and sin(w d). The table has cos - 1: pairs
+with a large bias are mostly those that turn slowly, and so half precision rounds only what changes from token to token. What
+does not change is summed in float32.
 
 A model without rope has the same b at every position: it adds q . b to all scores of a row alike, which a softmax does not
 see, so such a model needs no KeyBias, only keys without their bias. Where heads are normed behind the projection (QK-norm),
@@ -24,7 +24,13 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.geometry import BLOCK_TOKENS, key_turn_dtype
+from holdfast.kernels.geometry import BLOCK_TOKENS, key_turn_dtype, pair_columns
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+
+NEAR_SCALE = 64.0
+"""On the table, and even and odd are divided by it: scores up to 4 million have a place in half precision."""
+FRAGMENT = 16
+"""Rows and columns of a piece of the table that a tensor core takes."""
 
 
 class KeyTurns(NamedTuple):
@@ -33,12 +39,14 @@ class KeyTurns(NamedTuple):
     cos_BC: torch.Tensor
     """float32, of the middle of each block, times the factor that the rope table has on cos and sin."""
     sin_BC: torch.Tensor
-    near_2JC: torch.Tensor
-    """cos - 1 and sin of the way from the middle to the tokens behind it: float16 for kernels, float32 for float32 models."""
+    near_2NC: torch.Tensor
+    """cos - 1 and sin of the way from the middle to each token, times NEAR_SCALE: float16, or float32 for float32 models."""
+    fragments_F: torch.Tensor | None
+    """The same in the order in which `near_fragments` wants it; None for float32 models, which no kernel runs."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(table.nbytes for table in self)
+        return sum(table.nbytes for table in self if table is not None)
 
 
 class KeyBias(NamedTuple):
@@ -63,43 +71,118 @@ def make_key_turns(
 ) -> KeyTurns:
     """Tables for positions below `max_model_len` of a model that computes in `dtype`; angles are taken in float64."""
     frequency_C = inverse_frequency_C.double().cpu()
-    num_blocks = -(-max_model_len // BLOCK_TOKENS)
-    middle_B = torch.arange(num_blocks, dtype=torch.float64) * BLOCK_TOKENS + (BLOCK_TOKENS - 1) / 2
-    middle_BC = torch.outer(middle_B, frequency_C)
-    near_JC = torch.outer(torch.arange(BLOCK_TOKENS // 2, dtype=torch.float64) + 0.5, frequency_C)
-    half_sin_JC = (near_JC / 2).sin()
-    near_2JC = torch.stack(
-        (-2 * half_sin_JC.square(), near_JC.sin())
-    )  # 1 - 2 sin^2 is the cosine, without its rounding
-    near_dtype = getattr(torch, key_turn_dtype(str(dtype).removeprefix("torch.")))
+    num_blocks, middle = -(-max_model_len // BLOCK_TOKENS), (BLOCK_TOKENS - 1) / 2
+    angle_BC = torch.outer(torch.arange(num_blocks, dtype=torch.float64) * BLOCK_TOKENS + middle, frequency_C)
+    near_NC = torch.outer(torch.arange(BLOCK_TOKENS, dtype=torch.float64) - middle, frequency_C)
+    # 1 - 2 sin^2 of half the angle is the cosine, and leaves nothing to be cancelled.
+    near_2NC = torch.stack((-2 * (near_NC / 2).sin().square(), near_NC.sin())) * NEAR_SCALE
+    near_2NC = near_2NC.to(getattr(torch, key_turn_dtype(str(dtype).removeprefix("torch."))))
     return KeyTurns(
-        (middle_BC.cos() * magnitude).float().to(device),
-        (middle_BC.sin() * magnitude).float().to(device),
-        near_2JC.to(device, near_dtype),
+        (angle_BC.cos() * magnitude).float().to(device),
+        (angle_BC.sin() * magnitude).float().to(device),
+        near_2NC.to(device),
+        None if near_2NC.dtype == torch.float32 else _fragments(near_2NC).to(device),
     )
+
+
+def _fragments(near_2NC: torch.Tensor) -> torch.Tensor:
+    """By pieces of 16 x 16, each in the order of the lanes of a warp: a lane's 8 numbers are its part of an instruction."""
+    num_pairs = near_2NC.shape[-1]
+    padded_2NC = torch.nn.functional.pad(near_2NC, (0, pair_columns(2 * num_pairs) - num_pairs))
+    rows, columns = padded_2NC.unflatten(2, (-1, 2, 4, 2)), (-1, 2, FRAGMENT // 2)
+    pieces = rows.unflatten(1, columns)  # of 2 tables: piece, half and row; piece, half, lane and number
+    return pieces.permute(0, 1, 4, 3, 6, 5, 2, 7).flatten()
 
 
 def key_bias_rows(key_bias: KeyBias, positions_L: torch.Tensor) -> torch.Tensor:
     """[K, L, D] in float32: what the bias adds to the keys at these positions, in the model's coordinates."""
     cos_LC, sin_LC = _turns_at(key_bias.turns, positions_L)
-    first_KC, second_KC = key_bias.bias_KD.chunk(2, dim=-1)
-    first_K1C, second_K1C = first_KC.unsqueeze(1), second_KC.unsqueeze(1)
-    return torch.cat(
-        (first_K1C * cos_LC - second_K1C * sin_LC, second_K1C * cos_LC + first_K1C * sin_LC),
-        dim=-1,
-    )
+    first_K1C, second_K1C = key_bias.bias_KD.unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((first_K1C * cos_LC - second_K1C * sin_LC, second_K1C * cos_LC + first_K1C * sin_LC), dim=-1)
 
 
 def _turns_at(turns: KeyTurns, positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of positions, [L, C] each, from the block's and the token's own, as kernels have them."""
     block_L, token_L = positions_L // BLOCK_TOKENS, positions_L % BLOCK_TOKENS
-    half = BLOCK_TOKENS // 2
-    is_behind_L1 = (token_L >= half).unsqueeze(-1)
-    j_L = torch.where(token_L >= half, token_L - half, half - 1 - token_L)
-    near_cos_LC, near_sin_LC = turns.near_2JC.float()[:, j_L].unbind()
-    near_sin_LC = torch.where(is_behind_L1, near_sin_LC, -near_sin_LC)
+    near_cos_LC, near_sin_LC = (turns.near_2NC.float() / NEAR_SCALE)[:, token_L].unbind()
     cos_LC, sin_LC = turns.cos_BC[block_L], turns.sin_BC[block_L]
     return (
         cos_LC + (cos_LC * near_cos_LC - sin_LC * near_sin_LC),
         sin_LC + (sin_LC * near_cos_LC + cos_LC * near_sin_LC),
     )
+
+
+# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+
+SCALE = kernel_constant(NEAR_SCALE)
+MOST = kernel_constant(32000.0)
+"""Of even and odd: turned, and with a factor on cos and sin, they are still half-precision numbers."""
+
+
+@jit
+def query_waves(
+    p_q,
+    o_q,
+    m_q,
+    p_bias,
+    p_rotation,
+    scale_log2,
+    rotation_scale,
+    QUERY_AXIS: constexpr,
+    IS_ROTATED: constexpr,
+    HEAD_DIM: constexpr,
+    PAIR_COLUMNS: constexpr,
+):
+    """Even and odd of the queries that begin at `o_q`, in float32: [C, G] each, or [M, C] where QUERY_AXIS is 0."""
+    PAIRS: constexpr = HEAD_DIM // 2
+    PAIR_AXIS: constexpr = 1 - QUERY_AXIS
+    o_c = tl.expand_dims(tl.arange(0, PAIR_COLUMNS), QUERY_AXIS)
+    m_c = o_c < PAIRS
+    p_row = p_q + tl.expand_dims(o_q, PAIR_AXIS)
+    m_row = tl.expand_dims(m_q, PAIR_AXIS)
+    if IS_ROTATED:
+        # Queries come rotated as the keys are. The same rotation gives them back by products that are exact: one product
+        # more a tile, and no workspace for queries as they were.
+        o_d = tl.arange(0, 2 * PAIR_COLUMNS)
+        o_x, o_table = tl.expand_dims(o_d, QUERY_AXIS), tl.expand_dims(o_d, PAIR_AXIS)
+        b_x = tl.load(p_row + o_x, mask=m_row & (o_x < HEAD_DIM), other=0.0).to(tl.float32)
+        b_x = tl.minimum(tl.maximum(b_x, -65504.0), 65504.0).to(tl.float16)
+        p_table = p_rotation + o_c * HEAD_DIM + o_table
+        m_table = m_c & (o_table < HEAD_DIM)
+        b_upper = tl.load(p_table, mask=m_table, other=0.0).to(tl.float16)
+        b_lower = tl.load(p_table + PAIRS * HEAD_DIM, mask=m_table, other=0.0).to(tl.float16)
+        b_first = tl.dot(b_upper, b_x) if QUERY_AXIS == 1 else tl.dot(b_x, b_upper)
+        b_second = tl.dot(b_lower, b_x) if QUERY_AXIS == 1 else tl.dot(b_x, b_lower)
+        factor = scale_log2 * rotation_scale / SCALE
+    else:
+        b_first = tl.load(p_row + o_c, mask=m_row & m_c, other=0.0).to(tl.float32)
+        b_second = tl.load(p_row + PAIRS + o_c, mask=m_row & m_c, other=0.0).to(tl.float32)
+        factor = scale_log2 / SCALE
+    b_bias_first = tl.load(p_bias + o_c, mask=m_c, other=0.0) * factor
+    b_bias_second = tl.load(p_bias + PAIRS + o_c, mask=m_c, other=0.0) * factor
+    b_even = b_first * b_bias_first + b_second * b_bias_second
+    b_odd = b_second * b_bias_first - b_first * b_bias_second
+    return tl.minimum(tl.maximum(b_even, -MOST), MOST), tl.minimum(tl.maximum(b_odd, -MOST), MOST)
+
+
+@jit
+def turned_waves(b_even, b_odd, p_cos, p_sin, i_block, QUERY_AXIS: constexpr, HEAD_DIM: constexpr):
+    """Even and odd turned to the middle of a block, in half precision; and the sum of even, which all its tokens have."""
+    PAIRS: constexpr = HEAD_DIM // 2
+    PAIR_AXIS: constexpr = 1 - QUERY_AXIS
+    o_c = tl.arange(0, b_even.shape[PAIR_AXIS])
+    o_turn = i_block * PAIRS + o_c
+    b_cos = tl.expand_dims(tl.load(p_cos + o_turn, mask=o_c < PAIRS, other=0.0), QUERY_AXIS)
+    b_sin = tl.expand_dims(tl.load(p_sin + o_turn, mask=o_c < PAIRS, other=0.0), QUERY_AXIS)
+    b_turned_even = b_even * b_cos + b_odd * b_sin
+    b_turned_odd = b_odd * b_cos - b_even * b_sin
+    b_all = tl.expand_dims(tl.sum(b_turned_even, axis=PAIR_AXIS), PAIR_AXIS) * SCALE
+    return b_turned_even.to(tl.float16), b_turned_odd.to(tl.float16), b_all
+
+
+@jit
+def near_fragments(p_near, BLOCK_N: constexpr, PAIR_COLUMNS: constexpr):
+    """[N, C]: a table that comes from memory as the lanes of one warp want it for a product; elsewhere it is put in order."""
+    b_near = tl.load(p_near + tl.arange(0, BLOCK_N * PAIR_COLUMNS))
+    b_near = tl.reshape(b_near, (BLOCK_N // 16, PAIR_COLUMNS // 16, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(b_near, (0, 5, 2, 1, 4, 3, 6)), (BLOCK_N, PAIR_COLUMNS))

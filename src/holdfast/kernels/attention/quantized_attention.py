@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.key_bias import key_bias_rows
+from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns, key_bias_rows
 from holdfast.kernels.attention.quantized_decode import decode_kernel
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.quantized_prefill import prefill_kernel
@@ -24,7 +24,7 @@ from holdfast.kernels.attention.split_kv import (
     merge_heads,
 )
 from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
-from holdfast.kernels.geometry import BLOCK_TOKENS, QUANTIZED_LARGE_TILE, TileGeometry
+from holdfast.kernels.geometry import BLOCK_TOKENS, QUANTIZED_LARGE_TILE, TileGeometry, pair_columns
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
 from holdfast.kernels.triton_compat import next_power_of_two as pow2
 from holdfast.quant.kv_quantize import (
@@ -108,6 +108,7 @@ def quantized_attention(
         partial_lse_CH,
         page_table_NP,
         work.tiles_X8,
+        *_key_bias_tables(planes.key_bias),
         page_table_NP.stride(0),
         scale * LOG2_E,
         hadamard_block(head_dim) ** -0.5,
@@ -124,8 +125,10 @@ def quantized_attention(
         "HEAD_DIM": head_dim,
         "PAGE_TOKENS": planes.page_tokens,
         "HAS_WINDOW": window is not None,
+        "HAS_KEY_BIAS": planes.key_bias is not None,
         "BLOCK_N": BLOCK_TOKENS,
         "VALUE_COLUMNS": max(16, pow2(head_dim // VALUE_PARTS[planes.value_bits])),
+        "PAIR_COLUMNS": pair_columns(head_dim),
         "PLAIN": plain,
         "PDL": pdl,
     }
@@ -195,6 +198,16 @@ def quantized_attention_reference(
     if work.has_merge:
         out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
     return out_TX
+
+
+def _key_bias_tables(key_bias: KeyBias | None) -> tuple[torch.Tensor | None, ...]:
+    """In the order of the kernels' arguments."""
+    if key_bias is None:
+        return (None,) * (1 + len(KeyTurns._fields))
+    assert key_bias.turns.fragments_F is not None, f"{key_bias.turns.near_2NC.dtype=}: these tables are not for kernels"
+    for table in (key_bias.bias_KD, *key_bias.turns):
+        assert table is not None and table.is_contiguous(), "the rows of a table must lie side by side"  # noqa: PT018
+    return key_bias.bias_KD, *key_bias.turns
 
 
 def _merge(

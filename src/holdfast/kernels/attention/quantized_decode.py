@@ -20,6 +20,7 @@ from holdfast.kernels.attention.dequantize import (
     value_parts_4,
     value_parts_8,
 )
+from holdfast.kernels.attention.key_bias import near_fragments, query_waves, turned_waves
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
     P_ONE,
@@ -56,6 +57,11 @@ def decode_kernel(
     p_partial_lse,
     p_pages,
     p_tiles,
+    p_bias,
+    p_cos,
+    p_sin,
+    p_near,
+    p_fragments,
     table_stride,
     scale_log2,
     rotation_scale,
@@ -67,11 +73,13 @@ def decode_kernel(
     HEAD_DIM: constexpr,
     PAGE_TOKENS: constexpr,
     HAS_WINDOW: constexpr,
+    HAS_KEY_BIAS: constexpr,
     BLOCK_G: constexpr,
     BLOCK_N: constexpr,
     BLOCK_D: constexpr,
     KEY_COLUMNS: constexpr,
     VALUE_COLUMNS: constexpr,
+    PAIR_COLUMNS: constexpr,
     NUM_STAGES: constexpr,
     PLAIN: constexpr,
     PDL: constexpr,
@@ -94,6 +102,20 @@ def decode_kernel(
         o_head = i_head * GROUP + o_g % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
         b_q = _queries(p_q, o_q, m_g, scale_log2, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
+        if HAS_KEY_BIAS:
+            b_even, b_odd = query_waves(
+                p_q,
+                o_q,
+                m_g,
+                p_bias + i_head * HEAD_DIM,
+                p_rotation,
+                scale_log2,
+                rotation_scale,
+                1,
+                KEY_BITS < 8,
+                HEAD_DIM,
+                PAIR_COLUMNS,
+            )
         # Scales come a block ahead, as pages do: nothing in a block waits for memory but the codes' own copies.
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
@@ -126,6 +148,10 @@ def decode_kernel(
                     b_vs = tl.where(m_n, b_vs, 0.0)
                 b_score = _scores(b_q, p_k, p_k_signs, o_slot, m_n, MASKED, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
                 b_score = b_score * b_ks.to(tl.float32)[:, None]
+                if HAS_KEY_BIAS:
+                    b_score += _bias_scores(
+                        b_even, b_odd, p_cos, p_sin, p_fragments, i_block, HEAD_DIM, BLOCK_N, PAIR_COLUMNS
+                    )
                 if MASKED:
                     distance = (position + o_row)[None, :] - o_token[:, None]
                     m_seen = (distance >= 0) & m_n[:, None]
@@ -277,6 +303,22 @@ def _scores(
             b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, True)
             b_0, b_1, b_2, b_3 = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
             return tl.dot(b_3, b_q[3], tl.dot(b_2, b_q[2], tl.dot(b_1, b_q[1], tl.dot(b_0, b_q[0]))))
+
+
+@jit
+def _bias_scores(
+    b_even, b_odd, p_cos, p_sin, p_fragments, i_block, HEAD_DIM: constexpr, BLOCK_N: constexpr, PAIR_COLUMNS: constexpr
+):
+    """[N, G]: what the bias of the keys adds to the scores of a block."""
+    b_even, b_odd, b_all = turned_waves(b_even, b_odd, p_cos, p_sin, i_block, 1, HEAD_DIM)
+    b_score = tl.broadcast_to(b_all, (BLOCK_N, b_all.shape[1]))
+    # Always so. Loads behind a condition are left where they are: before the loop the table would take 128 registers of a
+    # thread, and as copies that are under way it would take the shared memory of the programs beside this one.
+    if i_block >= 0:
+        b_score = tl.dot(near_fragments(p_fragments, BLOCK_N, PAIR_COLUMNS), b_even, b_score)
+        p_sines = p_fragments + BLOCK_N * PAIR_COLUMNS
+        b_score = tl.dot(near_fragments(p_sines, BLOCK_N, PAIR_COLUMNS), b_odd, b_score)
+    return b_score
 
 
 @jit

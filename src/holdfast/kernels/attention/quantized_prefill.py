@@ -13,6 +13,7 @@ from holdfast.kernels.attention.dequantize import (
     value_parts_4,
     value_parts_8,
 )
+from holdfast.kernels.attention.key_bias import query_waves, turned_waves
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
     P_ONE,
@@ -47,6 +48,11 @@ def prefill_kernel(
     p_partial_lse,
     p_pages,
     p_tiles,
+    p_bias,
+    p_cos,
+    p_sin,
+    p_near,
+    p_fragments,
     table_stride,
     scale_log2,
     rotation_scale,
@@ -58,11 +64,13 @@ def prefill_kernel(
     HEAD_DIM: constexpr,
     PAGE_TOKENS: constexpr,
     HAS_WINDOW: constexpr,
+    HAS_KEY_BIAS: constexpr,
     BLOCK_M: constexpr,
     BLOCK_N: constexpr,
     BLOCK_D: constexpr,
     KEY_COLUMNS: constexpr,
     VALUE_COLUMNS: constexpr,
+    PAIR_COLUMNS: constexpr,
     NUM_STAGES: constexpr,
     PLAIN: constexpr,
     PDL: constexpr,
@@ -74,6 +82,12 @@ def prefill_kernel(
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_row = o_m // GROUP
+    if HAS_KEY_BIAS:
+        o_pair = tl.arange(0, PAIR_COLUMNS)[None, :]
+        p_cosines = p_near + o_n[:, None] * (HEAD_DIM // 2) + o_pair
+        m_near = o_pair < HEAD_DIM // 2
+        b_near_cos = tl.load(p_cosines, mask=m_near, other=0.0)
+        b_near_sin = tl.load(p_cosines + BLOCK_N * (HEAD_DIM // 2), mask=m_near, other=0.0)
     for i_item in range(tl.program_id(0), num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
         i_head = i_item % NUM_KV_HEADS
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
@@ -87,6 +101,22 @@ def prefill_kernel(
         o_head = i_head * GROUP + o_m % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
         b_q = _query_rows(p_q, o_q, m_m, scale_log2, KEY_BITS, HEAD_DIM, KEY_COLUMNS)
+        if HAS_KEY_BIAS:
+            b_even, b_odd = query_waves(
+                p_q,
+                o_q,
+                m_m,
+                p_bias + i_head * HEAD_DIM,
+                p_rotation,
+                scale_log2,
+                rotation_scale,
+                0,
+                KEY_BITS < 8,
+                HEAD_DIM,
+                PAIR_COLUMNS,
+            )
+            # Rounded for their place: it is as if the query were another, by less than it was rounded by before.
+            b_even, b_odd = b_even.to(tl.float16), b_odd.to(tl.float16)
         # Scales come a block ahead, as pages do.
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
@@ -119,6 +149,12 @@ def prefill_kernel(
                     b_vs = tl.where(m_n, b_vs, 0.0)
                 b_score = _row_scores(b_q, p_k, p_k_signs, o_slot, m_n, MASKED, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
                 b_score = b_score * b_ks.to(tl.float32)[None, :]
+                if HAS_KEY_BIAS:
+                    b_turned_even, b_turned_odd, b_all = turned_waves(
+                        b_even.to(tl.float32), b_odd.to(tl.float32), p_cos, p_sin, i_block, 0, HEAD_DIM
+                    )
+                    b_bias = tl.dot(b_turned_even, tl.trans(b_near_cos))
+                    b_score += tl.dot(b_turned_odd, tl.trans(b_near_sin), b_bias) + b_all
                 if MASKED:
                     distance = (position + o_row)[:, None] - o_token[None, :]
                     m_seen = (distance >= 0) & m_n[None, :]
