@@ -27,6 +27,7 @@ from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPag
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
@@ -79,10 +80,14 @@ class Rig:
     scratch: tuple[torch.Tensor, ...]
     bounds: StepBounds
     num_sms: int
+    key_biases: tuple[KeyBias, ...] | None = None
+    """Of each layer, where quantized keys are stored without their bias."""
 
     def calls(self, batch_invariant: bool, captured: bool) -> list[Callable[[], torch.Tensor]]:
         """One call for each layer, planned as a step is."""
-        backend = TritonPagedAttention(self.specs, self.storage, self.bounds, self.num_sms, batch_invariant)
+        backend = TritonPagedAttention(
+            self.specs, self.storage, self.bounds, self.num_sms, batch_invariant, key_biases=self.key_biases
+        )
         plan = backend.plan(self.batch, captured=captured)
 
         def attend(layer: int) -> torch.Tensor:

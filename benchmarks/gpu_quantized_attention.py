@@ -3,11 +3,13 @@
 Decode at several batch sizes and contexts, and chunks of a long prompt over what is stored already, for every format, with
 pages of 64 tokens in shuffled order and tiles from the backend's own plan. SDPA gets plain bfloat16 keys and values, as in
 gpu_attention.py. Correctness comes first: a mixed step of each format against plain torch over the decoded pages.
+`--key-bias` measures instead what key biases cost that are added to scores: the same calls with and without, in turn.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_quantized_attention.py --tiny --device cpu
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPag
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.memory.ledger import Ledger
@@ -116,11 +119,12 @@ def make_rig(
     return Rig(storage, specs, batch, q_THD, out_TX, scratch, shape.bounds, num_sms)
 
 
-def check(shape: Shape, format_name: str, device: torch.device) -> float:
+def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool = False) -> float:
     """The largest error of a row of a mixed step with padding, relative to its length; NaN where one is not finite."""
     rig = make_rig(shape, format_name, shape.mixed, 1, device, num_padding=3)
+    rig = with_key_bias(rig, shape, device) if has_bias else rig
     found_TX = rig.calls(batch_invariant=False, captured=True)[0]().float()
-    backend = TritonPagedAttention(rig.specs, rig.storage, rig.bounds, rig.num_sms)
+    backend = TritonPagedAttention(rig.specs, rig.storage, rig.bounds, rig.num_sms, key_biases=rig.key_biases)
     plan = backend.plan(rig.batch, captured=True)
     exact_TX = torch.zeros_like(rig.out_TX, dtype=torch.float32)
     assert rig.batch.page_table_NP is not None, "the batch has no page table"
@@ -140,6 +144,31 @@ def check(shape: Shape, format_name: str, device: torch.device) -> float:
     )
     error_T = (found_TX - exact_TX).norm(dim=1) / exact_TX.norm(dim=1).clamp(min=1e-6)
     return float(error_T.max()) if bool(torch.isfinite(error_T).all()) else float("nan")
+
+
+def with_key_bias(rig: Rig, shape: Shape, device: torch.device) -> Rig:
+    """The same step over keys that are short of a bias."""
+    frequency_C = 1e6 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    turns = make_key_turns(frequency_C, 1.0, shape.max_model_len, getattr(torch, shape.dtype), device)
+    biases = tuple(KeyBias(torch.randn(shape.num_kv_heads, shape.head_dim, device=device), turns) for _ in rig.specs)
+    return replace(rig, key_biases=biases)
+
+
+@torch.inference_mode()
+def key_bias_row(shape: Shape, name: str, rows: Sequence[tuple[int, int]], device: torch.device) -> dict[str, Any]:
+    """Milliseconds of one step of these rows, without a bias, with one, and without once more."""
+    token_bytes = sum(plane.bytes_per_token for plane in KV_FORMATS[name].planes(shape.num_kv_heads, shape.head_dim))
+    num_layers = layers_for(float(sum(start + count for start, count in rows) * token_bytes), device)
+    rig, captured = make_rig(shape, name, rows, num_layers, device), rows[0][1] == 1
+    plain, biased = (one.calls(False, captured) for one in (rig, with_key_bias(rig, shape, device)))
+    before, with_bias, after = (seconds_per_call(calls, device) * 1e3 for calls in (plain, biased, plain))
+    return {
+        "measure": f"{len(rows)} x {rows[0][1]} behind {rows[0][0]}, {name}",
+        "without": round(before, 5),
+        "with": round(with_bias, 5),
+        "without, again": round(after, 5),
+        "ratio": round(2 * with_bias / (before + after), 3),
+    }
 
 
 def layers_for(num_bytes: float, device: torch.device) -> int:
@@ -268,9 +297,24 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def main() -> None:
     """Check, measure, show."""
-    arguments = options("Attention over quantized pages against torch SDPA in bfloat16").parse_args()
+    parser = options("Attention over quantized pages against torch SDPA in bfloat16")
+    parser.add_argument("--key-bias", action="store_true", help="what key biases cost; leaves no record")
+    arguments = parser.parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     torch.manual_seed(0)
+    if arguments.key_bias:
+        print(
+            f"errors against plain torch: { ({name: check(shape, name, device, True) for name in FORMATS}) }",
+            flush=True,
+        )
+        steps = [
+            *([(length - 1, 1)] * num_seqs for num_seqs, length in shape.decode),
+            *([pair] for pair in shape.prefill),
+        ]
+        for rows in steps:
+            for name in FORMATS:
+                print(key_bias_row(shape, name, rows, device), flush=True)
+        return
     errors = {name: check(shape, name, device) for name in FORMATS}
     print(f"errors against plain torch: {errors}", flush=True)
     results: list[dict[str, Any]] = []
