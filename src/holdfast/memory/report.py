@@ -82,7 +82,6 @@ def memory_report(
     page_tokens: int,
     max_model_len: int,
     measured_bytes: int | None = None,
-    kv_note: str = "",
 ) -> MemoryReport:
     """Hold the plan against the ledger, owner by owner (the first part of each path), and both against the device."""
     planned: dict[str, dict[str, int]] = {}
@@ -116,5 +115,4 @@ def memory_report(
         plan.phase_bytes,
         measured_bytes,
         tuple(ledger),
-        kv_note,
     )
