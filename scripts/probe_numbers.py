@@ -482,8 +482,11 @@ def run_command(*arguments: str) -> dict[str, Any]:
 
 
 def known_models() -> list[str]:
-    """The models that can be planned by name, as the refusal of a name lists them."""
-    refusal = run_command("plan", NO_MODEL, "--gpu", GPUS[0], "--json")["stderr"]
+    """The models that can be planned by name, as --list has them."""
+    listed = run_command("plan", "--list", "--json")
+    if listed["code"] == 0:
+        return [model["name"] for model in json.loads(listed["stdout"])["models"]]
+    refusal = run_command("plan", NO_MODEL, "--gpu", GPUS[0], "--json")["stderr"]  # of trees without --list
     names = re.search(r"those are (.+)", refusal)
     if names is None:
         sys.exit(f"error: the models known by name were asked; `plan {NO_MODEL}` said {refusal!r}; teach the probe")

@@ -344,7 +344,7 @@ def built(monkeypatch):
     """Configs and progress callbacks that engines were built with."""
     calls = []
 
-    def build_engine(config, on_progress, on_prepare):
+    def build_engine(config, on_progress, model, on_prepare):
         calls.append((config, on_progress))
         on_progress(1, 2)
         return make_engine()
@@ -352,6 +352,7 @@ def built(monkeypatch):
     module = types.ModuleType("holdfast.engine.build")
     module.build_engine = build_engine
     monkeypatch.setitem(sys.modules, "holdfast.engine.build", module)
+    monkeypatch.setattr("holdfast.api.llm.open_headers", lambda config: None)
     return calls
 
 

@@ -150,7 +150,7 @@ def test_a_fault_at_admission_is_a_refusal(method, error):
 
 def test_a_fault_in_the_template_is_a_refusal():
     class Faulty:
-        def render(self, messages, add_generation_prompt=True, **extra):
+        def render_chat(self, messages, control, **options):
             raise Fault("boom")
 
     engine = make_engine(chat_template=Faulty())

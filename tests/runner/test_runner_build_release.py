@@ -89,7 +89,7 @@ def test_a_start_that_stops_anywhere_leaves_nothing(build, monkeypatch, stage, i
     assert [storage() for storage in taken if storage() is not None] == [], f"{len(taken)} were taken"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def planned_bytes(build) -> int:
     """Of a start that goes well."""
     return build(max_model_len=64).plan.memory.total_bytes

@@ -1,9 +1,9 @@
 """Progress on a terminal while kernels are compiled and graphs captured; no torch."""
 
-import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from holdfast.api.progress import bar_console, is_watched
 from holdfast.observability.preparing import Preparing
 
 if TYPE_CHECKING:
@@ -25,14 +25,20 @@ class PreparingBar:
         self._stop()
 
     def __call__(self, preparing: Preparing) -> None:
-        if sys.stderr is None or not sys.stderr.isatty():
+        if not is_watched():
             return
         if self._progress is None:
             self._progress = _start()
         (task,) = self._progress.task_ids
         note = f" {preparing.note}" if preparing.note else ""
+        # Drawn at once: while a compiler runs nothing else may tell for a long time.
         self._progress.update(
-            task, completed=preparing.num_done, total=preparing.num_total, description=preparing.what, note=note
+            task,
+            completed=preparing.num_done,
+            total=preparing.num_total,
+            description=preparing.what,
+            note=note,
+            refresh=True,
         )
         if preparing.num_done == preparing.num_total:
             self._stop()
@@ -44,7 +50,6 @@ class PreparingBar:
 
 
 def _start() -> "Progress":
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -54,7 +59,7 @@ def _start() -> "Progress":
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=bar_console(), transient=True)
     progress.add_task("", total=None, note="")
     progress.start()
     return progress

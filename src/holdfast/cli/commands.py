@@ -200,23 +200,24 @@ def _nearest(typed: str, names: Iterable[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def _refuse_wrong_path(own: Given) -> None:
-    """What takes a second to import does not make somebody wait who mistyped a path."""
-    if own["model"] is not None:
+def _refuse_wrong_path(own: Given, *settings: Given) -> None:
+    """What takes long to import does not make somebody wait who mistyped a path; other options are looked at before it."""
+    others = any(value not in (None, False) for name, value in own.items() if name not in ("model", "prompt"))
+    if own["model"] is not None and not others and not any(settings):
         from holdfast.loading.locate import refuse_wrong_path
 
         refuse_wrong_path(own["model"])
 
 
 def _run_run(own: Given, engine: Given, sampling: Given) -> None:
-    _refuse_wrong_path(own)
+    _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.run import RunOptions, run
 
     run(RunOptions(**own), engine, sampling)
 
 
 def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
-    _refuse_wrong_path(own)
+    _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.chat import chat
 
     return chat(own["model"], own["system"], engine, sampling, own["memory_report"], own["allow_special_tokens"])
@@ -235,28 +236,28 @@ def _run_cache(own: Given, engine: Given, sampling: Given) -> None:
 
 
 def _run_latency(own: Given, engine: Given, sampling: Given) -> None:
-    _refuse_wrong_path(own)
+    _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.bench import LatencyOptions, bench_latency
 
     bench_latency(LatencyOptions(**own), engine)
 
 
 def _run_throughput(own: Given, engine: Given, sampling: Given) -> None:
-    _refuse_wrong_path(own)
+    _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.bench import ThroughputOptions, bench_throughput
 
     bench_throughput(ThroughputOptions(**own), engine)
 
 
 def _run_eval_kv(own: Given, engine: Given, sampling: Given) -> None:
-    _refuse_wrong_path(own)
+    _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.eval import EvalOptions, eval_kv
 
     eval_kv(EvalOptions(**own), engine)
 
 
 def _run_eval_weights(own: Given, engine: Given, sampling: Given) -> None:
-    _refuse_wrong_path(own)
+    _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.eval import WeightEvalOptions, eval_weights
 
     eval_weights(WeightEvalOptions(**own), engine)
