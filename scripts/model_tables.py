@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from holdfast.cli.plan_names import RUNS, ModelRow, model_rows
+from holdfast.cli.plan_names import ModelRow, model_rows
 from holdfast.memory.devices import ASSUMED, GPUS, SEEN, Gpu
 from holdfast.models.blueprints.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE, SAME
@@ -28,7 +28,7 @@ def model_row(row: ModelRow) -> tuple[str, ...]:
     kv_bytes = found.kv_bytes_per_token("bfloat16")
     return (
         row.name,
-        RUNS if row.runs else "planned only",
+        "runs" if row.runs else "planned only",
         f"{row.parameters:,}",
         f"{found.weight_bytes('bfloat16'):,}",
         f"{int(kv_bytes):,}" if kv_bytes.denominator == 1 else f"{float(kv_bytes):,.2f}",

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from holdfast import __version__
-from holdfast.cli.tables import aligned
+from holdfast.cli.layout import aligned, wrapped
 from holdfast.cli.terminal import dumps, write_answer
 from holdfast.errors import HoldfastError
 from holdfast.loading.model_files import INSTALL, find_default_model
@@ -314,7 +313,7 @@ def _table(rows: list[tuple[str, str]], columns: int) -> list[str]:
     room = max(columns - width - 4, 40)
     cells = []
     for name, words in rows:
-        parts = textwrap.wrap(words, room, break_long_words=False, break_on_hyphens=False) or [""]
+        parts = wrapped(words, room)
         cells += [(f"  {name if index == 0 else ''}", part) for index, part in enumerate(parts)]
     return aligned(cells, right=())
 

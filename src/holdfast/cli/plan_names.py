@@ -3,14 +3,18 @@
 from math import prod
 from typing import NamedTuple
 
-from holdfast.cli.tables import Line, aligned, show
+from holdfast.cli.layout import Line, Table, table_lines
+from holdfast.cli.tables import show
 from holdfast.cli.terminal import dumps, write_answer
 from holdfast.memory.devices import GPUS, LEAST_CAPABILITY
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
 
-RUNS, PLANNED = "runs", "planned only"
+PLANNED = " *"
+"""Behind the name of a model that this version does not run."""
+HEADING = ("dim",)
+"""The style of the first row."""
 KV_FORMAT = "bfloat16"
 """In which bytes of a token are told."""
 
@@ -62,31 +66,22 @@ def show_names(*, as_json: bool) -> None:
 
 def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
     """A table that 80 columns hold."""
-    cells = [("model", "", "size", "weights", "KV/token", "context")]
+    cells = [("model", "size", "weights", "KV/token", "context")]
     for row in rows:
         cells.append(
             (
-                row.name,
-                RUNS if row.runs else PLANNED,
+                f"{row.name}{'' if row.runs else PLANNED}",
                 billions(row.parameters),
                 format_bytes(row.weight_bytes),
                 f"{row.kv_bytes_per_token:,.0f}",
                 f"{row.max_position:,}",
             )
         )
-    head, *body = _narrow(cells)
     return [
         Line(f"{len(rows)} models by name, and {len(SAME)} names of others with the same figures:"),
-        Line(head, "dim"),
-        *map(Line, body),
+        *table_lines(Table(tuple(cells), right=(1, 2, 3, 4)), HEADING),
+        Line(f"{PLANNED.strip()} planned only: this version does not run it. KV is counted in {KV_FORMAT}."),
     ]
-
-
-def _narrow(cells: list[tuple[str, ...]]) -> list[str]:
-    """Marks are short in a table: what is planned only has an asterisk."""
-    marked = [(f"{name}{' *' if mark == PLANNED else ''}", *rest) for name, mark, *rest in cells]
-    lines = aligned(marked, (1, 2, 3, 4))
-    return [*lines, "* planned only: this version does not run it. KV is counted in bfloat16."]
 
 
 def gpu_lines() -> list[Line]:
@@ -96,12 +91,10 @@ def gpu_lines() -> list[Line]:
         mark = "too old to run" if gpu.is_too_old else ""
         capability = ".".join(map(str, gpu.capability))
         cells.append((gpu.key, f"{gpu.nominal_gb} GB", format_bytes(gpu.total_bytes), capability, mark))
-    head, *body = aligned(cells, (1, 2, 3))
     least = ".".join(map(str, LEAST_CAPABILITY))
     return [
         Line(f"{len(GPUS)} GPUs by name; kernels need compute capability {least}:"),
-        Line(head, "dim"),
-        *map(Line, body),
+        *table_lines(Table(tuple(cells), right=(1, 2, 3), wraps=(4,)), HEADING),
     ]
 
 
