@@ -203,6 +203,12 @@ def test_looks_and_colours() -> None:
     ]
 
 
+def contrast_with_black(colour: list[int]) -> float:
+    """The ratio of WCAG 2: 4.5 is the least for text."""
+    linear = [part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour]
+    return (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05) / 0.05
+
+
 def test_no_two_names_share_a_colour() -> None:
     made = colours(f"owner {place}" for place in range(40))
     parts = {name: [int(colour[i : i + 2], 16) for i in (1, 3, 5)] for name, colour in made.items()}
@@ -210,7 +216,8 @@ def test_no_two_names_share_a_colour() -> None:
         assert math.dist(first, second) > 12, f"{one} and {other} look alike: {made[one]} {made[other]}"
     first = [parts[f"owner {place}"] for place in range(12)]
     assert min(math.dist(a, b) for a, b in combinations(first, 2)) > 30, "as many as a plan on a GPU has owners"
-    assert all(sum(colour) > 3 * 120 for colour in parts.values()), "black letters stay readable"
+    for name, colour in parts.items():
+        assert contrast_with_black(colour) >= 4.5, f"letters on {name} are hard to read: {made[name]}"
     assert min(math.dist(*pair) for pair in combinations(parts.values(), 2)) > 25, "and no two look alike"
 
 

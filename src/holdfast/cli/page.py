@@ -71,6 +71,8 @@ PALETTE = (
 """The first colours: light enough for black letters in both themes, and told apart by the colour-blind."""
 NUM_HUES = 48
 """Of a circle, among which further colours are looked for."""
+LEAST_LUMINANCE = 0.2
+"""Black letters have a contrast of 5 on it; 4.5 is what they need."""
 UNKNOWN_COLOUR = "#9aa3ac"
 ALWAYS = ("weights", "kv pages", "workspace")
 """Owners that every model has, and that have the same colour in every picture."""
@@ -155,12 +157,19 @@ def _colours() -> Iterator[str]:
         for lightness in (0.58, 0.66, 0.74, 0.82, 0.88)
         for strength in (0.35, 0.6, 0.85)
     ]
+    candidates = [colour for colour in candidates if _luminance(colour) >= LEAST_LUMINANCE]
     taken = [tuple(bytes.fromhex(colour[1:])) for colour in PALETTE]
     nearest = [min(_distance(colour, other) for other in taken) for colour in candidates]
     while True:
         farthest = candidates[nearest.index(max(nearest))]
         yield f"#{bytes(farthest).hex()}"
         nearest = [min(known, _distance(colour, farthest)) for colour, known in zip(candidates, nearest, strict=True)]
+
+
+def _luminance(colour: tuple[int, ...]) -> float:
+    """From 0 for black to 1 for white, as WCAG has it."""
+    red, green, blue = ((part / 255 + 0.055) ** 2.4 / 1.055**2.4 for part in colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
