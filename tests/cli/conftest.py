@@ -29,3 +29,9 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can go on for a long time."""
     return make_model(tmp_path_factory.mktemp("endless") / "A-Model", max_position_embeddings=100_000)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test names and nobody has is not looked for on the Hub, in this process and in those that it starts."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -31,7 +31,7 @@ from holdfast.cli.opened_model import (
 )
 from holdfast.cli.terminal import for_terminal, leave, write_answer
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, HoldfastError, ModelNotFoundError, PromptError, RequestError
+from holdfast.errors import ConfigError, HoldfastError, ModelNotFoundError, PromptError
 from holdfast.loading.model_files import find_default_model
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -243,10 +243,12 @@ def test_an_answer_has_a_bound_unless_one_is_asked(params: SamplingParams, max_t
     assert (prepared.max_tokens, prepared.params.max_tokens) == (max_tokens, max_tokens)
 
 
-def test_the_bound_stays_inside_the_context() -> None:
-    assert prepare(make_engine(max_model_len=16), "Hello", SamplingParams(), 50).max_tokens == 11
-    with pytest.raises(RequestError, match="max_tokens=50"):
-        prepare(make_engine(max_model_len=16), "Hello", SamplingParams(max_tokens=50), 50)
+@pytest.mark.parametrize("asked", [None, 50], ids=["open", "asked for"])
+def test_the_bound_stays_inside_the_context(asked: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    prepared = prepare(make_engine(max_model_len=16), "Hello", SamplingParams(max_tokens=asked), 50)
+    assert prepared.max_tokens == 11
+    told = [record.getMessage() for record in caplog.records if "the answer ends after 11" in record.getMessage()]
+    assert len(told) == (asked is not None), "what was asked and is cut is told"
 
 
 def test_messages_go_through_the_template() -> None:

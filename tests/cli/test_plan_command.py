@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -283,9 +284,9 @@ def test_wrong_values_are_told_in_one_line_that_says_what_works(
     ("model", "words"),
     [
         ("Qwen3-33B", "did you mean Qwen3-32B"),
-        ("Qwen/Qwen3-31B", "did you mean"),
-        ("xyzzy", "those are"),
-        ("", "those are"),
+        ("Qwen/Qwen3-31B", "did you mean Qwen3-32B or Qwen3-30B-A3B"),
+        ("xyzzy", "holdfast plan --list shows them"),
+        ("", "holdfast plan --list shows them"),
         ("no/such/folder", "neither a path nor"),
         ("\x1b[31m", "neither a path nor"),
         ("x" * 5000, "neither a path nor"),
@@ -302,6 +303,23 @@ def test_unknown_models_are_told_in_one_line(here: Here, model: str, words: str)
     assert words in ended.err
     assert len(ended.err) < 1500
     assert "\x1b" not in ended.err
+
+
+def test_a_name_that_nobody_answers_for_is_looked_for_in_the_catalogue(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    for name in ("https_proxy", "http_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+    ended = here("plan", "Qwen/Qwen3-31B", "--gpu", "h200")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1), ended
+    assert "cannot be reached" in ended.err
+    assert "did you mean Qwen3-32B or Qwen3-30B-A3B" in ended.err
 
 
 def test_a_hostile_config_is_told_in_one_line(here: Here, tmp_path: Path) -> None:
@@ -424,21 +442,35 @@ def test_no_terminal_is_too_narrow_for_the_numbers(columns: str) -> None:
     assert "KV cache size: " in shown
 
 
-def test_rows_are_cut_on_a_terminal_that_has_no_ellipsis() -> None:
-    shown = on_a_terminal("Qwen3-8B", "--gpu", "rtx4090", "--sweep", COLUMNS="60", PYTHONIOENCODING="ascii")
+def shown_lines(shown: bytes) -> list[str]:
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+
+
+def test_nothing_is_cut_on_a_terminal_that_has_no_blocks() -> None:
+    asked = ("Qwen3-8B", "--gpu", "rtx4090", "--sweep")
+    shown = on_a_terminal(*asked, COLUMNS="60", PYTHONIOENCODING="ascii")
     assert shown.isascii()
-    assert b"~\r\n" in shown
+    lines = shown_lines(shown)
+    assert max(map(len, lines)) <= 60
+    assert not any("~" in line for line in lines)
+    # All that a wide terminal has is there; words of a cell may stand on lines of their own.
+    signs = r"[#.\\]+"
+    wide = shown_lines(on_a_terminal(*asked, COLUMNS="250", PYTHONIOENCODING="ascii"))
+    words = {word for line in wide for word in line.split() if not re.fullmatch(signs, word)}
+    assert not words - {word for line in lines for word in line.split()}
 
 
 def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> None:
     shown = on_a_terminal("Qwen3-8B", "--gpu", "h200", "--max-model-len", "8192", COLUMNS="60")
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
-    table = lines[lines.index(next(line for line in lines if line.startswith("owner"))) :]
-    table = table[: table.index("")]
-    assert max(map(len, table)) == 60
-    assert table[1].endswith("…")
-    command = [line for line in lines if "holdfast chat" in line]
-    assert command == ["  holdfast chat path/to/Qwen3-8B --max-model-len 8192 --max-num-seqs 256"]
+    lines = shown_lines(shown)
+    assert max(map(len, lines)) <= 60
+    assert not any("…" in line for line in lines)
+    first = next(place for place, line in enumerate(lines) if "holdfast chat" in line)
+    last = next(place for place in range(first, len(lines)) if not lines[place].endswith("\\"))
+    command = "\n".join(lines[first : last + 1]).replace("\\\n", "")  # as a shell reads it
+    assert shlex.split(command) == shlex.split(
+        "holdfast chat path/to/Qwen3-8B --max-model-len 8192 --max-num-seqs 256"
+    ), "what is continued is one command for a shell"
     assert b"\x1b[" in shown
 
 

@@ -43,7 +43,12 @@ def open_blueprint(model: str | None, revision: str | None = None) -> Blueprint:
     except ModelNotFoundError as error:
         if parse_hub_name(model) is None:
             raise
-        located = fetch_hub_config(model, revision)
+        try:
+            located = fetch_hub_config(model, revision)
+        except ModelNotFoundError as on_hub:
+            # A name of the catalogue that was mistyped looks like any other name on the Hub.
+            do = f"{error.do} Else {on_hub.do}" if error.do.endswith("?") else on_hub.do
+            raise ModelNotFoundError(on_hub.asked, f"{error.has}, and {on_hub.has}", do) from on_hub
         if located is None:
             raise ModelNotFoundError(error.asked, f"{error.has}, nor in the Hugging Face cache", error.do) from error
         return _read_folder(located.path, located.label)

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
+from math import inf, log
 from typing import NamedTuple
 
 from holdfast.errors import ModelNotFoundError, shown
@@ -16,6 +17,10 @@ SAME: Mapping[str, str] = {other: model.name for model in PUBLISHED for other in
 """Other releases, and the model that has the same figures."""
 MAX_NAME = 200
 """Characters of a name; a longer one names nothing."""
+NUM_ALIKE, NUM_TOLD = 8, 3
+"""Names that are spelled like an unknown one, and how many of them are told."""
+_SIZE = re.compile(r"(?<![a-z\d.])(\d{1,4}(?:\.\d{1,3})?)b(?![a-z\d])")
+"""Billions of parameters in a name."""
 TUNED = ("instruct", "chat", "it", "pt", "base", "hf")
 """Words that tell a tuned model from its base, which has the same shapes."""
 FOUR_BITS, EIGHT_BITS, IN_FILE = "mxfp4", "fp8", ""
@@ -46,12 +51,30 @@ def find_model(name: str) -> tuple[str, Config]:
     if wanted in names and len(name) <= MAX_NAME:
         found = names[wanted]
         return found, CATALOGUE[SAME.get(found, found)]
-    near = difflib.get_close_matches(wanted[:MAX_NAME], names, n=3)
+    near = _by_size(name, [names[match] for match in difflib.get_close_matches(wanted[:MAX_NAME], names, n=NUM_ALIKE)])
     raise ModelNotFoundError(
         f"model {shown(name)} was asked for",
         f"it is neither a path nor among the {len(CATALOGUE)} models known by name",
-        f"did you mean {' or '.join(names[match] for match in near)}?" if near else "holdfast plan --list shows them",
+        f"did you mean {' or '.join(near[:NUM_TOLD])}?" if near else "holdfast plan --list shows them",
     )
+
+
+def _by_size(name: str, near: list[str]) -> list[str]:
+    """Of names that are spelled alike those of the same family first, and of these those with about as many parameters."""
+    asked = _SIZE.search(name.lower())
+    if asked is None or not float(asked[1]):
+        return near
+
+    def distance(known: str) -> tuple[bool, float]:
+        size = _SIZE.search(known.lower())
+        return _family(known) != _family(name), abs(log(float(size[1]) / float(asked[1]))) if size else inf
+
+    return sorted(near, key=distance)
+
+
+def _family(name: str) -> str:
+    """The letters that a name begins with."""
+    return re.split(r"[^a-z]", _plain(name), maxsplit=1)[0]
 
 
 def stored_as(name: str) -> StoredAs | None:

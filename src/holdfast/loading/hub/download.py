@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.cache import cache_folder, is_offline, read_snapshot, repo_folder, write_ref
@@ -99,6 +101,8 @@ class _File(NamedTuple):
 
 def fetch_config(name: HubName) -> Path:
     """A snapshot with a config.json and nothing else, for a plan."""
+    if not _answers():  # the client takes longer to import than a plan takes
+        raise _unreachable(name)
     with _quiet_client():
         repo = _Repository(name, SHORT_PATIENCE_SECONDS)
         if CONFIG_FILE not in repo.files:
@@ -432,10 +436,34 @@ def told(name: HubName, error: BaseException) -> ModelError:
         has = f"{where} does not answer in time"
         return ModelNotFoundError(asked, has, "check the network and try again: what is downloaded stays")
     if any(word in kind for kind in kinds for word in ("Connect", "Proxy", "SSL", "Protocol", "Network", "ReadError")):
-        has = f"{where} cannot be reached, and the cache does not have it"
-        return ModelNotFoundError(asked, has, f"check the network, or run hf download {name.repo} where there is one")
+        return _unreachable(name)
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return ModelNotFoundError(asked, f"the download failed: {reason}", "try again: what is downloaded stays")
+
+
+def _unreachable(name: HubName) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"model '{name.text}' was asked for",
+        f"{os.environ.get('HF_ENDPOINT') or SITE} cannot be reached, and the cache does not have it",
+        f"check the network, or run hf download {name.repo} where there is one",
+    )
+
+
+def _answers() -> bool:
+    """Whether anything listens where the Hub should be; behind a proxy the client alone can tell."""
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in ("https_proxy", "http_proxy", "all_proxy")):
+        return True
+    where = urlsplit(os.environ.get("HF_ENDPOINT") or SITE)
+    port = where.port or (80 if where.scheme == "http" else 443)
+
+    def connect() -> bool:
+        with socket.create_connection((where.hostname, port), SHORT_PATIENCE_SECONDS):
+            return True
+
+    try:
+        return _bounded(connect, SHORT_PATIENCE_SECONDS)
+    except OSError:
+        return False
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
