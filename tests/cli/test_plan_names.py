@@ -1,9 +1,13 @@
 """`holdfast plan --list`, and the document with the same tables."""
 
 import json
+from math import prod
+
+import pytest
 
 from cli.cli_models import Here
 from holdfast.cli.plan_names import billions, model_rows
+from holdfast.loading.blueprints import open_blueprint
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
 from model_tables import DOCUMENT, written
@@ -40,6 +44,17 @@ def test_the_document_has_the_tables_of_the_code() -> None:
 def test_sizes_as_people_say_them() -> None:
     assert [billions(count) for count in (134_515_008, 999_885_952, 8_030_261_248)] == ["135M", "1.0B", "8.0B"]
     assert len(model_rows()) == len(CATALOGUE)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", "OPT-125m", "Qwen2.5-7B-Instruct", "DeepSeek-V2-Lite", "gpt-oss-20b"]
+)
+def test_sizes_are_those_of_all_layers(name: str) -> None:
+    """A list counts a layer and takes it as often as there are layers; here every tensor is counted."""
+    blueprint = open_blueprint(name)
+    (row,) = (row for row in model_rows() if row.name == blueprint.name)
+    assert row.parameters == sum(prod(weight.shape) for weight in blueprint.parameters() if weight.group != "mtp")
+    assert row.weight_bytes == blueprint.weight_bytes(blueprint.checkpoint_dtype)
 
 
 def test_what_a_name_leaves_open_is_said(here: Here) -> None:

@@ -1,5 +1,6 @@
 """`holdfast plan --list`: models and GPUs that are known by name, with what a plan would say of each; no torch."""
 
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from holdfast.cli.terminal import dumps, write_answer
 from holdfast.memory.devices import GPUS, LEAST_CAPABILITY
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.blueprints.grouped import GroupedAnatomy
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
 
 PLANNED = " *"
@@ -41,17 +43,39 @@ def model_rows() -> tuple[ModelRow, ...]:
 
 
 def _row(blueprint: Blueprint) -> ModelRow:
-    weights = blueprint.parameters()
+    parameters, weight_bytes = _sizes(blueprint)
     return ModelRow(
         blueprint.name,
         blueprint.not_runnable is None,
-        sum(prod(weight.shape) for weight in weights if weight.group != "mtp"),
-        blueprint.weight_bytes(blueprint.checkpoint_dtype),
+        parameters,
+        weight_bytes,
         float(blueprint.kv_bytes_per_token(KV_FORMAT)),
         blueprint.kv_bytes_per_sequence(KV_FORMAT),
         blueprint.max_position,
         SOURCES[blueprint.name],
     )
+
+
+def _sizes(blueprint: Blueprint) -> tuple[int, int]:
+    """Parameters and bytes. Where all layers are alike two are listed: large models have tens of thousands of tensors."""
+    anatomy = blueprint.anatomy
+    if not isinstance(anatomy, GroupedAnatomy) or (anatomy.decoder.experts and anatomy.decoder.experts.dense_layers):
+        return _listed(blueprint)
+    one, two = (_listed(replace(blueprint, anatomy=_first_layers(anatomy, number))) for number in (1, 2))
+    more = anatomy.decoder.num_layers - 1
+    return one[0] + more * (two[0] - one[0]), one[1] + more * (two[1] - one[1])
+
+
+def _first_layers(anatomy: GroupedAnatomy, num_layers: int) -> GroupedAnatomy:
+    spec = anatomy.decoder
+    windows = spec.sliding_windows[:num_layers]
+    return anatomy._replace(decoder=replace(spec, num_layers=num_layers, sliding_windows=windows))
+
+
+def _listed(blueprint: Blueprint) -> tuple[int, int]:
+    weights = blueprint.parameters()
+    parameters = sum(prod(weight.shape) for weight in weights if weight.group != "mtp")
+    return parameters, blueprint.weight_bytes(blueprint.checkpoint_dtype)
 
 
 def show_names(*, as_json: bool) -> None:
