@@ -144,3 +144,13 @@ def test_no_bias_is_a_bias_of_zeros(device, bits, cut):
     tiles = cut_tiles(step, [cut])
     plain = run_tiles(step, tiles, device)
     assert same_bits(run_tiles(with_bias(step, 0.0), tiles, device), plain)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_compiled_kernels_in_bfloat16(device, key_bits, value_bits):
+    """Decode in splits, prefill whole and in splits, over many blocks."""
+    rows = [(3000, 1), (0, 150), (700, 40)]
+    bits = (key_bits, value_bits)
+    step = with_bias(quantized_step(bits, rows, 128, 8, page_tokens=64, dtype=torch.bfloat16), 1.0)
+    judge(step, [Cut(splits=4), LARGE, Cut(large=True, splits=2)], device, num_sms=132)
