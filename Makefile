@@ -23,7 +23,7 @@ say = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test setup setup-dev format lint types pytest test-slow test-gpu docs clean
+.PHONY: help demo test setup setup-dev format lint types pytest test-slow test-gpu check-home docs clean
 
 help: ## Show this list
 	@printf 'Holdfast: first make demo, then make test.\n\n'
@@ -67,6 +67,9 @@ test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes, and search for ne
 # With PYTHON as it is: a machine with a GPU has its own torch, and nothing is installed beside it.
 test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PART=1/2
 	@$(PYTHON) benchmarks/gpu_tests.py --jobs $(JOBS) $(if $(PART),--part $(PART))
+
+check-home: $(DEV) $(MODEL) ## Check every promise to a new user, as commands and what they print: ONLY=WORD
+	@$(BIN)/python scripts/check_at_home.py $(if $(ONLY),--only "$(ONLY)")
 
 docs: $(DEV) ## Write the generated parts of the documents again
 	@$(BIN)/python scripts/doc_tables.py

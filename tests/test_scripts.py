@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import check_at_home
 import check_no_cuda
 import check_python
 import compare_commits
 import doc_tables
+import home_files
+import home_table
 import pip_install
 import probe_numbers
 
@@ -420,3 +423,59 @@ def test_speeds_are_medians_of_rounds_in_turn(tmp_path: Path, monkeypatch: pytes
 def test_a_part_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(Exception, match="a part is written"):
         probe_numbers.parse_part(text)
+
+
+def test_every_paragraph_has_checks_that_can_fail() -> None:
+    assert {check.paragraph for check in home_table.CHECKS} == set(home_table.PARAGRAPHS)
+    said = [(check.paragraph, check.says) for check in home_table.CHECKS]
+    assert len(set(said)) == len(said), "a promise stands twice"
+    for check in home_table.CHECKS:
+        assert check.timeout <= 60, check.says
+        assert check.wants or check.refuses or check.codes != (0,), f"{check.says}: nothing is asked of its output"
+        check_at_home.missing_for(check)
+        for pattern in (*check.wants, *check.refuses, *([check.number[0]] if check.number else [])):
+            re.compile(pattern)
+        syntax = subprocess.run(["bash", "-n", "-c", check.command], capture_output=True, text=True, check=False)
+        assert syntax.returncode == 0, syntax.stderr
+    assert sum(check.is_shown for check in home_table.CHECKS) == 10
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (check_at_home.Ended(0, "total 5 tokens\n", 1.0), ""),
+        (check_at_home.Ended(1, "total 5 tokens\n", 1.0), "exit code 1, and not 0: total 5"),
+        (check_at_home.Ended(None, "", 1.0), "it did not end within 60 s"),
+        (check_at_home.Ended(0, "Traceback (most\ntotal 5 tokens", 1.0), "a traceback"),
+        (check_at_home.Ended(0, "nothing", 1.0), "no '^total' in: nothing"),
+        (check_at_home.Ended(0, "total 5 tokens\nerror", 1.0), "there is 'error'"),
+        (check_at_home.Ended(0, "total 50 tokens\n", 1.0), "is 50.0, and not from 1 to 9"),
+        (check_at_home.Ended(0, "total 5 tokens\n", 9.0), "it took 9.00 s, and not at most 2 s"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_told(ended: check_at_home.Ended, words: str) -> None:
+    check = home_table.Check("plan", "a sum", "true", ("^total",), ("error",), number=(r"total (\d+)", 1, 9), seconds=2)
+    wrong = check_at_home.complaint(check, ended, patience=1)
+    assert words in wrong
+    assert bool(wrong) == bool(words)
+
+
+def test_a_command_runs_once_and_transcripts_name_no_place(tmp_path: Path) -> None:
+    home = check_at_home.Home(tmp_path)
+    first = home.run("date +%s%N; pwd", 20)
+    assert home.run("date +%s%N; pwd", 20) is first
+    assert check_at_home.shown(home, first.output)[1] == "~"
+    check = home_table.Check("plan", "a folder", "date +%s%N; pwd")
+    assert str(tmp_path) not in check_at_home.transcripts(home, [check])
+    assert home.run("sleep 30", 0.2).code is None
+    assert all(len(line) <= 80 for line in check_at_home.wrapped("word " * 100))
+
+
+def test_a_gguf_file_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    tensors = [
+        home_files.RawTensor(name, 1, (8).to_bytes(8, "little") + bytes(4), bytes(range(32)))
+        for name in (b"token_embd.weight", b"output_norm.weight")
+    ]
+    keys = home_files.split_keys(0, 2, 2)
+    home_files.write_raw(tmp_path / "a.gguf", 3, keys, tensors)
+    assert home_files.read_raw(tmp_path / "a.gguf") == (3, keys, tensors)
