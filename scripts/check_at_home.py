@@ -21,9 +21,10 @@ from home_table import CHECKS, PARAGRAPHS, Check
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 80
-SHOWN_LINES = 30
+SHOWN_LINES = 90
 """Of a transcript's output; the rest is counted."""
 BAR_CELLS = 20
+BAR_SIGN = "━"
 GPU_SIGNS = ("/dev/nvidiactl", "/dev/dxg")
 
 
@@ -105,7 +106,8 @@ class Home:
     def private(self, text: str) -> str:
         """A text without the places of this machine."""
         address = re.sub(r"http://[\d.]+:\d+", "http://the-local-hub", text)
-        for path, word in ((self.folder.resolve(), "~"), (self.folder, "~"), (ROOT, "~/holdfast"), (Path.home(), "~")):
+        places = ((self.folder.resolve(), "~"), (self.folder, "~"), (Path(sys.prefix), "~/holdfast/.venv"))
+        for path, word in (*places, (ROOT, "~/holdfast"), (Path.home(), "~")):
             address = address.replace(str(path), word)
         return address
 
@@ -158,8 +160,9 @@ def transcripts(home: Home, checks: list[Check]) -> str:
     parts = [
         "# Ten commands, and what they print",
         "",
-        "Written by `python scripts/check_at_home.py --transcripts docs/transcripts.md` on a machine without a GPU;",
-        "`with-hub` runs a command beside a local server that speaks the Hub's protocol. Long lines are wrapped.",
+        "Written by `scripts/check_at_home.py --transcripts docs/transcripts.md` on",
+        "a machine without a GPU. `with-hub` runs a command beside a local server that",
+        "speaks the Hub's protocol, `at-80-columns` at a terminal. Long lines are wrapped.",
     ]
     for check in checks:
         ended = home.run(check.command, check.timeout)
@@ -174,7 +177,9 @@ def transcripts(home: Home, checks: list[Check]) -> str:
 def shown(home: Home, output: str) -> list[str]:
     """Lines as they stand on a page: without colours, and of a line that was drawn over what stayed."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", home.private(output))
-    return [line.rstrip().rpartition("\r")[2].replace("\N{REPLACEMENT CHARACTER}", "?") for line in plain.splitlines()]
+    lines = [line.rstrip().rpartition("\r")[2].replace("\N{REPLACEMENT CHARACTER}", "?") for line in plain.splitlines()]
+    # A bar is drawn again and again over itself; on a page that would be a column of bars.
+    return [line for line in lines if BAR_SIGN not in line]
 
 
 def wrapped(line: str) -> list[str]:
