@@ -131,7 +131,7 @@ def make_record(starts: list[Phases], commit: str | None) -> dict[str, Any]:
         "command": f"python benchmarks/start.py --repeats {len(starts)}",
         "commit": commit or _commit(),
         "versions": {"holdfast": __version__, "torch": version("torch"), "python": platform.python_version()},
-        "results": [{"measure": name, "values": _rounded(values)} for name, values in best.items()],
+        "results": [{"measure": name, "unit": "s", "values": _rounded(values)} for name, values in best.items()],
         "runs": [_rounded(start["all of it"]) for start in starts],
     }
 

@@ -230,6 +230,12 @@ SECTIONS: Mapping[str, Columns] = {
         "p99 KL": _value("p99_kl"),
         "same top token": _value("agreement"),
     },
+    "key-bias": {
+        "": _value("measure"),
+        "mean KL": _value("values", "mean_kl"),
+        "of that without a bias": _value("values", "of no bias"),
+        "with the bias in the keys": _value("values", "in the keys, of no bias"),
+    },
     "gpu-load": {
         "": _value("measure"),
         "GB/s": _load_rate,
