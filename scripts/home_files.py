@@ -97,7 +97,7 @@ def make_gguf(folder: Path) -> None:
 
 def make_files(folder: Path) -> None:
     """Every file of the checks: a tiny model, one without `architectures`, one in the Hub's cache, and GGUF files."""
-    from cli.cli_models import make_model
+    from cli.cli_models import make_model  # pyright: ignore[reportMissingImports]
 
     make_model(folder / "tiny")
     make_model(folder / "untyped")
@@ -129,7 +129,7 @@ def sharded(folder: Path) -> dict[str, bytes]:
 
 def with_hub(words: list[str]) -> int:
     """Run a command beside a server that speaks the Hub's protocol, and print which files it fetched."""
-    from loading.hub.local_hub import Repo, serving
+    from loading.hub.local_hub import Repo, serving  # pyright: ignore[reportMissingImports]
 
     files = sharded(Path("tiny"))
     other = files | {"config.json": files["config.json"].replace(b'_embeddings": 256', b'_embeddings": 77')}

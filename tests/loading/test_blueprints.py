@@ -80,7 +80,7 @@ def test_what_is_not_there(asked: str) -> None:
 
 
 def test_the_nearest_name_is_suggested() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"did you mean .*Qwen3-8B"):
+    with pytest.raises(ModelNotFoundError, match=r"did you mean Qwen3-"):
         open_blueprint("Qwen3-88B")
 
 

@@ -238,7 +238,9 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
     )
     assert plan.context_note == "", "the door to planning adds what would lift it"
     told = plan_runner(EngineConfig(), blueprint("Llama-3.1-8B"), RTX4090).context_note
-    assert f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in told
+    assert (
+        f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in told
+    )
 
 
 def test_a_context_that_was_asked_does_not_shrink() -> None:

@@ -274,7 +274,8 @@ class PlanView(NamedTuple):
             ],
             "not_in_this_version": list(self.not_in_this_version),
             "command": self.command,
-        } | ({} if self.disk is None else {"weights_on_disk": self.disk.as_dict()})
+            **({} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}),
+        }
 
 
 def view_of(request: PlanRequest, model: str | None) -> PlanView:

@@ -296,9 +296,11 @@ def _section(title: str, lines: list[Line]) -> list[Line]:
 def _first_command(view: "PlanView") -> list[Line]:
     """What makes the plan that costs least, as it can be pasted."""
     pairs = [pair for pair in zip(view.alternatives, view.commands, strict=True) if pair[0].fits]
-    if not pairs or pairs[0][1] is None or pairs[0][0].kind not in ("lever", "context"):
+    if not pairs:
         return []
     item, command = pairs[0]
+    if command is None or item.kind not in ("lever", "context"):
+        return []
     return _section(f"the first of these, for {item.kv_tokens:,} tokens", [Line(command, is_command=True)])
 
 

@@ -131,7 +131,8 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: object) -> 
 def _qwen3_moe(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, experts: int, width: int, **more: object
 ) -> Config:
-    return _qwen3(hidden, inner, layers, heads) | {
+    return {
+        **_qwen3(hidden, inner, layers, heads),
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_key_value_heads": kv_heads,

@@ -92,7 +92,11 @@ def build_runner(
     device, device_reason = choose_device(config)
     if device == "cpu":
         # The choice of an attention backend would compile them too, without a word.
-        compile_native(lambda file, *counts: on_prepare(Preparing(COMPILING_CPU, *counts, f"kept in {file.parent}")))
+        compile_native(
+            lambda file, num_done, num_total: on_prepare(
+                Preparing(COMPILING_CPU, num_done, num_total, f"kept in {file.parent}")
+            )
+        )
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
@@ -234,15 +238,12 @@ class RunnerBuild:
         invariant = self._config.batch_invariant
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         biases, means = self._split_biases(), make_means(plan.attention_specs, device)
+        # A backend that somebody else makes need not know of what no layer has.
+        own: dict[str, Any] = {"key_biases": biases.keys} if any(biases.keys) else {}
+        if any(mean is not None for mean in means):
+            own["k_means"] = means
         backend = (make_backend or build_backend)(
-            declaration,
-            plan.attention_specs,
-            storage,
-            bounds,
-            num_sms,
-            invariant,
-            **({"key_biases": biases.keys} if any(biases.keys) else {}),
-            **({"k_means": means} if any(mean is not None for mean in means) else {}),
+            declaration, plan.attention_specs, storage, bounds, num_sms, invariant, **own
         )
         rotary = self._rope()
         for owner, num_bytes in backend.held_bytes().items():
