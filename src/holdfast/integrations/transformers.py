@@ -440,9 +440,9 @@ def _key_biases(model: torch.nn.Module) -> dict[int, TurnedBias]:
     """Of each layer that has one, with the rotation of the model; of keys that are normed behind it there is no such part."""
     modules = dict(model.named_modules())
     frequencies = [
-        (found.detach().clone().float(), float(getattr(module, "attention_scaling", 1.0)))
+        (frequency_C.detach().clone().float(), float(getattr(module, "attention_scaling", 1.0)))
         for module in modules.values()
-        if isinstance(found := getattr(module, "inv_freq", None), torch.Tensor)
+        if isinstance(frequency_C := getattr(module, "inv_freq", None), torch.Tensor)
     ]
     found: dict[int, TurnedBias] = {}
     for name, module in modules.items():
