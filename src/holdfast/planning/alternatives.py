@@ -122,7 +122,7 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     listed += weights
     if fit is None and not any(item.fits for item in weights):
         listed += _joint_changes(request)
-    listed += _gpu_alternatives(request)
+    listed += _gpu_alternatives(request, fit)
     listed += _possible(_later_changes(request))
     if fit is not None:
         return tuple(listed)
@@ -427,13 +427,16 @@ def in_scheme(request: PlanRequest, name: str) -> PlanRequest:
     return request._replace(config=request.config.with_quantization(name))
 
 
-def _gpu_alternatives(request: PlanRequest) -> list[Alternative]:
+def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative]:
     """The smallest GPU that fits, and the next larger ones; the largest of all where none fits.
 
-    One that kernels do not run on is not offered, nor one that has as much memory as another that is.
+    One that kernels do not run on is not offered, nor one that has as much memory as another that is, nor one that
+    holds no more where memory has shortened the context.
     """
     fitting: list[Alternative] = []
     tried, taken_bytes = None, 0
+    is_short = fit is not None and fit.resolved.limits.max_model_len < settle(request)[1].limits.max_model_len
+    least_tokens = fit.kv_tokens + 1 if fit is not None and is_short else 0
     for gpu in GPUS.values():
         target = gpu_target(gpu)
         is_same = request.target.kind == "cuda" and gpu.total_bytes == request.target.total_bytes
@@ -443,12 +446,12 @@ def _gpu_alternatives(request: PlanRequest) -> list[Alternative]:
         config = replace(request.config, device="auto", memory_limit=None)
         moved = request._replace(config=config, target=target, staging=None)
         tried = next(_possible([_Change(f"take {gpu.key}", (("gpu", gpu.key),), GPU, moved)]), None)
-        if tried is not None and tried.fits:
+        if tried is not None and tried.fits and tried.kv_tokens >= least_tokens:
             fitting.append(tried)
             taken_bytes = gpu.total_bytes
         if len(fitting) == NUM_GPUS:
             break
-    return fitting or ([] if tried is None else [tried])
+    return fitting or ([] if tried is None or is_short else [tried])
 
 
 def _later_changes(request: PlanRequest) -> Iterator[_Change]:

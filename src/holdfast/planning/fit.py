@@ -88,7 +88,8 @@ class RunnerPlan(NamedTuple):
         words, protected = [f"KV cache in {resolved.kv_format.name}"], resolved.protected
         if protected.layers:
             why = protected.reason.rpartition(": ")[2] or "asked"
-            words.append(f"layers {listed(protected.layers)} protected in {protected.format.name} ({why})")
+            which = listed(protected.layers).removesuffix(",")
+            words.append(f"layers {which} protected in {protected.format.name} ({why.replace(',)', ')')})")
         if any(spec.has_key_bias for spec in self.attention_specs):
             words.append("keys stored without their bias")
         words.append(f"answers can differ from {resolved.dtype} pages: holdfast eval kv measures how much")
