@@ -451,7 +451,9 @@ def _unreachable(name: HubName) -> ModelNotFoundError:
 
 def _answers() -> bool:
     """Whether anything listens where the Hub should be; behind a proxy the client alone can tell."""
-    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in ("https_proxy", "http_proxy", "all_proxy")):
+    from urllib.request import getproxies
+
+    if getproxies():
         return True
     where = urlsplit(os.environ.get("HF_ENDPOINT") or SITE)
     port = where.port or (80 if where.scheme == "http" else 443)
