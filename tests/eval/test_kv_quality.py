@@ -148,7 +148,7 @@ def test_chunks_change_nothing_but_rounding(folder: Path, qualities: dict[str, Q
     whole.release()
     # The warm-up prompt that keys are centred by is as long as a step allows, up to 128 tokens.
     assert found.mean_kl == pytest.approx(qualities["turboquant_4bit_nc"].mean_kl, rel=0.1)
-    assert found.perplexity == pytest.approx(qualities["turboquant_4bit_nc"].perplexity, rel=1e-3)
+    assert found.perplexity == pytest.approx(qualities["turboquant_4bit_nc"].perplexity, rel=0.02)
 
 
 def test_progress_counts_every_token_of_everybody(opened: OpenedContenders) -> None:
