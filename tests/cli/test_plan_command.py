@@ -168,7 +168,7 @@ def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
     assert found["kv_bytes_per_token"] == 60 * 8 * 132 + 4 * 8 * 260
     choices = {choice["name"]: choice["value"] for choice in found["choices"]}
     assert (choices["kv_protected_layers"], choices["page_tokens"]) == ("4", "64")
-    assert found["command"] == "holdfast chat path/to/Qwen3-32B --kv-cache-dtype turboquant_4bit_nc --max-num-seqs 256"
+    assert found["command"] == "holdfast chat Qwen/Qwen3-32B --kv-cache-dtype turboquant_4bit_nc --max-num-seqs 256"
     assert "KV pages in turboquant_4bit_nc, 4 of 64 layers in fp8," in here("plan", *asked).out.splitlines()[0]
     listed = record(here, *asked, "--kv-protected-layers", "0,1,63")
     assert listed["kv_bytes_per_token"] == 61 * 8 * 132 + 3 * 8 * 260
@@ -468,9 +468,9 @@ def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> No
     first = next(place for place, line in enumerate(lines) if "holdfast chat" in line)
     last = next(place for place in range(first, len(lines)) if not lines[place].endswith("\\"))
     command = "\n".join(lines[first : last + 1]).replace("\\\n", "")  # as a shell reads it
-    assert shlex.split(command) == shlex.split(
-        "holdfast chat path/to/Qwen3-8B --max-model-len 8192 --max-num-seqs 256"
-    ), "what is continued is one command for a shell"
+    assert shlex.split(command) == shlex.split("holdfast chat Qwen/Qwen3-8B --max-model-len 8192 --max-num-seqs 256"), (
+        "what is continued is one command for a shell"
+    )
     assert b"\x1b[" in shown
 
 

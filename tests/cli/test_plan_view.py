@@ -193,13 +193,13 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_only_what_was_asked_is_repeated() -> None:
-    assert start_command(plan_request(), "Qwen3-8B") == "holdfast chat path/to/Qwen3-8B --max-num-seqs 256"
+    assert start_command(plan_request(), "Qwen3-8B") == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 256"
     assert (
         start_command(plan_request()._replace(target=cpu_target()), None)
         == "holdfast chat --device cpu --max-num-seqs 64"
     )
     alone = start_command(plan_request(max_num_seqs=1), "Qwen3-8B")
-    assert alone == "holdfast chat path/to/Qwen3-8B --max-num-seqs 1", "one is a number here, not a switch"
+    assert alone == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 1", "one is a number here, not a switch"
     full = plan_request(
         dtype="float16",
         max_model_len=8192,

@@ -197,7 +197,7 @@ def test_what_fits_is_told_with_tokens_choices_and_a_command() -> None:
     assert "Maximum concurrency for 40,960 tokens per request:" in text
     assert "chosen\n  dtype           bfloat16  the checkpoint's own" in text
     assert "what else would fit" in text
-    assert "to start it\n  holdfast chat path/to/Qwen3-32B --max-num-seqs 256" in text
+    assert "to start it\n  holdfast chat Qwen/Qwen3-32B --max-num-seqs 256" in text
     assert "short" not in text
 
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_chan
     assert len(marked) == 1
     assert smallest.change in marked[0].text
     assert marked[0].style == "green"
-    assert f"to start it with that change\n  holdfast chat path/to/Qwen3-8B --max-model-len {smallest.value}" in text
+    assert f"to start it with that change\n  holdfast chat Qwen/Qwen3-8B --max-model-len {smallest.value}" in text
 
 
 def test_what_is_not_in_this_version_is_dim_and_said() -> None:

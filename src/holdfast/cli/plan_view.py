@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
+from holdfast.loading.hub.names import parse_hub_name
 from holdfast.memory.devices import GPUS
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.sizes import UNITS, format_bytes
+from holdfast.models.catalogue import SOURCES
 from holdfast.planning.alternatives import (
     Alternative,
     context_note,
@@ -140,10 +142,12 @@ def _size_words(num_bytes: int) -> str:
 
 
 def _model_words(request: PlanRequest, model: str | None) -> list[str]:
-    """The path as it was typed; of a model that is known by name alone, where it might be."""
+    """The path or the name on the Hub as it was typed; of a model that is known by name alone, its name there."""
     if model is None:
         return []
-    return [model if Path(model).expanduser().exists() else f"path/to/{request.blueprint.name}"]
+    if Path(model).expanduser().exists() or parse_hub_name(model) is not None:
+        return [model]
+    return [SOURCES.get(request.blueprint.name, f"path/to/{request.blueprint.name}")]
 
 
 def _typed(value: object) -> str:

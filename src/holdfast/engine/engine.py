@@ -447,6 +447,8 @@ class Engine:
 
 def _no_token_reason(token_id: int, sequence: Sequence) -> str:
     where = f"after {sequence.num_output_tokens} tokens"
+    if token_id == NO_TOKEN and sequence.params.allowed_token_ids is not None:
+        return f"no token could be chosen {where}: of allowed_token_ids none is left that is finite and not banned"
     if token_id == NO_TOKEN:
         return f"the model's numbers were not finite {where}, so no token could be chosen"
     return f"the model chose token {token_id} {where}, which is outside the vocabulary"

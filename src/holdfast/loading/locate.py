@@ -172,7 +172,19 @@ def _no_such_path(model: str) -> ModelNotFoundError:
         do = f"did you mean {near}?"
     elif (owned := _with_owner(model)) is not None:
         do = f"did you mean {owned}, which is in the Hugging Face cache?"
+    elif (known := _published(model)) is not None:
+        do = f"did you mean {known}, its name on the Hub?"
     return ModelNotFoundError(f"model '{_escaped(model)}' was asked for", "there is no such file or folder", do)
+
+
+def _published(model: str) -> str | None:
+    """The name on the Hub of a model that plans know by a shorter one."""
+    from holdfast.models.catalogue import SOURCES, find_model
+
+    try:
+        return SOURCES.get(find_model(model)[0]) if model.strip() and "/" not in model else None
+    except ModelNotFoundError:
+        return None
 
 
 def _neighbours(model: str) -> str:
@@ -221,7 +233,12 @@ def _not_here(name: HubName, found: Found | None, reason: str) -> ModelNotFoundE
     if revisions:
         has = f"{folder} has no revision {name.revision or MAIN} of it, only {listed(revisions)}, and {reason}"
         return ModelNotFoundError(asked, has, f"write {name.repo}@{revisions[0]}, or {do}")
-    near = difflib.get_close_matches(name.repo, list(cached_repos()), n=1, cutoff=0.8)
+    repos = list(cached_repos())
+    if name.repo in repos:
+        return ModelNotFoundError(
+            asked, f"{folder} has its folder, without a snapshot that can be read, and {reason}", do
+        )
+    near = difflib.get_close_matches(name.repo, repos, n=1, cutoff=0.8)
     meant = f"did you mean {near[0]}, which is there? Else " if near else ""
     return ModelNotFoundError(asked, f"it is neither a path nor in {folder}, and {reason}", f"{meant}{do}")
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,11 +93,7 @@ def build_runner(
     device, device_reason = choose_device(config)
     if device == "cpu":
         # The choice of an attention backend would compile them too, without a word.
-        compile_native(
-            lambda file, num_done, num_total: on_prepare(
-                Preparing(COMPILING_CPU, num_done, num_total, f"kept in {file.parent}")
-            )
-        )
+        compile_native(_telling(on_prepare))
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
@@ -338,6 +335,11 @@ class RunnerBuild:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
+
+
+def _telling(on_prepare: OnPrepare) -> Callable[[Path, int, int], None]:
+    """What is told of each C file that is compiled."""
+    return lambda file, done, total: on_prepare(Preparing(COMPILING_CPU, done, total, f"kept in {file.parent}"))
 
 
 def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_prepare: OnPrepare) -> None:
