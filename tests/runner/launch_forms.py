@@ -144,8 +144,8 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
             monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
             runner: Any = build.assemble(
-                lambda declaration, specs, storage, bounds, num_sms, invariant: TritonPagedAttention(
-                    specs, storage, bounds, NUM_SMS, invariant
+                lambda declaration, specs, storage, bounds, num_sms, invariant, **keys: TritonPagedAttention(
+                    specs, storage, bounds, NUM_SMS, invariant, **keys
                 )
             )
             runner.sampler._has_kernels = True

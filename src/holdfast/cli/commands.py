@@ -202,7 +202,7 @@ def _nearest(typed: str, names: Iterable[str]) -> str:
 
 def _refuse_wrong_path(own: Given, *settings: Given) -> None:
     """What takes long to import does not make somebody wait who mistyped a path; other options are looked at before it."""
-    others = any(value not in (None, False) for name, value in own.items() if name not in ("model", "prompt"))
+    others = any(own.get(name) not in (None, False) for name in ("raw", "system", "memory_report"))
     if own["model"] is not None and not others and not any(settings):
         from holdfast.loading.locate import refuse_wrong_path
 
