@@ -18,6 +18,8 @@ export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Tests start hundreds of interpreters, and each would compile the package anew where a shell has this set.
+export PYTHONDONTWRITEBYTECODE :=
 
 say = @printf '\n==> %s\n' "$(1)"
 

@@ -123,13 +123,11 @@ def test_interrupted_while_it_answers(endless: Path) -> None:
     process = start("run", endless, "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "90000")
     assert process.stdout is not None
     assert process.stdout.read(8)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert ended.code == 130, ended
     assert ended.err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in ended.err
-    assert time.monotonic() - began < 10
 
 
 def test_a_closed_pipe_ends_in_silence(here: Here, endless: Path) -> None:

@@ -2,12 +2,12 @@
 
 import json
 import threading
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counted_work import num_lines
 from holdfast.errors import ModelFormatError, PromptError, TemplateError
 from holdfast.text.chat_template import (
     MAX_CHAT_CHARS,
@@ -200,21 +200,16 @@ def test_hostile_templates_are_stopped_in_other_threads_too():
     assert "steps" in outcome[0]
 
 
-def test_time_grows_with_the_conversation_and_no_faster():
+def test_work_grows_with_the_conversation_and_no_faster():
     source = CHAT_TEMPLATES["thinking"]
     template = ChatTemplate(source, "x", {})
 
-    def seconds(count: int) -> float:
+    def lines(count: int) -> int:
         messages = [{"role": ("user", "assistant")[index % 2], "content": "word " * 50} for index in range(count)]
-        best = float("inf")
-        for _ in range(3):
-            started = time.process_time()
-            template.render(messages)
-            best = min(best, time.process_time() - started)
-        return best
+        return num_lines(lambda: template.render(messages))
 
-    seconds(10)
-    assert seconds(1200) < 8 * seconds(400)
+    lines(10)
+    assert lines(300) < 3.2 * lines(100)
 
 
 def test_a_large_conversation_is_within_the_budget():

@@ -3,7 +3,6 @@
 import array
 import random
 import re
-import time
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counted_work import num_lines
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.model_files import find_default_model
@@ -121,10 +121,9 @@ def test_the_default_model_renders_chats_as_in_transformers(
 
 
 def test_the_default_model_is_built_quickly(metadata):
+    """A few lines of Python for each of its 49,152 tokens and 48,900 merges; the rest is the library's."""
     tokenizer_from_gguf(metadata, "default.gguf")
-    started = time.process_time()
-    tokenizer_from_gguf(metadata, "default.gguf")
-    assert time.process_time() - started < 0.5
+    assert num_lines(lambda: tokenizer_from_gguf(metadata, "default.gguf")) < 15 * 49_152
 
 
 @pytest.mark.parametrize("text", NASTY_TEXTS.values(), ids=NASTY_TEXTS)

@@ -170,6 +170,9 @@ def find_fit(request: PlanRequest) -> Fit:
 def try_fit(request: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
     layout, resolved = settle(request)
+    # Weights alone tell of most GPUs that are too small, and cost nothing to look at again.
+    if request.blueprint.weight_bytes(resolved.dtype, resolved.recipe, layout.num_ranks) > resolved.budget_bytes:
+        return None
     if _room_bytes(layout, resolved) >= 0:
         return _fit_or_refuse(layout, resolved)
     if not resolved.may_shorten:

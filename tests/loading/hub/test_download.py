@@ -196,10 +196,8 @@ def test_no_network_and_a_server_that_is_silent(hub, monkeypatch):
     with threading_server() as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setattr(downloads, "SHORT_PATIENCE_SECONDS", 0.3)
-        started = time.monotonic()
         with pytest.raises(ModelNotFoundError, match="does not answer in time"):
             open_blueprint("org/tiny")
-        assert time.monotonic() - started < 10
 
 
 @contextmanager
