@@ -58,6 +58,8 @@ def compile_native(on_compile: OnCompile) -> None:
 
     Whoever wants them calls `native_library`, which says what is wrong.
     """
+    if native_library.cache_info().currsize:
+        return  # this process has them, or knows why not
     try:
         build = find_native_build()
         if not build.path.exists():
