@@ -1,5 +1,6 @@
 """What every test may lean on: the device, guarded and poisoned memory. No torch here, so that the pure lane starts at once."""
 
+import gc
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from quick_interpreter import quicken_interpreter
 from red_zones import RedZones
 
 if TYPE_CHECKING:
@@ -81,6 +83,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_collection_finish() -> None:
+    """Some ten thousand tests and all that they import stay to the end: no collection of garbage need look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    quicken_interpreter()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
