@@ -6,6 +6,8 @@ import io
 import json
 import multiprocessing
 import pickle
+import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -193,6 +195,74 @@ def test_a_model_is_not_pickled_in_one_sentence(move, kind: str) -> None:
     assert isinstance(caught.value, HoldfastError)
     if kind == "async":
         subject.shutdown()
+
+
+FORKS = f"""
+import asyncio, multiprocessing, os, sys, threading
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from engine.fakes import make_engine
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.llm import LLM
+from holdfast.errors import HoldfastError
+
+llm, other = LLM.from_engine(make_engine()), AsyncLLM.from_engine(make_engine())
+begun = llm.stream("x")
+next(begun)
+
+
+async def read():
+    async for output in other.generate("x"):
+        pass
+
+
+def use():
+    calls = [lambda: llm.generate("x"), lambda: llm.chat([{{"role": "user", "content": "x"}}]), lambda: next(begun)]
+    calls += [lambda: llm.stream("x"), llm.reset_prefix_cache, lambda: asyncio.run(read()), other.health]
+    for call in calls:
+        try:
+            call()
+        except HoldfastError as error:
+            print(error, flush=True)
+    if sys.argv[1] == "closed":
+        llm.shutdown()
+        other.shutdown()
+
+
+held = threading.Event()
+def hold(lock):
+    with lock:
+        held.set()
+        threading.Event().wait()
+for lock in (llm._driver._lock, other._thread._changed):
+    held.clear()
+    threading.Thread(target=hold, args=(lock,), daemon=True).start()
+    held.wait()
+child = multiprocessing.get_context("fork").Process(target=use)
+child.start()
+child.join()
+pid = os.fork()
+if pid == 0:
+    use()
+    sys.exit(0)  # with everything that runs at an interpreter's end
+print(child.exitcode, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("ending", ["closed", "forgotten"])
+def test_a_forked_child_is_told_at_once_and_ends(ending: str) -> None:
+    """Locks are held by other threads while it forks, as they are during a step: nobody ever opens them in the child."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS, ending], check=False, timeout=60, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    *told, codes = run.stdout.splitlines()
+    assert codes == "0 0", run.stderr
+    assert len(told) == 2 * 7, run.stdout
+    words = (
+        r"an (Async)?LLM of process \d+ was asked in process \d+, forked from it; .*; start .*'spawn'.* in the parent"
+    )
+    assert all(re.fullmatch(words, line) for line in told), told
 
 
 def test_the_tokenizer_of_a_program() -> None:

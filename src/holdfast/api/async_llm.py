@@ -180,10 +180,16 @@ class AsyncLLM:
             raise EngineDeadError("the model was asked to answer", "it was shut down", "make a new AsyncLLM")
         return self._thread
 
+    def _asked(self) -> EngineThread:
+        """The same for what needs an answer, which a forked child cannot have."""
+        thread = self._live()
+        thread.refuse_forked()
+        return thread
+
     def _prompt_preparation(
         self, prompt: object, params: SamplingParams | None, cache_salt: str | None
     ) -> Callable[[], PreparedRequest]:
-        return partial(self._live().engine.prepare, prompt, self._params(params), cache_salt=cache_salt)
+        return partial(self._asked().engine.prepare, prompt, self._params(params), cache_salt=cache_salt)
 
     def _chat_preparation(
         self,
@@ -192,7 +198,7 @@ class AsyncLLM:
         cache_salt: str | None,
         keywords: Mapping[str, object],
     ) -> Callable[[], PreparedRequest]:
-        prepare_chat = self._live().engine.prepare_chat
+        prepare_chat = self._asked().engine.prepare_chat
         values, options = chat_values(keywords)
         own = {"cache_salt": cache_salt, "template_options": values, "options": options}
         return partial(prepare_chat, messages, self._params(params), **own)  # type: ignore[arg-type]
@@ -226,7 +232,7 @@ class AsyncLLM:
 
     async def _prepared(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
         """Tokenizing a long prompt takes a while, in which other requests should not wait."""
-        self._live()
+        self._asked()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
         except asyncio.CancelledError:
@@ -247,6 +253,8 @@ class AsyncLLM:
 
 
 def _shut_down(thread: EngineThread, prompt_thread: ThreadPoolExecutor) -> None:
+    if thread.is_forked:  # the parent goes on; here a lock may be held for ever
+        return
     prompt_thread.shutdown(wait=False, cancel_futures=True)
     thread.stop()
     thread.join()

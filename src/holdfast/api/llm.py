@@ -81,7 +81,7 @@ class LLM:
         for each; without them the advice of the model's makers holds. `sampling_params` and `use_tqdm` are other names
         of `params` and `progress`, and `prompt_token_ids` is another way to give prompts.
         """
-        engine = self._live().engine
+        engine = self._asked().engine
         many = _prompts(prompts, prompt_token_ids)
         prepared = _prepare_all("prompt", many, self._params(params, sampling_params), engine.prepare)
         return self._run(prepared, progress if use_tqdm is None else bool(use_tqdm))
@@ -98,7 +98,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template; `ChatKeywords` explains the other options."""
         is_many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
-        engine = self._live().engine
+        engine = self._asked().engine
         values, options = chat_values(keywords)
 
         def prepare(conversation: object, own_params: object) -> PreparedRequest:
@@ -114,7 +114,7 @@ class LLM:
     ) -> Iterator[CompletionDelta]:
         """What each step adds, as it comes. A generator that is closed or left aborts its request."""
         own_params = self.default_sampling_params() if params is None else params
-        return self._stream(self._live().engine.prepare(prompt, own_params, cache_salt=cache_salt))
+        return self._stream(self._asked().engine.prepare(prompt, own_params, cache_salt=cache_salt))
 
     def stream_chat(
         self,
@@ -127,7 +127,7 @@ class LLM:
         """The same for a conversation."""
         values, options = chat_values(keywords)
         own_params = self.default_sampling_params() if params is None else params
-        prepare_chat = self._live().engine.prepare_chat
+        prepare_chat = self._asked().engine.prepare_chat
         return self._stream(
             prepare_chat(messages, own_params, cache_salt=cache_salt, template_options=values, options=options)
         )
@@ -160,7 +160,7 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """What answers, for those who measure it; one thread at a time may call it."""
-        return self._live().engine
+        return self._asked().engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -202,6 +202,12 @@ class LLM:
         if self._driver is None:
             raise EngineDeadError("the model was asked to answer", "it was shut down", "make a new LLM")
         return self._driver
+
+    def _asked(self) -> Driver:
+        """The same for what needs an answer, which a forked child cannot have."""
+        driver = self._live()
+        driver.refuse_forked()
+        return driver
 
     def _run(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
         """Feed requests as the queue has room, and step until all are answered."""

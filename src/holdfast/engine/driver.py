@@ -6,8 +6,10 @@
 
 `Call.pump` takes the lock, steps the engine once for everybody, and hands each delta to the sink of its request.
 A call that ends for any reason (done, an exception, Ctrl-C, a generator that is closed) aborts what it left behind.
+A forked child may drop a driver and close it, which does nothing: a lock that a thread of the parent holds stays held there.
 """
 
+import os
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,7 +18,7 @@ from typing import Protocol
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer
-from holdfast.errors import QueueFullError, RequestError
+from holdfast.errors import QueueFullError, RequestError, refuse_forked
 from holdfast.request.outputs import CompletionDelta
 
 
@@ -39,8 +41,18 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._home_pid = os.getpid()
         self._lock = threading.RLock()
         self._readings: dict[str, _Reading] = {}
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a child of the process that made it."""
+        return os.getpid() != self._home_pid
+
+    def refuse_forked(self) -> None:
+        """Raise in a child of the process that made it: a step would wait there for threads that are not."""
+        refuse_forked("an LLM", self._home_pid)
 
     def call(self) -> "Call":
         """A context in which requests are made; what is unfinished when it ends is aborted."""
@@ -48,6 +60,7 @@ class Driver:
 
     def submit(self, prepared: PreparedRequest, sink: DeltaSink, names: set[str]) -> None:
         """Queue a request under a new name, which is in `names` before the engine has heard of it."""
+        self.refuse_forked()
         with self._lock:
             name = self.engine.unused_request_id()
             names.add(name)
@@ -61,6 +74,7 @@ class Driver:
 
     def pump(self) -> None:
         """One step, for everybody."""
+        self.refuse_forked()
         with self._lock:
             self._deliver(self.engine.step())
             self.engine.raise_if_dead()
@@ -83,6 +97,8 @@ class Driver:
 
     def abort(self, names: set[str]) -> None:
         """End requests; their sinks get the last deltas."""
+        if self.is_forked:
+            return
         with self._lock:
             for name in self.unfinished(names):
                 if not self.engine.is_dead:
@@ -96,6 +112,8 @@ class Driver:
 
     def close(self) -> None:
         """End every request and give all memory back, after the step that runs."""
+        if self.is_forked:
+            return
         with self._lock:
             try:
                 self.abort(set(self._readings))
@@ -104,6 +122,7 @@ class Driver:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, between two steps."""
+        self.refuse_forked()
         with self._lock:
             self.engine.reset_prefix_cache()
 
