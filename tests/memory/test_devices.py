@@ -144,6 +144,11 @@ def test_a_key_and_what_the_driver_says_mean_the_gpu_itself(gpu: Gpu) -> None:
         ("2 x h100", 2, "h100"),
         ("8xH100-SXM", 8, "h100"),
         ("h100x2", 2, "h100"),
+        ("4090x2", 2, "rtx4090"),
+        ("4090 x 2", 2, "rtx4090"),
+        ("2 x 4090", 2, "rtx4090"),
+        ("rtx4090*2", 2, "rtx4090"),
+        ("3090Ti X4", 4, "rtx3090ti"),
         ("4 * L40S", 4, "l40s"),
         ("8\N{MULTIPLICATION SIGN} a100-80gb", 8, "a100-80g"),
         ("rtx3090", 1, "rtx3090"),
@@ -178,7 +183,7 @@ def test_the_nearest_is_suggested(asked: str, near: str) -> None:
         find_gpu(asked)
 
 
-@pytest.mark.parametrize("asked", ["5090 laptop", "mi300x", "0x4090", "9999x4090", "2x", "x2"])
+@pytest.mark.parametrize("asked", ["5090 laptop", "mi300x", "0x4090", "9999x4090", "2x", "x2", "4090x0", "2x2"])
 def test_what_is_not_known_is_not_guessed(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"none of the \d+ GPUs known by name"):
         find_gpu(asked)

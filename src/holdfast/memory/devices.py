@@ -178,13 +178,13 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_gpus(name: str) -> NamedGpus:
-    """The same with a number before or behind it, as in 2x4090, 8 x H100 and h100x2.
+    """The same with a number before or behind it, as in 2x4090, 8 x H100, h100x2 and 4090 x 2.
 
     A name that leaves the size open takes the model that has no size in its key, else the largest: a100 is one with 80 GB.
     """
-    num_gpus, text = _count_of(name[: MAX_NAME + 1].strip().lower())
-    wanted = _wanted(text)
-    found = _meant(wanted) or _meant(_wanted(f"{text}g"))  # h100-80 too
+    read = [_named(*reading) for reading in _counted(name[: MAX_NAME + 1].strip().lower())]
+    # 4090x2 may be read from either end: the number is the one that leaves a name.
+    num_gpus, wanted, found = next((reading for reading in read if reading[2]), read[0])
     if not found or len(name) > MAX_NAME or not 1 <= num_gpus <= MAX_GPUS:
         raise _unknown(name, wanted)
     taken = max(found, key=lambda gpu: (_squeezed(gpu.key) == wanted.model, not _key_of(gpu).form, gpu.nominal_gb))
@@ -196,13 +196,18 @@ def _which(name: str, taken: Gpu, others: list[str]) -> str:
     return f"{shown(name)} is taken as {taken.key}, with {taken.nominal_gb} GB; there is {' and '.join(others)} too"
 
 
-def _count_of(text: str) -> tuple[int, str]:
-    """How many, and of what."""
-    if first := _COUNT_FIRST.fullmatch(text):
-        return int(first[1]), first[2]
-    if last := _COUNT_LAST.fullmatch(text):
-        return int(last[2]), last[1]
-    return 1, text
+def _counted(text: str) -> list[tuple[int, str]]:
+    """How many, and of what, in every way that a text may be read."""
+    first, last = _COUNT_FIRST.fullmatch(text), _COUNT_LAST.fullmatch(text)
+    readings = [(int(first[1]), first[2])] if first else []
+    readings += [(int(last[2]), last[1])] if last else []
+    return readings or [(1, text)]
+
+
+def _named(num_gpus: int, text: str) -> tuple[int, _Wanted, list[Gpu]]:
+    """A name in its parts, and every GPU that it may mean."""
+    wanted = _wanted(text)
+    return num_gpus, wanted, _meant(wanted) or _meant(_wanted(f"{text}g"))  # h100-80 too
 
 
 def _wanted(text: str) -> _Wanted:
