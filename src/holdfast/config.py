@@ -215,7 +215,11 @@ def _own_value(name: str, value: object) -> object:
     do = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
     if do is not None:
         raise ConfigError(f"{name}={shown(value)} was asked", NOT_HERE, do)
-    return ENGINE_VALUES.get(name, {}).get(key, value)
+    known = ENGINE_VALUES.get(name, {})
+    if name == "dtype" and isinstance(key, str):
+        small = key.lower()
+        return small if small in DTYPES else known.get(small, value)
+    return known.get(key, value)
 
 
 def _tell(quiet: dict[str, object]) -> None:

@@ -92,6 +92,8 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
         ({"speculative_config": {"model": "x"}}, "leave it out"),
         ({"cpu_offload_gb": 4}, "memory_limit"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "use fp8, which is e4m3"),
+        ({"dtype": "fp8"}, "dtype='fp8' was asked; the choices are auto, float32, float16, bfloat16"),
+        ({"dtype": "FP64"}, "dtype='FP64' was asked; the choices are auto, float32, float16, bfloat16"),
         ({"quantization": "awq"}, "quantization fp8, int8 or mxfp4"),
         ({"tensor_parallel": 1}, "did you mean tensor_parallel_size"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization"),
@@ -109,8 +111,10 @@ def test_values_of_vllm_are_understood(tmp_path: Path) -> None:
     import torch
 
     for given, own in (
-        ("half", "float16"),
-        ("float", "float32"),
+        *((name, "float16") for name in ("half", "fp16", "f16", "FP16", "float16")),
+        *((name, "bfloat16") for name in ("bf16", "BF16", "BFloat16")),
+        *((name, "float32") for name in ("float", "fp32", "f32")),
+        ("AUTO", "auto"),
         (torch.bfloat16, "bfloat16"),
         (torch.half, "float16"),
     ):

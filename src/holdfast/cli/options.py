@@ -233,7 +233,12 @@ def _default_words() -> str:
 
 
 ENGINE_SETTINGS = (
-    _engine("dtype", MODEL, f"Type of weights and activations: {', '.join(DTYPES)}.", "NAME"),
+    _engine(
+        "dtype",
+        MODEL,
+        f"Type of weights and activations: {', '.join(DTYPES)}; fp16 and the like are understood.",
+        "NAME",
+    ),
     _engine("device", MODEL, "Where the model runs: auto, cpu, cuda or cuda:N.", "NAME"),
     _engine("revision", MODEL, "Branch, tag or commit of a model of the Hub. Left out: main.", "NAME"),
     _engine("tokenizer", MODEL, "Folder, GGUF file or owner/name of another tokenizer than the model's own.", "PATH"),

@@ -158,9 +158,16 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
 
 STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
 """Names of quantization that only say how a checkpoint is stored."""
+DTYPE_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("half", "fp16", "f16"), "float16"),
+    "bf16": "bfloat16",
+    **dict.fromkeys(("float", "fp32", "f32"), "float32"),
+}
+"""Other names of types, as command lines and training scripts have them."""
 ENGINE_VALUES: Mapping[str, Mapping[Any, object]] = {
-    "dtype": {"half": "float16", "float": "float32", "torch.float16": "float16", "torch.half": "float16"}
-    | {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float": "float32"},
+    "dtype": DTYPE_NAMES
+    | {f"torch.{name}": name for name in ("float16", "bfloat16", "float32")}
+    | {"torch.half": "float16", "torch.float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "quantization": {
         "fp8_per_tensor": "fp8_tensor",
