@@ -2,6 +2,7 @@
 
 import json
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,39 @@ def test_what_a_name_leaves_open_is_said(here: Here) -> None:
     plain = here("plan", "Qwen3-8B", "--gpu", "4090").out
     assert "is taken as" not in plain
     assert "is planned with" not in plain
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (("Qwen/Qwen3-8B-GGUF:Q4_K_ZZ",), "tag Q4_K_ZZ was not looked at"),
+        (("Qwen/Qwen3-8B:FOO",), "tag FOO was not looked at"),
+        (("Qwen/Qwen3-8B@v9",), "revision v9 was not looked at"),
+        (("Qwen3-8B", "--revision", "v9"), "revision v9 was not looked at"),
+        (("Qwen/Qwen3-8B-GGUF:Q4_K_M", "--revision", "v9"), "tag Q4_K_M and revision v9 were not looked at"),
+        (("Qwen/Qwen3-8B-GGUF/q.gguf",), "file q.gguf was not looked at"),
+    ],
+)
+def test_a_tag_or_a_revision_that_nobody_looked_at_is_said(
+    here: Here, typed: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    words = f"Qwen3-8B is planned with weights in bfloat16, from the catalogue's figures; {words}: pass the file or"
+    assert words in " ".join(here("plan", *typed, "--gpu", "4090").out.split())
+    (note,) = json.loads(here("plan", *typed, "--gpu", "4090", "--json").out)["notes"]
+    assert note.startswith(words)
+
+
+def test_a_revision_that_is_in_the_cache_was_looked_at(
+    here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repo, commit = tmp_path / "models--Qwen--Qwen3-8B", "a" * 40
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "snapshots" / commit / "config.json").write_text(json.dumps(dict(CATALOGUE["Qwen3-8B"])))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "v9").write_text(commit)
+    assert json.loads(here("plan", "Qwen/Qwen3-8B@v9", "--gpu", "4090", "--json").out)["notes"] == []
 
 
 def test_several_gpus_by_name(here: Here) -> None:

@@ -408,7 +408,8 @@ COMMANDS = (
         "fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), "
         "kv_bytes_per_token, kv_tokens, max_model_len, context_note (which limit shortened it), max_concurrency, terms "
         "(owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives (change, "
-        "settings, command and what it gives), not_in_this_version, command; with --sweep also sweep.",
+        "settings, command and what it gives), not_in_this_version, command, notes (what a name left open); with --sweep "
+        "also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",

@@ -9,6 +9,8 @@ from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.hub.names import parse_hub_name
+from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
@@ -56,16 +58,17 @@ def plan(options: PlanOptions, engine: Given) -> int:
         write_page(html, plan_page(view, cells))
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
+    notes = name_notes(options, request)
+    if options.gpu is None and options.memory is None:
+        notes += (NO_DEVICE,)
     if options.as_json:
-        record = view.as_dict() | ({"sweep": [cell._asdict() for cell in cells]} if options.sweep else {})
+        record = view.as_dict() | {"notes": list(notes)}
+        record |= {"sweep": [cell._asdict() for cell in cells]} if options.sweep else {}
         write_answer(f"{dumps(record, indent=1)}\n")
     else:
         lines = plan_lines(view)
         if options.sweep:
             lines += [Line(""), *sweep_lines(cells, request.target.name)]
-        notes = name_notes(options, request)
-        if options.gpu is None and options.memory is None:
-            notes += (NO_DEVICE,)
         lines += [Line("")] * bool(notes) + [Line(note, "dim") for note in notes]
         show(lines)
     return 0 if view.fits else DOES_NOT_FIT
@@ -103,17 +106,34 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     """What was taken for a name that leaves something open, in words."""
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
     notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
-    stored = None if options.model is None else stored_as(options.model)
     # A name that is no longer whole was found in the catalogue, which has shapes and not how a release stores them.
-    if stored is None or request.blueprint.name not in (*CATALOGUE, *SAME):
+    if options.model is None or request.blueprint.name not in (*CATALOGUE, *SAME):
+        return notes
+    stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
+    if stored is None and not unread:
         return notes
     resolved = resolve(request.config, request.blueprint, request.target)
     scheme = resolved.recipe.scheme
     do = "pass the file or the folder for what it holds"
-    if stored.scheme and scheme is None:
+    if stored is not None and stored.scheme and scheme is None:
         do = f"add --quantization {stored.scheme} for about as few bits, or {do}"
-    weights = resolved.dtype if scheme is None else scheme.name
-    return (*notes, f"{request.blueprint.name} is planned with weights in {weights}, not {stored.word}: {do}")
+    planned = f"{request.blueprint.name} is planned with weights in {resolved.dtype if scheme is None else scheme.name}"
+    if not unread:
+        assert stored is not None, "a name that says nothing has no note"
+        return (*notes, f"{planned}, not {stored.word}: {do}")
+    was = "was" if len(unread) == 1 else "were"
+    return (*notes, f"{planned}, from the catalogue's figures; {' and '.join(unread)} {was} not looked at: {do}")
+
+
+def _unread(model: str, revision: str | None) -> list[str]:
+    """What a name says of a repository's files where nothing of it is here, so that it could not be looked at."""
+    name = parse_hub_name(model)
+    if locate_config(model, revision) is not None:
+        return []
+    said = {"revision": revision} if name is None else {"revision": revision or name.revision}
+    if name is not None:
+        said = {"tag": name.tag, "file": name.file} | said
+    return [f"{what} {shown(value)[1:-1]}" for what, value in said.items() if value]
 
 
 def read_target(options: PlanOptions) -> Target:
