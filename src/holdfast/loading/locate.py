@@ -219,9 +219,8 @@ def _not_here(name: HubName, found: Found | None, reason: str) -> ModelNotFoundE
     from holdfast.models.settings import listed
 
     asked, folder = f"model '{name.text}' was asked for", cache_folder()
-    get = f"hf download {name.repo}" + (f" --revision {name.revision}" if name.revision else "")
     do = f"run {INSTALL} to have it downloaded" if "installed" in reason else "unset HF_HUB_OFFLINE"
-    do = f"{do}, or run {get} where there is a network"
+    do = f"{do}, or run {name.download} where there is a network"
     if found is not None:
         has = f"{folder} has it half-downloaded, without {listed(found.missing)}, and {reason}"
         return ModelNotFoundError(asked, has, do)

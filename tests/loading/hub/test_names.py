@@ -62,6 +62,22 @@ def test_a_setting_and_a_name_must_agree():
         name.at("v2")
 
 
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        (REPO, f"hf download {REPO}"),
+        (f"{REPO}:q4_k_m", f'hf download {REPO} --include "*Q4_K_M*.gguf"'),
+        (f"{REPO}:Q4_K_M@v1", f'hf download {REPO} --include "*Q4_K_M*.gguf" --revision v1'),
+        (f"{REPO}/sub/a-Q8_0.gguf@v1", f"hf download {REPO} sub/a-Q8_0.gguf --revision v1"),
+        (f"{REPO}/a-00001-of-00003.gguf", f'hf download {REPO} --include "a-*-of-00003.gguf"'),
+    ],
+)
+def test_the_command_that_gets_what_a_name_means(text: str, command: str) -> None:
+    name = parse_hub_name(text)
+    assert name is not None
+    assert name.download == command
+
+
 def test_labels_and_texts_read_back():
     for text in (REPO, f"{REPO}:Q4_K_M@v1", f"{REPO}/a.gguf@v1"):
         name = parse_hub_name(text)

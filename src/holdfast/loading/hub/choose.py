@@ -1,7 +1,7 @@
 """Which files of a repository a model needs: settings, tokenizer, weights, or the GGUF file of a quantization; no torch."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
@@ -106,6 +106,12 @@ def choose_gguf(name: HubName, models: Collection[GGUFModel], where: str) -> GGU
         f"{where} has {', '.join(tags[:MAX_TAGS])}{more}" if tags else f"{where} has no GGUF file",
         f"write {name.repo}:{tags[0]}" if tags else f"write {name.repo} for its safetensors",
     )
+
+
+def preferred_tag(models: Sequence[GGUFModel]) -> str:
+    """The quantization to advise where none is named: one that many take, else the first; nothing where there is none."""
+    usual = (tag for tag in PREFERRED_TAGS if _has(models, tag))
+    return next(usual, models[0].tag if models else "")
 
 
 def _has(models: Collection[GGUFModel], tag: str) -> bool:

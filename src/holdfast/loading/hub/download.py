@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -25,6 +26,7 @@ from holdfast.loading.hub.cache import cache_folder, is_offline, read_snapshot, 
 from holdfast.loading.hub.choose import (
     choose_gguf,
     gguf_models,
+    preferred_tag,
     refuse_without_weights,
     settings_files,
     takes_gguf,
@@ -106,11 +108,12 @@ def fetch_config(name: HubName) -> Path:
     with _quiet_client():
         repo = _Repository(name, SHORT_PATIENCE_SECONDS)
         if CONFIG_FILE not in repo.files:
-            has_gguf = bool(gguf_models(repo.files))
+            models = gguf_models(repo.files)
+            get = replace(name, tag=preferred_tag(models) or None).download
             raise ModelNotFoundError(
                 f"a plan of '{name.text}' was asked for",
-                f"the Hub has no {CONFIG_FILE} of it" + (", only GGUF files" if has_gguf else ""),
-                f"plan the model that it was made from{f', or download it: hf download {name.repo}' if has_gguf else ''}",
+                f"the Hub has no {CONFIG_FILE} of it" + (", only GGUF files" if models else ""),
+                f"plan the model that it was made from{f', or download it: {get}' if models else ''}",
             )
         folder = repo.fetch((CONFIG_FILE,), unwatched)
         repo.note()
@@ -445,7 +448,7 @@ def _unreachable(name: HubName) -> ModelNotFoundError:
     return ModelNotFoundError(
         f"model '{name.text}' was asked for",
         f"{os.environ.get('HF_ENDPOINT') or SITE} cannot be reached, and the cache does not have it",
-        f"check the network, or run hf download {name.repo} where there is one",
+        f"check the network, or run {name.download} where there is one",
     )
 
 

@@ -21,6 +21,8 @@ _NAME = re.compile(
     rf"(?P<behind>(?:[:@]{_REVISION}){{0,2}})"
 )
 _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".json", ".pt", ".pth")
+_PARTS = re.compile(r"(.+)-[0-9]{5}-(of-[0-9]{5}\.gguf)", re.IGNORECASE)
+"""A file that is one part of a model."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -59,6 +61,15 @@ class HubName:
     def is_gguf(self) -> bool:
         """Whether a GGUF file was asked for, not a folder."""
         return self.tag is not None or self.file is not None
+
+    @property
+    def download(self) -> str:
+        """A command of the Hub's own client that gets the files that are meant, and of a GGUF repository no others."""
+        wanted = f' --include "*{self.tag.upper()}*.gguf"' if self.tag else ""
+        if self.file:
+            parts = _PARTS.fullmatch(self.file)
+            wanted = f' --include "{parts[1]}-*-{parts[2]}"' if parts else f" {self.file}"
+        return f"hf download {self.repo}{wanted}" + (f" --revision {self.revision}" if self.revision else "")
 
     def at(self, revision: str | None) -> "HubName":
         """The same at the revision of a setting, which must not contradict the name."""
