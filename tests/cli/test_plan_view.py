@@ -22,6 +22,7 @@ from holdfast.cli.plan_view import (
     view_of,
 )
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
+from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives
@@ -93,6 +94,10 @@ def test_the_command_is_there_where_it_would_work() -> None:
     assert view_of(ranks, None).command is None, "nothing runs it yet"
     quantized = FITTING._replace(config=FITTING.config.with_quantization("fp8"))
     assert "--quantization fp8 " in (view_of(quantized, None).command or "")
+    revised = FITTING._replace(config=EngineConfig(revision="v9"))
+    view = view_of(revised, "Qwen/Qwen3-8B")
+    assert all("Qwen/Qwen3-8B " in command for command in (view.command or "", *filter(None, view.commands)))
+    assert all("--revision v9" in command for command in (view.command or "", *filter(None, view.commands)))
 
 
 def test_json_has_stable_names_and_plain_values() -> None:

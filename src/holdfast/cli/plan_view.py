@@ -30,7 +30,7 @@ from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED
 
 STARTING = (
-    *("dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
+    *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization"),
 )
