@@ -14,6 +14,7 @@ HoldfastError
 │   ├── TemplateError                the chat template failed, escaped or ran too long
 │   └── QueueFullError               more requests wait than the queue holds; try again later
 ├── TransferError (TypeError)        a model was to be pickled or copied
+├── NameAbsentError (AttributeError) a model has no method of that name, or not in this version
 ├── ForkError (RuntimeError)         a forked child asked a model of its parent
 └── EngineDeadError                  the engine stopped and cannot answer any more
 """
@@ -126,6 +127,10 @@ class QueueFullError(RequestError):
 
 class TransferError(HoldfastError, TypeError):
     """A model was to be pickled or copied: its memory, threads and kernels belong to one process."""
+
+
+class NameAbsentError(HoldfastError, AttributeError):
+    """A model has no method or attribute of that name, or not in this version; hasattr is False, as for any other."""
 
 
 class ForkError(HoldfastError, RuntimeError):

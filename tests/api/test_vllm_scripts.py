@@ -19,8 +19,9 @@ from engine.fakes import make_engine
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
 from holdfast.api.progress import GenerationBar, is_watched
-from holdfast.errors import HoldfastError, KeywordError, PromptError, TransferError
+from holdfast.errors import HoldfastError, KeywordError, NameAbsentError, PromptError, TransferError
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.vllm_names import METHOD_NAMES
 
 BATCH = """
 from vllm import LLM, SamplingParams
@@ -195,6 +196,29 @@ def test_a_model_is_not_pickled_in_one_sentence(move, kind: str) -> None:
     assert isinstance(caught.value, HoldfastError)
     if kind == "async":
         subject.shutdown()
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_methods_that_are_missing_say_what_to_do(kind: type[LLM | AsyncLLM]) -> None:
+    llm = kind.from_engine(make_engine())
+    name = kind.__name__
+    assert not METHOD_NAMES.keys() & set(dir(kind))
+    for method, do in METHOD_NAMES.items():
+        assert not hasattr(llm, method)
+        with pytest.raises(AttributeError) as caught:
+            getattr(llm, method)
+        assert isinstance(caught.value, HoldfastError)
+        assert str(caught.value) == f"{name}.{method} was asked; it is not in this version; {do}"
+    for typo, near in (("generat", "generate"), ("get_tokeniser", "get_tokenizer"), ("embeds", "embed")):
+        with pytest.raises(NameAbsentError, match=rf"{name}\.{typo} was asked; .*; did you mean {near}\?"):
+            getattr(llm, typo)
+    with pytest.raises(NameAbsentError, match=r"the names are .*chat, .*generate"):
+        llm.qqqq  # noqa: B018
+    assert getattr(llm, "missing", None) is None
+    with pytest.raises(AttributeError) as plain:  # notebooks and copies probe for such names
+        llm._repr_html_  # noqa: B018
+    assert not isinstance(plain.value, HoldfastError)
+    llm.shutdown()
 
 
 FORKS = f"""

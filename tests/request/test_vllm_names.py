@@ -15,6 +15,7 @@ from holdfast.request.vllm_names import (
     ENGINE_ALIASES,
     ENGINE_NAMES,
     ENGINE_VALUES,
+    METHOD_NAMES,
     MISSING_VALUES,
     SAME_ENGINE_NAMES,
     SAME_SAMPLING_NAMES,
@@ -55,6 +56,7 @@ def test_the_page_for_vllms_users_has_every_name() -> None:
     assert section("SamplingParams: without effect") == set(SAMPLING_NAMES) - missing(SAMPLING_NAMES)
     assert section("SamplingParams: not in this version") == missing(SAMPLING_NAMES)
     assert section("generate and chat: not in this version") == missing(CALL_NAMES)
+    assert section("Methods: not in this version") == set(METHOD_NAMES)
     for alias, name in ENGINE_ALIASES.items():
         assert f"| `{alias}` | `{name}` |" in PAGE
 

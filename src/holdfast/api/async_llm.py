@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import NoReturn, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.llm import OnProgress, open_engine
@@ -22,6 +22,7 @@ from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.vllm_names import absent_name
 from holdfast.text.tokenizer import Tokenizer
 
 
@@ -154,6 +155,11 @@ class AsyncLLM:
         """Abort what runs, wait for the step in progress, and let go of the model; may be called twice."""
         self._finalizer()
         self._thread = None
+
+    if not TYPE_CHECKING:  # checkers go on to tell unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent_name("AsyncLLM", name, dir(type(self)))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_transfer("an AsyncLLM")

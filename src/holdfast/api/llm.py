@@ -25,6 +25,7 @@ from holdfast.observability.log import log_in_scripts
 from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.vllm_names import absent_name
 from holdfast.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -186,6 +187,11 @@ class LLM:
         if self._driver is not None:
             driver, self._driver = self._driver, None
             driver.close()
+
+    if not TYPE_CHECKING:  # checkers go on to tell unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent_name("LLM", name, dir(type(self)))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_transfer("an LLM")

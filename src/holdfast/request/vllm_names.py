@@ -6,11 +6,11 @@ docs/from_vllm.md has the same tables for people; a test compares them.
 """
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from holdfast.errors import HoldfastError, shown
+from holdfast.errors import HoldfastError, NameAbsentError, shown
 
 NOT_HERE = "it is not in this version"
 
@@ -267,6 +267,34 @@ CALL_NAMES: Mapping[str, Foreign] = {
 """Arguments of vLLM's generate and chat that are none here."""
 
 
+_ENCODE = "text generation alone is here: take an engine for embeddings and scores"
+_SLEEP = "llm.shutdown() gives all memory back; open the model again when it is needed"
+_PROFILE = "use the profiler of torch around the call; llm.stats() has counters"
+_WORKERS = "one process runs the model: llm.engine is it"
+_QUEUE = "generate takes a list of prompts as one batch; AsyncLLM takes requests one by one"
+_RUNNING = "use health(), which says whether the engine moves"
+METHOD_NAMES: Mapping[str, str] = {
+    "beam_search": f"{_BEAMS}: llm.generate(prompts, SamplingParams(n=4, temperature=1.0))",
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _ENCODE),
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
+    **dict.fromkeys(("start_profile", "stop_profile", "is_tracing_enabled", "do_log_stats"), _PROFILE),
+    "get_metrics": "use llm.stats() and llm.memory",
+    **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size", "llm_engine"), _WORKERS),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "open the model anew"),
+    **dict.fromkeys(("enqueue", "wait_for_completion", "add_request"), _QUEUE),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
+    "set_tokenizer": "pass tokenizer where the model is opened: LLM(model, tokenizer=...)",
+    **dict.fromkeys(("preprocess_chat", "preprocess_cmpl"), "use llm.get_tokenizer().apply_chat_template or encode"),
+    "reset_mm_cache": "only text is read here, and there is nothing to forget",
+    **dict.fromkeys(("model_config", "get_model_config", "get_vllm_config"), "use llm.engine and llm.memory"),
+    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "await drain(), or stop asking"),
+    **dict.fromkeys(("check_health", "is_running", "is_stopped", "errored", "dead_error"), _RUNNING),
+    "wait_for_requests_to_drain": "await drain()",
+    "supported_tasks": _POOL,
+}
+"""Methods and attributes of vLLM's LLM and AsyncLLM that are none here, and what to do."""
+
+
 class Settled(NamedTuple):
     """What is left of the options of a call, and what had no effect."""
 
@@ -296,6 +324,19 @@ def settle(
             raise refuse(f"{name}={shown(value)} was asked", NOT_HERE, known.words)
         quiet[name] = value
     return Settled(left, quiet)
+
+
+def absent_name(kind: str, name: str, own: Iterable[str]) -> AttributeError:
+    """The error for a name that an object of this kind does not have; what Python itself probes for gets a plain one."""
+    public = [known for known in own if not known.startswith("_")]
+    if name.startswith("_") or name in public:
+        return AttributeError(f"{kind} has no {name}")
+    asked = f"{kind}.{shown(name)[1:-1]} was asked"
+    if name in METHOD_NAMES:
+        return NameAbsentError(asked, NOT_HERE, METHOD_NAMES[name])
+    near = difflib.get_close_matches(name, [*public, *METHOD_NAMES], n=1)
+    do = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(public))}"
+    return NameAbsentError(asked, f"there is no such name in {kind}", do)
 
 
 def quiet_line(quiet: Mapping[str, object], foreign: Mapping[str, Foreign]) -> str:
