@@ -157,6 +157,27 @@ def test_a_gpu_that_is_too_old_is_never_offered(name: str, asked: str) -> None:
     assert len(words) == (GPUS[asked].capability < (8, 0))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "is_offered"),
+    [
+        ("Qwen3-0.6B", {"memory_limit": "1GiB", "max_model_len": 64}, False),
+        ("Qwen3-0.6B", {"memory_limit": "3GiB", "max_model_len": 32768}, False),
+        ("Qwen3-8B", {"max_model_len": 64, "memory_utilization": 0.98}, False),
+        ("Llama-3.1-70B", {}, True),
+        ("Llama-3.1-70B", {"memory_limit": "8GiB"}, True),
+    ],
+)
+def test_a_gpu_is_advised_for_a_cpu_only_where_nothing_else_fits(
+    name: str, options: dict[str, object], is_offered: bool
+) -> None:
+    wanted = plan_request(name, HOST, **options)
+    assert try_fit(wanted) is None
+    told = smallest_changes(list_alternatives(wanted))
+    assert told
+    assert {item.kind == GPU for item in told} == {is_offered}
+    assert ("take " in advice(list_alternatives(wanted))) is is_offered
+
+
 def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
     wanted = plan_request("Qwen3-32B", RTX4090, quantization="mxfp4")
     note = context_note(wanted, fit_runner(wanted))
@@ -181,7 +202,7 @@ def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
 
 
 def test_a_refusal_tells_three_changes_on_one_line() -> None:
-    wanted = plan_request("Qwen3-0.6B", HOST, memory_limit="1GiB", max_model_len=64)
+    wanted = plan_request("Qwen3-0.6B", HOST, memory_limit="2GiB", max_model_len=2048)
     listed = list_alternatives(wanted)
     words = advice(listed)
     assert "\n" not in words

@@ -109,7 +109,8 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     1. those that lose nothing but speed: more of the memory, shorter steps, fewer sequences at once, no graphs
     2. a shorter context, since requests that stay below it are answered as before
     3. another format of pages that runs here, since that changes answers a little; then weights in fewer bits, likewise
-    4. a larger GPU, since that costs money; never one that kernels do not run on
+    4. a larger GPU, since that costs money; never one that kernels do not run on, nor any to somebody with a CPU whom one
+       of the changes above helps
     5. what this version does not have yet, to tell what is worth waiting for; never the smallest
 
     Where the plan fits, no change is needed and none is marked; what all of the first kind give together comes first.
@@ -122,7 +123,8 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     listed += weights
     if fit is None and not any(item.fits for item in weights):
         listed += _joint_changes(request)
-    listed += _gpu_alternatives(request, fit)
+    if fit is not None or request.target.kind == "cuda" or not any(_can_be_had(item) for item in listed):
+        listed += _gpu_alternatives(request, fit)
     listed += _possible(_later_changes(request))
     if fit is not None:
         return tuple(listed)
