@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from cli.cli_models import Here
-from holdfast.cli.commands import COMMANDS
+from holdfast.cli.commands import COMMANDS, GROUPS
 
 PAGES = [command.path for command in COMMANDS]
 FEW_PANELS = {("cache",): [], ("doctor",): ["Output"], ("completion",): ["Arguments"]}
@@ -35,6 +35,13 @@ def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> No
         assert words[: len(page)] == list(page)
         for option in (word for word in words if word.startswith("-") and word != "-"):
             assert re.search(rf"(?<![\w-]){option}(?![\w-])", rows), option
+
+
+@pytest.mark.parametrize("page", [*GROUPS, *PAGES], ids=" ".join)
+def test_a_page_keeps_to_80_columns(page: tuple[str, ...], here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = [line for line in here(*page, "--help").out.splitlines() if len(line) > 80]
+    assert not long, long
 
 
 @pytest.mark.usefixtures("wide")

@@ -354,7 +354,7 @@ COMMANDS = (
         (
             'holdfast run -p "What is the capital of France?"',
             'git diff | holdfast run path/to/model -p "Write a commit message" -q',
-            'holdfast run model.gguf --raw -p "Once upon a time" --temperature 0.8 -n 3 --json',
+            'holdfast run model.gguf --raw -p "Once upon" --temperature 0.8 -n 3 --json',
         ),
         ENGINE_SETTINGS,
         (*SEVERAL_SETTINGS, *SAMPLING_SETTINGS),
@@ -367,8 +367,8 @@ COMMANDS = (
         "Ctrl-C stops an answer and keeps the chat; Ctrl-D leaves. Piped input is taken line by line.",
         (
             "holdfast chat",
-            'holdfast chat path/to/model --system "Answer in one sentence." --temperature 0.7',
-            "holdfast chat model.gguf --max-model-len 32K --kv-cache-dtype turboquant_4bit_nc",
+            'holdfast chat path/to/model --system "Be brief." --temperature 0.7',
+            "holdfast chat model.gguf --max-model-len 32K --kv-cache-dtype fp8",
         ),
         ENGINE_SETTINGS,
         SAMPLING_SETTINGS,
@@ -413,7 +413,7 @@ COMMANDS = (
         (
             "holdfast plan Qwen3-32B --gpu h200",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
-            "holdfast plan Qwen3-32B --gpu rtx5090 --quantization mxfp4 --kv-cache-dtype fp8 --sweep --html plan.html",
+            "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),
         PLAN_SETTINGS,
     ),
@@ -441,7 +441,7 @@ COMMANDS = (
         'Put eval "$(holdfast completion bash)" into ~/.bashrc, or eval "$(holdfast completion zsh)" into ~/.zshrc behind '
         "compinit; or keep the script where the shell looks for it, and print it anew after an update.",
         (
-            "holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast",
+            "holdfast completion bash >> ~/.bash_completion",
             "holdfast completion fish > ~/.config/fish/completions/holdfast.fish",
         ),
     ),
@@ -460,7 +460,7 @@ COMMANDS = (
         examples=(
             "holdfast bench latency",
             "holdfast bench latency --against transformers --json record.json",
-            "holdfast bench latency path/to/model --prefill 128,1k --batch 1,4,16 --output-len 32",
+            "holdfast bench latency path/to/model --prefill 128,1k --batch 1,4,16",
         ),
         engine=ENGINE_SETTINGS,
     ),
@@ -479,7 +479,7 @@ COMMANDS = (
         examples=(
             "holdfast bench throughput",
             "holdfast bench throughput --against transformers --num-prompts 16",
-            "holdfast bench throughput path/to/model --input-len 512 --output-len 128 --json -",
+            "holdfast bench throughput path/to/model --input-len 512 --json -",
         ),
         engine=ENGINE_SETTINGS,
     ),
@@ -501,8 +501,8 @@ COMMANDS = (
         "the most likely token is the same. The weights are loaded once and all formats see the same windows.",
         (
             "holdfast eval kv --text book.txt --tokens 16K",
-            "holdfast eval kv path/to/model --text book.txt --formats fp8,turboquant_4bit_nc --html quality.html",
-            "holdfast eval kv model.gguf --text book.txt --window 4K --kv-protected-layers 0 --json record.json",
+            "holdfast eval kv path/to/model --text book.txt --formats fp8 --html kv.html",
+            "holdfast eval kv model.gguf --text book.txt --window 4K --json record.json",
         ),
         EVAL_SETTINGS,
     ),
@@ -530,8 +530,8 @@ COMMANDS = (
         'scheme ("fp8 as stored (float32)"), and that is the only scheme there is to compare.',
         (
             "holdfast eval weights",
-            "holdfast eval weights path/to/model --text book.txt --tokens 16K --schemes fp8,mxfp4 --html quality.html",
-            "holdfast eval weights model.gguf --schemes int8 --quantized-embeddings none --json record.json",
+            "holdfast eval weights path/to/model --text book.txt --schemes fp8,mxfp4",
+            "holdfast eval weights model.gguf --schemes int8 --html quality.html",
         ),
         WEIGHT_EVAL_SETTINGS,
     ),
