@@ -86,6 +86,15 @@ def test_bash_offers_models_and_gpus_to_a_plan(complete: Complete) -> None:
     assert not any(name in CATALOGUE for name in complete("run", ""))
 
 
+def test_bash_completes_names_in_any_case(complete: Complete) -> None:
+    assert set(complete("plan", "qwen3-")) == set(complete("plan", "Qwen3-")) == set(complete("plan", "QWEN3-"))
+    assert complete("plan", "meta-LLAMA-zz") == []
+    assert complete("plan", "--gpu", "H20") == complete("plan", "--gpu", "h20") != []
+    assert complete("run", "--dtype=BF") == ["--dtype=bfloat16"]
+    assert complete("run", "--dtype", "=", "BF") == ["bfloat16"]
+    assert complete("plan", "qwen3\\") == []
+
+
 def test_bash_offers_files_where_a_path_is_asked(complete: Complete, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     assert complete("run", "mod") == ["model.gguf"]

@@ -441,7 +441,7 @@ COMMANDS = (
         'Put eval "$(holdfast completion bash)" into ~/.bashrc, or eval "$(holdfast completion zsh)" into ~/.zshrc behind '
         "compinit; or keep the script where the shell looks for it, and print it anew after an update.",
         (
-            "holdfast completion bash >> ~/.bash_completion",
+            "holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast",
             "holdfast completion fish > ~/.config/fish/completions/holdfast.fish",
         ),
     ),
