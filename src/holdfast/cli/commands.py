@@ -8,7 +8,7 @@ import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -90,6 +90,8 @@ def _show_group(arguments: Sequence[str]) -> int:
     parser = _group_parser(path)
     rest = arguments[len(path) :]
     if rest and not rest[0].startswith("-"):
+        if not path and rest[0] in ELSEWHERE:
+            raise ConfigError(f"command {rest[0]} was asked", *ELSEWHERE[rest[0]])
         meant = _nearest(rest[0], _next_names(path))
         raise ConfigError(
             f"command {ascii(rest[0])[1:-1]} was asked",
@@ -333,6 +335,23 @@ GROUPS = {
     ("eval",): "Measure what a setting costs in quality.",
 }
 """What commands that begin alike have in common."""
+
+_SERVER = (
+    f"{NOT_HERE}, which has no HTTP server",
+    "use LLM or AsyncLLM in a Python program, or holdfast run and holdfast chat",
+)
+_FETCH = (NOT_HERE, "use holdfast run owner/name, which downloads what the cache lacks, or hf download owner/name")
+_LIST = (NOT_HERE, "use holdfast doctor for models that are here, or holdfast plan --list for those known by name")
+ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("serve", "server", "api-server"), _SERVER),
+    **dict.fromkeys(("pull", "download"), _FETCH),
+    **dict.fromkeys(("list", "ls", "models"), _LIST),
+    "complete": (NOT_HERE, "use holdfast run --raw -p TEXT, which continues a bare text"),
+    "generate": (NOT_HERE, "use holdfast run -p TEXT"),
+    "run-batch": (NOT_HERE, "use LLM.generate in a Python program: it takes a list of prompts as one batch"),
+    "collect-env": (NOT_HERE, "use holdfast doctor"),
+}
+"""Commands that users of other engines type: what is there, and what to do."""
 
 COMMANDS = (
     Command(
