@@ -289,6 +289,42 @@ def test_a_forked_child_is_told_at_once_and_ends(ending: str) -> None:
     assert all(re.fullmatch(words, line) for line in told), told
 
 
+OPENED_IN_A_FORK = """
+import os, sys
+import torch
+from holdfast import LLM, HoldfastError, SamplingParams
+
+params = SamplingParams(max_tokens=2, temperature=0.0)
+torch.set_num_threads(2)
+print(LLM(sys.argv[1], max_model_len=64).generate([1, 2, 3], params)[0].outputs[0].token_ids, flush=True)
+for threads in (2, 1):
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(threads)
+        try:
+            print(LLM(sys.argv[1], max_model_len=64).generate([1, 2, 3], params)[0].outputs[0].token_ids)
+        except HoldfastError as error:
+            print(error)
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, threads
+"""
+
+
+def test_a_model_opened_in_a_forked_child_answers_or_says_why_not(model: Path) -> None:
+    """With the threads of its parent the child would wait for ever; with one thread it needs none."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OPENED_IN_A_FORK, str(model)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    own, refused, alone = run.stdout.splitlines()
+    assert own == alone
+    assert re.fullmatch(r"a model was to be opened in process \d+, forked from \d+, .*; .*; start .*'spawn'.*", refused)
+
+
 def test_the_tokenizer_of_a_program() -> None:
     tokenizer = make_llm().get_tokenizer()
     ids = tokenizer.encode("Hé<eos>")

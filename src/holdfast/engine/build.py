@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
-from holdfast.errors import ConfigError, ModelNotFoundError
+from holdfast.errors import ConfigError, ForkError, ModelNotFoundError
 from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.locate import locate_tokenizer
 from holdfast.loading.model_files import open_model
@@ -22,6 +24,8 @@ from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 
 MAX_TEMPLATE_BYTES = 1024**2
+HOME_PID = os.getpid()
+"""The process that first opened a model: this file is imported for nothing else."""
 
 
 def build_engine(
@@ -38,6 +42,7 @@ def build_engine(
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
     try:
+        _refuse_threads_of_a_parent()
         # What can be wrong with small files is found before the large ones are read.
         tokenizer = open_tokenizer(config, model)
         chat_template = _chat_template(config, model, tokenizer)
@@ -49,6 +54,16 @@ def build_engine(
     except BaseException:
         built.release()
         raise
+
+
+def _refuse_threads_of_a_parent() -> None:
+    """A forked child believes in the threads that torch has in its parent, and would wait for them at the first product."""
+    if os.getpid() != HOME_PID and torch.get_num_threads() > 1:
+        raise ForkError(
+            f"a model was to be opened in process {os.getpid()}, forked from {HOME_PID}, which has opened one",
+            "the threads of torch do not come along with a fork",
+            "start the process with multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) in it before",
+        )
 
 
 def _engine(
