@@ -230,33 +230,37 @@ class _Repository:
         waiting = iter(files)
         lock = threading.Lock()
 
-        def work() -> None:
-            while not stop.is_set():
-                with lock:
-                    file = next(waiting, None)
-                if file is None:
-                    return
-                try:
+        def work(ended: threading.Event) -> None:
+            try:
+                while not stop.is_set():
+                    with lock:
+                        file = next(waiting, None)
+                    if file is None:
+                        return
                     self._fetch_one(file.name, stop)
-                except BaseException as error:
-                    errors.append(error)
-                    stop.set()
+            except BaseException as error:
+                errors.append(error)
+                stop.set()
+            finally:
+                ended.set()
 
         before = set(_partial_files(storage))
-        threads = [threading.Thread(target=work, daemon=True) for _ in files[:NUM_WORKERS]]
+        # Not Thread.join: interrupted by Ctrl-C, Python 3.11 takes the thread for one that has ended.
+        ends = [threading.Event() for _ in files[:NUM_WORKERS]]
+        threads = [threading.Thread(target=work, args=(ended,), daemon=True) for ended in ends]
+        started: list[threading.Event] = []
         try:
-            for thread in threads:
+            for thread, ended in zip(threads, ends, strict=True):
                 thread.start()
-            while alive := [thread for thread in threads if thread.is_alive()]:
-                alive[0].join(SECONDS_BETWEEN_LOOKS)
+                started.append(ended)
+            while working := [ended for ended in ends if not ended.is_set()]:
+                working[0].wait(SECONDS_BETWEEN_LOOKS)
                 tell(sum(_bytes_there(file, storage) for file in files))
         finally:
             stop.set()
-            end = time.monotonic() + SECONDS_TO_STOP
-            for thread in threads:
-                thread.join(max(end - time.monotonic(), 0.0))
+            last_moment = time.monotonic() + SECONDS_TO_STOP
             # A download that ended by itself has put its partial file away; one that hangs ends with the process.
-            hanging = any(thread.is_alive() for thread in threads)
+            hanging = not all([ended.wait(max(last_moment - time.monotonic(), 0.0)) for ended in started])
             for partial in set(_partial_files(storage)) - before if hanging else ():
                 if _LEFTOVER.search(partial.name):
                     partial.unlink(missing_ok=True)
