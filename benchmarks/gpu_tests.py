@@ -156,7 +156,9 @@ def environment(root: Path, num_jobs: int) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(root / KEPT_KERNELS),
         "OMP_NUM_THREADS": str(max(1, num_cores // num_jobs)),
     }
-    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # A run inside of another one is no worker of it.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**defaults, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:

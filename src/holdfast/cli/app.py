@@ -1,11 +1,14 @@
 """The entry point of `holdfast`: however a command ends, an exit code and at most one line on stderr; no torch."""
 
+import atexit
 import errno
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import NoReturn
 
 from holdfast.cli.terminal import (
     DEBUG_VARIABLE,
@@ -36,9 +39,20 @@ def main() -> None:
     escape_unwritable()
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
-        # The interpreter would take another second to put torch away.
         os._exit(code)
+    if "torch" in sys.modules:
+        _leave_at_once(code)
     sys.exit(code)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """With all that was written, and what libraries do at the end; the interpreter would take a second to put torch away."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(code)
 
 
 def run(arguments: list[str]) -> int:

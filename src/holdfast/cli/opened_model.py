@@ -1,5 +1,6 @@
 """A model that a command opens: progress, prompts from options and pipes, answers, and how fast they came; no torch."""
 
+import gc
 import math
 import select
 import sys
@@ -72,6 +73,19 @@ def report_file(option: str | None) -> Path | None:
     return page_file(option, "--memory-report")
 
 
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    """What a start imports and reads stays to the end of the process: garbage collections would look through a growing
+    pile of it again and again, and for the last time at the first token."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+@_collections_paused()
 def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
     """Load a model and say nothing."""
     log_plainly()
@@ -84,6 +98,7 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     return opened
 
 
+@_collections_paused()
 def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
     """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
     log_plainly()

@@ -260,7 +260,7 @@ class _Repository:
             stop.set()
             last_moment = time.monotonic() + SECONDS_TO_STOP
             # A download that ended by itself has put its partial file away; one that hangs ends with the process.
-            hanging = not all([ended.wait(max(last_moment - time.monotonic(), 0.0)) for ended in started])
+            hanging = not all(ended.wait(max(last_moment - time.monotonic(), 0.0)) for ended in started)
             for partial in set(_partial_files(storage)) - before if hanging else ():
                 if _LEFTOVER.search(partial.name):
                     partial.unlink(missing_ok=True)
