@@ -135,7 +135,7 @@ def with_hub(words: list[str]) -> int:
     other = files | {"config.json": files["config.json"].replace(b'_embeddings": 256', b'_embeddings": 77')}
     junk = {"pytorch_model.bin": b"pickle", "README.md": b"words", "onnx/model.onnx": b"graph"}
     gguf = {"m-Q4_K_M.gguf": b"GGUF four", "mmproj-F16.gguf": b"GGUF eyes"}
-    gguf |= {f"m-Q8_0-0000{part}-of-00002.gguf": b"GGUF eight" for part in (1, 2)}
+    gguf |= {f"m-Q8_0-0000{part}-of-00002.gguf": b"GGUF eight, part %d" % part for part in (1, 2)}
     with serving() as hub:
         for name in ("tiny", "run", "cut", "room"):
             hub.repos[f"org/{name}"] = Repo(files | junk, other_refs={"v1": other})

@@ -491,7 +491,7 @@ QUALITY_CHECKS = (
     Check(
         QUALITY,
         "key biases and key means: used, in the plan, neutral for attention",
-        'python -m pytest -q -p no:cacheprovider "$ROOT/tests/runner/test_key_bias.py" "$ROOT/tests/runner/test_centred_keys.py"',
+        'python -m pytest -q -p no:cacheprovider "$ROOT/tests/kernels/attention/test_key_bias.py" "$ROOT/tests/runner/test_centred_keys.py"',
         (r"\d+ passed",),
         needs=PYTEST,
         is_slow=True,
@@ -518,7 +518,7 @@ CACHE_CHECKS = (
         CACHE,
         "a second start takes what the first one kept",
         TWICE,
-        ("quantized weights of an earlier start are read from", "(?i)tiny"),
+        ("quantized weights of an earlier start are read from", "int8, float32  of model.safetensors"),
         is_slow=True,
     ),
     Check(
