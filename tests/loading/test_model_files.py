@@ -271,7 +271,10 @@ def test_a_hub_name_that_is_not_here_says_how_to_download(name, tmp_path, monkey
     assert f"neither a path nor in {tmp_path / 'hub'}, and HF_HUB_OFFLINE forbids the network" in message
     assert f"hf download {name} where there is a network" in message
     told = str(refusal(f"{name}:Q4_K_M@v1", kind=ModelNotFoundError))
-    assert f'run hf download {name} --include "*Q4_K_M*.gguf" --revision v1 where there is a network' in told
+    assert (
+        f'run hf download {name} --include "*Q4_K_M*.gguf" --include "*q4_k_m*.gguf" --revision v1 where there is a network'
+        in told
+    )
 
 
 @pytest.mark.parametrize(

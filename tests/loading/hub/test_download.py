@@ -193,7 +193,9 @@ def test_no_network_and_a_server_that_is_silent(hub, monkeypatch):
     message = refusal("org/tiny")
     assert "http://127.0.0.1:1 cannot be reached, and the cache does not have it" in message
     assert "run hf download org/tiny where there is one" in message
-    assert 'run hf download org/tiny --include "*Q8_0*.gguf" --revision v1 where' in refusal("org/tiny:Q8_0@v1")
+    assert 'run hf download org/tiny --include "*Q8_0*.gguf" --include "*q8_0*.gguf" --revision v1 where' in refusal(
+        "org/tiny:Q8_0@v1"
+    )
     with threading_server() as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setattr(downloads, "SHORT_PATIENCE_SECONDS", 0.3)
@@ -227,7 +229,9 @@ def test_a_plan_fetches_the_config_alone_and_only_of_names_that_nobody_knows(hub
         ModelNotFoundError, match=r"no config\.json of it, only GGUF files; plan the model that it was"
     ) as caught:
         open_blueprint("org/gguf")
-    assert caught.value.do.endswith('or download it: hf download org/gguf --include "*Q8_0*.gguf"')
+    assert caught.value.do.endswith(
+        'or download it: hf download org/gguf --include "*Q8_0*.gguf" --include "*q8_0*.gguf"'
+    )
 
 
 def test_dummy_weights_and_a_tokenizer_fetch_no_weights(hub, sharded):

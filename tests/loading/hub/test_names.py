@@ -66,8 +66,8 @@ def test_a_setting_and_a_name_must_agree():
     ("text", "command"),
     [
         (REPO, f"hf download {REPO}"),
-        (f"{REPO}:q4_k_m", f'hf download {REPO} --include "*Q4_K_M*.gguf"'),
-        (f"{REPO}:Q4_K_M@v1", f'hf download {REPO} --include "*Q4_K_M*.gguf" --revision v1'),
+        (f"{REPO}:q4_k_m", f'hf download {REPO} --include "*Q4_K_M*.gguf" --include "*q4_k_m*.gguf"'),
+        (f"{REPO}:Q4_K_M@v1", f'hf download {REPO} --include "*Q4_K_M*.gguf" --include "*q4_k_m*.gguf" --revision v1'),
         (f"{REPO}/sub/a-Q8_0.gguf@v1", f"hf download {REPO} sub/a-Q8_0.gguf --revision v1"),
         (f"{REPO}/a-00001-of-00003.gguf", f'hf download {REPO} --include "a-*-of-00003.gguf"'),
     ],

@@ -65,7 +65,9 @@ class HubName:
     @property
     def download(self) -> str:
         """A command of the Hub's own client that gets the files that are meant, and of a GGUF repository no others."""
-        wanted = f' --include "*{self.tag.upper()}*.gguf"' if self.tag else ""
+        # The client minds the case, and repositories write tags in either.
+        spellings = (self.tag.upper(), self.tag.lower()) if self.tag else ()
+        wanted = "".join(f' --include "*{spelling}*.gguf"' for spelling in spellings)
         if self.file:
             parts = _PARTS.fullmatch(self.file)
             wanted = f' --include "{parts[1]}-*-{parts[2]}"' if parts else f" {self.file}"
