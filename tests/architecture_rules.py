@@ -13,6 +13,7 @@ PACKAGE = "holdfast"
 OLDEST_PYTHON = (3, 11)
 LAYERS = (
     ("errors",),
+    ("forks",),
     ("observability", "request"),
     ("quant",),
     ("memory",),
@@ -42,6 +43,7 @@ CONFIG_RANK = RANK["memory"] + 1
 
 TORCH_FREE = (
     "errors",
+    "forks",
     "config",
     "observability.*",
     "request.*",

@@ -6,6 +6,8 @@ The names below are imported on first use, so that `import holdfast` costs no to
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import holdfast.forks  # noqa: F401 - to see forks from here on
+
 if TYPE_CHECKING:
     from holdfast.api.async_llm import AsyncLLM
     from holdfast.api.llm import LLM

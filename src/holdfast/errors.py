@@ -19,7 +19,6 @@ HoldfastError
 └── EngineDeadError                  the engine stopped and cannot answer any more
 """
 
-import os
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -148,16 +147,6 @@ def refuse_transfer(what: str) -> NoReturn:
         "its memory, threads and kernels belong to this process",
         "send prompts and outputs instead, and open the model in the process that needs it",
     )
-
-
-def refuse_forked(what: str, home_pid: int) -> None:
-    """For whatever asks a model in a process; nothing happens in the one that opened it."""
-    if os.getpid() != home_pid:
-        raise ForkError(
-            f"{what} of process {home_pid} was asked in process {os.getpid()}, forked from it",
-            "the threads that answer do not come along with a fork",
-            "start the process with multiprocessing.get_context('spawn') and open the model there, or ask in the parent",
-        )
 
 
 def shown(value: object, max_chars: int = 80) -> str:

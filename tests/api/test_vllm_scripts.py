@@ -209,16 +209,67 @@ def test_methods_that_are_missing_say_what_to_do(kind: type[LLM | AsyncLLM]) -> 
             getattr(llm, method)
         assert isinstance(caught.value, HoldfastError)
         assert str(caught.value) == f"{name}.{method} was asked; it is not in this version; {do}"
-    for typo, near in (("generat", "generate"), ("get_tokeniser", "get_tokenizer"), ("embeds", "embed")):
+    for typo, near in (("generat", "generate"), ("get_tokeniser", "get_tokenizer"), ("chats", "chat")):
         with pytest.raises(NameAbsentError, match=rf"{name}\.{typo} was asked; .*; did you mean {near}\?"):
             getattr(llm, typo)
     with pytest.raises(NameAbsentError, match=r"the names are .*chat, .*generate"):
         llm.qqqq  # noqa: B018
     assert getattr(llm, "missing", None) is None
+    for advised in {"health", "engine", "drain"} - set(dir(kind)):  # what is advised does not lead back in a circle
+        with pytest.raises(NameAbsentError) as caught:
+            getattr(llm, advised)
+        assert not any(f"did you mean {missing}?" in str(caught.value) for missing in METHOD_NAMES)
     with pytest.raises(AttributeError) as plain:  # notebooks and copies probe for such names
         llm._repr_html_  # noqa: B018
     assert not isinstance(plain.value, HoldfastError)
     llm.shutdown()
+
+
+def test_what_goes_wrong_in_a_property_of_a_subclass_is_told_by_it() -> None:
+    class Own(LLM):
+        @property
+        def own(self) -> object:
+            return self.forgotten  # type: ignore[attr-defined]
+
+    llm = Own.from_engine(make_engine())
+    with pytest.raises(NameAbsentError, match=r"Own\.forgotten was asked; there is no such name in Own"):
+        llm.own  # noqa: B018
+    llm.shutdown()
+
+
+THREADS = """
+import os, torch, holdfast
+from holdfast.forks import refuse_lost_threads
+torch.set_num_threads(2)
+if USES_THREADS:
+    torch.ones(2_000_000).add_(1)
+use_threads = lambda: torch.ones(2_000_000).add_(1)
+refuse_lost_threads(use_threads)
+for num_threads in (1, 2):
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        continue
+    torch.set_num_threads(num_threads)
+    try:
+        refuse_lost_threads(use_threads)
+        print(num_threads, "goes on", flush=True)
+    except holdfast.HoldfastError as error:
+        print(num_threads, error, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("uses_threads", [True, False])
+def test_threads_of_torch_stay_in_the_parent_whoever_started_them(uses_threads: bool) -> None:
+    script = THREADS.replace("USES_THREADS", str(uses_threads))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first == "1 goes on"
+    assert (second == "2 goes on") == (not uses_threads), second
+    assert uses_threads == ("where torch has threads; these do not come along with a fork; start" in second)
 
 
 FORKS = f"""

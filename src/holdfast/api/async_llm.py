@@ -158,8 +158,10 @@ class AsyncLLM:
 
     if not TYPE_CHECKING:  # checkers go on to tell unknown names
 
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent_name("AsyncLLM", name, dir(type(self)))
+        def __getattr__(self, name: str) -> object:
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property that failed says why itself
+            raise absent_name(type(self).__name__, name, dir(type(self)))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_transfer("an AsyncLLM")

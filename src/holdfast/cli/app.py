@@ -40,13 +40,14 @@ def main() -> None:
     code = run(sys.argv[1:])
     if code == INTERRUPTED:
         os._exit(code)
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and sys.getprofile() is None and sys.gettrace() is None:
         _leave_at_once(code)
     sys.exit(code)
 
 
 def _leave_at_once(code: int) -> NoReturn:
     """With all that was written, and what libraries do at the end; the interpreter would take a second to put torch away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

@@ -10,7 +10,8 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
-from holdfast.errors import ConfigError, ForkError, ModelNotFoundError
+from holdfast.errors import ConfigError, ModelNotFoundError
+from holdfast.forks import refuse_lost_threads
 from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.locate import locate_tokenizer
 from holdfast.loading.model_files import open_model
@@ -24,8 +25,6 @@ from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 
 MAX_TEMPLATE_BYTES = 1024**2
-HOME_PID = os.getpid()
-"""The process that first opened a model: this file is imported for nothing else."""
 
 
 def build_engine(
@@ -42,7 +41,7 @@ def build_engine(
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
     try:
-        _refuse_threads_of_a_parent()
+        refuse_lost_threads(_use_threads)
         # What can be wrong with small files is found before the large ones are read.
         tokenizer = open_tokenizer(config, model)
         chat_template = _chat_template(config, model, tokenizer)
@@ -56,14 +55,9 @@ def build_engine(
         raise
 
 
-def _refuse_threads_of_a_parent() -> None:
-    """A forked child believes in the threads that torch has in its parent, and would wait for them at the first product."""
-    if os.getpid() != HOME_PID and torch.get_num_threads() > 1:
-        raise ForkError(
-            f"a model was to be opened in process {os.getpid()}, forked from {HOME_PID}, which has opened one",
-            "the threads of torch do not come along with a fork",
-            "start the process with multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) in it before",
-        )
+def _use_threads() -> None:
+    """A sum that torch shares among its threads, if it has more than one."""
+    torch.ones(2**20).add_(1)
 
 
 def _engine(

@@ -18,7 +18,8 @@ from typing import Protocol
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer
-from holdfast.errors import QueueFullError, RequestError, refuse_forked
+from holdfast.errors import QueueFullError, RequestError
+from holdfast.forks import refuse_forked
 from holdfast.request.outputs import CompletionDelta
 
 

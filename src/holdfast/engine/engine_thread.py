@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer
-from holdfast.errors import EngineDeadError, HoldfastError, refuse_forked
+from holdfast.errors import EngineDeadError, HoldfastError
+from holdfast.forks import refuse_forked
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 

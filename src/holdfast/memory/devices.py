@@ -165,6 +165,7 @@ MAX_NAME = 100
 MAX_GPUS = 1024
 _COUNT_FIRST = re.compile(r"(\d{1,4})\s*[x*\u00d7]\s*(?=[a-z\d])(.+)")
 _COUNT_LAST = re.compile(r"(.+?)\s*[x*\u00d7]\s*(\d{1,2})")
+_TOO_MANY = re.compile(r"(.+?)\s*[x*\u00d7]\s*(\d{3,6})")
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|tesla|quadro|graphics|generation|server|workstation|edition|blackwell|\bgpus?\b|\bhbm\w*|\bac\b"
 )
@@ -185,8 +186,15 @@ def find_gpus(name: str) -> NamedGpus:
     read = [_named(*reading) for reading in _counted(name[: MAX_NAME + 1].strip().lower())]
     # 4090x2 may be read from either end: the number is the one that leaves a name.
     num_gpus, wanted, found = next((reading for reading in read if reading[2]), read[0])
-    if not found or len(name) > MAX_NAME or not 1 <= num_gpus <= MAX_GPUS:
+    many = None if found else _TOO_MANY.fullmatch(name[:MAX_NAME].strip().lower())
+    if many and (meant := _named(int(many[2]), many[1]))[2]:
+        num_gpus, wanted, found = meant
+    if not found or len(name) > MAX_NAME:
         raise _unknown(name, wanted)
+    if not 1 <= num_gpus <= MAX_GPUS:
+        raise ConfigError(
+            f"{num_gpus} GPUs were asked", f"a number from 1 to {MAX_GPUS} works", f"try 2x{found[0].key}"
+        )
     taken = max(found, key=lambda gpu: (_squeezed(gpu.key) == wanted.model, not _key_of(gpu).form, gpu.nominal_gb))
     others = {gpu.nominal_gb: gpu.key for gpu in reversed(found) if gpu.nominal_gb != taken.nominal_gb}
     return NamedGpus(taken, num_gpus, _which(name, taken, list(others.values())) if others else None)

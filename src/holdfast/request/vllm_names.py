@@ -270,9 +270,10 @@ CALL_NAMES: Mapping[str, Foreign] = {
 _ENCODE = "text generation alone is here: take an engine for embeddings and scores"
 _SLEEP = "llm.shutdown() gives all memory back; open the model again when it is needed"
 _PROFILE = "use the profiler of torch around the call; llm.stats() has counters"
-_WORKERS = "one process runs the model: llm.engine is it"
+_WORKERS = "one process runs the model: LLM.engine is it"
 _QUEUE = "generate takes a list of prompts as one batch; AsyncLLM takes requests one by one"
-_RUNNING = "use health(), which says whether the engine moves"
+_RUNNING = "an LLM answers or raises EngineDeadError; AsyncLLM.health() says whether its engine moves"
+_DRAIN = "stop asking; AsyncLLM.drain() finishes what runs and then ends"
 METHOD_NAMES: Mapping[str, str] = {
     "beam_search": f"{_BEAMS}: llm.generate(prompts, SamplingParams(n=4, temperature=1.0))",
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _ENCODE),
@@ -287,9 +288,9 @@ METHOD_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("preprocess_chat", "preprocess_cmpl"), "use llm.get_tokenizer().apply_chat_template or encode"),
     "reset_mm_cache": "only text is read here, and there is nothing to forget",
     **dict.fromkeys(("model_config", "get_model_config", "get_vllm_config"), "use llm.engine and llm.memory"),
-    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "await drain(), or stop asking"),
+    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), _DRAIN),
     **dict.fromkeys(("check_health", "is_running", "is_stopped", "errored", "dead_error"), _RUNNING),
-    "wait_for_requests_to_drain": "await drain()",
+    "wait_for_requests_to_drain": _DRAIN,
     "supported_tasks": _POOL,
 }
 """Methods and attributes of vLLM's LLM and AsyncLLM that are none here, and what to do."""
@@ -334,7 +335,7 @@ def absent_name(kind: str, name: str, own: Iterable[str]) -> AttributeError:
     asked = f"{kind}.{shown(name)[1:-1]} was asked"
     if name in METHOD_NAMES:
         return NameAbsentError(asked, NOT_HERE, METHOD_NAMES[name])
-    near = difflib.get_close_matches(name, [*public, *METHOD_NAMES], n=1)
+    near = difflib.get_close_matches(name, public, n=1)
     do = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(public))}"
     return NameAbsentError(asked, f"there is no such name in {kind}", do)
 

@@ -258,12 +258,15 @@ class _Repository:
                 tell(sum(_bytes_there(file, storage) for file in files))
         finally:
             stop.set()
-            last_moment = time.monotonic() + SECONDS_TO_STOP
-            # A download that ended by itself has put its partial file away; one that hangs ends with the process.
-            hanging = not all(ended.wait(max(last_moment - time.monotonic(), 0.0)) for ended in started)
-            for partial in set(_partial_files(storage)) - before if hanging else ():
-                if _LEFTOVER.search(partial.name):
-                    partial.unlink(missing_ok=True)
+            hanging = True  # whoever presses Ctrl-C again does not wait
+            try:
+                last_moment = time.monotonic() + SECONDS_TO_STOP
+                hanging = not all(ended.wait(max(last_moment - time.monotonic(), 0.0)) for ended in started)
+            finally:
+                # A download that ended by itself has put its partial file away; one that hangs ends with the process.
+                for partial in set(_partial_files(storage)) - before if hanging else ():
+                    if _LEFTOVER.search(partial.name):
+                        partial.unlink(missing_ok=True)
         if errors:
             first = next((error for error in errors if not isinstance(error, _StoppedError)), errors[0])
             raise told(self.name, first) from first
@@ -442,8 +445,11 @@ def told(name: HubName, error: BaseException) -> ModelError:
     if any("Timeout" in kind for kind in kinds):
         has = f"{where} does not answer in time"
         return ModelNotFoundError(asked, has, "check the network and try again: what is downloaded stays")
-    if any(word in kind for kind in kinds for word in ("Connect", "Proxy", "SSL", "Protocol", "Network", "ReadError")):
+    if any(word in kind for kind in kinds for word in ("Connect", "Proxy", "SSL", "Network")):
         return _unreachable(name)
+    if any(word in kind for kind in kinds for word in ("Protocol", "ReadError")):
+        has = f"{where} broke the connection off, again and again"
+        return ModelNotFoundError(asked, has, "check the network and try again: files that are whole stay")
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return ModelNotFoundError(asked, f"the download failed: {reason}", "try again: what is downloaded stays")
 
