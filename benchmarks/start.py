@@ -28,9 +28,8 @@ from holdfast.cli.bench_record import cpu_name
 
 ROOT = Path(__file__).parent.parent
 COMMAND = ("run", "-p", "Hi", "--max-tokens", "1", "--json")
-FIRST_IMPORT = "import the command line"
 IMPORTS = (
-    (FIRST_IMPORT, "holdfast.cli.run"),
+    ("import the command line", "holdfast.cli.run"),
     ("import torch", "torch"),
     ("import the engine", "holdfast.engine.build"),
 )
@@ -80,8 +79,10 @@ def run_phases(started: float) -> Phases:
     """In the process that starts: every phase with its seconds by the clock and of the processor."""
     phases: Phases = {"start Python": {"seconds": time.monotonic() - started, "processor seconds": time.process_time()}}
     for name, module in IMPORTS:
-        with timed(phases, name), collections_as_in_a_start(name):
+        with timed(phases, name):
             importlib.import_module(module)
+        gc.disable()  # as a command does while it opens a model
+    gc.enable()
     for name, module, path in CALLS:
         owner: Any = importlib.import_module(module)
         *holders, attribute = path.split(".")
@@ -96,17 +97,6 @@ def run_phases(started: float) -> Phases:
     whole = {"seconds": time.monotonic() - started, "processor seconds": time.process_time()}
     rest = {unit: whole[unit] - sum(phase[unit] for phase in phases.values()) for unit in whole}
     return {**phases, "the rest": rest, "all of it": whole}
-
-
-@contextlib.contextmanager
-def collections_as_in_a_start(name: str) -> Iterator[None]:
-    """A command imports torch and what comes behind it with garbage collections paused."""
-    if name != FIRST_IMPORT:
-        gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextlib.contextmanager

@@ -34,14 +34,26 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ANCESTRY.note)
 
 
-def refuse_forked(what: str, home_pid: int) -> None:
-    """For whatever asks a model in a process; nothing happens in the one that opened it."""
-    if os.getpid() != home_pid:
-        raise ForkError(
-            f"{what} of process {home_pid} was asked in process {os.getpid()}, forked from it",
-            "the threads that answer do not come along with a fork",
-            "start the process with multiprocessing.get_context('spawn') and open the model there, or ask in the parent",
-        )
+class HomeProcess:
+    """The process that opened a model, which alone can ask it."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in a child that was forked from it."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raise in such a child: there is nobody to answer."""
+        if self.is_elsewhere:
+            raise ForkError(
+                f"{self._what} of process {self._pid} was asked in process {os.getpid()}, forked from it",
+                "the threads that answer do not come along with a fork",
+                "start the process with multiprocessing.get_context('spawn') and open the model there, or ask in the parent",
+            )
 
 
 def refuse_lost_threads(use_threads: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -261,3 +262,24 @@ def test_a_refused_plan_is_drawn_for_whoever_watches_and_is_one_line_elsewhere(
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"holdfast {__version__}\n", "")
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_a_command_leaves_at_once_unless_somebody_measures_it(
+    is_profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profiler writes its file when the program has returned to it."""
+    left: list[int] = []
+    ended: list[str] = []
+    for name in ("leave_on_interrupt", "escape_unwritable"):
+        monkeypatch.setattr(app, name, lambda: None)
+    monkeypatch.setattr(app, "run", lambda arguments: 3)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: ended.append("atexit"))
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    monkeypatch.setattr(sys, "getprofile", lambda: print if is_profiled else None)
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    assert caught.value.code == 3
+    assert (left, ended) == (([], []) if is_profiled else ([3], ["atexit"]))

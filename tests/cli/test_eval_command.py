@@ -120,7 +120,7 @@ def test_protected_layers_are_for_quantized_formats_and_count_in_their_bytes(
     assert bytes_with("0") == ["512", "256", "144", "80"]
     assert bytes_with("1,") == ["512", "256", "144", "112"]
     assert notes[0].startswith("KL: ")
-    assert notes[1] == "layers 1, in fp8: turboquant_4bit_nc"
+    assert notes[1] == "layers 1 in fp8: turboquant_4bit_nc"
 
 
 def test_a_model_that_cannot_be_quantized_keeps_its_plain_formats(here: Here, tmp_path: Path, text: Path) -> None:

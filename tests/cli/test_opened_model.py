@@ -1,5 +1,6 @@
 """A model that a command opens: what is shown while it loads, where prompts come from, defaults of sampling, and speed."""
 
+import gc
 import io
 import logging
 import os
@@ -45,6 +46,7 @@ def _no_handlers() -> None:
 
 def test_quietly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_quietly(EngineConfig(model=str(tiny), max_num_seqs=1))
+    assert gc.isenabled(), "collections are paused only while a model opens"
     assert capsys.readouterr() == ("", "")
     assert opened.name == tiny.name
     assert opened.context_tokens == 256
@@ -106,6 +108,7 @@ def test_where_the_memory_is_drawn_is_checked_first(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there(open_model, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         open_model(EngineConfig(model=str(tmp_path / "nothing")))
+    assert gc.isenabled()
 
 
 def test_names_are_short_and_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

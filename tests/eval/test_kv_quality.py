@@ -366,7 +366,7 @@ def test_protection_in_the_dtype_reaches_eight_bits_too(folders) -> None:
         assert format_entry(config, model, "fp8").variant.config.kv_protected_layers == 1
         opened = open_contenders([reference_entry(config), format_entry(config, model, "fp8")], model, lambda *_: None)
     heads, head_dim = 2, 16
-    assert [contender.note for contender in opened.contenders] == ["", "layers 0, in float32"]
+    assert [contender.note for contender in opened.contenders] == ["", "layers 0 in float32"]
     assert opened.contenders[1].size_bytes == heads * 2 * (head_dim + 2) + heads * 2 * head_dim * 4
     opened.release()
 

@@ -70,7 +70,7 @@ def test_never_more_than_half_of_a_small_model(num_layers: int, layers: tuple[in
     ("asked", "layers", "reason"),
     [
         (0, (), ""),
-        (1, (0,), "asked; kept in fp8: the first (0,)"),
+        (1, (0,), "asked; kept in fp8: the first (0)"),
         ("3", (0, 1, 29), "asked; kept in fp8: the first and the last (0,1,29)"),
         (30, tuple(range(30)), None),
         ("29,3", (3, 29), ""),

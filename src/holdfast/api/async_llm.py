@@ -22,7 +22,7 @@ from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.vllm_names import absent_name
+from holdfast.request.vllm_names import missing_attribute
 from holdfast.text.tokenizer import Tokenizer
 
 
@@ -159,9 +159,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:  # checkers go on to tell unknown names
 
         def __getattr__(self, name: str) -> object:
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # a property that failed says why itself
-            raise absent_name(type(self).__name__, name, dir(type(self)))
+            return missing_attribute(self, name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_transfer("an AsyncLLM")
@@ -191,7 +189,7 @@ class AsyncLLM:
     def _asked(self) -> EngineThread:
         """The same for what needs an answer, which a forked child cannot have."""
         thread = self._live()
-        thread.refuse_forked()
+        thread.home.check()
         return thread
 
     def _prompt_preparation(
@@ -261,7 +259,7 @@ class AsyncLLM:
 
 
 def _shut_down(thread: EngineThread, prompt_thread: ThreadPoolExecutor) -> None:
-    if thread.is_forked:  # the parent goes on; here a lock may be held for ever
+    if thread.home.is_elsewhere:  # the parent goes on; here a lock may be held for ever
         return
     prompt_thread.shutdown(wait=False, cancel_futures=True)
     thread.stop()

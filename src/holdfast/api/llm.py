@@ -25,7 +25,7 @@ from holdfast.observability.log import log_in_scripts
 from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.vllm_names import absent_name
+from holdfast.request.vllm_names import missing_attribute
 from holdfast.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -191,9 +191,7 @@ class LLM:
     if not TYPE_CHECKING:  # checkers go on to tell unknown names
 
         def __getattr__(self, name: str) -> object:
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # a property that failed says why itself
-            raise absent_name(type(self).__name__, name, dir(type(self)))
+            return missing_attribute(self, name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_transfer("an LLM")
@@ -214,7 +212,7 @@ class LLM:
     def _asked(self) -> Driver:
         """The same for what needs an answer, which a forked child cannot have."""
         driver = self._live()
-        driver.refuse_forked()
+        driver.home.check()
         return driver
 
     def _run(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:

@@ -9,7 +9,6 @@ A call that ends for any reason (done, an exception, Ctrl-C, a generator that is
 A forked child may drop a driver and close it, which does nothing: a lock that a thread of the parent holds stays held there.
 """
 
-import os
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,7 +18,7 @@ from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer
 from holdfast.errors import QueueFullError, RequestError
-from holdfast.forks import refuse_forked
+from holdfast.forks import HomeProcess
 from holdfast.request.outputs import CompletionDelta
 
 
@@ -42,18 +41,9 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._home_pid = os.getpid()
+        self.home = HomeProcess("an LLM")
         self._lock = threading.RLock()
         self._readings: dict[str, _Reading] = {}
-
-    @property
-    def is_forked(self) -> bool:
-        """True in a child of the process that made it."""
-        return os.getpid() != self._home_pid
-
-    def refuse_forked(self) -> None:
-        """Raise in a child of the process that made it: a step would wait there for threads that are not."""
-        refuse_forked("an LLM", self._home_pid)
 
     def call(self) -> "Call":
         """A context in which requests are made; what is unfinished when it ends is aborted."""
@@ -61,7 +51,7 @@ class Driver:
 
     def submit(self, prepared: PreparedRequest, sink: DeltaSink, names: set[str]) -> None:
         """Queue a request under a new name, which is in `names` before the engine has heard of it."""
-        self.refuse_forked()
+        self.home.check()
         with self._lock:
             name = self.engine.unused_request_id()
             names.add(name)
@@ -75,7 +65,7 @@ class Driver:
 
     def pump(self) -> None:
         """One step, for everybody."""
-        self.refuse_forked()
+        self.home.check()
         with self._lock:
             self._deliver(self.engine.step())
             self.engine.raise_if_dead()
@@ -98,7 +88,7 @@ class Driver:
 
     def abort(self, names: set[str]) -> None:
         """End requests; their sinks get the last deltas."""
-        if self.is_forked:
+        if self.home.is_elsewhere:
             return
         with self._lock:
             for name in self.unfinished(names):
@@ -113,7 +103,7 @@ class Driver:
 
     def close(self) -> None:
         """End every request and give all memory back, after the step that runs."""
-        if self.is_forked:
+        if self.home.is_elsewhere:
             return
         with self._lock:
             try:
@@ -123,7 +113,7 @@ class Driver:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, between two steps."""
-        self.refuse_forked()
+        self.home.check()
         with self._lock:
             self.engine.reset_prefix_cache()
 

@@ -4,7 +4,6 @@ A reader in an event loop has a Mailbox, which the thread fills and wakes it for
 """
 
 import asyncio
-import os
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer
 from holdfast.errors import EngineDeadError, HoldfastError
-from holdfast.forks import refuse_forked
+from holdfast.forks import HomeProcess
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 
@@ -98,7 +97,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
-        self._home_pid = os.getpid()
+        self.home = HomeProcess("an AsyncLLM")
         self._clock = clock
         self._changed = threading.Condition()
         self._commands: deque[_Submission | Callable[[], None]] = deque()
@@ -110,18 +109,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="holdfast-engine", daemon=True)
         self._thread.start()
 
-    @property
-    def is_forked(self) -> bool:
-        """True in a child of the process that made it."""
-        return os.getpid() != self._home_pid
-
-    def refuse_forked(self) -> None:
-        """Raise in a child of the process that made it: there is nobody to answer."""
-        refuse_forked("an AsyncLLM", self._home_pid)
-
     def submit(self, prepared: PreparedRequest, request_id: str | None, mailbox: Mailbox) -> None:
         """Queue a request before the next step; if the engine refuses it, its mailbox fails."""
-        self.refuse_forked()
+        self.home.check()
         with self._changed:
             self.engine.raise_if_dead()
             if not self._takes_requests:
@@ -130,26 +120,26 @@ class EngineThread:
 
     def abort(self, request_id: str) -> None:
         """End the request of this name before the next step; its reader gets the last deltas."""
-        self.refuse_forked()
+        self.home.check()
         with self._changed:
             self._post(lambda: self._publish(self.engine.abort(request_id)))
 
     def withdraw(self, mailbox: Mailbox) -> None:
         """End the request of a reader that has gone, before the next step."""
-        if self.is_forked:
+        if self.home.is_elsewhere:
             return
         with self._changed:
             self._post(lambda: self._withdraw(mailbox))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix before the next step."""
-        self.refuse_forked()
+        self.home.check()
         with self._changed:
             self._post(self.engine.reset_prefix_cache)
 
     def health(self) -> Health:
         """How long ago the engine last moved."""
-        self.refuse_forked()
+        self.home.check()
         with self._changed:
             is_idle = self._is_idle and not self._commands
             seconds = 0.0 if is_idle else self._clock() - self._progressed_at
@@ -158,7 +148,7 @@ class EngineThread:
 
     def drain(self) -> None:
         """Refuse new requests, finish the others, then end; `join` waits for that."""
-        self.refuse_forked()
+        self.home.check()
         with self._changed:
             self._takes_requests = False
             self._changed.notify()

@@ -22,7 +22,7 @@ from holdfast.config import EngineConfig, Limits
 from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.resolve import listed, resolve
+from holdfast.planning.resolve import numbers, resolve
 from holdfast.planning.target import choose_device, device_target
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
@@ -339,7 +339,7 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
 def protection_note(plan: RunnerPlan) -> str:
     """Which layers have a wider format; nothing where none has."""
     protected = plan.resolved.protected
-    return f"layers {listed(protected.layers)} in {protected.format.name}" if protected.layers else ""
+    return f"layers {numbers(protected.layers)} in {protected.format.name}" if protected.layers else ""
 
 
 def open_contenders(

@@ -23,7 +23,7 @@ import torch
 
 from holdfast.errors import ConfigError, shown
 from holdfast.observability.log import get_logger
-from holdfast.planning.resolve import by_key_bias, by_position, listed
+from holdfast.planning.resolve import by_key_bias, by_position, numbers
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
 from holdfast.quant.kv_quantize import (
     QuantizedHeads,
@@ -399,7 +399,7 @@ class TurboQuantCache(Cache):
                 for layer in range(num_layers)
             ]
             self.protected_layers, reason = by_key_bias(count, norms)
-        words = f"layers {listed(self.protected_layers)} stay in {self.protected_format.name} because {reason}"
+        words = f"layers {numbers(self.protected_layers)} stay in {self.protected_format.name} because {reason}"
         if is_blind:
             log.warning(
                 "%s: keys of this model have biases, which only the model shows: pass it, not its config", words

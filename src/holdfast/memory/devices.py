@@ -163,9 +163,8 @@ class _Wanted(NamedTuple):
 MAX_NAME = 100
 """Characters of a name; a longer one names nothing."""
 MAX_GPUS = 1024
-_COUNT_FIRST = re.compile(r"(\d{1,4})\s*[x*\u00d7]\s*(?=[a-z\d])(.+)")
-_COUNT_LAST = re.compile(r"(.+?)\s*[x*\u00d7]\s*(\d{1,2})")
-_TOO_MANY = re.compile(r"(.+?)\s*[x*\u00d7]\s*(\d{3,6})")
+_COUNT_FIRST = re.compile(r"(\d{1,6})\s*[x*\u00d7]\s*(?=[a-z\d])(.+)")
+_COUNT_LAST = re.compile(r"(.+?)\s*[x*\u00d7]\s*(\d{1,6})")
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|tesla|quadro|graphics|generation|server|workstation|edition|blackwell|\bgpus?\b|\bhbm\w*|\bac\b"
 )
@@ -184,11 +183,8 @@ def find_gpus(name: str) -> NamedGpus:
     A name that leaves the size open takes the model that has no size in its key, else the largest: a100 is one with 80 GB.
     """
     read = [_named(*reading) for reading in _counted(name[: MAX_NAME + 1].strip().lower())]
-    # 4090x2 may be read from either end: the number is the one that leaves a name.
+    # rtx4090 and 4090x2 may be read in several ways: the right one leaves a name.
     num_gpus, wanted, found = next((reading for reading in read if reading[2]), read[0])
-    many = None if found else _TOO_MANY.fullmatch(name[:MAX_NAME].strip().lower())
-    if many and (meant := _named(int(many[2]), many[1]))[2]:
-        num_gpus, wanted, found = meant
     if not found or len(name) > MAX_NAME:
         raise _unknown(name, wanted)
     if not 1 <= num_gpus <= MAX_GPUS:
@@ -207,9 +203,10 @@ def _which(name: str, taken: Gpu, others: list[str]) -> str:
 def _counted(text: str) -> list[tuple[int, str]]:
     """How many, and of what, in every way that a text may be read."""
     first, last = _COUNT_FIRST.fullmatch(text), _COUNT_LAST.fullmatch(text)
-    readings = [(int(first[1]), first[2])] if first else []
+    readings = [(1, text)]
+    readings += [(int(first[1]), first[2])] if first else []
     readings += [(int(last[2]), last[1])] if last else []
-    return readings or [(1, text)]
+    return readings
 
 
 def _named(num_gpus: int, text: str) -> tuple[int, _Wanted, list[Gpu]]:

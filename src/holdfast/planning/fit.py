@@ -13,7 +13,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.blueprints.blueprint import Blueprint
-from holdfast.planning.resolve import KV_IS_ASKED, Resolved, listed, resolve
+from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
@@ -88,8 +88,7 @@ class RunnerPlan(NamedTuple):
         words, protected = [f"KV cache in {resolved.kv_format.name}"], resolved.protected
         if protected.layers:
             why = protected.reason.rpartition(": ")[2] or "asked"
-            which = listed(protected.layers).removesuffix(",")
-            words.append(f"layers {which} protected in {protected.format.name} ({why.replace(',)', ')')})")
+            words.append(f"layers {numbers(protected.layers)} protected in {protected.format.name} ({why})")
         if any(spec.has_key_bias for spec in self.attention_specs):
             words.append("keys stored without their bias")
         words.append(f"answers can differ from {resolved.dtype} pages: holdfast eval kv measures how much")

@@ -244,7 +244,7 @@ def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat
     wider = _wider_format(config, model, kv_format, dtype)
     layers, is_open = by_position(count, num_layers), heads.has_key_bias and count < num_layers
     ends = "the first" if count == 1 else "the first and the last"
-    which = "those with the largest key biases" if is_open else f"{ends} ({listed(layers)})"
+    which = "those with the largest key biases" if is_open else f"{ends} ({numbers(layers)})"
     why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"
     why = "asked" if asked is not None else why
     return ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
@@ -273,9 +273,14 @@ def by_key_bias(count: int, norms: Sequence[float]) -> tuple[tuple[int, ...], st
     return layers, f"their key biases are the largest, {low:.3g} to {high:.3g} where the median is {median:.3g}"
 
 
+def numbers(layers: Sequence[int]) -> str:
+    """Layers in a sentence."""
+    return ",".join(map(str, layers))
+
+
 def listed(layers: Sequence[int]) -> str:
     """Layers as the option takes them; one alone has a comma behind it."""
-    return ",".join(map(str, layers)) + ("," if len(layers) == 1 else "")
+    return numbers(layers) + ("," if len(layers) == 1 else "")
 
 
 def _from_the_ends(num_layers: int) -> list[int]:

@@ -6,7 +6,7 @@ docs/from_vllm.md has the same tables for people; a test compares them.
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -327,17 +327,20 @@ def settle(
     return Settled(left, quiet)
 
 
-def absent_name(kind: str, name: str, own: Iterable[str]) -> AttributeError:
-    """The error for a name that an object of this kind does not have; what Python itself probes for gets a plain one."""
-    public = [known for known in own if not known.startswith("_")]
-    if name.startswith("_") or name in public:
-        return AttributeError(f"{kind} has no {name}")
-    asked = f"{kind}.{shown(name)[1:-1]} was asked"
+def missing_attribute(owner: object, name: str) -> object:
+    """For the __getattr__ of an LLM: what vLLM's has is told apart from what nobody has."""
+    kind = type(owner)
+    if hasattr(kind, name):
+        return object.__getattribute__(owner, name)  # a property that failed says why itself
+    if name.startswith("_"):
+        raise AttributeError(f"{kind.__name__} has no {name}")  # Python and notebooks probe for such names
+    asked = f"{kind.__name__}.{shown(name)[1:-1]} was asked"
     if name in METHOD_NAMES:
-        return NameAbsentError(asked, NOT_HERE, METHOD_NAMES[name])
+        raise NameAbsentError(asked, NOT_HERE, METHOD_NAMES[name])
+    public = [known for known in dir(kind) if not known.startswith("_")]
     near = difflib.get_close_matches(name, public, n=1)
-    do = f"did you mean {near[0]}?" if near else f"the names are {', '.join(sorted(public))}"
-    return NameAbsentError(asked, f"there is no such name in {kind}", do)
+    do = f"did you mean {near[0]}?" if near else f"the names are {', '.join(public)}"
+    raise NameAbsentError(asked, f"there is no such name in {kind.__name__}", do)
 
 
 def quiet_line(quiet: Mapping[str, object], foreign: Mapping[str, Foreign]) -> str:
