@@ -37,6 +37,12 @@ class AttentionSpec:
     """cpu or cuda."""
     has_key_bias: bool = False
     """Quantized pages hold keys without the bias of their projection, and attention adds to a score what it is short of."""
+    group: int = 0
+    """Which of the cache's groups the layer belongs to: whose slots it writes, and whose page table it reads."""
+    softcap: float | None = None
+    """cap * tanh(score / cap) in the place of every score, after `scale`; None: as they are."""
+    has_sinks: bool = False
+    """One logit a query head joins every softmax, in the denominator alone."""
 
 
 @dataclass(frozen=True, slots=True)

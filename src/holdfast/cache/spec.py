@@ -1,17 +1,37 @@
-"""The geometry of the KV cache: which planes each layer keeps, bytes per token and per page, and what aligning planes can cost; no torch."""
+"""The geometry of the KV cache: planes of each layer, groups of layers, and how one pool's pages serve all groups; no torch.
 
+A chunk is `page_tokens` tokens of one layer: what an entry of a block table names, and what kernels call a page. A page of
+the pool is one chunk in each of its columns. A column is an array over all pages, for layers of one kind (the same planes).
+
+    column 0   [ chunk of page 0 | chunk of page 1 | ... | chunk of page P-1 ]
+    column 1   [ chunk of page 0 | chunk of page 1 | ... | chunk of page P-1 ]
+    ...
+
+Each group lays its layers over the columns, `chunks_per_page` columns to a layer: a group of few layers takes more tokens to
+a page than one of many, and the bytes are the same. The columns of a layer are neighbours, so that to a kernel they are one
+array of chunks_per_page * P chunks: chunk j of a page p has number (j % chunks_per_page) * P + p there. With one group each
+layer has one column, and chunk and page are the same.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
+from holdfast.cache.groups import CacheGroup
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.quant.formats import KVFormat, Plane
 
+MOST_CHUNKS = 4
+"""Most chunks of a layer of the largest group that a page is made for."""
+BLOCK_WORTH = 8192
+"""Tokens of a prefix block that are as bad as padding every page by its own size."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps for each token. A layer may own several of these (latent, index) or none."""
+    """What one layer keeps for each token."""
 
     layer: int
     name: str
@@ -27,37 +47,138 @@ class LayerCache:
     def bytes_per_token(self) -> int:
         return self.format.bytes_per_token(self.num_kv_heads, self.head_dim)
 
+    @property
+    def kind(self) -> tuple[Plane, ...]:
+        """What layers must have in common to take turns in a column."""
+        return self.planes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a page table, and how many chunks of each lie on a page."""
+
+    window: int | None
+    layers: tuple[int, ...]
+    chunks_per_page: int = 1
+
+    @property
+    def name(self) -> str:
+        return "whole context" if self.window is None else f"window of {self.window}"
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """All layers' caches over one page table: page p of a sequence means page p of every plane of every layer."""
+    """All layers' caches: page p of the pool holds chunks of the layers of whichever group has taken it."""
 
     page_tokens: int
+    """Tokens of a chunk."""
     layers: tuple[LayerCache, ...]
+    groups: tuple[LayerGroup, ...] = ()
+    """Left out: all layers, for the whole context."""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            object.__setattr__(self, "groups", (LayerGroup(None, tuple(range(len(self.layers)))),))
 
     @property
     def bytes_per_token(self) -> int:
+        """Of all layers, for a token that none of them has given back."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     @property
+    def columns(self) -> dict[tuple[Plane, ...], int]:
+        """How many columns a page has of each kind: as many as the group that takes most."""
+        most: dict[tuple[Plane, ...], int] = {}
+        for group in self.groups:
+            for kind, count in Counter(self.layers[layer].kind for layer in group.layers).items():
+                most[kind] = max(most.get(kind, 0), count * group.chunks_per_page)
+        return most
+
+    @property
     def bytes_per_page(self) -> int:
-        return self.page_tokens * self.bytes_per_token
+        return self.page_tokens * sum(count * _token_bytes(kind) for kind, count in self.columns.items())
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens of one sequence occupy."""
-        return -(-num_tokens // self.page_tokens)
+    def padding_bytes(self, group: int) -> int:
+        """Of a page that a group has taken, what it has no layer for."""
+        own = self.groups[group]
+        used = own.chunks_per_page * sum(self.layers[layer].bytes_per_token for layer in own.layers)
+        return self.bytes_per_page - self.page_tokens * used
+
+    def group_of(self, layer: int) -> int:
+        """Which group a layer belongs to."""
+        return next(index for index, group in enumerate(self.groups) if layer in group.layers)
+
+    def column_of(self, layer: int) -> int:
+        """The first of its columns, among those of its kind."""
+        group = self.groups[self.group_of(layer)]
+        kind = self.layers[layer].kind
+        same = [other for other in group.layers if self.layers[other].kind == kind]
+        return same.index(layer) * group.chunks_per_page
+
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups as pool, prefix cache and scheduler count them."""
+        return tuple(
+            CacheGroup(group.name, group.chunks_per_page * self.page_tokens, group.window) for group in self.groups
+        )
 
 
-def mixed_cache(formats: Sequence[KVFormat], num_kv_heads: int, head_dim: int, page_tokens: int) -> CacheSpec:
-    """The cache of a decoder whose layers have the same heads, and a format each."""
-    layers = (LayerCache(layer, "attention", form, num_kv_heads, head_dim) for layer, form in enumerate(formats))
-    return CacheSpec(page_tokens, tuple(layers))
+def _token_bytes(kind: tuple[Plane, ...]) -> int:
+    return sum(plane.bytes_per_token for plane in kind)
+
+
+def mixed_cache(
+    formats: Sequence[KVFormat],
+    num_kv_heads: int,
+    head_dim: int,
+    page_tokens: int,
+    windows: Sequence[int | None] = (),
+    max_model_len: int | None = None,
+) -> CacheSpec:
+    """The cache of a decoder whose layers have the same heads, and a format and perhaps a window each.
+
+    A window that no context of `max_model_len` outgrows is none.
+    """
+    layers = tuple(LayerCache(layer, "attention", form, num_kv_heads, head_dim) for layer, form in enumerate(formats))
+    seen = [
+        None if window is None or (max_model_len is not None and window >= max_model_len) else window
+        for window in (windows or (None,) * len(layers))
+    ]
+    assert len(seen) == len(layers), f"{len(seen)} windows for {len(layers)} layers"
+    members = {
+        window: tuple(i for i, own in enumerate(seen) if own == window) for window in sorted(set(seen), key=_order)
+    }
+    groups = tuple(LayerGroup(window, own) for window, own in members.items())
+    if len(groups) == 1:
+        return CacheSpec(page_tokens, layers, groups)
+    return min((_spread(page_tokens, layers, groups, factor) for factor in range(1, MOST_CHUNKS + 1)), key=_cost)
+
+
+def _order(window: int | None) -> tuple[bool, int]:
+    """Whole contexts first, then the widest windows."""
+    return window is not None, -(window or 0)
+
+
+def _spread(page_tokens: int, layers: tuple[LayerCache, ...], groups: tuple[LayerGroup, ...], factor: int) -> CacheSpec:
+    """Pages for `factor` chunks of each layer of the largest group, and as many of the others' as fit."""
+    sizes = [sum(layers[layer].bytes_per_token for layer in group.layers) for group in groups]
+    spread = tuple(
+        LayerGroup(group.window, group.layers, factor * max(sizes) // size)
+        for group, size in zip(groups, sizes, strict=True)
+    )
+    return CacheSpec(page_tokens, layers, spread)
+
+
+def _cost(spec: CacheSpec) -> tuple[float, int]:
+    """Padding where it is worst, and what long blocks cost the prefix cache; the smallest pages among equals."""
+    padding = max(spec.padding_bytes(group) for group in range(len(spec.groups))) / spec.bytes_per_page
+    block = lcm(*(group.chunks_per_page for group in spec.groups)) * spec.page_tokens
+    return padding + block / BLOCK_WORTH, spec.bytes_per_page
 
 
 def uniform_cache(
     num_layers: int, kv_format: KVFormat, num_kv_heads: int, head_dim: int, page_tokens: int
 ) -> CacheSpec:
-    """The cache of a decoder whose layers all keep keys and values in one format."""
+    """The cache of a decoder whose layers all keep keys and values in one format, and all tokens."""
     return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens)
 
 

@@ -46,6 +46,14 @@ class ExpertsSpec:
     """The shares of the chosen experts are divided by their sum."""
     dense_layers: frozenset[int] = frozenset()
     """Layers that keep an MLP."""
+    has_router_bias: bool = False
+    """A bias on the router's logits, before the choice."""
+    has_bias: bool = False
+    """Biases on gate and up and on down, a row for each expert."""
+    is_interleaved: bool = False
+    """Rows of gate and up alternate: gate 0, up 0, gate 1, ...; else all gates come first."""
+    swiglu_limit: float | None = None
+    """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most, and up within plus and minus, this; None: silu(gate) * up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,24 @@ class ModelSpec:
     """Per layer: how many of the newest tokens, the current one included, a token sees; None for all. Empty: all, in every layer."""
     experts: ExpertsSpec | None = None
     """None: every layer has an MLP."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """cap * tanh(score / cap) in the place of every score; None: as they are."""
+    logit_softcap: float | None = None
+    """The same of logits."""
+    has_sinks: bool = False
+    """One logit a query head that joins every softmax and has no value."""
+    norm_offset: float = 0.0
+    """Added to the weights of all rms norms, those of heads too, in float32: 1.0 where a checkpoint stores weight - 1."""
+    float32_norms: bool = False
+    """Norm weights are kept in float32 whatever the dtype of the engine."""
+    has_output_norms: bool = False
+    """Norms behind attention and behind the MLP too, before each is added to the stream."""
+    embedding_scale: float | None = None
+    """What token embeddings are multiplied by, rounded to the type of the weights; None: nothing."""
+    local_rope: RopeSpec | None = None
+    """The rotation of layers with a window, where it is another; None: `rope` in all layers."""
 
     @property
     def query_size(self) -> int:
@@ -107,6 +133,15 @@ class ModelSpec:
     def has_separable_key_bias(self) -> bool:
         """Keys are a sum of what depends on the token and of a bias: no norm stands between the projection and rope."""
         return self.qkv_bias and not self.qk_norm
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def layer_rope(self, layer: int) -> RopeSpec | None:
+        """The rotation of a layer; None where positions are learned."""
+        return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""

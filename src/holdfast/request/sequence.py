@@ -41,11 +41,20 @@ class Sequence:
     """Tokens in a row that the output must not hold: the last of them is ruled out behind the others."""
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    """Page i holds positions [i * page_tokens, (i + 1) * page_tokens)."""
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    """The pages of each cache group by place; HOLE where a page was given back (cache/groups.py)."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     num_preemptions: int = 0
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages of the first group."""
+        return self.tables[0]
+
+    @pages.setter
+    def pages(self, pages: list[int]) -> None:
+        self.tables[0] = pages
 
     @property
     def num_tokens(self) -> int:

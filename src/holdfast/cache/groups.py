@@ -1,0 +1,70 @@
+"""CacheGroup: layers that share a page table, as the numbers that pool, prefix cache, scheduler and plan count with; no torch.
+
+One pool of pages of equal bytes serves all groups; how many tokens a page holds is each group's own.
+
+    whole     [ page 0 | page 1 | ... | page k-1 ]                 page i holds tokens [i * page_tokens, (i + 1) * page_tokens)
+    window    [ HOLE   | HOLE   | ... | page k-2 | page k-1 ]      pages that no later token sees are given back
+    state     [ page 0 .. state_pages - 1 ]                        one state per sequence, whatever its length
+
+A token at position p sees, in a group with a window of W tokens, positions [p - W + 1, p]. So a step over positions
+[start, end) reads and writes [start - W + 1, end): W - 1 + n tokens, which lie on at most ceil((W - 1 + n) / page_tokens) + 1
+pages wherever they begin.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+HOLE = -1
+"""In a sequence's page list: the page was given back, because no later token of the sequence sees what it held."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Geometry and lifetime of what some layers keep of a sequence."""
+
+    name: str
+    page_tokens: int
+    """Tokens of a sequence that a page holds (rows times tokens per row); 0 of a state."""
+    window: int | None = None
+    """How many of the newest tokens, the current one included, a token sees; None: all of them."""
+    state_pages: int = 0
+    """Pages of a sequence's one state; 0: the group keeps rows of tokens."""
+    state_period: int = 0
+    """The state begins anew at every multiple of so many tokens, where nothing has to be restored; 0: at the first only."""
+
+    def __post_init__(self) -> None:
+        is_rows = self.page_tokens >= 1 and self.state_pages == 0
+        is_state = self.page_tokens == 0 and self.state_pages >= 1 and self.window is None
+        assert is_rows or is_state, f"{self} keeps neither rows of tokens nor a state"
+        assert self.window is None or self.window >= 1, f"{self.name} has a window of {self.window} tokens"
+        assert self.state_period == 0 or is_state, f"{self.name} is no state and has a period"
+
+    @property
+    def is_state(self) -> bool:
+        return self.state_pages > 0
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Places in the page list of a sequence of so many tokens, holes included."""
+        if self.is_state:
+            return self.state_pages if num_tokens else 0
+        return -(-num_tokens // self.page_tokens)
+
+    def first_page(self, start: int) -> int:
+        """The first place whose page a step from position `start` on reads or writes; those before it are behind the window."""
+        if self.window is None:
+            return 0
+        return max(0, start - self.window + 1) // self.page_tokens
+
+    def most_pages(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Pages that it holds at the most, until `num_tokens` are computed in steps of at most `max_step_tokens`."""
+        every = self.pages_for(num_tokens)
+        if self.window is None:
+            return every
+        span = self.window - 1 + min(max_step_tokens, num_tokens)
+        return min(every, -(-span // self.page_tokens) + 1)
+
+
+def block_tokens(groups: Sequence[CacheGroup]) -> int:
+    """Tokens of a block of the prefix cache: whole pages of every group."""
+    return lcm(*(group.page_tokens for group in groups if not group.is_state))
