@@ -91,7 +91,7 @@ class Ears:
         self._heard: Heard | None = None
         self._is_compared = False
         runner = self.runner
-        fill, plan, self._step_logits = runner.buffers.fill, runner.backend.plan, runner.decoder.step_logits
+        fill, plan, self._step_logits = runner.buffers.fill, runner.backend.plan, runner.model.step_logits
 
         def heard_fill(*arguments: Any, **named: Any) -> Batch:  # noqa: ANN401
             self.batch = batch = fill(*arguments, **named)
@@ -103,7 +103,7 @@ class Ears:
 
         replace(runner.buffers, "fill", heard_fill)
         replace(runner.backend, "plan", heard_plan)
-        replace(runner.decoder, "step_logits", self._heard_step_logits)
+        replace(runner.model, "step_logits", self._heard_step_logits)
         if runner.graphs is None:
             limits = runner.limits
             sizes = tuple(2**power for power in range(limits.max_num_batched_tokens.bit_length()))
@@ -274,7 +274,7 @@ class Poison:
             for layer in range(len(storage.spec.layers))
             for plane in storage.planes(layer).values()
         ]
-        lanes = runner.decoder.workspace.lanes
+        lanes = runner.model.workspace.lanes
         self._lanes = [lanes[lane] for lane in POISONED_LANES if lane in lanes]
         self._table = runner.buffers.page_table
         self.num_poisoned_pages = 0

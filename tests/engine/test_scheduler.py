@@ -23,7 +23,7 @@ NEEDS = PageNeeds(Limits(8, 64, max_model_len=40, page_tokens=4), num_pages=8)
 
 def grown(num_prompt: int, max_tokens: int, num_outputs: int = 0, num_pages: int = 0) -> Sequence:
     tokens = [0] * (num_prompt + num_outputs)
-    return Sequence(0, tokens, num_prompt, SamplingParams(), 0, max_tokens, pages=list(range(num_pages)))
+    return Sequence(0, tokens, num_prompt, SamplingParams(), 0, max_tokens, tables=[list(range(num_pages))])
 
 
 def test_pages_for_tokens_at_the_edges() -> None:

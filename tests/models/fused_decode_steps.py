@@ -96,7 +96,7 @@ def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
     for index, own in enumerate(tokens):
         pages = list(range(index * 8, index * 8 + 8))[::-1]
         length = 3 + 2 * index
-        sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, pages=pages))
+        sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, tables=[pages]))
     rig.execute(Step(tuple(ScheduledSequence(sequence, 0, sequence.num_tokens) for sequence in sequences)))
     for _ in range(num_steps):
         for sequence, own in zip(sequences, tokens, strict=True):

@@ -181,7 +181,7 @@ def make(name: str) -> tuple[ModelSpec, dict[str, Any]]:
 
 def builder(spec: ModelSpec, weights: dict[str, Any]) -> LayerBuilder:
     backend: Any = object()
-    return LayerBuilder(spec, weights, backend, None)
+    return LayerBuilder(spec, weights, backend, (None,) * spec.num_layers)
 
 
 def test_a_layer_has_the_weights_of_its_number() -> None:

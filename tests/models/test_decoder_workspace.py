@@ -55,7 +55,7 @@ def make_step(*lengths: int, params: SamplingParams = EVERY_ROW) -> Step:
         token_ids = [dice.randrange(8, VOCAB) for _ in range(length)]
         pages = list(range(first, first + -(-length // 4) + 1))
         first += len(pages)
-        items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, pages=pages), 0, length))
+        items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, tables=[pages]), 0, length))
     return Step(tuple(items))
 
 

@@ -264,7 +264,7 @@ def tensors(specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
 def test_scratch_begins_with_zeros_where_products_count_and_raise(recipe):
     specs = fused_decode_request(tiny("qwen3").spec, recipe).specs
     made = tensors(specs)
-    scratch = make_scratch(made)
+    scratch = make_scratch({spec.name: tensor for spec, tensor in zip(specs, made, strict=True)})
     held = (scratch.squares, scratch.partials, scratch.arrived, *(scratch.amax or ()))
     assert len(held) == len(made) == (3 if recipe is AS_STORED else 6)
     for own, tensor, spec in zip(held, made, specs, strict=True):

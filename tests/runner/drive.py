@@ -125,7 +125,7 @@ class Rig:
             torch_dtype, longest = getattr(torch, dtype), limits.max_model_len
             rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, longest, torch_dtype, CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
-        self.decoder = Decoder(spec, model.weights, self.backend, rotary, self.workspace, scratch)
+        self.decoder = Decoder(spec, model.weights, self.backend, (rotary,) * spec.num_layers, self.workspace, scratch)
         self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=backend != "triton_paged")
         self.runner = Runner(
             self.decoder,

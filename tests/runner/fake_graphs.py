@@ -82,7 +82,7 @@ def pretend_to_have_a_stream(rig: Rig) -> FakeStream:
     runner: Any = rig.runner
     runner._stream = stream
     runner._on_stream = lambda: torch.inference_mode()
-    runner.decoder = SimpleNamespace(
+    runner.model = SimpleNamespace(
         step_logits=captured(rig.decoder.step_logits), hidden=rig.decoder.hidden, logits=rig.decoder.logits
     )
     rig.sampler.find_argmax = captured(rig.sampler.find_argmax)  # type: ignore[method-assign]

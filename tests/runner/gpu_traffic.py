@@ -238,7 +238,7 @@ class CheckedReplays:
         logits_RV = self._replay(size, is_decode)
         sampler, num_rows = self._runner.sampler, len(logits_RV)
         from_graph = logits_RV.clone(), sampler.argmax_S[:num_rows].clone()
-        eager_RV = self._runner.decoder.step_logits(*self._planned)
+        eager_RV = self._runner.model.step_logits(*self._planned)
         sampler.find_argmax(eager_RV)
         assert same_bits(eager_RV, from_graph[0]), f"logits of {size=} {is_decode=} differ"
         assert torch.equal(sampler.argmax_S[:num_rows], from_graph[1]), f"argmax of {size=} {is_decode=} differ"

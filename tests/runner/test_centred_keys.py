@@ -103,7 +103,7 @@ def test_shared_weights_stay_as_they_are(build: TinyBuilder) -> None:
     (file,) = folder.glob("*.safetensors")
     stored, keys = load_file(file), key_part(model.spec)
     for runner, is_split in zip(built.runners, (False, True, False), strict=True):
-        bias = runner.decoder._layers[0].attention.qkv.bias_N
+        bias = runner.model._layers[0].attention.qkv.bias_N
         wanted = stored["model.layers.0.self_attn.k_proj.bias"]
         assert torch.equal(bias[keys], wanted) != is_split
     built.release()
@@ -120,7 +120,7 @@ def test_scores_get_what_keys_are_short_of(build: TinyBuilder) -> None:
     for layer, pages in enumerate(built.runner.backend.pages):
         assert isinstance(pages, QuantizedPages)
         assert pages.planes.key_bias is not None
-        projected = built.runner.decoder._layers[layer].attention.qkv.bias_N[key_part(spec)]
+        projected = built.runner.model._layers[layer].attention.qkv.bias_N[key_part(spec)]
         bias = (stored[f"model.layers.{layer}.self_attn.k_proj.bias"] - projected).view(2, 1, -1).double()
         half = spec.head_dim // 2
         swapped = torch.cat((bias[..., half:], bias[..., :half]), -1)

@@ -37,7 +37,13 @@ def make_sequence(number: int, num_tokens: int, first_page: int, num_prompt: int
     token_ids = [dice.randrange(8, VOCAB) for _ in range(num_tokens)]
     pages = list(range(first_page, first_page + -(-num_tokens // 4) + 2))
     return Sequence(
-        number, token_ids, num_prompt or num_tokens, SamplingParams(**(GREEDY | params)), 0, max_tokens=9, pages=pages
+        number,
+        token_ids,
+        num_prompt or num_tokens,
+        SamplingParams(**(GREEDY | params)),
+        0,
+        max_tokens=9,
+        tables=[pages],
     )
 
 
@@ -211,7 +217,7 @@ def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
     rigs = [Rig(model, backend, limits, num_pages) for _ in range(2)]
     rows = sorted({1, limits.max_num_batched_tokens})
     rigs[1].runner.warm(rows, None, lambda done, total: pytest.fail("there are no graphs"))
-    sequence = Sequence(0, [9], 1, SamplingParams(temperature=0.0), 0, max_tokens=9, pages=[0])
+    sequence = Sequence(0, [9], 1, SamplingParams(temperature=0.0), 0, max_tokens=9, tables=[[0]])
     assert run(rigs[0], (sequence, 0, 1)) == run(rigs[1], (sequence, 0, 1))
     assert same_bits(rigs[0].logits[0][0], rigs[1].logits[0][0])
 

@@ -176,7 +176,7 @@ def spec_of(built: BuiltRunner) -> AttentionSpec:
 
 
 def scheduled(number, num_tokens, pages, params):
-    sequence = Sequence(number, [5 + number] * num_tokens, num_tokens, params, seed=0, max_tokens=1, pages=pages)
+    sequence = Sequence(number, [5 + number] * num_tokens, num_tokens, params, seed=0, max_tokens=1, tables=[pages])
     return ScheduledSequence(sequence, 0, num_tokens)
 
 

@@ -208,7 +208,7 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     for layer in range(len(built.storage.spec.layers)):
         for plane in built.storage.planes(layer).values():
             plane[slots.flatten()] = float("nan")
-    for lane, memory in runner.decoder.workspace.lanes.items():
+    for lane, memory in runner.model.workspace.lanes.items():
         if lane != "fused_decode":  # small-batch GEMMs count in it, and leave it at zero
             memory.fill_(0xFF)
     inputs, table = runner.buffers.inputs, runner.buffers.page_table

@@ -124,7 +124,7 @@ def make_sequence(number: int, num_tokens: int) -> Sequence:
     token_ids = [dice.randrange(8, VOCAB) for _ in range(num_tokens)]
     pages = list(range(20 * number, 20 * number + -(-num_tokens // 4) + 2))
     params = SamplingParams(temperature=0.0)
-    return Sequence(next(IDS), token_ids, num_tokens, params, 0, max_tokens=9, pages=pages)
+    return Sequence(next(IDS), token_ids, num_tokens, params, 0, max_tokens=9, tables=[pages])
 
 
 def step(*parts: tuple[Sequence, int, int]) -> Step:

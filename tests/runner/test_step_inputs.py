@@ -25,7 +25,7 @@ def table_of(max_num_seqs=4, max_num_pages=64, device=CPU):
 
 
 def sequence(sequence_id, pages=()):
-    return Sequence(sequence_id, [1], 1, SamplingParams(), seed=0, max_tokens=8, pages=list(pages))
+    return Sequence(sequence_id, [1], 1, SamplingParams(), seed=0, max_tokens=8, tables=[list(pages)])
 
 
 def preempt(victim):
@@ -272,7 +272,7 @@ def buffers_of(is_shared, max_num_batched_tokens=64, page_tokens=4, device=CPU):
 def scheduled(start, num_new_tokens, pages, num_tokens=None, first_token=100, sequence_id=None):
     token_ids = list(range(first_token, first_token + (num_tokens or start + num_new_tokens)))
     sequence_id = hash((start, tuple(pages))) if sequence_id is None else sequence_id
-    sequence = Sequence(sequence_id, token_ids, len(token_ids), SamplingParams(), seed=0, max_tokens=8, pages=pages)
+    sequence = Sequence(sequence_id, token_ids, len(token_ids), SamplingParams(), seed=0, max_tokens=8, tables=[pages])
     return ScheduledSequence(sequence, start, num_new_tokens)
 
 

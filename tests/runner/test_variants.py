@@ -50,7 +50,7 @@ def model_of(folder: Path) -> Iterator[OpenModel]:
 
 def step_of(num_tokens: int = 20) -> Step:
     ids = [(7 * place) % 250 + 8 for place in range(num_tokens)]
-    sequence = Sequence(1, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, pages=[0, 1])
+    sequence = Sequence(1, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=[[0, 1]])
     return Step((ScheduledSequence(sequence, 0, num_tokens),))
 
 
@@ -63,7 +63,7 @@ def test_weights_are_shared_and_all_else_is_not(folder: Path) -> None:
         built = build_variants([Variant(CONFIG), Variant(HALF), Variant(CONFIG)], model, silent)
     held = [held_storages(runner) for runner in built.runners]
     shared = set(held[0]) & set(held[1]) & set(held[2])
-    weights = held_storages([runner.decoder._embed_VE for runner in built.runners])
+    weights = held_storages([runner.model._embed_VE for runner in built.runners])
     assert shared == set(weights)
     assert len(shared) == 1
     for one, other in ((0, 1), (0, 2), (1, 2)):

@@ -1,5 +1,6 @@
 """Attention layer: fused projection, backend, output projection."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,12 @@ class AttentionBuffers(NamedTuple):
     """The backend's own."""
     quantized: QuantizedRows | None = None
     """Room for the rows of either product as codes; None where no weight takes them so."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "AttentionBuffers":
+        """From the tensors of `attention_request`, by name; those that it does not know are the backend's, in its order."""
+        scratch = tuple(tensor for name, tensor in held.items() if name not in ("qkv", "q", "attended"))
+        return cls(held["qkv"], held["q"], held["attended"], scratch, quantized)
 
 
 class AttentionLayer:

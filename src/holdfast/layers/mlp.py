@@ -1,5 +1,6 @@
 """Linear, norms and MLPs: what a decoder layer is made of beside attention."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,11 @@ class MLPBuffers(NamedTuple):
     active_TI: torch.Tensor
     quantized: QuantizedRows | None = None
     """Room for the rows of either product as codes; None where no weight takes them so."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "MLPBuffers":
+        """From the tensors of `mlp_request`, by name."""
+        return cls(held["wide"], held["active"], quantized)
 
 
 class GatedMLP:

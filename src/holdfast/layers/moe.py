@@ -3,6 +3,7 @@
 T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,15 @@ class ExpertBuffers(NamedTuple):
     """float32."""
     quantized: QuantizedRows | None = None
     """Room for the rows of any one product as codes; None where no weight takes them so."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "ExpertBuffers":
+        """From the tensors of `experts_request`, by name; those of the order of pairs come last, in their own order."""
+        own = ("router", "expert_ids", "shares", "active", "routed")
+        shared = ("shared_wide", "shared_active", "shared", "shared_logit")
+        order = tuple(tensor for name, tensor in held.items() if name not in (*own, *shared))
+        mlp = MLPBuffers(held["shared_wide"], held["shared_active"], quantized) if "shared_wide" in held else None
+        return cls(*(held[name] for name in own), order, mlp, held.get("shared"), held.get("shared_logit"), quantized)
 
 
 class SharedExpert:

@@ -47,6 +47,12 @@ class Workspace:
             views = self._views.get((lane, owner, specs))
         return self._first_views(owner, specs, lane) if views is None else views
 
+    def acquire_named(
+        self, owner: str, specs: tuple[TensorSpec, ...], lane: str = DEFAULT_LANE
+    ) -> dict[str, torch.Tensor]:
+        """The same views by the names of their specs."""
+        return {spec.name: view for spec, view in zip(specs, self.acquire(owner, specs, lane), strict=True)}
+
     @property
     def lanes(self) -> dict[str, torch.Tensor]:
         """All bytes of each lane, as they lie."""

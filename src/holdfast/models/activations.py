@@ -168,6 +168,9 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         and spec.activation == "silu"
         and spec.has_final_norm
         and spec.embedding_size is None
+        and not spec.has_output_norms
+        and spec.norm_offset == 0.0
+        and spec.logit_softcap is None
         and all(width % SMALL_BATCH_BLOCK_N == 0 for width in widths)
     )
 

@@ -1,11 +1,12 @@
-"""The one decoder that every family configures: embed, layers, norm, logits, all in tensors of one workspace.
+"""The one decoder that every family configures: embed, a range of layers, norm, logits, all in tensors of one workspace.
 
-T rows of the step, R rows whose logits are wanted, H hidden, V vocabulary, X any other width
+T rows of the step, R rows whose logits are wanted, H hidden, E embedding, V vocabulary, X any other width
 
 The residual stream is x, and what the last product computed is added to it by the norm that follows: one pass over memory
 for both. Small batches on a GPU take the fused decode path, whose products do this in their epilogue (fused_decode.py).
 """
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request
 from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder, Weights
 from holdfast.models.fused_decode import FusedDecode
+from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
@@ -44,27 +46,28 @@ class StepRequests(NamedTuple):
 
 
 class Decoder:
-    """A whole model over final weights. It holds references to them and no state of its own."""
+    """A whole model over final weights (the Model of models/model.py). It holds references to them and no state of its own."""
 
     def __init__(
         self,
         spec: ModelSpec,
         weights: Weights,
         backend: AttentionBackend[Any],
-        rotary: Rotary | None,
+        rotaries: Sequence[Rotary | None],
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
         takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
-        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
-        builder = LayerBuilder(spec, weights, backend, rotary)
+        """`rotaries` has an entry a layer; `dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        builder = LayerBuilder(spec, weights, backend, rotaries)
         self._spec = spec
         self.workspace = workspace
         self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
         self._recipe = recipe
         self._embed_VE = weights["embed.weight"]
+        self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
         self._embed_out = builder.linear("embed_out") if "embed_out.weight" in weights else None
@@ -75,6 +78,10 @@ class Decoder:
         """The fused decode path; None where no step takes it."""
         self._requests = cache(partial(_make_requests, spec, self._dtype, scratch, recipe))
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
         if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
@@ -83,72 +90,82 @@ class Decoder:
 
     def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """Final hidden states of the rows whose logits are wanted: [R, H], in the stream."""
-        x_TH, normed_TH, delta_TH = self._acquire(self._requests(batch.num_rows).stream)
-        self._embed(batch, x_TH)
-        pending = None
-        for layer in self._layers[:-1]:
-            pending = self._run(layer, batch, plan, x_TH, normed_TH, delta_TH, pending)
-        last, rows_R = self._layers[-1], batch.logits.rows_R if batch.logits is not None else None
-        x_RH, delta_RH = self._attend(last, batch, plan, x_TH, normed_TH, delta_TH, pending, rows_R is not None)
-        if rows_R is not None:
-            # Beyond the last layer's attention only these rows matter; the two tensors change their parts.
-            num_rows = len(rows_R)
-            if num_rows == 0:
-                return x_TH[:0]
-            x_RH = torch.index_select(x_TH, 0, rows_R, out=normed_TH[:num_rows])
-            normed_TH = x_TH[:num_rows]
-        self._feed_forward(last, x_RH, normed_TH, delta_RH)
-        if not self._spec.norm_first:
+        return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
+
+    def embed(self, batch: Batch) -> Stream:
+        """The first end: token embeddings, and learned positions where there are."""
+        requests = self._requests(batch.num_rows)
+        stream = self._acquire(requests.stream)
+        x_TH = stream["x"]
+        buffers = self._acquire(requests.embed) if requests.embed.specs else {}
+        if self._embed_in is None:
+            lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
+        else:
+            tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, buffers["tokens"])
+            self._embed_in(tokens_TE, x_TH, self._quantized(requests.codes))
+        if self._embed_scale is not None:
+            x_TH.mul_(self._embed_scale)
+        if self._positions_PH is not None:
+            ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=buffers["position_ids"])
+            x_TH.add_(lookup_rows(ids_T, self._positions_PH, buffers["positions"]))
+        return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
+
+    def run_layers(
+        self,
+        stream: Stream,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        layers: range,
+    ) -> Stream:
+        """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on."""
+        for index in layers:
+            layer, wanted_only = self._layers[index], index == self.num_layers - 1 and batch.logits is not None
+            x_TH, normed_TH, delta_TH, has_delta = stream
+            inputs_TH = x_TH
+            if self._spec.norm_first:
+                inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH)
+            buffers = self._attention_buffers(batch.num_rows)
+            delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only)
+            if wanted_only and batch.logits is not None:
+                num_rows = len(batch.logits.rows_R)
+                if num_rows == 0:
+                    return Stream(x_TH[:0], normed_TH[:0], delta_TH[:0], has_delta=False)
+                # The two tensors change their parts.
+                x_TH = torch.index_select(x_TH, 0, batch.logits.rows_R, out=normed_TH[:num_rows])
+                normed_TH = stream.x_TH[:num_rows]
+            self._feed_forward(layer, x_TH, normed_TH, delta_RH)
+            stream = Stream(x_TH, normed_TH, delta_RH, has_delta=self._spec.norm_first)
+        return stream
+
+    def finish(self, stream: Stream) -> torch.Tensor:
+        """The other end, up to the head: final hidden states of the rows that are left."""
+        x_RH, normed_RH, delta_RH, has_delta = stream
+        if x_RH.shape[0] == 0 or not has_delta:
             return x_RH
         if self._final_norm is None:
             return x_RH.add_(delta_RH)
-        return self._final_norm(x_RH, delta_RH, normed_TH)
+        return self._final_norm(x_RH, delta_RH, normed_RH)
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """float32 logits [R, V], valid until the workspace is used again."""
-        head = activations.head_request(self._spec, hidden_RH.shape[0], self._dtype)
-        embedded_RE, logits_RV = self._acquire(head)
+        """The head: float32 logits [R, V], valid until the workspace is used again."""
+        head = self._acquire(activations.head_request(self._spec, hidden_RH.shape[0], self._dtype))
         quantized = self._quantized(activations.quantized_rows_request(self._spec, 0, hidden_RH.shape[0], self._recipe))
         if self._embed_out is not None:
-            hidden_RH = self._embed_out(hidden_RH, embedded_RE, quantized)
-        return linear_float32(hidden_RH, self._head_VE, logits_RV, quantized)
-
-    def _run(
-        self,
-        layer: DecoderLayer,
-        batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
-        x_TH: torch.Tensor,
-        normed_TH: torch.Tensor,
-        delta_TH: torch.Tensor,
-        pending_TH: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """One layer; what is still to be added to x afterwards."""
-        self._attend(layer, batch, plan, x_TH, normed_TH, delta_TH, pending_TH, False)
-        self._feed_forward(layer, x_TH, normed_TH, delta_TH)
-        return delta_TH if self._spec.norm_first else None
-
-    def _attend(
-        self,
-        layer: DecoderLayer,
-        batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
-        x_TH: torch.Tensor,
-        normed_TH: torch.Tensor,
-        delta_TH: torch.Tensor,
-        pending_TH: torch.Tensor | None,
-        wanted_only: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs_TH = layer.attn_norm(x_TH, pending_TH, normed_TH) if self._spec.norm_first else x_TH
-        buffers = self._attention_buffers(batch.num_rows)
-        return x_TH, layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only)
+            hidden_RH = self._embed_out(hidden_RH, head["embedded"], quantized)
+        logits_RV = linear_float32(hidden_RH, self._head_VE, head["logits"], quantized)
+        cap = self._spec.logit_softcap
+        return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
 
     def _feed_forward(
         self, layer: DecoderLayer, x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
         """x += delta, and delta = MLP of it; where norms come last, x is finished instead."""
         if self._spec.norm_first:
+            if layer.attn_out_norm is not None:
+                layer.attn_out_norm(delta_RH, None, delta_RH)
             self._run_mlp(layer, layer.mlp_norm(x_RH, delta_RH, normed_RH), delta_RH)
+            if layer.mlp_out_norm is not None:
+                layer.mlp_out_norm(delta_RH, None, delta_RH)
             return
         layer.attn_norm(x_RH, delta_RH, x_RH)
         self._run_mlp(layer, x_RH, delta_RH)
@@ -163,29 +180,15 @@ class Decoder:
 
     def _fused_logits(self, batch: Batch, plan: Any, fused: FusedDecode) -> torch.Tensor:  # noqa: ANN401
         """The same on the fused decode path."""
-        stream = self._acquire(self._requests(batch.num_rows).stream)
-        self._embed(batch, stream[0])
         return fused.logits(
             batch,
             plan,
-            stream,
+            self.embed(batch),
             self._attention_buffers,
             self._mlp_buffers,
             self._expert_buffers,
-            lambda num_rows: self._acquire(activations.head_request(self._spec, num_rows, self._dtype))[1],
+            lambda num_rows: self._acquire(activations.head_request(self._spec, num_rows, self._dtype))["logits"],
         )
-
-    def _embed(self, batch: Batch, x_TH: torch.Tensor) -> None:
-        requests = self._requests(batch.num_rows)
-        buffers = iter(self._acquire(requests.embed) if requests.embed.specs else ())
-        if self._embed_in is None:
-            lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
-        else:
-            tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, next(buffers))
-            self._embed_in(tokens_TE, x_TH, self._quantized(requests.codes))
-        if self._positions_PH is not None:
-            ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=next(buffers))
-            x_TH.add_(lookup_rows(ids_T, self._positions_PH, next(buffers)))
 
     def fused_decode_declined(self) -> str | None:
         """None, or why what was loaded cannot take the fused decode path, in words."""
@@ -202,34 +205,31 @@ class Decoder:
 
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:
         requests = self._requests(num_rows)
-        qkv_TX, q_THD, attended_TX, *scratch = self._acquire(requests.attention)
-        return AttentionBuffers(qkv_TX, q_THD, attended_TX, tuple(scratch), self._quantized(requests.codes))
+        return AttentionBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
 
     def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
         requests = self._requests(num_rows)
-        wide_TX, active_TI = self._acquire(requests.mlp)
-        return MLPBuffers(wide_TX, active_TI, self._quantized(requests.codes))
+        return MLPBuffers.of(self._acquire(requests.mlp), self._quantized(requests.codes))
 
     def _expert_buffers(self, num_rows: int) -> ExpertBuffers:
         requests = self._requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
-        quantized, experts = self._quantized(requests.codes), self._spec.experts
-        logits_TE, ids_TS, shares_TS, active_PI, routed_PH, *more = self._acquire(requests.experts)
-        shared, shared_TH, logit_T1 = None, None, None
-        if experts is not None and experts.shared_size:
-            wide_TX, active_TI, shared_TH, *more = more
-            shared = MLPBuffers(wide_TX, active_TI, quantized)
-        if experts is not None and experts.has_shared_gate:
-            logit_T1, *more = more
-        routing = logits_TE, ids_TS, shares_TS, active_PI, routed_PH, tuple(more)
-        return ExpertBuffers(*routing, shared, shared_TH, logit_T1, quantized)
+        return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
 
     def _quantized(self, request: Request) -> QuantizedRows | None:
         """Room for inputs of products as codes, until the next product; None where no weight wants any."""
-        return QuantizedRows(*self._acquire(request)) if request.specs else None
+        if not request.specs:
+            return None
+        held = self._acquire(request)
+        return QuantizedRows(held["codes"], held["scales"])
 
-    def _acquire(self, request: Request) -> tuple[torch.Tensor, ...]:
-        return self.workspace.acquire(request.owner, request.specs, request.lane)
+    def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
+        return self.workspace.acquire_named(request.owner, request.specs, request.lane)
+
+
+def _rounded(number: float | None, dtype: str) -> float | None:
+    """As a tensor of that type would hold it."""
+    return None if number is None else torch.tensor(number, dtype=getattr(torch, dtype)).item()
 
 
 def _make_requests(

@@ -1,6 +1,6 @@
 """One layer of a decoder, put together from the spec's values and the weights' names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,29 +15,41 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 Weights = Mapping[str, torch.Tensor | QuantizedWeight]
 Norm = RMSNorm | LayerNorm
+OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
 
 
 class DecoderLayer:
     """Attention and MLP, or experts, around a residual stream."""
 
-    def __init__(self, attn_norm: Norm, attention: AttentionLayer, mlp_norm: Norm, mlp: FeedForward) -> None:
+    def __init__(
+        self,
+        attn_norm: Norm,
+        attention: AttentionLayer,
+        mlp_norm: Norm,
+        mlp: FeedForward,
+        attn_out_norm: Norm | None = None,
+        mlp_out_norm: Norm | None = None,
+    ) -> None:
+        """The last two norm what each half gives before it joins the stream; None where nothing does."""
         self.attn_norm = attn_norm
         self.attention = attention
+        self.attn_out_norm = attn_out_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_out_norm = mlp_out_norm
 
 
 class LayerBuilder:
     """Layers of one model over its final weights."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, backend: AttentionBackend[Any], rotary: Rotary | None
+        self, spec: ModelSpec, weights: Weights, backend: AttentionBackend[Any], rotaries: Sequence[Rotary | None]
     ) -> None:
         self._spec = spec
         self._weights = weights
         self._backend = backend
-        self._rotary = rotary
+        self._rotaries = rotaries
 
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"layers.{index}"
@@ -47,6 +59,7 @@ class LayerBuilder:
             self._attention(index, prefix),
             self.norm(f"{prefix}.mlp_norm"),
             self._mlp(prefix) if experts is None else self._experts(experts, prefix),
+            *((self.norm(f"{prefix}.{name}") for name in OUTPUT_NORMS) if self._spec.has_output_norms else ()),
         )
 
     def norm(self, name: str) -> Norm:
@@ -71,7 +84,7 @@ class LayerBuilder:
             q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
             head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps)
         qkv, o = self.linear(f"{prefix}.qkv"), self.linear(f"{prefix}.o")
-        return AttentionLayer(index, qkv, o, head_norm, self._rotary, self._backend)
+        return AttentionLayer(index, qkv, o, head_norm, self._rotaries[index], self._backend)
 
     def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
         down = self.linear(f"{prefix}.down")

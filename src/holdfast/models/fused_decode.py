@@ -6,7 +6,7 @@ T rows, H hidden, X any other width
 `fits_fused_decode` which steps of a model that does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.models.decoder_layer import DecoderLayer, Norm
+from holdfast.models.model import Stream
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -73,14 +74,14 @@ class FusedDecode:
         self,
         batch: Batch,
         plan: Any,  # noqa: ANN401 the backend's own type
-        stream: Sequence[torch.Tensor],
+        stream: Stream,
         attention_buffers: Callable[[int], AttentionBuffers],
         mlp_buffers: Callable[[int], MLPBuffers],
         expert_buffers: Callable[[int], ExpertBuffers],
         logits_TV: Callable[[int], torch.Tensor],
     ) -> torch.Tensor:
-        """float32 logits of every row. `stream` is x, filled with embeddings, and two tensors of its shape."""
-        x_TH, scaled_TH, delta_TH = stream
+        """float32 logits of every row. `stream` is as `embed` leaves it."""
+        x_TH, scaled_TH, delta_TH, _ = stream
         scratch, num_rows = self.scratch, batch.num_rows
         norm = _rms(self._layers[0].attn_norm)
         rows = defer_rms_norm(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
@@ -124,14 +125,13 @@ class FusedDecode:
         return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self.scratch, amax)
 
 
-def make_scratch(tensors: Sequence[torch.Tensor]) -> SmallBatchScratch:
-    """From the tensors of `fused_decode_request`; counters and amax that products raise begin at zero."""
-    squares, partials, arrived, *amax = tensors
-    arrived.zero_()
-    if not amax:
+def make_scratch(held: Mapping[str, torch.Tensor]) -> SmallBatchScratch:
+    """From the tensors of `fused_decode_request`, by name; counters and amax that products raise begin at zero."""
+    squares, partials, arrived = held["squares"], held["parts"], held["arrived"].zero_()
+    if "amax" not in held:
         return SmallBatchScratch(squares, partials, arrived)
-    normed, inputs, gated = amax
-    return SmallBatchScratch(squares, partials, arrived, AmaxScratch(normed, inputs, gated.zero_()))
+    amax = AmaxScratch(held["amax"], held["input_amax"], held["gate_amax"].zero_())
+    return SmallBatchScratch(squares, partials, arrived, amax)
 
 
 def _rms(norm: Norm | None) -> RMSNorm:

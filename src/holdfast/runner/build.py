@@ -256,7 +256,7 @@ class RunnerBuild:
                 spec,
                 self._weights | biases.qkv,
                 backend,
-                rotary,
+                (rotary,) * spec.num_layers,
                 workspace,
                 scratch,
                 is_fused,

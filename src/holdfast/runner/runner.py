@@ -14,7 +14,7 @@ import torch
 
 from holdfast.attention.backend import AttentionBackend, Batch
 from holdfast.config import Limits
-from holdfast.models.decoder import Decoder
+from holdfast.models.model import Model
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceResult, Step, StepResult, TokenLogprobs
@@ -38,7 +38,7 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Model,
         backend: AttentionBackend[Any],
         buffers: BatchBuffers,
         sampler: Sampler,
@@ -54,7 +54,7 @@ class Runner:
         self.num_pages = num_pages
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.decoder = decoder
+        self.model = model
         self.backend = backend
         self.buffers = buffers
         self.sampler = sampler
@@ -83,13 +83,13 @@ class Runner:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
-            return self.decoder.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
+            return self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
 
     @torch.inference_mode()
     def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """float32 logits of up to PROMPT_ROWS of these rows: [R, V], valid until the next call or step."""
         with self._handing_over():
-            return self.decoder.logits(hidden_RH)
+            return self.model.logits(hidden_RH)
 
     @torch.inference_mode()
     def warm(
@@ -107,7 +107,7 @@ class Runner:
         with self._on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
-            self.decoder.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -121,7 +121,7 @@ class Runner:
                         batches.clear()
                         batch = self._capture_batch(size, is_decode, graphs)
                         batches[size, is_decode] = batch, self.backend.plan(batch, captured=True)
-                    logits_RV = self.decoder.step_logits(*batches[size, is_decode])
+                    logits_RV = self.model.step_logits(*batches[size, is_decode])
                     self.sampler.find_argmax(logits_RV)
                     return logits_RV
 
@@ -133,17 +133,17 @@ class Runner:
         """Both ways that so many rows can go: a small batch takes the fused decode path where all of its logits are wanted."""
         batch = self.buffers.fill(Step(()), [], num_rows)
         plan = self.backend.plan(batch, captured=True)
-        hidden_TH = self.decoder.hidden(batch, plan)
+        hidden_TH = self.model.hidden(batch, plan)
         if num_rows <= max(self.limits.max_num_seqs, PROMPT_ROWS):
-            self.decoder.logits(hidden_TH)
-            self.sampler.warm(self.decoder.step_logits(batch, plan))
+            self.model.logits(hidden_TH)
+            self.sampler.warm(self.model.step_logits(batch, plan))
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
         if self.graphs is not None:
             self.graphs.release()
             self.graphs = None
-        for name in ("decoder", "backend", "buffers", "sampler"):
+        for name in ("model", "backend", "buffers", "sampler"):
             vars(self).pop(name, None)
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -176,9 +176,9 @@ class Runner:
             batch = self._fill(step, logit_rows)
             plan = self.backend.plan(batch)
             if not logit_rows:
-                self.decoder.hidden(batch, plan)
+                self.model.hidden(batch, plan)
                 return []
-            logits_SV = self.decoder.step_logits(batch, plan)[:num_logits]
+            logits_SV = self.model.step_logits(batch, plan)[:num_logits]
             return self.sampler.sample(logits_SV, sequences, self.eos_token_ids)
         batch = self.buffers.fill(step, logit_rows, size, self.graphs.logit_rows(size, is_decode))
         self.backend.plan(batch, captured=True)
@@ -190,7 +190,7 @@ class Runner:
 
     def _with_prompt_logprobs(self, step: Step, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
         batch = self._fill(step, logit_rows)
-        hidden_RH = self.decoder.hidden(batch, self.backend.plan(batch))
+        hidden_RH = self.model.hidden(batch, self.backend.plan(batch))
         prompts = [
             self._prompt_logprobs(item, rows, hidden_RH) if rows.num_prompt else ()
             for item, rows in zip(step.scheduled, wanted, strict=True)
@@ -199,7 +199,7 @@ class Runner:
         for item, rows, prompt in zip(step.scheduled, wanted, prompts, strict=True):
             token_id, logprobs = None, None
             if rows.sample is not None:
-                logits_1V = self.decoder.logits(hidden_RH[rows.sample : rows.sample + 1])
+                logits_1V = self.model.logits(hidden_RH[rows.sample : rows.sample + 1])
                 ((token_id, logprobs),) = self.sampler.sample(logits_1V, [item.sequence], self.eos_token_ids)
             results.append(SequenceResult(token_id, logprobs, prompt))
         return StepResult(tuple(results))
@@ -213,7 +213,7 @@ class Runner:
         for offset in range(0, rows.num_prompt, PROMPT_ROWS):
             count = min(PROMPT_ROWS, rows.num_prompt - offset)
             first = rows.prompt_start + offset
-            logits_TV = self.decoder.logits(hidden_RH[first : first + count])
+            logits_TV = self.model.logits(hidden_RH[first : first + count])
             target_start = item.start + offset + 1
             targets = item.sequence.token_ids[target_start : target_start + count]
             logprobs.extend(self.sampler.prompt_logprobs(logits_TV, targets, num_top))
