@@ -1,0 +1,298 @@
+"""Sliding-window models on a GPU: plan, speed and pages by cache group: python benchmarks/gpu_groups.py [--cases NAME,...]
+
+An engine of each model's shapes, with dummy weights, in a process of its own. Speed: tokens a second of decode steps (the
+difference of two lengths of output behind prompts in the prefix cache), against the time to read what a step must: all weights
+but the embedding, of experts those that a batch of random rows takes, and the keys and values that are seen. Memory: planned
+and what the driver says. After ready: allocations and compilations inside Runner.execute. Windows: pages that each group holds
+while many long prompts run, beside the bound, and the sequences that run at once; and the same with all layers kept whole.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_context
+from gpu_quantized import generate, touched_experts
+from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
+
+if TYPE_CHECKING:
+    from gpu_engines import OpenEngine
+
+GIB = 2**30
+MIN_SECONDS = 20.0
+"""A process is not begun with less than this left."""
+
+
+class Case(NamedTuple):
+    """One engine, and what is looked at."""
+
+    model: str
+    options: Mapping[str, Any]
+    batches: tuple[int, ...] = ()
+    """Decode is timed with so many sequences."""
+    num_requests: int = 0
+    """Long prompts that run together while pages are watched."""
+    prompt_tokens: int = 512
+    lengths: tuple[int, int] = (17, 81)
+    watch_seconds: float = 60.0
+
+
+CASES: Mapping[str, Case] = {
+    "gpt-oss-20b": Case("gpt-oss-20b", {"max_model_len": 131072, "max_num_seqs": 64}, (1, 64)),
+    "gemma-3-27b": Case("gemma-3-27b-it", {"max_model_len": 131072, "max_num_seqs": 64}, (1, 64)),
+    "mistral-7b": Case(
+        "Mistral-7B-v0.1",
+        {"max_model_len": 32768, "max_num_seqs": 64, "quantization": "fp8", "memory_limit": "24GiB"},
+        num_requests=64,
+        prompt_tokens=31744,
+    ),
+}
+TINY_CASES: Mapping[str, Case] = {
+    "mistral-7b": Case(
+        "Mistral-7B-v0.1", {"max_model_len": 256, "max_num_seqs": 4}, (1,), 3, 120, (3, 8), watch_seconds=5.0
+    )
+}
+
+
+# --- in the process of an engine
+
+
+def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) -> dict[str, Any]:
+    """Start, count, time, watch."""
+    from gpu_engines import open_engine, prompts
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_engine(case.model, Path(folder), tiny, device, **case.options)
+    plan = opened.built.plan
+    found: dict[str, Any] = {
+        "start_seconds": time.perf_counter() - start,
+        "report": opened.llm.memory.as_dict(),
+        "planned_bytes": plan.memory.phase_bytes["serve"],
+        "kv_tokens": plan.kv_tokens,
+        "tokens_without_groups": plan.tokens_without_groups,
+        "groups": group_rows(opened),
+        "read": read_bytes(opened),
+        "decode": [],
+    }
+    counted = Counted(opened)
+    made = prompts(Random(0), [case.prompt_tokens] * max((*case.batches, case.num_requests)), opened.runner.vocab_size)
+    for batch in case.batches:
+        generate(opened, made[:batch], 1)
+        seconds: dict[int, list[float]] = {length: [] for length in case.lengths}
+        for _ in range(2):
+            for length in case.lengths:
+                seconds[length].append(generate(opened, made[:batch], length))
+        found["decode"].append({"batch": batch, "seconds": seconds, **graph_seconds(opened, batch, 20)})
+        keep(found, result)
+    if case.num_requests:
+        found["watched"] = watch(opened, made[: case.num_requests], case)
+    found["after_ready"] = counted.found()
+    return found
+
+
+def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
+    """Each group as numbers."""
+    plan = opened.built.plan
+    assert plan.cache is not None, f"{plan.blueprint.name} has no pages"
+    limits, rows = plan.resolved.limits, []
+    for index, (group, own) in enumerate(zip(plan.cache.cache_groups(), plan.cache.groups, strict=True)):
+        rows.append(
+            {
+                "name": group.name,
+                "num_layers": len(own.layers),
+                "page_tokens": group.page_tokens,
+                "padding_bytes": plan.cache.padding_bytes(index),
+                "page_bytes": plan.cache.bytes_per_page,
+                "bound_decode": group.most_pages(limits.max_model_len, 1),
+                "bound_prompt": group.most_pages(limits.max_model_len, limits.max_num_batched_tokens),
+            }
+        )
+    return rows
+
+
+def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
+    """What a step has to read, as far as it does not depend on the step."""
+    from holdfast.quant.quantized_weight import QuantizedWeight
+
+    plan, model = opened.built.plan, opened.runner.model
+    groups = {term.owner: term.num_bytes for term in plan.memory.terms if term.group == "weights"}
+    embedding, head = model._embed_VE, model._head_VE
+    skipped = 0 if embedding is head or isinstance(embedding, QuantizedWeight) else embedding.nbytes
+    spec = plan.blueprint.spec
+    assert spec is not None, f"{plan.blueprint.name} does not run"
+    experts = spec.experts
+    return {
+        "weight_bytes": sum(groups.values()) - skipped,
+        "num_experts": 0 if experts is None else experts.num_experts,
+        "top_k": 0 if experts is None else experts.top_k,
+        "expert_bytes": groups.get("weights/experts", 0),
+        "kv_layers": [(own.cache.bytes_per_token, own.window) for own in plan.attention_specs],
+    }
+
+
+class Counted:
+    """Allocations and compilations inside Runner.execute, from now on."""
+
+    def __init__(self, opened: "OpenEngine") -> None:
+        import torch
+
+        from holdfast.kernels.triton_compat import counting_compiles
+
+        self._is_cuda = opened.runner.device.type == "cuda"
+        self._num_steps = self._num_allocations = 0
+        self._compiles = counting_compiles(lambda: None)
+        self._counts = self._compiles.__enter__()
+        execute = opened.runner.execute
+
+        def counted(step: Any) -> Any:  # noqa: ANN401
+            before = torch.cuda.memory_stats()["allocation.all.allocated"] if self._is_cuda else 0
+            result = execute(step)
+            after = torch.cuda.memory_stats()["allocation.all.allocated"] if self._is_cuda else 0
+            self._num_steps += 1
+            self._num_allocations += after - before
+            return result
+
+        opened.runner.execute = counted
+
+    def found(self) -> dict[str, int]:
+        self._compiles.__exit__(None, None, None)
+        return {
+            "num_steps": self._num_steps,
+            "num_allocations": self._num_allocations,
+            "num_compilations": self._counts.num_compiled,
+        }
+
+
+def watch(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, Any]:
+    """Long prompts together: pages of each group after every step, and who runs."""
+    from holdfast.request.sampling_params import SamplingParams
+
+    scheduler, engine = opened.engine.scheduler, opened.engine
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    for index, prompt in enumerate(made):
+        engine.add_request(f"watched-{index}", prompt, params)
+    most: dict[str, int] = {}
+    most_each: dict[str, int] = {}
+    running, num_steps, num_tokens, end = [], 0, 0, time.monotonic() + case.watch_seconds
+    while engine.has_unfinished() and time.monotonic() < end:
+        before = sum(sequence.num_computed for sequence in scheduler.running)
+        engine.step()
+        num_steps += 1
+        num_tokens += max(0, sum(sequence.num_computed for sequence in scheduler.running) - before)
+        running.append(scheduler.num_running)
+        for name, count in scheduler.pages_by_group().items():
+            most[name] = max(most.get(name, 0), count)
+        for sequence in scheduler.running:
+            for group, table in zip(scheduler.groups, sequence.tables, strict=True):
+                held = sum(page >= 0 for page in table)
+                most_each[group.name] = max(most_each.get(group.name, 0), held)
+    return {
+        "num_steps": num_steps,
+        "num_pages": scheduler.pool.num_pages,
+        "most_pages": most,
+        "most_pages_of_a_sequence": most_each,
+        "most_running": max(running),
+        "num_preemptions": scheduler.num_preemptions,
+        "num_tokens": num_tokens,
+        "is_whole": not engine.has_unfinished(),
+    }
+
+
+# --- in the process that starts the others
+
+
+def roof_rate(batch: int, context: float, read: Mapping[str, Any]) -> float:
+    """Tokens a second if every step only read what it must, at the rate of the device."""
+    weight_bytes = read["weight_bytes"]
+    if read["num_experts"]:
+        touched = touched_experts(read["num_experts"], read["top_k"], batch)
+        weight_bytes -= read["expert_bytes"] * (1 - touched / read["num_experts"])
+    kv_bytes = sum(num_bytes * min(context, window or context) for num_bytes, window in read["kv_layers"])
+    return batch * READ_BYTES_PER_SECOND / (weight_bytes + batch * kv_bytes)
+
+
+def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one engine."""
+    if "error" in found and "report" not in found:
+        return [{"measure": case.model, "unit": "", "values": {}, "error": found["error"]}]
+    rows, context = [], mean_context(case.prompt_tokens, case.lengths)
+    planned, measured = found["planned_bytes"], found.get("measured_bytes")
+    if measured:
+        percent = round(100 * (measured - planned) / planned, 3)
+        values = {"planned": round(planned / GIB, 3), "measured": round(measured / GIB, 3)}
+        rows.append({"measure": f"{case.model}, memory", "unit": "GiB", "values": values, "percent": percent})
+    tokens = {"groups": found["kv_tokens"], "all layers whole": found["tokens_without_groups"]}
+    rows.append({"measure": f"{case.model}, tokens that fit", "unit": "tokens", "values": tokens})
+    for entry in found["decode"]:
+        batch = entry["batch"]
+        seconds = {int(length): runs for length, runs in entry["seconds"].items()}
+        rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, found["read"])
+        row = {"measure": f"{case.model}, decode, batch {batch}", "unit": "tokens/s", "values": {"holdfast": round(rate, 2)}}
+        row |= {"roof": round(roof, 2), "percent_of_roof": round(100 * rate / roof, 1)}
+        if "graph_seconds" in entry:
+            row["graph_alone"] = round(batch / entry["graph_seconds"], 2)
+        rows.append(row)
+    if "watched" in found:
+        watched = found["watched"]
+        values = {"most at once": watched["most_running"], "preemptions": watched["num_preemptions"]}
+        rows.append({"measure": f"{case.model}, sequences of {case.prompt_tokens}", "unit": "", "values": values, **watched})
+    rows.append({"measure": f"{case.model}, after ready", "unit": "", "values": found.get("after_ready", {})})
+    return rows
+
+
+def main() -> None:
+    """Run what was asked, as far as the time goes."""
+    parser = options("Models with sliding windows: plan, speed, pages by cache group")
+    parser.add_argument("--cases", default="", help=f"some of {', '.join(CASES)}, with commas; else all")
+    arguments = parser.parse_args()
+    cases = TINY_CASES if arguments.tiny else CASES
+    if arguments.child is not None:
+        found = run_case(cases[arguments.child], arguments.tiny, arguments.device, arguments.result)
+        leave(found, arguments.result)
+        return
+    found = measure_all(cases, [name for name in arguments.cases.split(",") if name] or [*cases], arguments)
+    results = [row for name, entry in found.items() for row in rows_of(cases[name], entry)]
+    facts = {
+        "read_bytes_per_second": READ_BYTES_PER_SECOND,
+        "groups": {name: entry.get("groups") for name, entry in found.items()},
+        "start_seconds": {name: entry.get("start_seconds") for name, entry in found.items()},
+    }
+    words = ", ".join(cases[name].model for name in found)
+    record = make_record("gpu-groups", results, words, "dummy weights", arguments, facts)
+    lines = [
+        (row["measure"], json.dumps(row["values"]), row.get("percent_of_roof", row.get("percent", ""))) for row in results
+    ]
+    print_table("Cache groups", ("", "", "%"), lines)
+    write_record(record, "groups", arguments)
+
+
+def measure_all(
+    cases: Mapping[str, Case], chosen: Sequence[str], arguments: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """A process for each engine."""
+    budget, found = Budget(arguments.budget_seconds), {}
+    for name in chosen:
+        if budget.left_seconds < MIN_SECONDS:
+            print(f"{name} is left out: no time")
+            continue
+        before = used_bytes()
+        shared = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
+        command = [sys.argv[0], "--child", name, *shared]
+        entry = run_child(command, budget.left_seconds, lambda: {"used_bytes": used_bytes()})
+        if entry.get("used_bytes") is not None and before is not None:
+            entry["measured_bytes"] = entry["used_bytes"] - before
+        found[name] = entry
+        print(json.dumps({"case": name, "told": entry.get("error", "ok")}))
+        sys.stdout.flush()
+    return found
+
+
+if __name__ == "__main__":
+    main()
