@@ -97,10 +97,10 @@ class Rig:
 
     def stored(self, layer: int, name: str, sequence: SequenceRows) -> torch.Tensor:
         """[L, K, D]: keys or values of a sequence, as its pages hold them."""
-        assert self.batch.page_table_NP is not None, "the batch has no page table"
+        assert self.batch.page_tables is not None, "the batch has no page table"
         page_tokens = self.bounds.page_tokens
         token_L = torch.arange(sequence.end, device=self.q_THD.device)
-        page_L = self.batch.page_table_NP[sequence.table_row, token_L // page_tokens].long()
+        page_L = self.batch.page_tables[0][sequence.table_row, token_L // page_tokens].long()
         return self.storage.plane(layer, name)[page_L * page_tokens + token_L % page_tokens]
 
 
@@ -126,10 +126,10 @@ def make_rig(
     for index, ((start, count), needed) in enumerate(zip(rows, num_pages, strict=True)):
         pages, places = places[:needed], places[needed:]
         table_NP[index, :needed] = torch.tensor(pages, dtype=torch.int32)
-        sequences.append(SequenceRows(row, count, start, pages, index))
+        sequences.append(SequenceRows(row, count, start, (pages,), index))
         row += count
     rows_T = torch.zeros(row + num_padding, dtype=torch.int64, device=device)
-    batch = Batch(rows_T, rows_T, rows_T, tuple(sequences), None, table_NP.to(device))
+    batch = Batch(rows_T, rows_T, rows_T.unsqueeze(0), tuple(sequences), None, (table_NP.to(device),))
     q_THD = torch.randn(len(rows_T), shape.num_heads, shape.head_dim, device=device).to(dtype)
     out_TX = torch.full((len(rows_T), shape.num_heads * shape.head_dim), float("nan"), dtype=dtype, device=device)
     scratch = tuple(

@@ -269,6 +269,7 @@ class Poison:
         page_tokens = runner.limits.page_tokens
         self._pool, self._device = opened.engine.scheduler.pool, device
         storage = opened.built.storage
+        self._num_pages = storage.num_pages
         self._pages = [
             plane.view(-1, page_tokens, *plane.shape[1:])
             for layer in range(len(storage.spec.layers))
@@ -287,18 +288,20 @@ class Poison:
         for lane in self._lanes:
             lane.fill_(POISON_BYTE)
         if self._table is not None and free:
-            is_unused_NP = np.ones(self._table.table_NP.shape, dtype=bool)
-            for row, num_pages in self._table.num_pages_by_row.items():
-                is_unused_NP[row, :num_pages] = False
-            self._table.table_NP.masked_fill_(torch.from_numpy(is_unused_NP).to(self._device), free[0])
+            for table_NP, num_chunks_by_row in zip(self._table.tables, self._table.num_chunks_by_row(), strict=True):
+                is_unused_NP = np.ones(table_NP.shape, dtype=bool)
+                for row, num_chunks in num_chunks_by_row.items():
+                    is_unused_NP[row, :num_chunks] = False
+                table_NP.masked_fill_(torch.from_numpy(is_unused_NP).to(self._device), free[0])
         self._synchronize()
 
     def fill(self, pages: list[int]) -> None:
         """NaN into all layers of these pages."""
         self.num_poisoned_pages += len(pages)
         ids = torch.tensor(pages, dtype=torch.int64, device=self._device)
-        for pages_of_plane in self._pages:
-            pages_of_plane.index_fill_(0, ids, float("nan"))
+        for chunks in self._pages:  # where cache groups share pages, one has several chunks of a layer
+            for first in range(0, len(chunks), self._num_pages):
+                chunks.index_fill_(0, first + ids, float("nan"))
         self._synchronize()
 
     def _synchronize(self) -> None:

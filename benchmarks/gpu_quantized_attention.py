@@ -105,10 +105,10 @@ def make_rig(
     for index, ((start, count), needed) in enumerate(zip(rows, num_pages, strict=True)):
         pages, places = places[:needed], places[needed:]
         table_NP[index, :needed] = torch.tensor(pages, dtype=torch.int32)
-        sequences.append(SequenceRows(row, count, start, pages, index))
+        sequences.append(SequenceRows(row, count, start, (pages,), index))
         row += count
     rows_T = torch.zeros(row + num_padding, dtype=torch.int64, device=device)
-    batch = Batch(rows_T, rows_T, rows_T, tuple(sequences), None, table_NP.to(device))
+    batch = Batch(rows_T, rows_T, rows_T.unsqueeze(0), tuple(sequences), None, (table_NP.to(device),))
     q_THD = torch.randn(len(rows_T), shape.num_heads, shape.head_dim, device=device).to(dtype)
     out_TX = torch.full((len(rows_T), shape.num_heads * shape.head_dim), float("nan"), dtype=dtype, device=device)
     scratch = tuple(
@@ -127,13 +127,13 @@ def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool =
     backend = TritonPagedAttention(rig.specs, rig.storage, rig.bounds, rig.num_sms, key_biases=rig.key_biases)
     plan = backend.plan(rig.batch, captured=True)
     exact_TX = torch.zeros_like(rig.out_TX, dtype=torch.float32)
-    assert rig.batch.page_table_NP is not None, "the batch has no page table"
+    assert rig.batch.page_tables is not None, "the batch has no page table"
     planes = backend.pages[0].planes
     assert isinstance(planes, QuantizedPlanes), f"{format_name} is not quantized"
     quantized_attention_reference(
         rig.q_THD,
         planes,
-        rig.batch.page_table_NP,
+        rig.batch.page_tables[0],
         next(iter(plan.work.values())),
         rig.specs[0].scale,
         None,

@@ -119,7 +119,7 @@ def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) 
         sequence = Sequence(
             next(MADE_UP_IDS), [1] * length, length - num_steps - 8, params, seed=0, max_tokens=num_steps + 8
         )
-        sequence.pages = pages[index * per_sequence : (index + 1) * per_sequence]
+        sequence.tables[0] = pages[index * per_sequence : (index + 1) * per_sequence]
         items.append(sequence)
     times = []
     for step in range(num_steps + 3):

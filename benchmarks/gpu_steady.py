@@ -240,7 +240,8 @@ class Bench:
         engine = self.opened.engine
         engine.add_request("victim", {"prompt_token_ids": self.cached[-1]}, sampling(0, 8, 0))
         engine.step()
-        self.poison.fill([page for sequence in engine.scheduler.running for page in sequence.pages])
+        tables = [pages for sequence in engine.scheduler.running for pages in sequence.tables]
+        self.poison.fill([page for pages in tables for page in pages if page >= 0])
         deltas = engine.step()
         engine.abort_all()
         self.opened.llm.reset_prefix_cache()

@@ -159,7 +159,8 @@ class VllmPages:
         self._inner.write(qkv_TX, batch, head_norm, rotary, layer, out_THD)
         if layer in self._exact:
             return
-        slots_T = batch.slots_T[batch.slots_T >= 0]
+        slots_T = batch.slots_GT[self._storage.spec.group_of(layer)]
+        slots_T = slots_T[slots_T >= 0]
         for name, quantized in (("k", self._format.keys), ("v", self._format.values)):
             plane_SKD = self._storage.plane(layer, name)
             plane_SKD[slots_T] = quantized(plane_SKD[slots_T])

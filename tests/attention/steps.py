@@ -174,7 +174,7 @@ def make_batch(
         slots += [text.pages[i // tokens] * tokens + i % tokens for i in range(start, end)]
         table_row = len(parts) - index  # not that of its place in the step
         page_table[table_row, : len(text.pages)] = torch.tensor(text.pages)
-        sequences.append(SequenceRows(row, end - start, start, text.pages, table_row))
+        sequences.append(SequenceRows(row, end - start, start, (text.pages,), table_row))
         row += end - start
     num_padding = 0 if num_rows is None else num_rows - row
     qkv = torch.cat([text.qkv[start:end] for text, start, end in parts])
@@ -182,10 +182,10 @@ def make_batch(
     batch = Batch(
         torch.zeros(row + num_padding, dtype=torch.int64, device=geometry.device),
         torch.tensor(positions + num_padding * [0], device=geometry.device),
-        torch.tensor(slots + num_padding * [-1], device=geometry.device),
+        torch.tensor([slots + num_padding * [-1]], device=geometry.device),
         tuple(sequences),
         None if wanted is None else logit_rows(wanted, sequences, geometry.device),
-        page_table.to(geometry.device, torch.int32),
+        (page_table.to(geometry.device, torch.int32),),
     )
     return batch, torch.cat((qkv, padding)).to(geometry.device)
 
@@ -196,7 +196,7 @@ def logit_rows(wanted: list[int], sequences: list[SequenceRows], device: torch.d
     for index, row in enumerate(wanted):
         owner = next(one for one in sequences if one.row_start <= row < one.row_start + one.num_rows)
         position = owner.start + row - owner.row_start
-        singles.append(SequenceRows(index, 1, position, owner.pages, owner.table_row))
+        singles.append(SequenceRows(index, 1, position, owner.tables, owner.table_row))
     return LogitRows(torch.tensor(wanted, dtype=torch.int64, device=device), tuple(singles))
 
 

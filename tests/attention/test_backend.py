@@ -239,12 +239,12 @@ def test_unused_pages_are_neither_read_nor_written(backend_type, geometry):
 
 
 def test_a_sequence_ends_behind_its_rows():
-    assert SequenceRows(row_start=5, num_rows=3, start=40, pages=[1]).end == 43
+    assert SequenceRows(row_start=5, num_rows=3, start=40, tables=([1],)).end == 43
 
 
 def test_a_batch_counts_its_rows_padding_included():
     rows = torch.zeros(9, dtype=torch.int64)
-    sequences = (SequenceRows(0, 4, 0, [0]), SequenceRows(4, 3, 9, [1, 2]))
+    sequences = (SequenceRows(0, 4, 0, ([0],)), SequenceRows(4, 3, 9, ([1, 2],)))
     batch = Batch(rows, rows, rows, sequences, None)
     assert batch.num_rows == 9
     assert sum(sequence.num_rows for sequence in batch.sequences) == 7
@@ -252,9 +252,9 @@ def test_a_batch_counts_its_rows_padding_included():
 
 def test_without_a_device_there_is_no_page_table():
     rows = torch.zeros(1, dtype=torch.int64)
-    sequence = SequenceRows(0, 1, 0, [0])
+    sequence = SequenceRows(0, 1, 0, ([0],))
     assert sequence.table_row == -1
-    assert Batch(rows, rows, rows, (sequence,), None).page_table_NP is None
+    assert Batch(rows, rows, rows, (sequence,), None).page_tables is None
 
 
 def test_a_step_does_not_change_on_its_way():

@@ -174,7 +174,7 @@ def pages_of(num_slots: int) -> PlainPages:
 def test_rows_go_to_their_slots_and_padding_nowhere():
     pages = pages_of(6)
     qkv_TX, queries_THD = torch.arange(3 * 16.0).view(3, 16), torch.full((3, 2, 4), 9.0)
-    batch = Batch(torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.tensor([5, 0, -1]), (), None)
+    batch = Batch(torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.tensor([[5, 0, -1]]), (), None)
     pages.write(qkv_TX, batch, None, None, queries_THD)
     assert torch.equal(queries_THD[:2], qkv_TX[:2, :8].view(2, 2, 4))
     assert (queries_THD[2] == 0).all(), "the queries of padding are zeros"
@@ -239,7 +239,7 @@ def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> t
     qkv_TX = random(num_tokens + 2, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     slots = [pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(num_tokens)]
     positions_T = torch.arange(num_tokens + 2)
-    batch = Batch(positions_T, positions_T, torch.tensor([*slots, -1, -1]), (), None)
+    batch = Batch(positions_T, positions_T, torch.tensor([[*slots, -1, -1]]), (), None)
     queries_THD = torch.full((num_tokens + 2, NUM_HEADS, HEAD_DIM), float("nan"))
     quantized.write(qkv_TX, batch, None, None, queries_THD)
     assert not queries_THD[num_tokens:].any(), "the queries of padding are zeros"
@@ -307,7 +307,8 @@ def test_a_mean_is_taken_from_keys_before_they_are_quantized():
     qkv_TX = random(1, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     shifted_TX = qkv_TX.clone()
     shifted_TX.view(1, -1, HEAD_DIM)[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS] += rotate_heads(mean)
-    batch = Batch(*(torch.zeros(1, dtype=torch.int64),) * 3, (), None)
+    zeros = torch.zeros(1, dtype=torch.int64)
+    batch = Batch(zeros, zeros, zeros.unsqueeze(0), (), None)
     for quantized, rows_TX in zip(pages, (qkv_TX, shifted_TX), strict=True):
         quantized.write(rows_TX, batch, None, None, torch.empty(1, NUM_HEADS, HEAD_DIM))
     rows = PagedRows.locate([0], 0, 1, 4, CPU)

@@ -73,14 +73,14 @@ def test_the_plan_is_what_the_kernel_reads():
     parts = [(made[0], 20, 30), (made[1], 8, 9)]
     batch, _ = make_batch(geometry, parts)
     plan = backend.plan(batch)
-    assert plan.every.pages_P.dtype == torch.int32
-    assert plan.every.pages_P.tolist() == made[0].pages + made[1].pages
-    assert plan.every.sequences_N4.tolist() == [[0, 10, 20, 0], [10, 1, 8, 8]]
+    assert plan.every[0].pages_P.dtype == torch.int32
+    assert plan.every[0].pages_P.tolist() == made[0].pages + made[1].pages
+    assert plan.every[0].sequences_N4.tolist() == [[0, 10, 20, 0], [10, 1, 8, 8]]
     assert plan.wanted is plan.wanted_rows_R is None
     batch, _ = make_batch(geometry, parts, wanted=[3, 10])
     plan = backend.plan(batch, captured=True)
     assert plan.wanted is not None
-    assert plan.wanted.sequences_N4.tolist() == [[0, 1, 23, 0], [1, 1, 8, 8]]
+    assert plan.wanted[0].sequences_N4.tolist() == [[0, 1, 23, 0], [1, 1, 8, 8]]
     assert plan.wanted_rows_R is not None
     assert plan.wanted_rows_R.tolist() == [3, 10]
 
@@ -88,7 +88,8 @@ def test_the_plan_is_what_the_kernel_reads():
 def test_a_step_of_nothing():
     geometry = Geometry()
     backend = NativePagedAttention(geometry.specs, geometry.storage(1))
-    batch = Batch(*(torch.zeros(0, dtype=torch.int64),) * 3, (), None)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    batch = Batch(nothing, nothing, nothing.unsqueeze(0), (), None)
     plan = backend.plan(batch)
-    assert plan.every.sequences_N4.shape == (0, 4)
+    assert plan.every[0].sequences_N4.shape == (0, 4)
     assert backend.attend(torch.empty(0, 6, 16), 0, plan, (), torch.empty(0, 96), False).shape == (0, 96)

@@ -244,7 +244,7 @@ def test_lists_lie_where_the_first_ones_lay(case):
 
 
 def test_columns_of_a_step():
-    step = StepRows.of([SequenceRows(0, 3, 40, [1, 2], 7), SequenceRows(3, 1, 9, [5], 0)], 6)
+    step = StepRows.of([SequenceRows(0, 3, 40, ([1, 2],), 7), SequenceRows(3, 1, 9, ([5],), 0)], 6)
     assert step.columns_4N.tolist() == [[7, 0], [0, 3], [3, 1], [40, 9]]
     assert step.num_rows == 6
     assert not step.is_decode

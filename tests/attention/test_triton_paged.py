@@ -71,7 +71,7 @@ def test_formats_may_change_places_between_plan_and_start():
 
 
 def test_a_step_without_a_page_table_is_refused():
-    batch = replace(dummy_batch([(0, 1)]), page_table_NP=None)
+    batch = replace(dummy_batch([(0, 1)]), page_tables=None)
     with pytest.raises(AssertionError, match="no page table"):
         planner(BIG).plan(batch)
 
@@ -134,7 +134,7 @@ def test_a_captured_step_serves_others(device):
     def attend(plan, out_TX):
         backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
 
-    nobody = replace(dummy_batch([], num_padding=4), page_table_NP=table)
+    nobody = replace(dummy_batch([], num_padding=4), page_tables=(table,))
     plan = backend.plan(nobody, captured=True)
     attend(plan, out)
     torch.cuda.synchronize()
@@ -146,8 +146,8 @@ def test_a_captured_step_serves_others(device):
         batch = nobody
         if parts:
             batch, _ = make_batch(geometry, parts, num_rows=4)
-            table[: len(parts) + 1, : batch.page_table_NP.shape[1]] = batch.page_table_NP
-            batch = replace(batch, page_table_NP=table)
+            table[: len(parts) + 1, : batch.page_tables[0].shape[1]] = batch.page_tables[0]
+            batch = replace(batch, page_tables=(table,))
         out.fill_(float("nan"))
         eager.fill_(float("nan"))
         attend(backend.plan(batch), eager)

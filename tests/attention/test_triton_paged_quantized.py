@@ -120,7 +120,7 @@ def test_a_captured_step_serves_others(device, kv_dtype):
     def attend(plan, out_TX):
         backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
 
-    nobody = replace(dummy_batch([], num_padding=4), page_table_NP=table)
+    nobody = replace(dummy_batch([], num_padding=4), page_tables=(table,))
     plan = backend.plan(nobody, captured=True)
     attend(plan, out)
     torch.cuda.synchronize()
@@ -132,8 +132,8 @@ def test_a_captured_step_serves_others(device, kv_dtype):
         batch = nobody
         if parts:
             batch, _ = make_batch(geometry, parts, num_rows=4)
-            table[: len(parts) + 1, : batch.page_table_NP.shape[1]] = batch.page_table_NP
-            batch = replace(batch, page_table_NP=table)
+            table[: len(parts) + 1, : batch.page_tables[0].shape[1]] = batch.page_tables[0]
+            batch = replace(batch, page_tables=(table,))
         out.fill_(float("nan"))
         eager.fill_(float("nan"))
         attend(backend.plan(batch), eager)

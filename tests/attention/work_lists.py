@@ -87,11 +87,16 @@ def dummy_batch(rows: list[tuple[int, int]], num_padding: int = 0) -> Batch:
     """(start, number of rows) of each sequence; pages are not looked at by a plan."""
     sequences, row = [], 0
     for index, (start, count) in enumerate(rows):
-        sequences.append(SequenceRows(row, count, start, [], len(rows) - 1 - index))
+        sequences.append(SequenceRows(row, count, start, ([],), len(rows) - 1 - index))
         row += count
     nothing = torch.zeros(row + num_padding, dtype=torch.int64)
     return Batch(
-        nothing, nothing, nothing, tuple(sequences), None, torch.zeros(max(1, len(rows)), 1, dtype=torch.int32)
+        nothing,
+        nothing,
+        nothing.unsqueeze(0),
+        tuple(sequences),
+        None,
+        (torch.zeros(max(1, len(rows)), 1, dtype=torch.int32),),
     )
 
 

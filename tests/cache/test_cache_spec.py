@@ -22,7 +22,8 @@ def test_the_default_models_cache_by_hand() -> None:
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 16, 256]))
 def test_pages_hold_their_tokens_with_less_than_one_page_to_spare(num_tokens: int, page_tokens: int) -> None:
     spec = uniform_cache(1, KV_FORMATS["float16"], 1, 8, page_tokens)
-    spare = spec.pages_for(num_tokens) * page_tokens - num_tokens
+    (group,) = spec.cache_groups()
+    spare = group.pages_for(num_tokens) * page_tokens - num_tokens
     assert 0 <= spare < page_tokens
 
 

@@ -1,9 +1,12 @@
 """The tensors behind page ids: one arena, a plane for each layer and kind."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from holdfast.cache.spec import CacheSpec, LayerCache, uniform_cache
+from holdfast.cache.chunks import chunk_shapes
+from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, aligned
@@ -86,3 +89,68 @@ def test_two_caches_of_one_layer_have_names_of_their_own():
         "0.index.v",
     ]
     assert storage.plane(0, "k").data_ptr() != storage.plane(1, "k").data_ptr()
+
+
+def grouped(page_tokens: int = 2) -> CacheSpec:
+    """A whole context and two windows, of 2, 5 and 3 layers in mixed formats: pages hold several chunks of some."""
+    windows = [None, 4, 4, 8, 4, None, 4, 8, 4, 8]
+    names = ["float32", "float16", "float16", "float32", "float32", "float16", "float16", "float32", "float16", "fp8"]
+    return mixed_cache([KV_FORMATS[name] for name in names], 2, 32, page_tokens, windows)
+
+
+def pool_bytes(storage: PageStorage) -> torch.Tensor:
+    """Every byte of the arena."""
+    plane = storage.plane(0, "k")
+    whole = torch.empty(0, dtype=torch.uint8)
+    return whole.set_(plane.untyped_storage())
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 16])
+def test_pages_of_groups_take_the_bytes_of_the_spec(page_tokens):
+    spec, ledger = grouped(page_tokens), Ledger()
+    assert len(spec.groups) == 3
+    assert len({group.chunks_per_page for group in spec.groups}) > 1
+    storage = PageStorage(spec, 7, CPU, ledger)
+    held = ledger.group_bytes()["kv pages"]
+    assert held == len(pool_bytes(storage))
+    assert 7 * spec.bytes_per_page <= held <= 7 * spec.bytes_per_page + kv_padding_term(spec).num_bytes
+    exact = sum(entry.num_bytes for entry in ledger) - sum(
+        -(7 * count * page_tokens * plane.bytes_per_token) % ALIGNMENT_BYTES
+        for kind, count in spec.columns.items()
+        for plane in kind
+    )
+    assert exact == 7 * spec.bytes_per_page
+    for group in spec.groups:
+        for layer in group.layers:
+            for plane in spec.layers[layer].planes:
+                shape = storage.plane(layer, plane.name).shape
+                assert shape == (group.chunks_per_page * 7 * page_tokens, *plane.token_shape)
+
+
+def test_a_page_of_one_group_shares_no_byte_with_another_page_of_any_group():
+    """Every chunk of every layer of every group on every page is written, and only bytes of that page may change."""
+    spec, num_pages = grouped(), 3
+    storage = PageStorage(spec, num_pages, CPU, Ledger())
+    everything = pool_bytes(storage)
+    owner = torch.full_like(everything, 255)
+    for (group, shape), page in product(zip(spec.groups, chunk_shapes(spec, num_pages), strict=True), range(num_pages)):
+        written = torch.zeros_like(everything)
+        for layer, number in product(group.layers, shape.numbers([page]).tolist()):
+            for plane in spec.layers[layer].planes:
+                rows = storage.plane(layer, plane.name)[number * 2 : number * 2 + 2].view(torch.uint8)
+                everything.zero_()
+                rows.fill_(1)
+                assert not (written & everything).any(), f"layer {layer} has bytes of another layer of its group"
+                written |= everything
+        assert int(written.sum()) == spec.bytes_per_page - spec.padding_bytes(spec.groups.index(group))
+        taken = owner[written.bool()]
+        assert ((taken == 255) | (taken == page)).all(), f"page {page} has bytes of another page"
+        owner[written.bool()] = page
+    assert int((owner != 255).sum()) == num_pages * spec.bytes_per_page, "a byte of a page belongs to no group"
+
+
+def test_columns_are_lines_of_the_ledger():
+    ledger = Ledger()
+    PageStorage(mixed_cache([KV_FORMATS["float32"]] * 3, 2, 32, 4, [None, 8, 8]), 2, CPU, ledger)
+    assert [entry.owner for entry in ledger] == ["kv pages/float32.2x32.k", "kv pages/float32.2x32.v"]
+    assert {entry.reason for entry in ledger} == {"2 pages"}

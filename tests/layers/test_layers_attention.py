@@ -64,7 +64,7 @@ def buffers() -> AttentionBuffers:
 def make_batch(rows: list[int] | None) -> Batch:
     nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
     logits = None if rows is None else LogitRows(torch.tensor(rows), ())
-    return Batch(nothing, nothing, nothing, (), logits)
+    return Batch(nothing, nothing, nothing.unsqueeze(0), (), logits)
 
 
 @pytest.mark.parametrize("wanted", [None, [1, 4], [2]], ids=str)

@@ -133,6 +133,7 @@ class Rig:
             self.buffers,
             self.sampler,
             limits,
+            cache.cache_groups(),
             num_pages,
             spec.vocab_size,
             frozenset({2}),

@@ -124,7 +124,7 @@ class Known:
         if self.is_decoding:
             sequence.token_ids = self.tokens[: start + 1]
         end = min(start + num_tokens, sequence.num_tokens)
-        sequence.pages += pages_for(end)
+        sequence.tables[0] += pages_for(end)
         self.position = sequence.num_computed = end
         return ScheduledSequence(sequence, start, end - start)
 
@@ -169,7 +169,7 @@ class Traffic:
 
     def _schedule(self, known: Known, num_tokens: int) -> ScheduledSequence:
         def pages_for(end: int) -> list[int]:
-            needed = -(-end // self._limits.page_tokens) - len(known.sequence.pages)
+            needed = -(-end // self._limits.page_tokens) - len(known.sequence.tables[0])
             return [self._free.pop() for _ in range(needed)]
 
         return known.schedule(num_tokens, pages_for)
@@ -178,12 +178,12 @@ class Traffic:
         """Who is done gives pages back and others come; a sequence comes only where all its pages are there."""
         for known in [known for known in self._live if known.is_done]:
             self._live.remove(known)
-            self._free[:0] = known.sequence.pages
+            self._free[:0] = known.sequence.tables[0]
         while len(self._live) < self._limits.max_num_seqs:
             prompt_length = min(self._dice.choice(LENGTHS), self._limits.max_model_len - 50)
             length = prompt_length + self._dice.randint(1, 50)
             promised = sum(-(-len(known.tokens) // self._limits.page_tokens) for known in self._live)
-            owned = sum(len(known.sequence.pages) for known in self._live)
+            owned = sum(len(known.sequence.tables[0]) for known in self._live)
             if -(-length // self._limits.page_tokens) > len(self._free) - (promised - owned):
                 return
             self._number += 1

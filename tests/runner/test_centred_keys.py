@@ -51,7 +51,7 @@ def build(tmp_path: Path) -> TinyBuilder:
 
 def step_of(ids: list[int], start: int, end: int, pages: list[int]) -> Step:
     own = Sequence(0, list(ids), len(ids), SamplingParams(temperature=0.0), seed=0, max_tokens=1)
-    own.pages = pages
+    own.tables = [pages]
     return Step((ScheduledSequence(own, start, end - start),))
 
 

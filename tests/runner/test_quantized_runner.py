@@ -38,7 +38,7 @@ def step_of(prompts: list[list[int]]) -> Step:
     items = []
     for place, ids in enumerate(prompts):
         own = Sequence(place, list(ids), len(ids), SamplingParams(temperature=0.0), seed=0, max_tokens=1)
-        own.pages = list(range(4 * place, 4 * place + 4))
+        own.tables[0] = list(range(4 * place, 4 * place + 4))
         items.append(ScheduledSequence(own, 0, len(ids)))
     return Step(tuple(items))
 

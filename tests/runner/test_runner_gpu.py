@@ -88,7 +88,7 @@ def run(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> Non
     """A step of one sequence alone, on pages in a row."""
 
     def pages_for(end: int) -> list[int]:
-        return list(range(first_page + len(one.sequence.pages), first_page + -(-end // 16)))
+        return list(range(first_page + len(one.sequence.tables[0]), first_page + -(-end // 16)))
 
     built.runner.execute(Step((one.schedule(num_tokens, pages_for),)))
 
@@ -214,10 +214,11 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     inputs, table = runner.buffers.inputs, runner.buffers.page_table
     inputs.host.fill(7)
     inputs.tensor.fill_(7)
-    fresh_NP = torch.full_like(table.table_NP, free_pages[0])
-    for row, num_pages in table.num_pages_by_row.items():
-        fresh_NP[row, :num_pages] = table.table_NP[row, :num_pages]
-    table.table_NP.copy_(fresh_NP)
+    for table_NP, num_chunks_by_row in zip(table.tables, table.num_chunks_by_row(), strict=True):
+        fresh_NP = torch.full_like(table_NP, free_pages[0])
+        for row, num_chunks in num_chunks_by_row.items():
+            fresh_NP[row, :num_chunks] = table_NP[row, :num_chunks]
+        table_NP.copy_(fresh_NP)
     torch.cuda.synchronize()
 
 
@@ -417,6 +418,6 @@ def check_companies(folder: Path, dtype: str, enforce_eager: bool) -> None:
 
 def _again(one: Known, num_tokens: int, first_page: int) -> ScheduledSequence:
     def pages_for(end: int) -> list[int]:
-        return list(range(first_page + len(one.sequence.pages), first_page + -(-end // 16)))
+        return list(range(first_page + len(one.sequence.tables[0]), first_page + -(-end // 16)))
 
     return one.schedule(num_tokens, pages_for)

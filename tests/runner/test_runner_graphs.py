@@ -180,7 +180,7 @@ def test_what_padding_and_freed_pages_hold_changes_nothing(captured):
     first = rig.logits[longer.sequence_id][39]
     rig.execute(step((shorter, 0, 3)))
     rig.execute(step((longer, 39, 40), (shorter, 2, 3), (make_sequence(2, 1), 0, 1)))
-    own = {page * 4 + token for page in longer.pages[:10] for token in range(4)}
+    own = {page * 4 + token for page in longer.tables[0][:10] for token in range(4)}
     foreign = torch.tensor(sorted(set(range(NUM_PAGES * 4)) - own))
     for layer in range(2):
         for name in ("k", "v"):

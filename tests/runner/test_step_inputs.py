@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.cache.chunks import ChunkShape
+from holdfast.cache.groups import HOLE
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.memory.arena import MirroredTensor
@@ -14,7 +16,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import LISTED_PAGES, batch_terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import ScheduledSequence, Sequence, Step
-from holdfast.runner.step_inputs import MAX_GAP_BYTES, MAX_SINGLE_COPIES, BatchBuffers, PageTable
+from holdfast.runner.step_inputs import MAX_GAP_BYTES, MAX_SINGLE_COPIES, BatchBuffers, GroupTable, PageTable
 
 CPU = torch.device("cpu")
 NEVER_SENT = -99
@@ -29,7 +31,7 @@ def sequence(sequence_id, pages=()):
 
 
 def preempt(victim):
-    victim.pages = []
+    victim.tables = [[]]
     victim.num_preemptions += 1
 
 
@@ -38,9 +40,9 @@ def run(table, sequences):
     rows = table.rows(sequences)
     table.check(sequences)
     assert len(set(rows)) == len(rows) == len(sequences)
-    held = table.table_NP.tolist()
+    held = table.tables[0].tolist()
     for row, own in zip(rows, sequences, strict=True):
-        assert held[row][: len(own.pages)] == own.pages
+        assert held[row][: len(own.tables[0])] == own.tables[0]
     return rows
 
 
@@ -56,10 +58,10 @@ def test_any_steps_against_plain_lists(data):
         for own in chosen:
             if data.draw(st.integers(0, 5)) == 0:
                 preempt(own)
-            least = 0 if own.pages else 1
+            least = 0 if own.tables[0] else 1
             num_new = data.draw(st.sampled_from([0, 1, 2, LISTED_PAGES, LISTED_PAGES + 1, max_num_pages]))
-            num_new = min(max(least, num_new), max_num_pages - len(own.pages))
-            own.pages += range(page, page + num_new)
+            num_new = min(max(least, num_new), max_num_pages - len(own.tables[0]))
+            own.tables[0] += range(page, page + num_new)
             page += num_new
         run(table, chosen)
 
@@ -94,15 +96,15 @@ def test_only_what_is_new_is_sent(num_grown, size):
     table = table_of(9, 100)
     everybody = [sequence(index, range(100 * index, 100 * index + 20 + index)) for index in range(9)]
     rows = run(table, everybody)
-    table.table_NP.fill_(NEVER_SENT)
-    known = [len(own.pages) for own in everybody]
+    table.tables[0].fill_(NEVER_SENT)
+    known = [len(own.tables[0]) for own in everybody]
     for own in everybody[:num_grown]:
-        own.pages += range(5000, 5000 + size)
+        own.tables[0] += range(5000, 5000 + size)
     assert table.rows(everybody) == rows
     for row, own, num_known in zip(rows, everybody, known, strict=True):
-        rest = 100 - len(own.pages)
-        expected = [NEVER_SENT] * num_known + own.pages[num_known:] + [NEVER_SENT] * rest
-        assert table.table_NP[row].tolist() == expected
+        rest = 100 - len(own.tables[0])
+        expected = [NEVER_SENT] * num_known + own.tables[0][num_known:] + [NEVER_SENT] * rest
+        assert table.tables[0][row].tolist() == expected
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES * 4, (1,) * 30 + (64,), (LISTED_PAGES,) * 40], ids=str)
@@ -121,10 +123,10 @@ def test_the_longest_unused_row_is_given_away():
     row_a, row_b, row_c = run(table, [a, b, c])
     run(table, [a])
     run(table, [b])
-    table.table_NP[[row_a, row_b]] = NEVER_SENT
+    table.tables[0][[row_a, row_b]] = NEVER_SENT
     assert table.rows([d]) == [row_c]
     assert table.rows([b, a]) == [row_b, row_a]
-    assert table.table_NP[row_a, 0] == table.table_NP[row_b, 0] == NEVER_SENT
+    assert table.tables[0][row_a, 0] == table.tables[0][row_b, 0] == NEVER_SENT
     assert run(table, [c]) == [row_c]  # d is the longest unused now, and c is sent again
 
 
@@ -142,10 +144,10 @@ def test_preempted_and_back_with_as_many_pages():
     own = sequence(0, [1, 2, 3])
     (row,) = run(table, [own])
     preempt(own)
-    own.pages = [4, 5, 6]
+    own.tables[0] = [4, 5, 6]
     assert run(table, [own]) == [row]
     preempt(own)
-    own.pages = [7]
+    own.tables[0] = [7]
     assert run(table, [own]) == [row]
 
 
@@ -159,7 +161,7 @@ def test_what_was_interrupted_is_sent_again(monkeypatch, num_grown):
     everybody = [sequence(index, [index]) for index in range(num_grown)]
     run(table, everybody)
     for own in everybody:
-        own.pages.append(100 + own.sequence_id)
+        own.tables[0].append(100 + own.sequence_id)
 
     def interrupt(self, ranges):
         raise KeyboardInterrupt
@@ -185,7 +187,7 @@ def test_pages_that_become_fewer_are_a_mistake():
     table = table_of()
     own = sequence(0, [1, 2, 3])
     run(table, [own])
-    own.pages.pop()
+    own.tables[0].pop()
     with pytest.raises(AssertionError, match="from 3 pages to 2"):
         table.rows([own])
 
@@ -195,7 +197,7 @@ def test_check_finds_a_wrong_page(side):
     table = table_of()
     own = sequence(0, [1, 2, 3])
     (row,) = run(table, [own])
-    (table.table_NP if side == "table" else table.table.host)[row, 1] = 7
+    (table.tables[0] if side == "table" else table.groups[0].table.host)[row, 1] = 7
     with pytest.raises(AssertionError, match=side):
         table.check([own])
 
@@ -205,9 +207,9 @@ def test_a_table_holds_what_was_planned():
     table = PageTable(limits, CPU, ledger)
     planned = {term.owner: term.num_bytes for term in batch_terms(limits, "cuda") if "page" in term.owner}
     assert {entry.owner: entry.num_bytes for entry in ledger} == planned
-    assert table.table_NP.dtype == torch.int32
-    assert table.table_NP.shape == (3, 63)
-    assert table.table_NP.nbytes + table.updates.tensor.nbytes == sum(planned.values())
+    assert table.tables[0].dtype == torch.int32
+    assert table.tables[0].shape == (3, 63)
+    assert table.tables[0].nbytes + table.groups[0].updates.tensor.nbytes == sum(planned.values())
 
 
 @pytest.mark.gpu
@@ -216,7 +218,7 @@ def test_a_table_that_grows_allocates_nothing_and_waits_for_nothing_on_a_gpu(dev
     table = table_of(64, 300, device)
     dice = random.Random(0)
     people = [sequence(index, [dice.randrange(10**6)]) for index in range(100)]
-    address = table.table_NP.data_ptr()
+    address = table.tables[0].data_ptr()
     run(table, people[:64])
     torch.cuda.synchronize()
     num_allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -225,16 +227,16 @@ def test_a_table_that_grows_allocates_nothing_and_waits_for_nothing_on_a_gpu(dev
         for _ in range(200):
             chosen = dice.sample(people, dice.choice([1, 2, 8, 64]))
             for own in chosen:
-                if len(own.pages) > 200 or dice.random() < 0.05:
+                if len(own.tables[0]) > 200 or dice.random() < 0.05:
                     preempt(own)
-                num_new = dice.choice([0, 0, 1, 1, 20, 60]) or (not own.pages)
-                own.pages += [dice.randrange(10**6) for _ in range(num_new)]
+                num_new = dice.choice([0, 0, 1, 1, 20, 60]) or (not own.tables[0])
+                own.tables[0] += [dice.randrange(10**6) for _ in range(num_new)]
             table.rows(chosen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == num_allocations
     table.check(chosen)
-    assert table.table_NP.data_ptr() == address
+    assert table.tables[0].data_ptr() == address
     run(table, people[:64])
 
 
@@ -249,10 +251,10 @@ def test_a_host_far_ahead_of_the_device_spoils_no_table(device):
         torch.cuda._sleep(10_000_000)
         chosen = dice.sample(people, 16)
         for own in chosen:
-            own.pages += [1000 * own.sequence_id + step + 1] * dice.choice([0, 1, 3])
+            own.tables[0] += [1000 * own.sequence_id + step + 1] * dice.choice([0, 1, 3])
         rows = table.rows(chosen)
-        seen.append(table.table_NP.clone())
-        expected.append([(row, list(own.pages)) for row, own in zip(rows, chosen, strict=True)])
+        seen.append(table.tables[0].clone())
+        expected.append([(row, list(own.tables[0])) for row, own in zip(rows, chosen, strict=True)])
     for copy, step in zip(seen, expected, strict=True):
         held = copy.tolist()
         assert all(held[row][: len(pages)] == pages for row, pages in step)
@@ -277,14 +279,14 @@ def scheduled(start, num_new_tokens, pages, num_tokens=None, first_token=100, se
 
 
 def tensors(batch):
-    return batch.token_ids_T, batch.positions_T, batch.slots_T
+    return batch.token_ids_T, batch.positions_T, batch.slots_GT[0]
 
 
 def plain(step, page_tokens=4):
     """(ids, positions, slots) of the rows of a step, one by one."""
     rows = [(item.sequence, i) for item in step.scheduled for i in range(item.start, item.start + item.num_new_tokens)]
     ids = [sequence.token_ids[i] for sequence, i in rows]
-    slots = [sequence.pages[i // page_tokens] * page_tokens + i % page_tokens for sequence, i in rows]
+    slots = [sequence.tables[0][i // page_tokens] * page_tokens + i % page_tokens for sequence, i in rows]
     return ids, [i for _, i in rows], slots
 
 
@@ -295,10 +297,10 @@ def test_rows_lie_one_sequence_behind_the_other(is_shared):
     batch = buffers.fill(step, [5, 6, 8])
     assert batch.token_ids_T.tolist() == [100, 101, 102, 103, 104, 105, 309, 103, 104]
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 9, 3, 4]
-    assert batch.slots_T.tolist() == [36, 37, 38, 39, 8, 9, 29, 3, 16]
+    assert batch.slots_GT[0].tolist() == [36, 37, 38, 39, 8, 9, 29, 3, 16]
     assert batch.logits is not None
     assert batch.logits.rows_R.tolist() == [5, 6, 8]
-    assert [(rows.row_start, rows.num_rows, rows.start, rows.pages) for rows in batch.logits.sequences] == [
+    assert [(rows.row_start, rows.num_rows, rows.start, rows.tables[0]) for rows in batch.logits.sequences] == [
         (0, 1, 5, [9, 2]),
         (1, 1, 9, [5, 1, 7]),
         (2, 1, 4, [0, 4]),
@@ -308,7 +310,7 @@ def test_rows_lie_one_sequence_behind_the_other(is_shared):
         (6, 1, 9, 10),
         (7, 2, 3, 5),
     ]
-    assert batch.sequences[1].pages is step.scheduled[1].sequence.pages
+    assert batch.sequences[1].tables[0] is step.scheduled[1].sequence.tables[0]
     assert batch.num_rows == 9
 
 
@@ -325,7 +327,7 @@ def test_slots_of_any_part_of_any_sequence(page_tokens, seed):
         items.append(scheduled(start, count, pages))
         expected += [pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(start, start + count)]
     batch = buffers.fill(Step(tuple(items)), [0])
-    assert batch.slots_T.tolist() == expected
+    assert batch.slots_GT[0].tolist() == expected
 
 
 @BOTH
@@ -366,7 +368,7 @@ def test_padding_hides_what_a_larger_step_left(is_shared):
     ids, positions, slots = plain(step)
     assert batch.token_ids_T.tolist() == ids + [0] * 9
     assert batch.positions_T.tolist() == positions + [0] * 9
-    assert batch.slots_T.tolist() == slots + [-1] * 9
+    assert batch.slots_GT[0].tolist() == slots + [-1] * 9
     assert batch.logits is not None
     assert batch.logits.rows_R.tolist() == [5, 6, 0, 0]
     assert [rows.row_start for rows in batch.logits.sequences] == [0, 1]
@@ -412,13 +414,13 @@ def test_any_steps_one_after_the_other(is_shared, data):
             singles = batch.logits.sequences
             assert [(own.row_start, own.num_rows) for own in singles] == [(index, 1) for index in range(len(wanted))]
             assert [own.start for own in singles] == [expected[1][row] for row in wanted]
-            assert [own.pages for own in singles] == [owners[row].pages for row in wanted]
+            assert [own.tables[0] for own in singles] == [owners[row].tables[0] for row in wanted]
             assert [own.table_row for own in singles] == [owners[row].table_row for row in wanted]
         for own in batch.sequences:
             if not is_shared:
-                assert batch.page_table_NP[own.table_row, : len(own.pages)].tolist() == own.pages
+                assert batch.page_tables[0][own.table_row, : len(own.tables[0])].tolist() == own.tables[0]
             else:
-                assert (batch.page_table_NP, own.table_row) == (None, -1)
+                assert (batch.page_tables, own.table_row) == (None, -1)
         addresses.add(tuple(tensor.data_ptr() for tensor in tensors(batch)) if batch.num_rows else ())
     assert len(addresses - {()}) <= 1
 
@@ -511,8 +513,8 @@ def growing(dice, num_sequences):
 def one_token_more(item):
     sequence = item.sequence
     sequence.token_ids.append(len(sequence.token_ids))
-    if len(sequence.pages) * 4 < len(sequence.token_ids):
-        sequence.pages.append(7 * len(sequence.token_ids))
+    if len(sequence.tables[0]) * 4 < len(sequence.token_ids):
+        sequence.tables[0].append(7 * len(sequence.token_ids))
     return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1)
 
 
@@ -536,8 +538,8 @@ def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
             num_rows = step.num_tokens
             wanted = list(range(min(num_rows, 7)))
             batch = buffers.fill(step, wanted, dice.choice([None, 32]), dice.choice([None, 8]))
-            assert batch.page_table_NP is not None
-            addresses.add(tuple(tensor.data_ptr() for tensor in (*tensors(batch), batch.page_table_NP)))
+            assert batch.page_tables is not None
+            addresses.add(tuple(tensor.data_ptr() for tensor in (*tensors(batch), *batch.page_tables)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == num_allocations
@@ -578,3 +580,135 @@ def test_a_host_far_ahead_of_the_device_spoils_no_batch(device):
         seen.append([tensor.clone() for tensor in tensors(batch)])
         expected.append(list(plain(step)))
     assert [[tensor.tolist() for tensor in step] for step in seen] == expected
+
+
+SHAPES = (ChunkShape(1, 50), ChunkShape(3, 50), ChunkShape(20, 50))
+"""Of three groups: a page of 1, 3 and 20 chunks."""
+
+
+def grouped_sequence(sequence_id, *tables):
+    return Sequence(sequence_id, [1] * 100, 100, SamplingParams(), seed=0, max_tokens=8, tables=[*map(list, tables)])
+
+
+def chunks_of(shape, pages):
+    numbers = [
+        HOLE if page == HOLE else nth * shape.num_pages + page for page in pages for nth in range(shape.chunks_per_page)
+    ]
+    return dict(enumerate(numbers))
+
+
+def check_groups(table, sequences, rows):
+    table.check(sequences)
+    for group, shape in enumerate(SHAPES):
+        held = table.tables[group].tolist()
+        assert all(0 <= number < shape.chunks_per_page * 50 for row in held for number in row)
+        for row, own in zip(rows, sequences, strict=True):
+            for chunk, number in chunks_of(shape, own.tables[group]).items():
+                assert number == HOLE or held[row][chunk] == number
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_tables_of_groups_hold_every_page_and_no_hole(data):
+    table = PageTable(Limits(5, 64, 480, 4), CPU, Ledger(), SHAPES)
+    people = [grouped_sequence(index, (), (), ()) for index in range(8)]
+    for _ in range(data.draw(st.integers(1, 10))):
+        chosen = data.draw(st.lists(st.sampled_from(people), unique_by=id, max_size=5))
+        for own in chosen:
+            if data.draw(st.integers(0, 4)) == 0:
+                own.tables = [[], [], []]
+                own.num_preemptions += 1
+            for group, most in enumerate((120, 40, 6)):
+                pages = own.tables[group]
+                is_new = not pages
+                num_new = data.draw(st.sampled_from([0, 1, 2, most])) or (1 if is_new else 0)
+                pages += data.draw(
+                    st.lists(st.integers(0, 49), min_size=min(num_new, most - len(pages)), max_size=num_new)
+                )[: most - len(pages)]
+                # Behind a window pages are holes: in front, and never the newest one.
+                if group and data.draw(st.booleans()):
+                    for place in range(data.draw(st.integers(0, len(pages) - 1))):
+                        pages[place] = HOLE
+        check_groups(table, chosen, table.rows(chosen))
+
+
+def test_a_hole_sends_nothing_and_a_stale_entry_stays_a_chunk():
+    table = PageTable(Limits(2, 64, 480, 4), CPU, Ledger(), SHAPES)
+    own = grouped_sequence(0, [4, 5], [7], [2])
+    (row,) = table.rows([own])
+    own.tables = [[HOLE, 6, 8], [HOLE, 9], [HOLE, 3]]
+    own.num_preemptions += 1
+    assert table.rows([own]) == [row]
+    assert table.tables[0][row, :3].tolist() == [4, 6, 8]
+    assert table.tables[1][row, :6].tolist() == [7, 57, 107, 9, 59, 109]
+    with pytest.raises(AssertionError, match="has a hole behind a page"):
+        table.rows([grouped_sequence(1, [4, HOLE], [7], [2])])
+
+
+def test_tables_of_groups_interrupted_between_two_are_sent_again(monkeypatch):
+    table = PageTable(Limits(2, 64, 480, 4), CPU, Ledger(), SHAPES)
+    own = grouped_sequence(0, [4], [7], [2])
+    table.rows([own])
+    own.tables = [[1, 2], [3, 4], [5]]
+    own.num_preemptions += 1
+    sends = []
+
+    def interrupt(self, growths):
+        sends.append(growths)
+        if len(sends) == 2:
+            raise KeyboardInterrupt
+        sent(self, growths)
+
+    sent = GroupTable.send
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupTable, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            table.rows([own])
+    check_groups(table, [own], table.rows([own]))
+
+
+@BOTH
+def test_rows_of_a_step_have_a_slot_in_every_group(is_shared):
+    bounds = limits()
+    buffers = BatchBuffers(bounds, CPU, Ledger(), is_shared=is_shared, shapes=SHAPES)
+    first = grouped_sequence(0, [HOLE, HOLE, 9, 2, 6], [HOLE, 5], [7])
+    second = grouped_sequence(1, [3], [4], [8])
+    step = Step((ScheduledSequence(first, 13, 7), ScheduledSequence(second, 2, 1)))
+    batch = buffers.fill(step, [6], num_padded_rows=9)
+    rows = [(first, position) for position in range(13, 20)] + [(second, 2)]
+    for group, shape in enumerate(SHAPES):
+        expected = [4 * chunks_of(shape, own.tables[group])[i // 4] + i % 4 for own, i in rows]
+        assert batch.slots_GT[group].tolist() == [*expected, -1]
+        for sequence, own in zip(batch.sequences, (first, second), strict=True):
+            assert list(sequence.tables[group]) == [*chunks_of(shape, own.tables[group]).values()]
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == [6]
+    assert batch.logits.sequences[0].tables is batch.sequences[0].tables
+    assert batch.sequences[0].tables[0] is first.tables[0], "a list that needs no work is not copied"
+    assert (batch.page_tables is None) is is_shared
+    if batch.page_tables is not None:
+        assert len(batch.page_tables) == 3
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_buffers_of_groups_hold_what_was_planned(is_shared):
+    ledger, bounds = Ledger(), limits(100)
+    chunks = tuple(shape.chunks_per_page for shape in SHAPES)
+    buffers = BatchBuffers(bounds, CPU, ledger, is_shared=is_shared, shapes=SHAPES)
+    terms = batch_terms(bounds, "cpu" if is_shared else "cuda", chunks)
+    assert {entry.owner: entry.num_bytes for entry in ledger} == {term.owner: term.num_bytes for term in terms}
+    held = [buffers.inputs.tensor.nbytes]
+    if buffers.page_table is not None:
+        for group in buffers.page_table.groups:
+            held += [group.table_NP.nbytes, group.updates.tensor.nbytes]
+    assert sum(held) == ledger.total_bytes
+    one = {term.owner: term for term in batch_terms(bounds, "cuda")}
+    for term in terms:
+        if term.owner in one and "page" not in term.owner:
+            assert term == one[term.owner], "the first group is as if it were alone"
+
+
+def test_slots_of_all_groups_go_in_one_copy():
+    buffers = BatchBuffers(limits(8192), CPU, Ledger(), is_shared=False, shapes=SHAPES)
+    step = Step((ScheduledSequence(grouped_sequence(0, [3, 4], [1], [2]), 0, 5),))
+    assert sent_ranges(buffers, step, [4], 8, 1) == [(0, 5 * 8192 + 1)]

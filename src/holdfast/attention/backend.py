@@ -1,13 +1,17 @@
 """The attention contract: the Batch of a step, and a backend that plans once a step, writes and attends once a layer.
 
 rows        sequence 0: positions [start, start + n)  |  sequence 1: ...  |  ...  |  padding      one row a token, T in all
-slot        page id * page_tokens + position % page_tokens: where a row's keys and values go; -1 for padding: nowhere
+slot        chunk number * page_tokens + position % page_tokens: where a row's keys and values go; -1 for padding: nowhere
+
+Layers belong to cache groups (cache/spec.py), G in all: each has slots, a page table and page lists of its own. Their entries
+are numbers of chunks of `page_tokens` tokens, which kernels call pages.
 
 A layer hands over its fused projection as it is. Norms, rotation, quantization and the write into pages belong to the
 backend, because the formats and devices that matter do all of them in one pass. What a backend takes, and what it will
 hold, is declared without building it (attention/declarations.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -23,10 +27,10 @@ class SequenceRows(NamedTuple):
     num_rows: int
     start: int
     """Position of the first row; positions below it are in the cache already."""
-    pages: list[int]
-    """The sequence's pages in order; read, never changed."""
+    tables: tuple[Sequence[int], ...]
+    """Of each group the sequence's chunks in order, HOLE where one was given back; read, never changed."""
     table_row: int = -1
-    """The row of the page table on the device that holds its pages; -1 where there is no such table."""
+    """The row of the page tables on the device that holds its chunks; -1 where there are no such tables."""
 
     @property
     def end(self) -> int:
@@ -49,12 +53,15 @@ class Batch:
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
-    slots_T: torch.Tensor
+    slots_GT: torch.Tensor
+    """A row for each cache group."""
     sequences: tuple[SequenceRows, ...]
     logits: LogitRows | None
     """None: the logits of every row are wanted."""
-    page_table_NP: torch.Tensor | None = None
-    """int32, a row for each sequence that is on the device; None on a CPU, where kernels read the lists."""
+    page_tables: tuple[torch.Tensor, ...] | None = None
+    """Of each group int32 [N, P], a row for each sequence that is on the device; None on a CPU, where kernels read the lists.
+
+    What stands behind the newest chunk, or before the first that a window sees, names some chunk, whoever has it."""
 
     @property
     def num_rows(self) -> int:

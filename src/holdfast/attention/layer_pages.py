@@ -53,10 +53,10 @@ class PagedRows:
     """None where the slots are neighbours."""
 
     @classmethod
-    def locate(cls, pages: list[int], first: int, end: int, page_tokens: int, device: torch.device) -> "PagedRows":
-        """Find the tokens [first, end) of a sequence on these pages."""
+    def locate(cls, pages: Sequence[int], first: int, end: int, page_tokens: int, device: torch.device) -> "PagedRows":
+        """Find the tokens [first, end) of a sequence on these pages; others are not looked at."""
         page_start, page_end = first // page_tokens, -(-end // page_tokens)
-        held = pages[page_start:page_end]
+        held = list(pages[page_start:page_end])
         offset = first - page_start * page_tokens
         if held == list(range(held[0], held[0] + len(held))):
             return cls(first, end - first, held[0] * page_tokens + offset, None)
@@ -214,9 +214,10 @@ def _value_quads_of_3_bits() -> torch.Tensor:
 class PlainPages:
     """A plane of keys and one of values, [slots, K, D]."""
 
-    def __init__(self, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int) -> None:
+    def __init__(self, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int, group: int = 0) -> None:
         self.planes = (k_plane_SKD, v_plane_SKD)
         self._page_tokens = page_tokens
+        self._group = group
 
     def write(
         self,
@@ -227,7 +228,7 @@ class PlainPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Keys and values to their slots, queries to `out_THD`, all in one pass."""
-        write_kv(qkv_TX, batch.positions_T, batch.slots_T, *self.planes, head_norm, rotary, out_THD)
+        write_kv(qkv_TX, batch.positions_T, batch.slots_GT[self._group], *self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """How the kernel of `attend_tiles` wants its tiles."""
@@ -274,9 +275,10 @@ class PlainPages:
 class QuantizedPages:
     """The planes of one layer; all tokens are attended to as they are stored, also those of the step itself."""
 
-    def __init__(self, planes: QuantizedPlanes, reader: Dequantizer | None = None) -> None:
+    def __init__(self, planes: QuantizedPlanes, reader: Dequantizer | None = None, group: int = 0) -> None:
         self.planes = planes
         self._reader = reader
+        self._group = group
 
     def write(
         self,
@@ -287,7 +289,8 @@ class QuantizedPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Quantized keys and values to their slots, queries to `out_THD`, rotated as the keys are."""
-        write_quantized_kv(qkv_TX, batch.positions_T, batch.slots_T, self.planes, head_norm, rotary, out_THD)
+        slots_T = batch.slots_GT[self._group]
+        write_quantized_kv(qkv_TX, batch.positions_T, slots_T, self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """How the kernel of `attend_tiles` wants its tiles."""
@@ -384,7 +387,7 @@ class LayerPages:
         self.pages: tuple[PlainPages | QuantizedPages, ...] = tuple(
             self._quantized(layer, storage, k_mean_KD, is_read)
             if spec.cache.format.is_quantized
-            else PlainPages(storage.plane(layer, "k"), storage.plane(layer, "v"), storage.spec.page_tokens)
+            else PlainPages(storage.plane(layer, "k"), storage.plane(layer, "v"), storage.spec.page_tokens, spec.group)
             for layer, (spec, k_mean_KD) in enumerate(zip(specs, means, strict=True))
         )
         """Of each layer, in order."""
@@ -418,7 +421,7 @@ class LayerPages:
     def _quantized(
         self, layer: int, storage: PageStorage, k_mean_KD: torch.Tensor | None, is_read: bool
     ) -> QuantizedPages:
-        cache = self._specs[layer].cache
+        cache, group = self._specs[layer].cache, self._specs[layer].group
         key_bits, value_bits, head_dim = cache.format.key_bits, cache.format.value_bits, cache.head_dim
         assert key_bits is not None and value_bits is not None, f"{cache.format.name} codes only one of both"  # noqa: PT018
         planes = QuantizedPlanes.of(
@@ -432,8 +435,8 @@ class LayerPages:
             self._key_biases[layer],
         )
         if not is_read:
-            return QuantizedPages(planes)
+            return QuantizedPages(planes, None, group)
         kind = (key_bits, value_bits, head_dim)
         if kind not in self._readers:
             self._readers[kind] = Dequantizer(*kind, self._device)
-        return QuantizedPages(planes, self._readers[kind])
+        return QuantizedPages(planes, self._readers[kind], group)

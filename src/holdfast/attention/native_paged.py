@@ -16,7 +16,7 @@ from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, paged_at
 
 @dataclass(frozen=True, slots=True)
 class NativeRows:
-    """Where each sequence's rows and pages lie, as the kernel reads it."""
+    """Where each sequence's rows and its pages of one cache group lie, as the kernel reads it."""
 
     pages_P: torch.Tensor
     sequences_N4: torch.Tensor
@@ -24,10 +24,10 @@ class NativeRows:
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """All rows; and those whose logits are wanted, where they are not all."""
+    """All rows; and those whose logits are wanted, where they are not all; by cache group."""
 
-    every: NativeRows
-    wanted: NativeRows | None
+    every: tuple[NativeRows, ...]
+    wanted: tuple[NativeRows, ...] | None
     wanted_rows_R: torch.Tensor | None
 
 
@@ -41,11 +41,12 @@ class NativePagedAttention(LayerPages):
         self._page_tokens = storage.spec.page_tokens
         self._planes = [pages.planes for pages in self.pages if isinstance(pages, PlainPages)]
         assert len(self._planes) == len(specs), "the C kernel reads plain pages"
+        self._num_groups = 1 + max(spec.group for spec in specs)
 
     def plan(self, batch: Batch, captured: bool = False) -> NativePlan:
         if batch.logits is None:
-            return NativePlan(_rows(batch.sequences), None, None)
-        return NativePlan(_rows(batch.sequences), _rows(batch.logits.sequences), batch.logits.rows_R)
+            return NativePlan(self._rows(batch.sequences), None, None)
+        return NativePlan(self._rows(batch.sequences), self._rows(batch.logits.sequences), batch.logits.rows_R)
 
     def attend(
         self,
@@ -56,9 +57,10 @@ class NativePagedAttention(LayerPages):
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        spec, rows = self._specs[layer], plan.every
+        spec = self._specs[layer]
+        rows = plan.every[spec.group]
         if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
-            rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
+            rows, q_THD = plan.wanted[spec.group], q_THD.index_select(0, plan.wanted_rows_R)
         return paged_attention(
             q_THD,
             *self._planes[layer],
@@ -70,11 +72,15 @@ class NativePagedAttention(LayerPages):
             out_TX[: q_THD.shape[0]],
         )
 
+    def _rows(self, sequences: Sequence[SequenceRows]) -> tuple[NativeRows, ...]:
+        return tuple(_group_rows(sequences, group) for group in range(self._num_groups))
 
-def _rows(sequences: Sequence[SequenceRows]) -> NativeRows:
+
+def _group_rows(sequences: Sequence[SequenceRows], group: int) -> NativeRows:
+    """A hole becomes some page: tiles begin before a window does, and what lies there has no share in an answer."""
     rows, pages = [], []
     for sequence in sequences:
         rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))
-        pages.extend(sequence.pages)
-    pages_P = torch.from_numpy(np.array(pages, dtype=np.int32))
+        pages.extend(sequence.tables[group])
+    pages_P = torch.from_numpy(np.maximum(np.array(pages, dtype=np.int32), 0))
     return NativeRows(pages_P, torch.tensor(rows, dtype=torch.int64).view(-1, len(SEQUENCE_FIELDS)))

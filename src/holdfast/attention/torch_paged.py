@@ -47,8 +47,8 @@ class SequencePlan:
     blocks: tuple[Block, ...]
 
 
-WindowPlans = dict[int | None, tuple[SequencePlan, ...]]
-"""Some rows of a step, for each distinct window among the layers."""
+WindowPlans = dict[tuple[int | None, int], tuple[SequencePlan, ...]]
+"""Some rows of a step, for each distinct window among the layers and the cache group that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class TorchPagedAttention(LayerPages):
         self._page_tokens = storage.spec.page_tokens
         self._max_model_len = specs[0].max_model_len
         self._block_rows = mask_rows(self._max_model_len)
-        self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
-        self._masks = {window: self._mask_template(window) for window in self._windows}
+        self._windows = tuple(dict.fromkeys((spec.window, spec.group) for spec in specs))
+        self._masks = {window: self._mask_template(window) for window in dict.fromkeys(spec.window for spec in specs)}
 
     def held_bytes(self) -> dict[str, int]:
         mask_bytes = sum(mask_nX.nbytes for mask_nX in self._masks.values())
@@ -107,7 +107,7 @@ class TorchPagedAttention(LayerPages):
         q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
         with self._kernels():
-            for sequence in rows[spec.window]:
+            for sequence in rows[spec.window, spec.group]:
                 k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
                 for block in sequence.blocks:
                     self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
@@ -119,8 +119,11 @@ class TorchPagedAttention(LayerPages):
         return sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext()
 
     def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
-        parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.pages))]
-        return {window: tuple(self._plan_sequence(part, window) for part in parts) for window in self._windows}
+        parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.tables))]
+        return {
+            (window, group): tuple(self._plan_sequence(part, window, group) for part in parts)
+            for window, group in self._windows
+        }
 
     def _attend(
         self,
@@ -152,11 +155,11 @@ class TorchPagedAttention(LayerPages):
         num_kv_heads, num_tokens, head_dim = x_KlD.shape
         return x_KlD.unsqueeze(1).expand(num_kv_heads, num_groups, num_tokens, head_dim)
 
-    def _plan_sequence(self, parts: Sequence[SequenceRows], window: int | None) -> SequencePlan:
+    def _plan_sequence(self, parts: Sequence[SequenceRows], window: int | None, group: int) -> SequencePlan:
         """Rows of one sequence, perhaps not all of them: what they see is located, and read, once."""
         first = 0 if window is None else max(0, min(rows.start for rows in parts) - window + 1)
         end = max(rows.end for rows in parts)
-        located = PagedRows.locate(parts[0].pages, first, end, self._page_tokens, self._device)
+        located = PagedRows.locate(parts[0].tables[group], first, end, self._page_tokens, self._device)
         return SequencePlan(located, tuple(block for rows in parts for block in self._blocks(rows, window, first)))
 
     def _blocks(self, rows: SequenceRows, window: int | None, first: int) -> list[Block]:

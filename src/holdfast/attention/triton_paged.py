@@ -27,10 +27,10 @@ WorkKey = tuple[TileKind, int | None]
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """One step's work for each kind of tiles and window among the layers, and the page table it reads."""
+    """One step's work for each kind of tiles and window among the layers, and the page table of each cache group."""
 
     work: dict[WorkKey, TileWork]
-    page_table_NP: torch.Tensor
+    page_tables: tuple[torch.Tensor, ...]
     wanted_rows_R: torch.Tensor | None
 
 
@@ -78,10 +78,10 @@ class TritonPagedAttention(LayerPages):
         }
 
     def plan(self, batch: Batch, captured: bool = False) -> TritonPlan:
-        assert batch.page_table_NP is not None, "the batch has no page table on the device"
+        assert batch.page_tables is not None, "the batch has no page tables on the device"
         step = StepRows.of(batch.sequences, batch.num_rows)
         work = {key: self._lists[key].fill(step, captured) for key in dict.fromkeys(self._keys)}
-        return TritonPlan(work, batch.page_table_NP, batch.logits.rows_R if batch.logits else None)
+        return TritonPlan(work, batch.page_tables, batch.logits.rows_R if batch.logits else None)
 
     def attend(
         self,
@@ -95,7 +95,7 @@ class TritonPagedAttention(LayerPages):
         spec, work = self._specs[layer], plan.work[self._keys[layer]]
         partials = (scratch[0], scratch[1]) if scratch else (out_TX, out_TX)
         self.pages[layer].attend_tiles(
-            q_THD, plan.page_table_NP, work, spec.scale, spec.window, partials, out_TX, self._num_sms
+            q_THD, plan.page_tables[spec.group], work, spec.scale, spec.window, partials, out_TX, self._num_sms
         )
         if not wanted_only or plan.wanted_rows_R is None:
             return out_TX

@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
+from typing import NamedTuple
 
 from holdfast.cache.groups import CacheGroup
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
-from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
+from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec
 from holdfast.quant.formats import KVFormat, Plane
 
 MOST_CHUNKS = 4
@@ -64,6 +65,20 @@ class LayerGroup:
     @property
     def name(self) -> str:
         return "whole context" if self.window is None else f"window of {self.window}"
+
+
+class StoredPlane(NamedTuple):
+    """One tensor of the storage, and whose columns it has."""
+
+    name: str
+    plane: Plane
+    num_columns: int
+    columns: dict[int, tuple[int, int]]
+    """By layer: the first of its columns, and how many it has."""
+
+    def tensor(self, column_slots: int) -> TensorSpec:
+        """It, where a column has so many slots."""
+        return TensorSpec(self.name, (self.num_columns * column_slots, *self.plane.token_shape), self.plane.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +129,24 @@ class CacheSpec:
         kind = self.layers[layer].kind
         same = [other for other in group.layers if self.layers[other].kind == kind]
         return same.index(layer) * group.chunks_per_page
+
+    def stored_planes(self) -> tuple[StoredPlane, ...]:
+        """The tensors that all pages consist of: one for each plane of each layer, or of each kind where groups share columns."""
+        if len(self.groups) == 1:
+            return tuple(
+                StoredPlane(f"{layer.layer}.{layer.name}.{plane.name}", plane, 1, {index: (0, 1)})
+                for index, layer in enumerate(self.layers)
+                for plane in layer.planes
+            )
+        chunks = {layer: group.chunks_per_page for group in self.groups for layer in group.layers}
+        found = []
+        for kind, num_columns in self.columns.items():
+            members = [index for index, layer in enumerate(self.layers) if layer.kind == kind]
+            columns = {layer: (self.column_of(layer), chunks[layer]) for layer in members}
+            first = self.layers[members[0]]
+            name = f"{first.format.name}.{first.num_kv_heads}x{first.head_dim}"
+            found += (StoredPlane(f"{name}.{plane.name}", plane, num_columns, columns) for plane in kind)
+        return tuple(found)
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The groups as pool, prefix cache and scheduler count them."""
@@ -184,7 +217,7 @@ def uniform_cache(
 
 def kv_padding_term(spec: CacheSpec) -> Term:
     """The most that lies unused behind planes, whatever the number of pages: nothing where whole pages are aligned."""
-    page_bytes = [spec.page_tokens * plane.bytes_per_token for layer in spec.layers for plane in layer.planes]
+    page_bytes = [plane.tensor(spec.page_tokens).num_bytes for plane in spec.stored_planes()]
     padding_bytes = sum(ALIGNMENT_BYTES - gcd(num_bytes, ALIGNMENT_BYTES) for num_bytes in page_bytes)
     reason = f"{len(page_bytes)} planes, each at a multiple of {ALIGNMENT_BYTES} bytes"
     return Term(f"{KV_OWNER}/padding", padding_bytes, reason, PAGE_PHASES)

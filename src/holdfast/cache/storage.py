@@ -1,4 +1,8 @@
-"""The tensors behind page ids: a plane for each layer and kind, all in one arena that is allocated once."""
+"""The tensors behind page ids: planes of every layer, all in one arena that is allocated once.
+
+With one group of layers each plane of each layer is a tensor. With several, each plane of each kind is one tensor over all
+columns of a page, and a layer has the slots of its own columns: layers of different groups take turns in them, page by page.
+"""
 
 import torch
 
@@ -6,29 +10,28 @@ from holdfast.cache.spec import CacheSpec
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import KV_OWNER
-from holdfast.memory.workspace_plan import TensorSpec
 
 
 class PageStorage:
-    """All pages of all layers. Slot s of a plane is token s % page_tokens of page s // page_tokens."""
+    """All pages of all layers. Slot s of a plane is token s % page_tokens of chunk s // page_tokens (cache/spec.py)."""
 
     def __init__(self, spec: CacheSpec, num_pages: int, device: torch.device, ledger: Ledger) -> None:
         self.spec = spec
         self.num_pages = num_pages
         num_slots = num_pages * spec.page_tokens
-        names = [
-            {plane.name: f"{layer.layer}.{layer.name}.{plane.name}" for plane in layer.planes} for layer in spec.layers
-        ]
-        specs = tuple(
-            TensorSpec(planes[plane.name], (num_slots, *plane.token_shape), plane.dtype)
-            for layer, planes in zip(spec.layers, names, strict=True)
-            for plane in layer.planes
-        )
-        self._arena = Arena(KV_OWNER, specs, device, ledger, f"{num_slots} tokens")
-        self._planes = [{name: self._arena.tensors[path] for name, path in planes.items()} for planes in names]
+        planes = spec.stored_planes()
+        specs = tuple(plane.tensor(num_slots) for plane in planes)
+        tokens = f"{num_slots} tokens" if len(spec.groups) == 1 else f"{num_pages} pages"
+        self._arena = Arena(KV_OWNER, specs, device, ledger, tokens)
+        self._planes: list[dict[str, torch.Tensor]] = [{} for _ in spec.layers]
+        for plane in planes:
+            whole_SX = self._arena.tensors[plane.name]
+            for layer, columns in plane.columns.items():
+                first, num_columns = columns
+                self._planes[layer][plane.plane.name] = whole_SX.narrow(0, first * num_slots, num_columns * num_slots)
 
     def plane(self, index: int, name: str) -> torch.Tensor:
-        """A plane of the index-th entry of the spec: [num_slots, *token_shape]."""
+        """A plane of the index-th entry of the spec: [num_slots, *token_shape], for all chunks that it may have."""
         return self._planes[index][name]
 
     def planes(self, index: int) -> dict[str, torch.Tensor]:

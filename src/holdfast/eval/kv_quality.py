@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from holdfast.config import EngineConfig, Limits
+from holdfast.cache.chunks import ring_tables
+from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.planning.plan import RunnerPlan
@@ -179,7 +180,7 @@ def measure(
     halves = HalfTokens(len(contenders) * sum(map(len, windows)), on_progress)
     for index, token_ids in enumerate(windows):
         assert len(token_ids) == num_predictions + 1, f"window {index} has {len(token_ids)} tokens"
-        all_steps = [steps_of(index, token_ids, contender.runner.limits) for contender in contenders]
+        all_steps = [steps_of(index, token_ids, contender.runner) for contender in contenders]
         for steps in zip(*all_steps, strict=True):
             hidden = []
             for contender, tally, step in zip(contenders, tallies, steps, strict=True):
@@ -190,12 +191,13 @@ def measure(
     return [tally.quality(contender) for contender, tally in zip(contenders, tallies, strict=True)]
 
 
-def steps_of(window: int, token_ids: Sequence[int], limits: Limits) -> list[Step]:
+def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[Step]:
     """One sequence on the first pages, in chunks."""
-    num_tokens, chunk = len(token_ids), limits.max_num_batched_tokens
+    limits, num_tokens = runner.limits, len(token_ids)
+    chunk = limits.max_num_batched_tokens
     assert num_tokens <= limits.max_model_len, f"{num_tokens=} is more than {limits}"
-    sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1)
-    sequence.pages = list(range(-(-num_tokens // limits.page_tokens)))
+    tables = ring_tables(runner.groups, num_tokens, chunk)
+    sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
     starts = range(0, num_tokens, chunk)
     return [Step((ScheduledSequence(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
 

@@ -56,7 +56,7 @@ class ReferenceReading:
     def steps(self) -> Iterator[tuple[int, Step]]:
         """Every chunk of every window."""
         for index, token_ids in enumerate(self.windows):
-            for step in steps_of(index, token_ids, self.reference.runner.limits):
+            for step in steps_of(index, token_ids, self.reference.runner):
                 yield index, step
 
     @torch.inference_mode()

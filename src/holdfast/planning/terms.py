@@ -37,6 +37,9 @@ from holdfast.request.sampling_params import MAX_LOGPROBS
 LISTED_PAGES = 16
 """Most new pages of one sequence that reach the device in a list; the list has room for as many of every sequence."""
 
+ONE_GROUP = (1,)
+"""Chunks of a page where all layers are one cache group."""
+
 _BATCH_REASONS = {
     "token_ids": "one a row of a step",
     "positions": "one a row of a step",
@@ -47,29 +50,51 @@ _BATCH_REASONS = {
 }
 
 
-def batch_terms(limits: Limits, device_kind: str = "cpu") -> tuple[Term, ...]:
-    """Bytes of the input buffers, and of the page table where kernels read one; `device_kind` is cpu or cuda."""
-    specs = input_specs(limits) if device_kind == "cpu" else input_specs(limits) + page_table_specs(limits)
+def batch_terms(
+    limits: Limits, device_kind: str = "cpu", chunks_per_page: tuple[int, ...] = ONE_GROUP
+) -> tuple[Term, ...]:
+    """Bytes of the input buffers, and of the page tables where kernels read them; `device_kind` is cpu or cuda.
+
+    `chunks_per_page`: of each cache group.
+    """
+    specs = input_specs(limits, len(chunks_per_page))
+    if device_kind != "cpu":
+        for group, chunks in enumerate(chunks_per_page):
+            specs += page_table_specs(limits, chunks, group)
     return tuple(map(input_term, specs))
 
 
 def input_term(spec: TensorSpec) -> Term:
     """The line of one buffer in plan and ledger."""
-    return Term(f"inputs/{spec.name}", spec.num_bytes, _BATCH_REASONS[spec.name])
+    name, _, group = spec.name.partition(".")
+    reason = _BATCH_REASONS[name]
+    return Term(f"inputs/{spec.name}", spec.num_bytes, f"{reason}, of cache group {group}" if group else reason)
 
 
-def input_specs(limits: Limits) -> tuple[TensorSpec, ...]:
+def input_specs(limits: Limits, num_groups: int = 1) -> tuple[TensorSpec, ...]:
     """The buffers with an entry a row. They lie one behind the other, and their length makes each begin aligned."""
     per_unit = ALIGNMENT_BYTES // DTYPE_BYTES["int64"]
     shape_T = (-(-limits.max_num_batched_tokens // per_unit) * per_unit,)
-    return tuple(TensorSpec(name, shape_T, "int64") for name in ("token_ids", "positions", "slots", "logit_rows"))
+    slots = (_of_group("slots", group) for group in range(num_groups))
+    return tuple(TensorSpec(name, shape_T, "int64") for name in ("token_ids", "positions", *slots, "logit_rows"))
 
 
-def page_table_specs(limits: Limits) -> tuple[TensorSpec, TensorSpec]:
-    """The table, and the list of what changed in it: (place in the table, page) in each entry."""
-    shape_NP = (limits.max_num_seqs, -(-limits.max_model_len // limits.page_tokens))
-    shape_U2 = (limits.max_num_seqs * LISTED_PAGES, 2)
-    return TensorSpec("page_table", shape_NP, "int32"), TensorSpec("page_updates", shape_U2, "int64")
+def page_table_specs(limits: Limits, chunks_per_page: int = 1, group: int = 0) -> tuple[TensorSpec, TensorSpec]:
+    """The table of a group, and the list of what changed in it: (place in the table, chunk) in each entry."""
+    num_pages = -(-limits.max_model_len // (limits.page_tokens * chunks_per_page))
+    shape_NP = (limits.max_num_seqs, num_pages * chunks_per_page)
+    shape_U2 = (limits.max_num_seqs * listed_entries(chunks_per_page), 2)
+    names = _of_group("page_table", group), _of_group("page_updates", group)
+    return TensorSpec(names[0], shape_NP, "int32"), TensorSpec(names[1], shape_U2, "int64")
+
+
+def listed_entries(chunks_per_page: int) -> int:
+    """Most new entries of one sequence that reach the device in a list: at least those of one page."""
+    return -(-max(LISTED_PAGES, chunks_per_page) // LISTED_PAGES) * LISTED_PAGES
+
+
+def _of_group(name: str, group: int) -> str:
+    return f"{name}.{group}" if group else name
 
 
 MAX_GRAPH_ROWS = 1024

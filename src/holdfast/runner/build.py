@@ -15,6 +15,7 @@ import torch
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.declarations import StepBounds
 from holdfast.attention.select import build_backend
+from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
@@ -264,9 +265,16 @@ class RunnerBuild:
                 recipe,
             ),
             backend,
-            BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu"),
+            BatchBuffers(
+                limits,
+                device,
+                ledger,
+                is_shared=device.type == "cpu",
+                shapes=chunk_shapes(cache, plan.memory.num_pages),
+            ),
             Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
             limits,
+            cache.cache_groups(),
             plan.memory.num_pages,
             spec.vocab_size,
             frozenset(self._model.generation.eos_token_ids),

@@ -20,6 +20,8 @@ import torch
 
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.attention.layer_pages import LayerPages, QuantizedPages
+from holdfast.cache.chunks import ring_tables
+from holdfast.cache.groups import CacheGroup
 from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.norm import rms_norm_reference
@@ -77,8 +79,9 @@ class KeyRooms(NamedTuple):
 def centre_keys(runner: Runner, spec: ModelSpec, rotary: Rotary | None, rooms: KeyRooms) -> int:
     """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them."""
     limits, backend = runner.limits, runner.backend
-    room = runner.num_pages * limits.page_tokens
-    num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens, room)
+    num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens)
+    while sum(group.pages_for(num_tokens) for group in runner.groups) > runner.num_pages:
+        num_tokens -= 1
     if num_tokens < LEAST_TOKENS or not isinstance(backend, LayerPages):
         return 0
     found: dict[int, torch.Tensor] = {}
@@ -89,7 +92,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rotary: Rotary | None, rooms: K
 
     backend.on_write = measure
     try:
-        runner.hidden_rows(_step(warm_token_ids(spec.vocab_size, num_tokens), limits.page_tokens))
+        runner.hidden_rows(_step(warm_token_ids(spec.vocab_size, num_tokens), runner.groups))
     finally:
         backend.on_write = None
     turn_DD = None if rotary is None else average_turn(rotary)
@@ -131,9 +134,9 @@ def _average(table_LD: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).sum(0) / len(table_LD)
 
 
-def _step(token_ids: list[int], page_tokens: int) -> Step:
+def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> Step:
     """One sequence on the first pages, which nobody has yet."""
     num_tokens = len(token_ids)
-    sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1)
-    sequence.pages = list(range(-(-num_tokens // page_tokens)))
+    tables = ring_tables(groups, num_tokens, num_tokens)
+    sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
     return Step((ScheduledSequence(sequence, 0, num_tokens),))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.cache.chunks import ring_tables
+from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.models.model import Model
 from holdfast.planning.terms import PROMPT_ROWS
@@ -43,14 +45,17 @@ class Runner:
         buffers: BatchBuffers,
         sampler: Sampler,
         limits: Limits,
+        groups: SequenceABC[CacheGroup],
         num_pages: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         device: torch.device,
         min_rows: int = 1,
     ) -> None:
-        """`min_rows`: smaller steps are padded to it, where products of fewer rows round differently."""
+        """`groups` are those of the cache; `min_rows`: smaller steps are padded to it, where products of fewer rows round
+        differently."""
         self.limits = limits
+        self.groups = tuple(groups)
         self.num_pages = num_pages
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -233,7 +238,7 @@ class Runner:
         while row < num_rows and len(items) < self.limits.max_num_seqs:
             length = min(longest, num_rows - row)
             sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
-            sequence.pages = list(range(-(-length // self.limits.page_tokens)))
+            sequence.tables = ring_tables(self.groups, length, length)
             items.append(ScheduledSequence(sequence, 0, length))
             row += length
             if len(logit_rows) < num_rows - 1:

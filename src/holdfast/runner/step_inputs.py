@@ -1,10 +1,12 @@
 """Step inputs in fixed buffers: the page table (block table) of every sequence, and token ids, positions and slots of a step.
 
-T rows of a step, R rows whose logits are wanted, N rows of the page table, P pages of a row, U entries of a list
+T rows of a step, R rows whose logits are wanted, G cache groups, N rows of a page table, P chunks of a row, U entries of a list
 
-The page table:
+The page table of each cache group (cache/spec.py says what a chunk is; with one group it is a page):
 
-row n   [ page 0 | page 1 | ... | page k-1 | anything ...... ]      int32, N rows of P pages; readers stop at k
+row n   [ chunk 0 | chunk 1 | ... | chunk k-1 | anything ...... ]      int32, N rows of P chunks; readers stop at k
+
+Behind a window pages are given back, and entries stay what they were: numbers of chunks that somebody else may have by now.
 
 How entries reach the device, by what each way costs:
 - A copy costs the host some 5 us whatever its length, and 65,536 pages (1M tokens) cross in another 5. So a sequence
@@ -16,9 +18,9 @@ How entries reach the device, by what each way costs:
 
 Everything else:
 
-token_ids | positions | slots | logit_rows      int64, one piece of memory; each as long as the largest step
+token_ids | positions | slots | logit_rows      int64, one piece of memory; slots G times; each as long as the largest step
 
-A step that is padded to T rows uses the first T of the first three, and of the last one the first R where not every
+A step that is padded to T rows uses the first T of all but the last one, and of that one the first R where not every
 row's logits are wanted. On a GPU the piece has a double on the host, and what is used follows in one copy, unused
 places in between included: at 8192 rows those are 128 to 192 KiB, 4 us on the link, and a copy more costs the host 5 us.
 Only where steps may be so large that the gaps would outweigh that does each buffer go by itself. A layout without gaps
@@ -34,11 +36,13 @@ import numpy as np
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.cache.chunks import ChunkShape
+from holdfast.cache.groups import HOLE
 from holdfast.config import Limits
 from holdfast.kernels.attention.write_kv import BLOCK, PADDING, scatter_pages
 from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
-from holdfast.planning.terms import LISTED_PAGES, input_specs, input_term, page_table_specs
+from holdfast.planning.terms import input_specs, input_term, listed_entries, page_table_specs
 from holdfast.request.sequence import Sequence, Step
 
 MAX_SINGLE_COPIES = 3
@@ -46,67 +50,153 @@ MAX_SINGLE_COPIES = 3
 MAX_GAP_BYTES = 512 * 1024
 """Two copies less are worth as many bytes between the used parts of the inputs: some 10 us either way."""
 PADDING_SLOT = -1
+ONE_GROUP = (ChunkShape(),)
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """Where a sequence's pages are, and how many of them are there already."""
+    """Where a sequence's pages are, and how many of them are there already, in each group."""
 
     row: int
-    num_pages: int = 0
+    num_pages: list[int]
     num_preemptions: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """Pages [first, end) of a sequence, which its row does not have yet."""
+    """Entries [first, end) of a row, which the device does not have yet, and what they are."""
 
-    own: _Row
-    sequence: Sequence
+    row: int
     first: int
-    end: int
+    chunks: list[int]
 
     @property
-    def is_short(self) -> bool:
-        return self.end - self.first <= LISTED_PAGES
+    def end(self) -> int:
+        return self.first + len(self.chunks)
 
 
-class PageTable:
-    """Rows by sequence. A row stays a sequence's own until others need it, the longest unused first."""
+class GroupTable:
+    """The page table of one cache group, and how entries of it reach the device."""
 
-    def __init__(self, limits: Limits, device: torch.device, ledger: Ledger) -> None:
-        table, updates = page_table_specs(limits)
-        assert LISTED_PAGES % BLOCK == 0, f"{LISTED_PAGES=} must be whole blocks of {BLOCK=}"
-        self._max_num_seqs, self._max_num_pages = table.shape
+    def __init__(self, limits: Limits, shape: ChunkShape, group: int, device: torch.device, ledger: Ledger) -> None:
+        table, updates = page_table_specs(limits, shape.chunks_per_page, group)
+        self.shape = shape
+        self._max_num_chunks = table.shape[1]
+        self._most_listed = listed_entries(shape.chunks_per_page)
+        assert self._most_listed % BLOCK == 0, f"{self._most_listed=} must be whole blocks of {BLOCK=}"
         self.table = MirroredTensor(table.shape, torch.int32, device, is_shared=False)
         self.updates = MirroredTensor(updates.shape, torch.int64, device, is_shared=False)
         for spec in (table, updates):
             term = input_term(spec)
             ledger.record(term.owner, term.num_bytes, term.reason)
-        self._rows: OrderedDict[int, _Row] = OrderedDict()
-        """By sequence id, the longest unused first."""
         self.table_NP = self.table.tensor
         self._send_list([])  # compiles the kernel, so that no step has to
 
+    def growth(self, row: int, sequence: Sequence, pages: list[int], first: int) -> _Growth | None:
+        """What a sequence has from page `first` on. Holes are before the first page, and their entries stay what they are."""
+        end, chunks = len(pages), self.shape.chunks_per_page
+        assert first < end <= self._max_num_chunks // chunks, (
+            f"{sequence.sequence_id=} went from {first} pages to {end}"
+        )
+        while first < end and pages[first] == HOLE:
+            first += 1
+        if first == end:
+            return None
+        own = pages[first:] if chunks == 1 else self.shape.numbers(pages[first:]).tolist()
+        return _Growth(row, first * chunks, own)
+
+    def send(self, growths: list[_Growth]) -> None:
+        """Write them on both sides, each by the shorter way."""
+        self.table.wait()
+        for growth in growths:
+            assert HOLE not in growth.chunks, f"row {growth.row} has a hole behind a page: {growth.chunks}"
+            self.table.host[growth.row, growth.first : growth.end] = growth.chunks
+        short = [growth for growth in growths if len(growth.chunks) <= self._most_listed]
+        takes_list = len(short) > MAX_SINGLE_COPIES
+        if takes_list:
+            self._send_list(short)
+        ranges = []
+        for growth in growths:
+            if not (takes_list and len(growth.chunks) <= self._most_listed):
+                start = growth.row * self._max_num_chunks
+                ranges.append((start + growth.first, start + growth.end))
+        if ranges:
+            self.table.send(ranges)
+
+    def _send_list(self, growths: list[_Growth]) -> None:
+        self.updates.wait()
+        places: list[int] = []
+        chunks: list[int] = []
+        for growth in growths:
+            start = growth.row * self._max_num_chunks
+            places.extend(range(start + growth.first, start + growth.end))
+            chunks.extend(growth.chunks)
+        num_updates = max(1, -(-len(places) // BLOCK)) * BLOCK
+        updates_U2 = self.updates.host
+        updates_U2[: len(places), 0] = places
+        updates_U2[: len(places), 1] = chunks
+        updates_U2[len(places) : num_updates, 0] = PADDING
+        self.updates.send([(0, 2 * num_updates)])
+        scatter_pages(self.updates.tensor[:num_updates], self.table_NP)
+
+    def check(self, sequence: Sequence, row: int, pages: list[int]) -> None:
+        """A row holds the chunks of these pages on both sides, wherever there is no hole, and some chunk where there is."""
+        wanted = self.shape.numbers(pages)
+        for place, held_NP in (("mirror", self.table.host), ("table", self.table_NP.cpu().numpy())):
+            held = held_NP[row, : len(wanted)]
+            assert (held[wanted != HOLE] == wanted[wanted != HOLE]).all(), (
+                f"{sequence.sequence_id=}: {place} {held.tolist()}, pages {pages}"
+            )
+            assert (held >= 0).all(), f"{sequence.sequence_id=}: {place} names no chunk at a hole: {held.tolist()}"
+
+
+class PageTable:
+    """Rows by sequence, the same in the tables of all cache groups. A row stays a sequence's own until others need it, the
+    longest unused first."""
+
+    def __init__(
+        self, limits: Limits, device: torch.device, ledger: Ledger, shapes: SequenceABC[ChunkShape] = ONE_GROUP
+    ) -> None:
+        self._max_num_seqs = limits.max_num_seqs
+        self.groups = tuple(GroupTable(limits, shape, group, device, ledger) for group, shape in enumerate(shapes))
+        self.tables = tuple(group.table_NP for group in self.groups)
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        """By sequence id, the longest unused first."""
+
     def rows(self, sequences: SequenceABC[Sequence]) -> list[int]:
-        """The row of each sequence of a step. Kernels that are launched from here on find all its pages there."""
+        """The row of each sequence of a step. Kernels that are launched from here on find all its chunks there."""
         self._assign(sequences)
-        rows, growths = [], []
+        rows: list[int] = []
+        grown: list[tuple[_Row, Sequence]] = []
+        growths: list[list[_Growth]] = [[] for _ in self.groups]
         for sequence in sequences:
-            own, end = self._rows[sequence.sequence_id], len(sequence.pages)
-            # Pages only grow, unless they were all given back in between.
-            first = own.num_pages if own.num_preemptions == sequence.num_preemptions else 0
-            if first != end:
-                growths.append(_Growth(own, sequence, first, end))
+            own = self._rows[sequence.sequence_id]
             rows.append(own.row)
-        if growths:
-            self._send(growths)
+            # Pages only grow, unless they were all given back in between.
+            is_known = own.num_preemptions == sequence.num_preemptions
+            has_grown = not is_known
+            for group, (known, pages) in enumerate(zip(own.num_pages, sequence.tables, strict=True)):
+                first = known if is_known else 0
+                if first != len(pages):
+                    has_grown = True
+                    growth = self.groups[group].growth(own.row, sequence, pages, first)
+                    if growth is not None:
+                        growths[group].append(growth)
+            if has_grown:
+                grown.append((own, sequence))
+        for table, own_growths in zip(self.groups, growths, strict=True):
+            if own_growths:
+                table.send(own_growths)
+        for own, sequence in grown:  # last, so that what was interrupted is sent again
+            own.num_pages = list(map(len, sequence.tables))
+            own.num_preemptions = sequence.num_preemptions
         return rows
 
-    @property
-    def num_pages_by_row(self) -> dict[int, int]:
-        """How many places of each row are in use; what stands behind them is read by nobody."""
-        return {own.row: own.num_pages for own in self._rows.values()}
+    def num_chunks_by_row(self) -> list[dict[int, int]]:
+        """Of each group: how many places of each row are in use; what stands behind them is read by nobody."""
+        sizes = [group.shape.chunks_per_page for group in self.groups]
+        rows = self._rows.values()
+        return [{own.row: size * own.num_pages[group] for own in rows} for group, size in enumerate(sizes)]
 
     def _assign(self, sequences: SequenceABC[Sequence]) -> None:
         """Give each a row. Whose row is taken is not in this step: all of those have moved to the end before."""
@@ -124,79 +214,53 @@ class PageTable:
         taken = {own.row for own in self._rows.values()}
         free = [row for row in range(self._max_num_seqs) if row not in taken]
         for sequence_id, row in zip(newcomers, free, strict=False):
-            self._rows[sequence_id] = _Row(row)
-
-    def _send(self, growths: list[_Growth]) -> None:
-        self.table.wait()
-        for growth in growths:
-            first, end, sequence = growth.first, growth.end, growth.sequence
-            assert first < end <= self._max_num_pages, f"{sequence.sequence_id=} went from {first} pages to {end}"
-            self.table.host[growth.own.row, first:end] = sequence.pages[first:]
-        takes_list = sum(growth.is_short for growth in growths) > MAX_SINGLE_COPIES
-        if takes_list:
-            self._send_list([growth for growth in growths if growth.is_short])
-        ranges = []
-        for growth in growths:
-            if not (takes_list and growth.is_short):
-                start = growth.own.row * self._max_num_pages
-                ranges.append((start + growth.first, start + growth.end))
-        if ranges:
-            self.table.send(ranges)
-        for growth in growths:  # last, so that what was interrupted is sent again
-            growth.own.num_pages = growth.end
-            growth.own.num_preemptions = growth.sequence.num_preemptions
-
-    def _send_list(self, growths: list[_Growth]) -> None:
-        self.updates.wait()
-        places: list[int] = []
-        pages: list[int] = []
-        for growth in growths:
-            start = growth.own.row * self._max_num_pages
-            places.extend(range(start + growth.first, start + growth.end))
-            pages.extend(growth.sequence.pages[growth.first :])
-        num_updates = max(1, -(-len(places) // BLOCK)) * BLOCK
-        updates_U2 = self.updates.host
-        updates_U2[: len(places), 0] = places
-        updates_U2[: len(places), 1] = pages
-        updates_U2[len(places) : num_updates, 0] = PADDING
-        self.updates.send([(0, 2 * num_updates)])
-        scatter_pages(self.updates.tensor[:num_updates], self.table_NP)
+            self._rows[sequence_id] = _Row(row, [0] * len(self.groups))
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Every row has one owner, and the rows of these sequences, as `rows` left them, hold their pages on both sides."""
         rows = sorted(own.row for own in self._rows.values())
         assert len(set(rows)) == len(rows), f"a row has two owners: {rows}"
         assert not rows or 0 <= rows[0] <= rows[-1] < self._max_num_seqs, f"{rows=} of {self._max_num_seqs}"
-        table_NP = self.table_NP.cpu().numpy()
         for sequence in sequences:
             own = self._rows[sequence.sequence_id]
-            num_pages = len(sequence.pages)
+            num_pages = list(map(len, sequence.tables))
             assert own.num_pages == num_pages, (
                 f"{sequence.sequence_id=} has {num_pages} pages, {own.num_pages} are known"
             )
-            for place, held_NP in (("mirror", self.table.host), ("table", table_NP)):
-                held = held_NP[own.row, :num_pages].tolist()
-                assert held == sequence.pages, f"{sequence.sequence_id=}: {place} {held}, pages {sequence.pages}"
+            for group, pages in zip(self.groups, sequence.tables, strict=True):
+                group.check(sequence, own.row, pages)
 
 
 class BatchBuffers:
     """What a step is written into on the host, and what kernels read.
 
     With `is_shared`, as on a CPU, both are the same memory, and attention reads the pages of a sequence from the batch.
-    Without it the device has its own memory, and a page table.
+    Without it the device has its own memory, and page tables. `shapes` says how the pages of each cache group become chunks.
     """
 
-    def __init__(self, limits: Limits, device: torch.device, ledger: Ledger, *, is_shared: bool) -> None:
-        specs = input_specs(limits)
+    def __init__(
+        self,
+        limits: Limits,
+        device: torch.device,
+        ledger: Ledger,
+        *,
+        is_shared: bool,
+        shapes: SequenceABC[ChunkShape] = ONE_GROUP,
+    ) -> None:
+        specs = input_specs(limits, len(shapes))
         self._page_tokens = limits.page_tokens
+        self._shapes = tuple(shapes)
+        self._has_pages_for_chunks = all(shape.chunks_per_page == 1 for shape in shapes)
         self._num_places = specs[0].shape[0]
         self.inputs = MirroredTensor((len(specs), self._num_places), torch.int64, device, is_shared)
         for term in map(input_term, specs):
             ledger.record(term.owner, term.num_bytes, term.reason)
         self._host = tuple(self.inputs.host)
-        self._buffers = tuple(self.inputs.tensor)
+        self._host_slots = self._host[2:-1]
+        self._ids_T, self._positions_T, self._logit_rows_T = (self.inputs.tensor[row] for row in (0, 1, -1))
+        self._slots_GT = self.inputs.tensor[2:-1]
         self._is_one_copy = 2 * specs[0].num_bytes <= MAX_GAP_BYTES
-        self.page_table = None if is_shared else PageTable(limits, device, ledger)
+        self.page_table = None if is_shared else PageTable(limits, device, ledger, shapes)
 
     def fill(
         self,
@@ -215,46 +279,58 @@ class BatchBuffers:
         num_rows = num_real if num_padded_rows is None else num_padded_rows
         assert num_real <= num_rows <= self._num_places, f"{num_real=} {num_rows=} of {self._num_places}"
         if num_rows > num_real:
-            for host_T, padding in zip(self._host, (0, 0, PADDING_SLOT), strict=False):
-                host_T[num_real:num_rows] = padding
-        logits, counts = None, [num_rows, num_rows, num_rows]
+            self.inputs.host[:2, num_real:num_rows] = 0
+            self.inputs.host[2:-1, num_real:num_rows] = PADDING_SLOT
+        logits, counts = None, [num_rows] * (len(self._host) - 1)
         if len(logit_rows) != num_real:
             logits = self._write_logit_rows(logit_rows, sequences, num_padded_logit_rows)
             counts.append(logits.rows_R.shape[0])
         if not self.inputs.is_shared:
             self._send(counts)
-        ids_T, positions_T, slots_T, _ = self._buffers
-        table_NP = None if self.page_table is None else self.page_table.table_NP
-        return Batch(ids_T[:num_rows], positions_T[:num_rows], slots_T[:num_rows], tuple(sequences), logits, table_NP)
+        return Batch(
+            self._ids_T[:num_rows],
+            self._positions_T[:num_rows],
+            self._slots_GT[:, :num_rows],
+            tuple(sequences),
+            logits,
+            None if self.page_table is None else self.page_table.tables,
+        )
 
     def _write_rows(self, step: Step) -> list[SequenceRows]:
-        ids, positions, slots, _ = self._host
+        ids, positions = self._host[:2]
         table_rows = [-1] * len(step.scheduled)
         if self.page_table is not None:
             table_rows = self.page_table.rows([item.sequence for item in step.scheduled])
-        page_tokens = self._page_tokens
         sequences = []
         row = 0
         for item, table_row in zip(step.scheduled, table_rows, strict=True):
             sequence, start, num_rows = item.sequence, item.start, item.num_new_tokens
-            pages, end = sequence.pages, row + num_rows
+            tables, end = tuple(sequence.tables), row + num_rows
             if num_rows == 1:
                 ids[row] = sequence.token_ids[start]
                 positions[row] = start
-                slots[row] = pages[start // page_tokens] * page_tokens + start % page_tokens
+                chunk, offset = divmod(start, self._page_tokens)
+                for slots, shape, pages in zip(self._host_slots, self._shapes, tables, strict=True):
+                    number = pages[chunk] if shape.chunks_per_page == 1 else shape.number(pages, chunk)
+                    slots[row] = number * self._page_tokens + offset
             else:
                 ids[row:end] = sequence.token_ids[start : start + num_rows]
                 positions[row:end] = np.arange(start, start + num_rows)
-                slots[row:end] = self._slots(pages, start, num_rows)
-            sequences.append(SequenceRows(row, num_rows, start, pages, table_row))
+                for slots, shape, pages in zip(self._host_slots, self._shapes, tables, strict=True):
+                    slots[row:end] = self._slots(shape, pages, start, num_rows)
+            if not self._has_pages_for_chunks:
+                tables = tuple(shape.table(pages) for shape, pages in zip(self._shapes, tables, strict=True))
+            sequences.append(SequenceRows(row, num_rows, start, tables, table_row))
             row = end
         return sequences
 
-    def _slots(self, pages: list[int], start: int, num_rows: int) -> np.ndarray:
+    def _slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
         positions = np.arange(start, start + num_rows)
-        first = start // self._page_tokens
-        held = np.asarray(pages[first : (start + num_rows - 1) // self._page_tokens + 1])
-        return held[positions // self._page_tokens - first] * self._page_tokens + positions % self._page_tokens
+        page_tokens = shape.chunks_per_page * self._page_tokens
+        first = start // page_tokens
+        chunks = shape.numbers(pages[first : (start + num_rows - 1) // page_tokens + 1])
+        numbers = chunks[positions // self._page_tokens - first * shape.chunks_per_page]
+        return numbers * self._page_tokens + positions % self._page_tokens
 
     def _write_logit_rows(
         self, logit_rows: list[int], sequences: list[SequenceRows], num_padded: int | None
@@ -262,16 +338,16 @@ class BatchBuffers:
         num_wanted = len(logit_rows)
         num_rows = num_wanted if num_padded is None else num_padded
         assert num_wanted <= num_rows <= self._num_places, f"{num_wanted=} {num_rows=} of {self._num_places}"
-        self._host[3][:num_wanted] = logit_rows
-        self._host[3][num_wanted:num_rows] = 0
+        self._host[-1][:num_wanted] = logit_rows
+        self._host[-1][num_wanted:num_rows] = 0
         singles, owners = [], iter(sequences)
         owner = next(owners)
         for index, row in enumerate(logit_rows):
             while row >= owner.row_start + owner.num_rows:
                 owner = next(owners)
             position = owner.start + row - owner.row_start
-            singles.append(SequenceRows(index, 1, position, owner.pages, owner.table_row))
-        return LogitRows(self._buffers[3][:num_rows], tuple(singles))
+            singles.append(SequenceRows(index, 1, position, owner.tables, owner.table_row))
+        return LogitRows(self._logit_rows_T[:num_rows], tuple(singles))
 
     def _send(self, counts: list[int]) -> None:
         """The first `counts[i]` places of buffer i."""

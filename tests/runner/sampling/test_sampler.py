@@ -325,7 +325,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
     logits = make_logits(1, 300, scale=1.0)
     params = SETTINGS["everything"]
     calm, preempted = make_sequence(8, **params), make_sequence(8, **params)
-    preempted.num_computed, preempted.num_preemptions, preempted.pages = 0, 3, [5, 6]
+    preempted.num_computed, preempted.num_preemptions, preempted.tables = 0, 3, [[5, 6]]
     assert sample_one(logits, calm) == sample_one(logits, preempted)
 
 

@@ -1,0 +1,89 @@
+"""From pool pages to the chunks that kernels read: entries of block tables, and page lists for whoever has no scheduler; no torch.
+
+Chunk j of a sequence lies on the page at place j // chunks_per_page of its list (cache/spec.py has the picture).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from holdfast.cache.groups import HOLE, CacheGroup
+from holdfast.cache.spec import CacheSpec
+
+
+class ChunkShape(NamedTuple):
+    """How the pages of one group become chunks."""
+
+    chunks_per_page: int = 1
+    num_pages: int = 0
+    """Of the pool; 0 where a page is one chunk, and its number is the page's."""
+
+    def numbers(self, pages: Sequence[int]) -> np.ndarray:
+        """The numbers of all chunks on these pages, in order; HOLE for those of a hole."""
+        pages_P = np.asarray(pages, dtype=np.int64)
+        if self.chunks_per_page == 1:
+            return pages_P
+        number_PC = pages_P[:, None] + np.arange(self.chunks_per_page) * self.num_pages
+        number_PC[pages_P == HOLE] = HOLE
+        return number_PC.reshape(-1)
+
+    def number(self, pages: Sequence[int], chunk: int) -> int:
+        """Of one chunk, on a page that is no hole."""
+        place, nth = divmod(chunk, self.chunks_per_page)
+        return nth * self.num_pages + pages[place]
+
+    def table(self, pages: list[int]) -> Sequence[int]:
+        """The numbers of all chunks by position: the list itself where pages are chunks, else made when they are read."""
+        return pages if self.chunks_per_page == 1 else ChunkTable(self, pages)
+
+
+def chunk_shapes(spec: CacheSpec, num_pages: int) -> tuple[ChunkShape, ...]:
+    """How the pages of each group become chunks, in a pool of so many pages."""
+    return tuple(ChunkShape(group.chunks_per_page, num_pages) for group in spec.groups)
+
+
+class ChunkTable(Sequence[int]):
+    """A page list read as chunks. Only what is asked for is made: most readers want the newest few of a long context."""
+
+    def __init__(self, shape: ChunkShape, pages: list[int]) -> None:
+        self._shape = shape
+        self._pages = pages
+
+    def __len__(self) -> int:
+        return self._shape.chunks_per_page * len(self._pages)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        size = self._shape.chunks_per_page
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            assert step == 1, f"every {step}. chunk was asked"
+            first = start // size
+            numbers = self._shape.numbers(self._pages[first : -(-stop // size)])
+            return numbers[start - first * size : max(start, stop) - first * size].tolist()
+        place, nth = divmod(range(len(self))[index], size)
+        page = self._pages[place]
+        return HOLE if page == HOLE else nth * self._shape.num_pages + page
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._shape.numbers(self._pages).tolist())
+
+
+def ring_tables(groups: Sequence[CacheGroup], num_tokens: int, max_step_tokens: int) -> list[list[int]]:
+    """Page lists of the only sequence, on the first pages: groups lie one behind the other, and none overlaps another.
+
+    A window goes round on as many pages as steps of at most `max_step_tokens` see at once, so that a sequence of any length
+    is right on them, and needs no more pages than a scheduler would give it.
+    """
+    tables, first = [], 0
+    for group in groups:
+        num_pages = group.most_pages(num_tokens, max_step_tokens)
+        tables.append([first + place % num_pages for place in range(group.pages_for(num_tokens))])
+        first += num_pages
+    return tables
