@@ -55,6 +55,7 @@ TORCH_FREE = (
     "memory.report",
     "memory.devices",
     "memory.workspace_plan",
+    "cache.groups",
     "cache.spec",
     "cache.pages",
     "cache.prefix",

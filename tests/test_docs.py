@@ -212,7 +212,7 @@ def test_figures_about_memory_are_those_of_the_planner(
     num_layers: int, kv_format: str, num_kv_heads: int, head_dim: int, context: int
 ) -> None:
     spec = uniform_cache(num_layers, KV_FORMATS[kv_format], num_kv_heads, head_dim, page_tokens=16)
-    whole = format_bytes(spec.pages_for(context) * spec.bytes_per_page)
+    whole = format_bytes(spec.cache_groups()[0].pages_for(context) * spec.bytes_per_page)
     row = f"| {kv_format} | {spec.bytes_per_token} | {format_bytes(spec.bytes_per_page)} | {whole} at {context} |"
     assert row in DOCUMENTS["docs/memory.md"]
 

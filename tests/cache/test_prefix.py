@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.cache.groups import CacheGroup
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixChain, strong_hash
 
 PAGE = 4
+WHOLE = (CacheGroup("whole context", PAGE),)
 
 
 def same_name(data: bytes) -> bytes:
@@ -20,18 +22,23 @@ class Bench:
 
     def __init__(self, num_pages: int = 16, root: bytes = b"root", hash_bytes=strong_hash) -> None:
         self.pool = PagePool(num_pages)
-        self.cache = PrefixCache(self.pool, PAGE, root, hash_bytes)
+        self.cache = PrefixCache(self.pool, WHOLE, root, hash_bytes)
 
     def compute(self, tokens: list[int], salt: bytes = b"") -> tuple[PrefixChain, list[int]]:
         chain = self.cache.chain(salt)
-        pages = self.cache.share(chain, self.cache.match(chain, tokens, len(tokens)))
+        (pages,) = self.cache.share(chain, self.cache.match(chain, tokens, len(tokens)))
         pages += self.pool.allocate_many(-(-len(tokens) // PAGE) - len(pages), pages[-1] if pages else None)
-        self.cache.register(chain, tokens, pages, len(tokens))
+        self.cache.register(chain, tokens, [pages], len(tokens))
         self.check()
         return chain, pages
 
+    def start(self, chain: PrefixChain, num_pages: int, after: int | None = None) -> list[int]:
+        """A sequence that starts on nothing, and its first pages."""
+        self.cache.share(chain, self.cache.miss())
+        return self.pool.allocate_many(num_pages, after)
+
     def find(self, tokens: list[int], salt: bytes = b"") -> list[int]:
-        return [entry.page for entry in self.cache.match(self.cache.chain(salt), tokens, len(tokens))]
+        return list(self.cache.match(self.cache.chain(salt), tokens, len(tokens)).tables[0])
 
     def check(self) -> None:
         self.pool.check()
@@ -52,7 +59,7 @@ def test_num_tokens_bounds_what_is_found() -> None:
     bench = Bench()
     tokens = list(range(8))
     _, pages = bench.compute(tokens)
-    found = [len(bench.cache.match(bench.cache.chain(b""), tokens, limit)) for limit in range(9)]
+    found = [len(bench.cache.match(bench.cache.chain(b""), tokens, limit).tables[0]) for limit in range(9)]
     assert found == [0, 0, 0, 0, 1, 1, 1, 1, 2]
     assert pages
 
@@ -117,7 +124,7 @@ def test_names_depend_on_the_root() -> None:
     st.lists(st.sampled_from([b"", b"a", b"ab"]), min_size=6, max_size=6),
 )
 def test_names_are_equal_exactly_for_equal_prefixes(prompts: list[list[int]], salts: list[bytes]) -> None:
-    cache = PrefixCache(PagePool(1), PAGE, b"root")
+    cache = PrefixCache(PagePool(1), WHOLE, b"root")
     prefix_of: dict[bytes, tuple] = {}
     for prompt, salt in zip(prompts, salts, strict=False):
         chain = cache.chain(salt)
@@ -133,9 +140,9 @@ def test_the_second_of_two_that_computed_the_same_keeps_the_first() -> None:
     bench = Bench()
     tokens = list(range(8))
     chains = [bench.cache.chain(b"") for _ in range(2)]
-    pages = [bench.cache.share(chain, []) + bench.pool.allocate_many(2) for chain in chains]
+    pages = [bench.start(chain, 2) for chain in chains]
     for chain, own in zip(chains, pages, strict=True):
-        bench.cache.register(chain, tokens, own, 8)
+        bench.cache.register(chain, tokens, [own], 8)
     bench.check()
     assert bench.find(tokens) == pages[0]
     assert bench.pool.kept_pages() == sorted(pages[0])
@@ -147,10 +154,10 @@ def test_an_evicted_page_is_forgotten_with_all_that_follows() -> None:
     bench = Bench(num_pages=6)
     tokens = list(range(8))
     first, second = bench.cache.chain(b""), bench.cache.chain(b"")
-    own = bench.cache.share(first, []) + bench.pool.allocate_many(1)
-    copy = bench.cache.share(second, []) + bench.pool.allocate_many(2, own[0])
-    bench.cache.register(first, tokens, own, 4)
-    bench.cache.register(second, tokens, copy, 8)
+    own = bench.start(first, 1)
+    copy = bench.start(second, 2, own[0])
+    bench.cache.register(first, tokens, [own], 4)
+    bench.cache.register(second, tokens, [copy], 8)
     assert bench.find(tokens) == [own[0], copy[1]]
     bench.pool.release_many(own)
     taken = bench.pool.allocate_many(4)
@@ -158,7 +165,7 @@ def test_an_evicted_page_is_forgotten_with_all_that_follows() -> None:
     assert bench.find(tokens) == []
     assert len(bench.cache) == 0
     bench.check()
-    bench.cache.register(second, [*tokens, 8, 9, 10, 11], [*copy, taken[0]], 12)
+    bench.cache.register(second, [*tokens, 8, 9, 10, 11], [[*copy, taken[0]]], 12)
     assert len(bench.cache) == 0, "what nobody can reach is not registered"
     bench.pool.release_many(copy)
     bench.check()
@@ -194,12 +201,12 @@ def test_reset_forgets_everything_and_running_sequences_register_no_more() -> No
     tokens = list(range(8))
     chain, pages = bench.compute(tokens)
     empty = bench.cache.chain(b"")
-    own = bench.cache.share(empty, []) + bench.pool.allocate_many(1)
+    own = bench.start(empty, 1)
     bench.cache.reset()
     bench.check()
     assert bench.find(tokens) == []
-    bench.cache.register(chain, [*tokens, 8, 9, 10, 11], [*pages, bench.pool.allocate(pages[-1])], 12)
-    bench.cache.register(empty, [7, 7, 7, 7], own, 4)
+    bench.cache.register(chain, [*tokens, 8, 9, 10, 11], [[*pages, bench.pool.allocate(pages[-1])]], 12)
+    bench.cache.register(empty, [7, 7, 7, 7], [own], 4)
     assert len(bench.cache) == 0
     bench.pool.release_many(pages)
     assert bench.pool.num_cached == 0
@@ -220,10 +227,10 @@ def test_each_page_is_hashed_once() -> None:
     hashed.clear()
     for _ in range(3):
         bench.cache.match(chain, tokens, 11)
-    pages = bench.cache.share(chain, []) + bench.pool.allocate_many(3)
+    pages = bench.start(chain, 3)
     for num_computed in (5, 8, 11, 12, 12):
-        bench.cache.register(chain, tokens, pages, num_computed)
-    bench.cache.share(chain, [])
+        bench.cache.register(chain, tokens, [pages], num_computed)
+    bench.start(chain, 0)
     bench.cache.match(chain, tokens, 11)
     # The name of the first page, though it was missed, is enough to know that the second cannot be there.
     assert len(hashed) == 3
@@ -241,7 +248,7 @@ def test_huge_and_negative_token_ids_do_not_run_together() -> None:
     [
         lambda cache: cache._entries.clear(),
         lambda cache: cache._by_page.clear(),
-        lambda cache: setattr(cache._by_page[1], "page", 0),
+        lambda cache: cache._by_page[1].slots.__setitem__(0, 0),
         lambda cache: setattr(cache._by_page[0], "is_registered", False),
         lambda cache: setattr(cache._by_page[1], "parent", None),
         lambda cache: cache._by_page[0].children.clear(),

@@ -86,7 +86,7 @@ class HashRunner:
         end, prefix = item.start + item.num_new_tokens, b""
         for position, token in enumerate(sequence.token_ids[:end]):
             prefix = extended(prefix, token)
-            slot = sequence.pages[position // page_tokens], position % page_tokens
+            slot = sequence.tables[0][position // page_tokens], position % page_tokens
             if position < item.start:
                 assert self.shadow.get(slot) == prefix, f"{slot=} holds something else than position {position}"
             self.shadow[slot] = prefix

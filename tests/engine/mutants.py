@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from holdfast.cache.groups import HOLE
 from holdfast.cache.pages import FreeRuns, PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixEntry
 from holdfast.engine.scheduler import PageNeeds, Queues, Scheduler
@@ -69,7 +70,7 @@ def a_second_finish_releases_again(patch):
     def finish(self, sequence):
         self._queues.remove(sequence)
         self._tracks.pop(sequence.sequence_id, None)
-        self.pool.release_many(sequence.pages)
+        self.pool.release_many(sequence.tables[0])
 
     patch.setattr(Scheduler, "finish", finish)
 
@@ -159,13 +160,13 @@ def preemptions_are_counted_twice(patch):
     patch.setattr(Scheduler, "_preempt_youngest", preempt)
 
 
-@mutant(r"waits: sequence\.pages=\[\d")
+@mutant(r"waits: sequence\.tables=\[\[\d")
 def preemption_keeps_the_pages(patch):
     def preempt(self):
         sequence = self._queues.running[-1]
-        pages = list(sequence.pages)
+        tables = [list(table) for table in sequence.tables]
         real(self)
-        sequence.pages = pages
+        sequence.tables = tables
         return sequence
 
     real = Scheduler._preempt_youngest
@@ -209,12 +210,13 @@ def a_preempted_sequence_stays_in_the_step(patch):
     patch.setattr(Scheduler, "schedule", schedule)
 
 
-@mutant(r"num_registered=\d+ pages, num_full=")
+@mutant(r"num_registered=\d+ blocks, num_full=")
 def pages_are_registered_before_they_are_computed(patch):
-    def register(self, chain, token_ids, pages, num_computed):
-        page_tokens = self._page_tokens
-        ahead = min(len(pages), len(token_ids) // page_tokens) * page_tokens
-        real(self, chain, token_ids, pages, max(num_computed, ahead))
+    def register(self, chain, token_ids, tables, num_computed):
+        rows = zip(self._parts, tables, strict=True)
+        num_places = min(len(table) * part.group.page_tokens for part, table in rows if part.count)
+        ahead = min(num_places, len(token_ids)) // self.block_tokens * self.block_tokens
+        real(self, chain, token_ids, tables, max(num_computed, ahead))
 
     real = PrefixCache.register
     patch.setattr(PrefixCache, "register", register)
@@ -227,7 +229,7 @@ def pages_are_registered_at_schedule(patch):
         for item in step.scheduled:
             chain = self._tracks[item.sequence.sequence_id].chain
             end = item.start + item.num_new_tokens
-            self.prefix.register(chain, item.sequence.token_ids, item.sequence.pages, end)
+            self.prefix.register(chain, item.sequence.token_ids, item.sequence.tables, end)
         return step
 
     real = Scheduler.schedule
@@ -278,13 +280,13 @@ def cached_pages_are_evicted_and_freed_twice(patch):
     patch.setattr(PagePool, "_evict", evict)
 
 
-@mutant("is not found under its name")
+@mutant("is listed with another entry than its own|entries have .* in their slots, the pool keeps")
 def a_second_registration_replaces_the_first(patch):
-    def enter(self, chain, key, page):
+    def enter(self, chain, key, slots):
         entry = self._entries.get(key.digest)
-        if entry is None or entry.page == page:
-            return real(self, chain, key, page)
-        self._entries[key.digest] = PrefixEntry(page, chain.tip, chain.salt, key)
+        if entry is None or entry.slots == slots:
+            return real(self, chain, key, slots)
+        self._entries[key.digest] = PrefixEntry(slots, len(slots) - slots.count(HOLE), chain.tip, chain.salt, key)
         return self._entries[key.digest]
 
     real = PrefixCache._enter
@@ -293,10 +295,10 @@ def a_second_registration_replaces_the_first(patch):
 
 @mutant("hits pages from before a reset")
 def reset_lets_old_pages_be_registered_later(patch):
-    def register(self, chain, token_ids, pages, num_computed):
+    def register(self, chain, token_ids, tables, num_computed):
         if chain.epoch != self._epoch:
-            chain.epoch, chain.num_pages, chain.tip = self._epoch, 0, None
-        real(self, chain, token_ids, pages, num_computed)
+            chain.epoch, chain.num_blocks, chain.tip = self._epoch, 0, None
+        real(self, chain, token_ids, tables, num_computed)
 
     real = PrefixCache.register
     patch.setattr(PrefixCache, "register", register)
@@ -334,9 +336,8 @@ def runs_are_joined_over_a_page_in_use(patch):
 
 @mutant(r"has not \d+ pages for \d+ tokens")
 def one_page_too_few_for_a_full_last_page(patch):
-    patch.setattr(
-        PageNeeds, "pages_for", lambda self, num_tokens: max(-(-(num_tokens - 1) // self.limits.page_tokens), 1)
-    )
+    real = PageNeeds.missing
+    patch.setattr(PageNeeds, "missing", lambda self, tables, num_tokens: real(self, tables, max(num_tokens - 1, 1)))
 
 
 @mutant("was admitted without room")

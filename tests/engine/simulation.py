@@ -162,7 +162,7 @@ class Simulation:
     def sampled(self, item: ScheduledSequence) -> int:
         """What the fake model chooses from the last position that the step computed."""
         page, offset = divmod(item.start + item.num_new_tokens - 1, self.world.limits.page_tokens)
-        return next_token(self.shadow[item.sequence.pages[page]][offset])
+        return next_token(self.shadow[item.sequence.tables[0][page]][offset])
 
     def book(self, client: Client, item: ScheduledSequence, token: int | None) -> None:
         """Enters what a completed step did for a client, and looks whether the sequence has just that."""
@@ -180,7 +180,7 @@ class Simulation:
         for _ in range(self.rng.choice((1, 1, 2))):
             self.scheduler.finish(sequence)
         assert sequence.state is SequenceState.FINISHED, f"{sequence} is not finished"
-        assert not sequence.pages, f"{sequence} is finished and holds pages"
+        assert not sequence.tables[0], f"{sequence} is finished and holds pages"
         self.worst_preemptions = max(self.worst_preemptions, sequence.num_preemptions)
         self.history = [*self.history[-7:], list(sequence.token_ids)]
 
@@ -243,7 +243,7 @@ class Simulation:
             elif is_running and not client.is_running:
                 assert sequence_id in in_step, f"{sequence} was admitted and does not run"
                 client.epoch = self.epoch
-                hits = sequence.pages[: sequence.num_computed // page_tokens]
+                hits = sequence.tables[0][: sequence.num_computed // page_tokens]
                 self._check_hits(sequence, hits)
                 client.num_found += sequence.num_computed
                 self.counts["share"] += bool(hits)
@@ -285,14 +285,14 @@ class Simulation:
             assert item.num_new_tokens >= 1, f"{sequence} runs {item.num_new_tokens} tokens"
             assert end <= min(sequence.num_tokens, limits.max_model_len), f"{sequence} runs up to {end}"
             num_pages = -(-end // limits.page_tokens)
-            assert len(sequence.pages) == num_pages, f"{sequence} has not {num_pages} pages for {end} tokens"
-            for page in sequence.pages[item.start // limits.page_tokens :]:
+            assert len(sequence.tables[0]) == num_pages, f"{sequence} has not {num_pages} pages for {end} tokens"
+            for page in sequence.tables[0][item.start // limits.page_tokens :]:
                 assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
                 assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
 
     def _write(self, item: ScheduledSequence, page_tokens: int) -> None:
         sequence, shadow, start = item.sequence, self.shadow, item.start
-        pages, epoch = sequence.pages, self.alive[sequence.sequence_id].epoch
+        pages, epoch = sequence.tables[0], self.alive[sequence.sequence_id].epoch
         if start == 0:
             value = first_value(sequence.cache_salt)
         else:
@@ -304,7 +304,7 @@ class Simulation:
             self.page_epochs[page] = epoch
 
     def _read(self, item: ScheduledSequence, page_tokens: int) -> None:
-        client, pages, shadow = self.alive[item.sequence.sequence_id], item.sequence.pages, self.shadow
+        client, pages, shadow = self.alive[item.sequence.sequence_id], item.sequence.tables[0], self.shadow
         client.learn(page_tokens)
         end = item.start + item.num_new_tokens
         self.num_reads += end
@@ -320,7 +320,7 @@ class Simulation:
             client = self.alive.get(sequence.sequence_id)
             if client is None:
                 assert sequence.num_tokens == length, f"{sequence} was finished and got a token"
-                assert not sequence.pages, f"{sequence} was finished and got pages"
+                assert not sequence.tables[0], f"{sequence} was finished and got pages"
                 continue
             assert sequence.num_tokens == length + (token is not None), f"{sequence} has not got its token"
             self.book(client, item, token)
@@ -336,7 +336,7 @@ class Simulation:
         numbers = [len(self.alive), self.scheduler.pool.num_available]
         for item, token in zip(step.scheduled, tokens, strict=True):
             numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, -1 if token is None else token)
-            numbers += item.sequence.pages
+            numbers += item.sequence.tables[0]
         self._trace.update(array("q", numbers).tobytes())
 
 

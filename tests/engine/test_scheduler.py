@@ -7,18 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast.cache.groups
 import holdfast.cache.pages
 import holdfast.cache.prefix
 import holdfast.engine.scheduler
 from counted_work import num_lines
 from engine.scheduling import has_work, make, num_cached, run, sequence, shape
+from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import PageNeeds, Queues, named
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, SequenceState
 
-NEEDS = PageNeeds(Limits(8, 64, max_model_len=40, page_tokens=4), num_pages=8)
+WHOLE = (CacheGroup("whole context", 4),)
+NEEDS = PageNeeds(Limits(8, 64, max_model_len=40, page_tokens=4), num_pages=8, groups=WHOLE)
 
 
 def grown(num_prompt: int, max_tokens: int, num_outputs: int = 0, num_pages: int = 0) -> Sequence:
@@ -26,8 +29,13 @@ def grown(num_prompt: int, max_tokens: int, num_outputs: int = 0, num_pages: int
     return Sequence(0, tokens, num_prompt, SamplingParams(), 0, max_tokens, tables=[list(range(num_pages))])
 
 
+def claim(needs: PageNeeds, one: Sequence, longest: int) -> int:
+    return needs.claim(one, one.tables, one.num_computed, longest, lambda page: False)
+
+
 def test_pages_for_tokens_at_the_edges() -> None:
-    assert [NEEDS.pages_for(tokens) for tokens in (0, 1, 3, 4, 5, 8, 9)] == [0, 1, 1, 1, 2, 2, 3]
+    missing = [NEEDS.missing([[7]], tokens) for tokens in (0, 1, 3, 4, 5, 8, 9)]
+    assert missing == [[-1], [0], [0], [0], [1], [1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -56,16 +64,16 @@ def test_what_can_never_run_is_refused_in_one_line(num_prompt: int, max_tokens: 
 
 
 def test_a_longer_context_than_the_pool_is_bounded_by_max_model_len() -> None:
-    needs = PageNeeds(Limits(8, 64, max_model_len=16, page_tokens=4), num_pages=4)
+    needs = PageNeeds(Limits(8, 64, max_model_len=16, page_tokens=4), num_pages=4, groups=WHOLE)
     assert needs.max_pages(grown(10, 1000)) == 4
 
 
 def test_a_claim_has_one_page_to_grow_into_but_never_more_than_it_may_need() -> None:
-    assert NEEDS.claim(grown(5, 20), max_pages=6) == 3
-    assert NEEDS.claim(grown(5, 20, num_pages=2), max_pages=6) == 1
-    assert NEEDS.claim(grown(5, 4), max_pages=2) == 2
-    assert NEEDS.claim(grown(5, 4, num_pages=2), max_pages=2) == 0
-    assert NEEDS.claim(grown(5, 20, num_outputs=4, num_pages=3), max_pages=6) == 1
+    assert claim(NEEDS, grown(5, 20), longest=24) == 3
+    assert claim(NEEDS, grown(5, 20, num_pages=2), longest=24) == 1
+    assert claim(NEEDS, grown(5, 4), longest=8) == 2
+    assert claim(NEEDS, grown(5, 4, num_pages=2), longest=8) == 0
+    assert claim(NEEDS, grown(5, 20, num_outputs=4, num_pages=3), longest=24) == 1
 
 
 def newcomer(number: int) -> Sequence:
@@ -194,7 +202,7 @@ def test_pages_are_taken_as_tokens_come() -> None:
     held = []
     for _ in range(6):
         run(scheduler)
-        held.append(len(one.pages))
+        held.append(len(one.tables[0]))
     assert held == [1, 2, 2, 3, 3, 0]
 
 
@@ -293,7 +301,7 @@ def test_preemption_takes_the_youngest_and_it_resumes_first() -> None:
         step = run(scheduler)
     victim = sequences[scheduler.num_running]
     assert victim.state is SequenceState.WAITING
-    assert (victim.pages, victim.num_computed, victim.num_preemptions) == ([], 0, 1)
+    assert (victim.tables, victim.num_computed, victim.num_preemptions) == ([[]], 0, 1)
     assert victim not in [item.sequence for item in step.scheduled]
     tokens = list(victim.token_ids)
     late = sequence(9, 1)
@@ -379,7 +387,8 @@ def test_a_sequence_alone_has_consecutive_pages_and_so_have_eight() -> None:
     for _ in range(80):
         run(scheduler)
     for one in sequences:
-        assert one.pages == list(range(one.pages[0], one.pages[0] + len(one.pages)))
+        (pages,) = one.tables
+        assert pages == list(range(pages[0], pages[0] + len(pages)))
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
@@ -403,13 +412,7 @@ def test_a_step_of_256_sequences_is_cheap_at_any_length(caching: bool) -> None:
     assert long < 2 * short
 
 
-CORE = (
-    holdfast.cache.pages,
-    holdfast.cache.prefix,
-    holdfast.engine.scheduler,
-    holdfast.engine.scheduler,
-    holdfast.engine.scheduler,
-)
+CORE = (holdfast.cache.groups, holdfast.cache.pages, holdfast.cache.prefix, holdfast.engine.scheduler)
 
 
 @pytest.mark.parametrize("module", CORE, ids=lambda module: module.__name__)
@@ -421,7 +424,17 @@ def test_the_core_has_no_order_but_that_of_its_calls(module) -> None:
         alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     }
     imported |= {str(node.module).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported <= {"array", "collections", "dataclasses", "hashlib", "heapq", "holdfast", "itertools", "typing"}
+    assert imported <= {
+        "array",
+        "collections",
+        "dataclasses",
+        "hashlib",
+        "heapq",
+        "holdfast",
+        "itertools",
+        "math",
+        "typing",
+    }
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         if function.name.lstrip("_").startswith("check"):
             continue
@@ -457,7 +470,7 @@ def test_finish_in_any_state_any_number_of_times(when: str) -> None:
         scheduler.complete(step, [7, 7])
         scheduler.check()
         assert keeper.num_output_tokens == 1
-    assert (one.state, one.pages, one.num_tokens) == (SequenceState.FINISHED, [], length)
+    assert (one.state, any(one.tables), one.num_tokens) == (SequenceState.FINISHED, False, length)
     while has_work(scheduler):
         run(scheduler)
     assert scheduler.pool.num_available == 6
@@ -474,7 +487,7 @@ def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_ta
     scheduler.finish(leaver)
     step = run(scheduler)
     assert shape(step) == [(1, 4, 1), (2, 0, 16)]
-    assert scheduler.pool.num_available == available - len(blocked.pages), "the case is not what it says"
+    assert scheduler.pool.num_available == available - len(blocked.tables[0]), "the case is not what it says"
 
 
 def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
@@ -482,7 +495,7 @@ def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
     one = sequence(0, 9)
     scheduler.add(one)
     scheduler.schedule()
-    pages = one.pages
+    (pages,) = one.tables
     scheduler.finish(one)
     assert len(pages) == 3
 
@@ -569,8 +582,8 @@ def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -
     run(scheduler)
     scheduler.add(second)
     run(scheduler)
-    assert first.pages[:2] == second.pages[:2]
-    assert first.pages[2] != second.pages[2]
+    assert first.tables[0][:2] == second.tables[0][:2]
+    assert first.tables[0][2] != second.tables[0][2]
     assert scheduler.kv_usage == 4 / 16
     scheduler.finish(first)
     scheduler.check()
@@ -649,7 +662,7 @@ def test_a_blocked_prompt_is_admitted_once_its_prefix_is_there() -> None:
     scheduler.add(second)
     assert shape(run(scheduler)) == [(0, 0, 12)], "both whole prompts do not fit"
     assert shape(run(scheduler)) == [(0, 12, 1), (1, 10, 2)]
-    assert second.pages[:5] == first.pages[:5]
+    assert second.tables[0][:5] == first.tables[0][:5]
 
 
 def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

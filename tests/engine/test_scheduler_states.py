@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.simulated_world import World
 from engine.simulation import PARAMS, Simulation
+from holdfast.cache.groups import HOLE
 from holdfast.config import Limits
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sequence import Sequence, SequenceState, Step
@@ -132,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_running == sum(one.sequence.state is SequenceState.RUNNING for one in alive)
         assert scheduler.num_running + scheduler.num_waiting == len(alive)
         assert scheduler.num_waiting + scheduler.num_running == len(alive)
-        held = {page for one in alive for page in one.sequence.pages}
+        held = {page for one in alive for table in one.sequence.tables for page in table if page != HOLE}
         assert scheduler.pool.num_available == scheduler.pool.num_pages - len(held)
         assert 0 <= scheduler.kv_usage <= 1
 

@@ -51,5 +51,5 @@ def test_a_new_sequence_waits_and_owns_nothing() -> None:
     first, second = make(3), make(3)
     assert first.state is SequenceState.WAITING
     assert first.num_computed == 0
-    first.pages.append(1)
-    assert second.pages == []
+    first.tables[0].append(1)
+    assert second.tables == [[]]

@@ -59,12 +59,27 @@ class CacheGroup:
     def most_pages(self, num_tokens: int, max_step_tokens: int) -> int:
         """Pages that it holds at the most, until `num_tokens` are computed in steps of at most `max_step_tokens`."""
         every = self.pages_for(num_tokens)
-        if self.window is None:
-            return every
-        span = self.window - 1 + min(max_step_tokens, num_tokens)
-        return min(every, -(-span // self.page_tokens) + 1)
+        return every if self.window is None else min(every, self.most_held(min(max_step_tokens, num_tokens)))
+
+    def most_held(self, step_tokens: int) -> int:
+        """Pages of a window that a step of so many tokens reads and writes at the most, wherever it begins."""
+        assert self.window is not None, f"{self.name} keeps every token, and no step bounds that"
+        return -(-(self.window - 1 + step_tokens) // self.page_tokens) + 1
 
 
 def block_tokens(groups: Sequence[CacheGroup]) -> int:
     """Tokens of a block of the prefix cache: whole pages of every group."""
     return lcm(*(group.page_tokens for group in groups if not group.is_state))
+
+
+def by_position(groups: Sequence[CacheGroup], tables: Sequence[Sequence[int]]) -> list[int]:
+    """A sequence's pages in the order in which their last tokens stand; of equals whole contexts come last, states first."""
+    if len(tables) == 1:
+        return [page for page in tables[0] if page != HOLE]
+    placed = [
+        ((place + 1) * group.page_tokens, group.window is None, page)
+        for group, table in zip(groups, tables, strict=True)
+        for place, page in enumerate(table)
+        if page != HOLE
+    ]
+    return [page for _, _, page in sorted(placed)]

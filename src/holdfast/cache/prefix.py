@@ -1,12 +1,24 @@
 """PrefixCache: which pages already hold this prefix; found by a chained strong hash, believed only when equal; no torch.
 
-A page is named by the digest of (its parent page's digest, the salt, its token ids), so equal names mean equal
-prefixes all the way back to the first token. A digest only finds a candidate: salt, token ids and the parent itself
-are compared before a page is reused, so that even a colliding hash cannot hand out someone else's page.
+A block is a number of tokens that fills whole pages of every cache group. It is named by the digest of (its parent
+block's digest, the salt, its token ids), so equal names mean equal prefixes all the way back to the first token. A
+digest only finds a candidate: salt, token ids and the parent itself are compared before a page is reused, so that even
+a colliding hash cannot hand out someone else's page.
 
-The cache is a forest whose nodes are full pages. A page enters when all its tokens are computed; whoever computes the
-same page later keeps a private copy. When a page is evicted everything below it goes too, because without it nobody
-could reach them. Hence: never more entries than pages, and every parent of an entry is an entry.
+The cache is a forest whose nodes are full blocks. An entry has a slot for each page that a group keeps of its block:
+
+    slots of a block of 8 tokens     whole context, 4 a page | window, 2 a page
+                                        [ p3 ]     [ p7 ]    | HOLE  HOLE  [ p1 ] [ p9 ]
+
+A slot is a HOLE where the page was behind its window when the block was completed, or was evicted since. What a prefix of
+h tokens can be served with is what every group has: all its pages where a group keeps the whole context, those of the
+last W - 1 tokens where it has a window, and nothing where its state begins anew at h (nowhere else: no state is kept).
+
+A block enters when all its tokens are computed. Whoever computes the same block later keeps a private copy, but fills
+holes with what it has. An evicted page of a window leaves a hole. One of a whole context takes its entry and
+everything below, because without it nobody could use them. An entry without pages and without children goes; one with
+children stays as their link. Hence: every parent of an entry is an entry, each entry leads to a page, and as links
+are short beside pages their number is bounded by a small multiple of the pages.
 """
 
 from array import array
@@ -15,9 +27,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
+from holdfast.cache.groups import HOLE, CacheGroup, block_tokens
 from holdfast.cache.pages import PagePool
 
 DIGEST_BYTES = 16
+ENTRIES_PER_PAGE = 4
+"""Most entries for each page of the pool; a chain that would need one more registers nothing further."""
 
 
 def strong_hash(data: bytes) -> bytes:
@@ -25,8 +40,14 @@ def strong_hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-class PageKey(NamedTuple):
-    """The name of a full page and the token ids behind it, eight bytes each."""
+def can_hit(groups: Sequence[CacheGroup]) -> bool:
+    """False where no prefix could ever be served: a state that never begins anew, or no rows of tokens at all."""
+    never_anew = any(group.is_state and group.state_period == 0 for group in groups)
+    return not never_anew and not all(group.is_state for group in groups)
+
+
+class BlockKey(NamedTuple):
+    """The name of a full block and the token ids behind it, eight bytes each."""
 
     digest: bytes
     tokens: bytes
@@ -34,14 +55,17 @@ class PageKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PrefixEntry:
-    """One registered page. Compared by identity: two entries are never the same prefix."""
+    """One registered block. Compared by identity: two entries are never the same prefix."""
 
-    page: int
+    slots: list[int]
+    """The pages of each group in turn; HOLE where there is none."""
+    num_pages: int
+    """Slots that are no hole."""
     parent: "PrefixEntry | None"
     salt: bytes
-    key: PageKey
-    children: "dict[int, PrefixEntry]" = field(default_factory=dict)
-    """By page."""
+    key: BlockKey
+    children: "dict[bytes, PrefixEntry]" = field(default_factory=dict)
+    """By digest."""
     is_registered: bool = True
 
 
@@ -51,30 +75,85 @@ class PrefixChain:
 
     salt: bytes
     salt_digest: bytes
-    keys: list[PageKey] = field(default_factory=list)
-    """Of its first full pages, each hashed once."""
-    num_pages: int = 0
-    """How many of its pages, from the first on, are entries: `tip` is the last of them."""
+    keys: list[BlockKey] = field(default_factory=list)
+    """Of its first full blocks, each hashed once."""
+    num_blocks: int = 0
+    """How many of its blocks, from the first on, are entries: `tip` is the last of them."""
     tip: PrefixEntry | None = None
     epoch: int = -1
     """Which life of the cache its pages were computed in."""
     is_closed: bool = False
-    """True once a page could not be registered: nothing after it could be reached."""
+    """True once a block could not be registered: nothing after it could be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What a sequence can start on."""
+
+    entries: tuple[PrefixEntry, ...]
+    tables: tuple[tuple[int, ...], ...]
+    """For each group its pages by place, HOLE before the window."""
+    num_tokens: int
+    num_known: int
+    """Blocks of the sequence that are entries, whether every group can serve them or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """Where the pages of one group stand in the slots of a block."""
+
+    group: CacheGroup
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def run(self, slots: Sequence[int], run_before: int) -> int:
+        """Tokens in a row, up to the block's end, whose pages are there, when `run_before` were at its start."""
+        for present, page in enumerate(reversed(slots[self.first : self.end])):
+            if page == HOLE:
+                return present * self.group.page_tokens
+        return run_before + self.count * self.group.page_tokens
+
+    def serves(self, run: int, num_tokens: int) -> bool:
+        """True when so many tokens in a row are all that a sequence sees of its first `num_tokens`."""
+        assert self.group.window is not None, f"{self.group.name} sees everything"
+        return run >= min(self.group.window - 1, num_tokens)
 
 
 class PrefixCache:
     """Finds, shares and registers the pages of prefixes, and forgets those that the pool evicts."""
 
     def __init__(
-        self, pool: PagePool, page_tokens: int, root: bytes, hash_bytes: Callable[[bytes], bytes] = strong_hash
+        self,
+        pool: PagePool,
+        groups: Sequence[CacheGroup],
+        root: bytes,
+        hash_bytes: Callable[[bytes], bytes] = strong_hash,
     ) -> None:
         self._pool = pool
-        self._page_tokens = page_tokens
+        self._groups = tuple(groups)
+        self.block_tokens = block_tokens(groups)
+        parts: list[BlockPart] = []
+        for group in groups:
+            count = 0 if group.is_state else self.block_tokens // group.page_tokens
+            parts.append(BlockPart(group, parts[-1].end if parts else 0, count))
+        self._parts = tuple(parts)
+        self._windows = tuple(part for part in parts if part.group.window is not None)
+        self._is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
+        """Of each slot: whether its group keeps the whole context."""
+        self._periods = tuple(group.state_period for group in groups if group.is_state)
+        self._can_hit = can_hit(groups)
         self._hash = hash_bytes
         self._root = hash_bytes(root)
         self._entries: dict[bytes, PrefixEntry] = {}
         self._by_page: dict[int, PrefixEntry] = {}
         self._epoch = 0
+        self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
+        self.num_filled = 0
+        """Holes that were filled since the start."""
         pool.on_evict = self._evict
 
     def __len__(self) -> int:
@@ -84,93 +163,157 @@ class PrefixCache:
         """The place of a new sequence, which shares only with the same salt."""
         return PrefixChain(salt, self._hash(salt))
 
-    def match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> list[PrefixEntry]:
-        """The longest run of entries, from the first page on, that holds tokens among the first `num_tokens`."""
+    def match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> PrefixHit:
+        """The longest prefix among the first `num_tokens` that every group can serve: one walk over its blocks."""
         found: list[PrefixEntry] = []
-        parent = None
-        for index in range(num_tokens // self._page_tokens):
+        runs = [0] * len(self._windows)
+        num_served = 0
+        for index in range(num_tokens // self.block_tokens if self._can_hit else 0):
             key = self._key(chain, token_ids, index)
             entry = self._entries.get(key.digest)
-            if entry is None or not self._is_same(entry, parent, chain.salt, key):
+            if entry is None or not self._is_same(entry, found[-1] if found else None, chain.salt, key):
                 break
             found.append(entry)
-            parent = entry
-        return found
+            runs = [part.run(entry.slots, run) for part, run in zip(self._windows, runs, strict=True)]
+            if self._serves(runs, len(found) * self.block_tokens):
+                num_served = len(found)
+        entries = tuple(found[:num_served])
+        return PrefixHit(entries, self._tables(entries), num_served * self.block_tokens, len(found))
+
+    def miss(self) -> PrefixHit:
+        """Of a sequence that starts on nothing."""
+        return PrefixHit((), self._tables(()), 0, 0)
 
     def holds(self, chain: PrefixChain, index: int) -> bool:
-        """True when page `index` of a sequence that was matched before may be found now."""
+        """True when block `index` of a sequence that was matched before may be found now."""
         return index < len(chain.keys) and chain.keys[index].digest in self._entries
 
-    def share(self, chain: PrefixChain, matched: list[PrefixEntry]) -> list[int]:
-        """Starts a sequence on the pages that `match` found, with one more owner each, and returns them."""
-        pages = [entry.page for entry in matched]
-        for page in pages:
-            self._pool.share(page)
-        chain.num_pages = len(matched)
-        chain.tip = matched[-1] if matched else None
+    def share(self, chain: PrefixChain, hit: PrefixHit) -> list[list[int]]:
+        """Starts a sequence on what `match` found, with one more owner a page, and returns its tables."""
+        for table in hit.tables:
+            for page in table:
+                if page != HOLE:
+                    self._pool.share(page)
+        chain.num_blocks = len(hit.entries)
+        chain.tip = hit.entries[-1] if hit.entries else None
         chain.epoch = self._epoch
         chain.is_closed = False
-        return pages
+        return [list(table) for table in hit.tables]
 
-    def register(self, chain: PrefixChain, token_ids: Sequence[int], pages: Sequence[int], num_computed: int) -> None:
-        """Enters those of a sequence's pages that have become full of computed tokens."""
-        if chain.epoch != self._epoch:
+    def register(
+        self, chain: PrefixChain, token_ids: Sequence[int], tables: Sequence[Sequence[int]], num_computed: int
+    ) -> None:
+        """Enters those of a sequence's blocks that have become full of computed tokens."""
+        if chain.epoch != self._epoch or not self._can_hit:
             return
-        while not chain.is_closed and chain.num_pages < num_computed // self._page_tokens:
-            key = self._key(chain, token_ids, chain.num_pages)
-            entry = self._enter(chain, key, pages[chain.num_pages])
+        while not chain.is_closed and chain.num_blocks < num_computed // self.block_tokens:
+            key = self._key(chain, token_ids, chain.num_blocks)
+            entry = self._enter(chain, key, self._slots(tables, chain.num_blocks))
             if entry is None:
                 chain.is_closed = True
             else:
                 chain.tip = entry
-                chain.num_pages += 1
+                chain.num_blocks += 1
 
     def reset(self) -> None:
         """Forgets everything; what running sequences have computed so far is not registered later either."""
-        for entry in self._by_page.values():
+        for entry in self._entries.values():
             entry.is_registered = False
             entry.parent = None
             entry.children.clear()
-            self._pool.forget(entry.page)
+        for page in self._by_page:
+            self._pool.forget(page)
         self._entries.clear()
         self._by_page.clear()
         self._epoch += 1
 
-    def _key(self, chain: PrefixChain, token_ids: Sequence[int], index: int) -> PageKey:
+    def _serves(self, runs: Sequence[int], num_tokens: int) -> bool:
+        """Whether windows see what they must, and states begin anew; whole contexts are there wherever an entry is."""
+        is_seen = all(part.serves(run, num_tokens) for part, run in zip(self._windows, runs, strict=True))
+        return is_seen and all(num_tokens % period == 0 for period in self._periods)
+
+    def _tables(self, entries: Sequence[PrefixEntry]) -> tuple[tuple[int, ...], ...]:
+        num_tokens = len(entries) * self.block_tokens
+        tables: list[tuple[int, ...]] = []
+        for part in self._parts:
+            num_hidden = part.group.first_page(num_tokens)
+            pages = [page for entry in entries for page in entry.slots[part.first : part.end]]
+            tables.append((*[HOLE] * num_hidden, *pages[num_hidden:]))
+        return tuple(tables)
+
+    def _slots(self, tables: Sequence[Sequence[int]], index: int) -> list[int]:
+        """What a sequence holds of a block."""
+        slots: list[int] = []
+        for part, table in zip(self._parts, tables, strict=True):
+            slots += table[index * part.count : (index + 1) * part.count]
+        return slots
+
+    def _key(self, chain: PrefixChain, token_ids: Sequence[int], index: int) -> BlockKey:
         keys = chain.keys
         for number in range(len(keys), index + 1):
-            start = number * self._page_tokens
-            tokens = array("q", token_ids[start : start + self._page_tokens]).tobytes()
+            start = number * self.block_tokens
+            tokens = array("q", token_ids[start : start + self.block_tokens]).tobytes()
             parent = keys[-1].digest if keys else self._root
             # Digests have a fixed length, so that no two different inputs run together into one.
-            keys.append(PageKey(self._hash(parent + chain.salt_digest + tokens), tokens))
+            keys.append(BlockKey(self._hash(parent + chain.salt_digest + tokens), tokens))
         return keys[index]
 
     @staticmethod
-    def _is_same(entry: PrefixEntry, parent: PrefixEntry | None, salt: bytes, key: PageKey) -> bool:
+    def _is_same(entry: PrefixEntry, parent: PrefixEntry | None, salt: bytes, key: BlockKey) -> bool:
         return entry.parent is parent and entry.key.tokens == key.tokens and entry.salt == salt
 
-    def _enter(self, chain: PrefixChain, key: PageKey, page: int) -> PrefixEntry | None:
-        """The entry of this page, new or another sequence's; None when there can be none."""
+    def _enter(self, chain: PrefixChain, key: BlockKey, slots: list[int]) -> PrefixEntry | None:
+        """The entry of this block, new or another sequence's; None when there can be none."""
         parent = chain.tip
         if parent is not None and not parent.is_registered:
             return None
         entry = self._entries.get(key.digest)
-        if entry is not None:
-            return entry if self._is_same(entry, parent, chain.salt, key) else None
-        entry = PrefixEntry(page, parent, chain.salt, key)
-        self._pool.keep(page)
-        self._entries[key.digest] = entry
-        assert page not in self._by_page, f"page {page} is registered twice"
-        self._by_page[page] = entry
-        if parent is not None:
-            parent.children[page] = entry
+        if entry is not None and not self._is_same(entry, parent, chain.salt, key):
+            return None
+        if entry is None:
+            if len(self._entries) >= self.max_entries:
+                return None
+            entry = PrefixEntry([HOLE] * len(slots), 0, parent, chain.salt, key)
+            self._entries[key.digest] = entry
+            if parent is not None:
+                parent.children[key.digest] = entry
+            self._fill(entry, slots)
+        elif entry.num_pages < len(slots):
+            self.num_filled += self._fill(entry, slots)
         return entry
 
+    def _fill(self, entry: PrefixEntry, slots: Sequence[int]) -> int:
+        """Puts pages into an entry's holes, as many as there are, and says how many."""
+        before = entry.num_pages
+        for slot, page in enumerate(slots):
+            if page == HOLE or entry.slots[slot] != HOLE:
+                continue
+            assert page not in self._by_page, f"page {page} is registered twice"
+            self._pool.keep(page)
+            self._by_page[page] = entry
+            entry.slots[slot] = page
+            entry.num_pages += 1
+        return entry.num_pages - before
+
     def _evict(self, page: int) -> None:
-        top = self._by_page[page]
+        entry = self._by_page[page]
+        slot = entry.slots.index(page)
+        if self._is_whole[slot]:
+            self._drop(entry)
+            return
+        del self._by_page[page]
+        entry.slots[slot] = HOLE
+        entry.num_pages -= 1
+        self._pool.forget(page)
+        above: PrefixEntry | None = entry
+        while above is not None and above.num_pages == 0 and not above.children:
+            above, empty = above.parent, above
+            self._drop(empty)
+
+    def _drop(self, top: PrefixEntry) -> None:
+        """Forgets an entry and everything below it."""
         if top.parent is not None:
-            del top.parent.children[page]
+            del top.parent.children[top.key.digest]
         pending = [top]
         while pending:
             entry = pending.pop()
@@ -180,22 +323,38 @@ class PrefixCache:
             entry.parent = None
             entry.children.clear()
             del self._entries[entry.key.digest]
-            del self._by_page[entry.page]
-            self._pool.forget(entry.page)
+            for page in entry.slots:
+                if page != HOLE:
+                    del self._by_page[page]
+                    self._pool.forget(page)
 
     def check(self) -> None:
-        """Entries and kept pages are the same, each entry under its name, its parent an entry too."""
+        """Kept pages are those of entries, each in one slot; entries under their names, linked, of use, and not too many."""
         kept = self._pool.kept_pages()
         assert kept == sorted(self._by_page), f"the pool keeps {kept}, registered are {sorted(self._by_page)}"
-        assert len(self._entries) == len(kept), f"{len(self._entries)} names for {len(kept)} registered pages"
+        num_entries = len(self._entries)
+        assert num_entries <= self.max_entries, f"{num_entries} entries, at most {self.max_entries}"
         num_children = num_below = 0
-        for page, entry in self._by_page.items():
-            assert entry.page == page, f"page {page} is listed with {entry.page=}"
-            assert entry.is_registered, f"page {page} is listed and was dropped"
-            assert self._entries.get(entry.key.digest) is entry, f"page {page} is not found under its name"
-            if entry.parent is not None:
-                num_below += 1
-                is_linked = entry.parent.is_registered and entry.parent.children.get(page) is entry
-                assert is_linked, f"page {page} is registered below page {entry.parent.page}, which does not know it"
+        placed: list[int] = []
+        for digest, entry in self._entries.items():
+            pages = [page for page in entry.slots if page != HOLE]
+            placed += pages
+            self._check_entry(digest, entry, pages)
+            num_below += entry.parent is not None
             num_children += len(entry.children)
         assert num_children == num_below, f"{num_children} children for {num_below} entries that have a parent"
+        assert sorted(placed) == kept, f"entries have {sorted(placed)} in their slots, the pool keeps {kept}"
+
+    def _check_entry(self, digest: bytes, entry: PrefixEntry, pages: Sequence[int]) -> None:
+        where = f"the entry of pages {entry.slots}"
+        assert entry.is_registered, f"{where} is listed and was dropped"
+        assert entry.key.digest == digest, f"{where} is not found under its name"
+        for page in pages:
+            assert self._by_page.get(page) is entry, f"page {page} is listed with another entry than its own"
+        assert entry.num_pages == len(pages), f"{where} counts {entry.num_pages} of them"
+        assert pages or entry.children, f"{where} leads to no page"
+        is_short = any(page == HOLE and is_whole for page, is_whole in zip(entry.slots, self._is_whole, strict=True))
+        assert not is_short, f"{where} has a hole where the whole context is kept"
+        if entry.parent is not None:
+            is_linked = entry.parent.is_registered and entry.parent.children.get(digest) is entry
+            assert is_linked, f"{where} is registered below {entry.parent.slots}, which does not know it"

@@ -68,8 +68,14 @@ def _engine(
     chat_template: ChatTemplate | None,
 ) -> Engine:
     limits = built.runner.limits
+    assert built.plan.cache is not None, f"{built.plan.blueprint.name} runs without a cache"
     scheduler = Scheduler(
-        limits, built.runner.num_pages, config.enable_prefix_caching, config.max_queue, prefix_root=os.urandom(16)
+        limits,
+        built.runner.num_pages,
+        config.enable_prefix_caching,
+        config.max_queue,
+        groups=built.plan.cache.cache_groups(),
+        prefix_root=os.urandom(16),
     )
     measured_bytes = None
     if built.plan.target.kind == "cuda" and built.profile.taken_bytes is not None:

@@ -7,22 +7,38 @@ the right, preemption one to the left; besides that, sequences only join at the 
                     ^                          |
                     '------- preempt ----------'   the youngest, when an older one needs its pages
 
+**Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
+`start` on needs, in a group with a window, only the pages from `first_page(start)` on: once a step is booked, those
+before that are given back and their places become holes. So between steps such a group holds at most W - 1 tokens and
+one page, and in a step of n tokens at most W - 1 + n and one page. Whole contexts only grow; a state is held whole from
+the first token on.
+
 **Order.** Every running sequence arrived before every waiting one, and both queues are in order of arrival. Admission
-takes the oldest that waits and makes it the youngest that runs; preemption does the reverse. Nothing else moves.
+takes the oldest that waits and makes it the youngest that runs; preemption does the reverse. Nothing else moves. So
+among those that run, admissions happened in order of arrival too.
 
-**Admission.** A waiting sequence starts only when its *claim* fits beside the claims of all that run. A claim is the
-pages for every token known so far, and one page more where the sequence may ever need it, less what it holds. So
-between an admission and the moment a sequence has filled its extra page nobody is preempted: at least a page of tokens
-each. In a step that preempted someone nobody is admitted.
+**Admission.** A waiting sequence starts only when its *claim* fits beside the claims of all that run. A claim is what a
+sequence may still take out of the pool, at the most, until every token known so far is computed and, in each group, one
+page of tokens more (where it may ever need that). In a group with a window this is no more than its bound less what
+it holds, because each page behind the window comes back; except one that somebody else holds too, which comes back to
+nobody, and therefore is claimed again. So between an admission and the moment a sequence has filled its extra page
+nobody is preempted: at least a page of tokens each, of the group with the smallest pages. In a step that preempted
+someone nobody is admitted.
 
-**Preemption frees memory at once.** A sequence computes at least one page itself when it is admitted, and such a page
-can be shared only with sequences admitted later, which are preempted first. So each preemption makes pages available.
+**Preemption frees memory at once.** A sequence that is admitted on a hit of h tokens takes a new page in every group
+that keeps rows, because h ends a page in all of them and the token at h is never part of a hit, and its states are its
+own. What it computed can be shared only with sequences admitted later, which are preempted first. So each preemption
+makes pages available, as long as some group still holds the newest token, or a state, between steps: every one but a
+window of 1, which at the end of a page holds nothing. Where all groups are such, a preemption may free nothing, and the
+next one follows; nothing below needs more.
 
 **Liveness.** The oldest sequence advances by at least one token in every step, so N sequences finish within
 N * max_model_len steps once they stop arriving:
-1. If it waits, nothing runs (order), so every page is available, and add() has checked that its claim fits: admitted.
+1. If it waits, nothing runs (order), so every page is available. What it starts on and what it claims then are
+   together no more than the sum of its groups' bounds, with or without a hit, and add() has checked that this fits: admitted.
 2. If it runs, it is served first, with the whole token budget. If a page is missing, those behind it are preempted; at
-   the latest when it is alone every page that it does not hold is available, and add() has checked that these suffice.
+   the latest when it is alone every page that it does not hold is available. What it holds once it has grown is in
+   each group within the bound that add() has summed up, so these suffice.
 3. It is never preempted, because only the youngest is, and only for one that is at least as old.
 This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
 """
@@ -32,8 +48,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
+from holdfast.cache.groups import HOLE, CacheGroup, by_position
 from holdfast.cache.pages import PagePool
-from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixEntry, strong_hash
+from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState, Step
@@ -41,22 +58,54 @@ from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class PageNeeds:
-    """The arithmetic of one engine: its limits and its number of pages."""
+    """The arithmetic of one engine: its limits, its number of pages and its cache groups."""
 
     limits: Limits
     num_pages: int
+    groups: tuple[CacheGroup, ...]
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that the first `num_tokens` of a sequence occupy."""
-        return -(-num_tokens // self.limits.page_tokens)
+    def missing(self, tables: SequenceABC[SequenceABC[int]], num_tokens: int) -> list[int]:
+        """Pages that each group lacks for the first `num_tokens` of a sequence."""
+        return [group.pages_for(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)]
 
-    def claim(self, sequence: Sequence, max_pages: int) -> int:
-        """Pages that it should still find: for every token known so far, and one more where it may ever need that."""
-        wanted = min(self.pages_for(len(sequence.token_ids)) + 1, max_pages)
-        return max(wanted - len(sequence.pages), 0)
+    def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
+        """Tokens that there are places for in every group."""
+        rows = zip(self.groups, tables, strict=True)
+        places = (len(table) * group.page_tokens for group, table in rows if not group.is_state)
+        return min(places, default=self.limits.max_model_len)
+
+    def claim(
+        self,
+        sequence: Sequence,
+        tables: SequenceABC[SequenceABC[int]],
+        num_computed: int,
+        longest: int,
+        is_shared: Callable[[int], bool],
+    ) -> int:
+        """Pages that it may still take, in all groups, until its known tokens and a page more of each are computed.
+
+        `is_shared` says of a page whether it has other owners, so that giving it back makes nothing available.
+        """
+        num_tokens, budget = len(sequence.token_ids), self.limits.max_num_batched_tokens
+        total = 0
+        for group, table in zip(self.groups, tables, strict=True):
+            end = min(num_tokens + group.page_tokens, longest)
+            claim = group.pages_for(end) - len(table)
+            if group.window is not None and claim > 0:
+                first, last = group.first_page(num_computed), group.first_page(end - 1)
+                num_stuck = sum(map(is_shared, table[first:last]))
+                most = group.most_pages(end, min(budget, max(num_tokens - num_computed, 1)))
+                claim = min(claim, most - (len(table) - first) + num_stuck)
+            total += max(claim, 0)
+        return total
+
+    def longest(self, sequence: Sequence) -> int:
+        """Tokens that are computed of it at the most: its last one never is."""
+        longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, len(sequence.token_ids))
+        return min(longest, self.limits.max_model_len)
 
     def max_pages(self, sequence: Sequence) -> int:
-        """Pages that it holds at its longest (its last token is never computed); refuses one that can never run."""
+        """Pages that it holds at the most, in all groups; refuses one that can never run."""
         num_tokens, max_model_len = len(sequence.token_ids), self.limits.max_model_len
         if not 1 <= num_tokens <= max_model_len:
             raise RequestError(
@@ -64,15 +113,21 @@ class PageNeeds:
                 f"1 to max_model_len={max_model_len} work",
                 "change the prompt or max_model_len",
             )
-        longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, num_tokens)
-        max_pages = self.pages_for(min(longest, max_model_len))
+        longest, budget = self.longest(sequence), self.limits.max_num_batched_tokens
+        max_pages = sum(group.most_pages(longest, budget) for group in self.groups)
         if max_pages > self.num_pages:
             raise RequestError(
                 f"{sequence.num_prompt_tokens} prompt and {sequence.max_tokens} output tokens were asked",
-                f"the KV cache holds {self.num_pages * self.limits.page_tokens} tokens",
+                self._capacity_in_words(max_pages),
                 "shorten the prompt, lower max_tokens or give the KV cache more memory",
             )
         return max_pages
+
+    def _capacity_in_words(self, max_pages: int) -> str:
+        first = self.groups[0]
+        if len(self.groups) == 1 and first.window is None and not first.is_state:
+            return f"the KV cache holds {self.num_pages * first.page_tokens} tokens"
+        return f"the KV cache holds {self.num_pages} pages, and one such sequence takes {max_pages}"
 
 
 def named(sequence: Sequence) -> str:
@@ -116,8 +171,8 @@ class Queues:
 
     def append(self, sequence: Sequence) -> None:
         """A new sequence waits, behind all others."""
-        is_new = sequence not in self and sequence.state is SequenceState.WAITING and not sequence.pages
-        assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.pages=}"
+        is_new = sequence not in self and sequence.state is SequenceState.WAITING and not any(sequence.tables)
+        assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.tables=}"
         self._arrivals[sequence.sequence_id] = self._num_arrived
         self._num_arrived += 1
         self._waiting[sequence.sequence_id] = sequence
@@ -160,9 +215,15 @@ class Queues:
 class Track:
     """What the scheduler knows of a sequence beyond the sequence itself."""
 
+    longest: int
+    """Tokens that are computed of it at the most."""
     max_pages: int
-    """Pages that it holds at its longest."""
+    """Pages that it holds at the most."""
     chain: PrefixChain
+    capacity: int = 0
+    """Tokens that its tables have places for."""
+    end: int = 0
+    """Where the farthest step ended that it was given pages for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +233,18 @@ class Blocked:
     sequence_id: int
     num_available: int
     num_running: int
-    num_hit_pages: int
+    num_claimed: int
+    """By those that ran."""
+    num_known: int
+    """Blocks of its prefix that were entries."""
+    num_filled: int
+    """Holes of the prefix cache that had been filled."""
 
 
 class Scheduler:
     """Decides each step. One thread: schedule(), run the model, complete(); add() and finish() at any moment between.
 
+    `groups` are the cache groups of the model; left out, one that keeps the whole context of pages of limits.page_tokens.
     `prefix_root` should be random bytes, so that nobody outside can predict the names of cached pages.
     """
 
@@ -188,6 +255,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         max_queue: int,
         *,
+        groups: SequenceABC[CacheGroup] = (),
         prefix_root: bytes = b"",
         prefix_hash: Callable[[bytes], bytes] = strong_hash,
     ) -> None:
@@ -196,9 +264,11 @@ class Scheduler:
         self.limits = limits
         self.max_queue = max_queue
         self.pool = PagePool(num_pages)
-        self.prefix = PrefixCache(self.pool, limits.page_tokens, prefix_root, prefix_hash)
-        self._caches_prefixes = enable_prefix_caching
-        self._needs = PageNeeds(limits, num_pages)
+        self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
+        self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
+        self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
+        self._needs = PageNeeds(limits, num_pages, self.groups)
+        self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
         self._queues = Queues()
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
@@ -232,6 +302,14 @@ class Scheduler:
         """Share of the pages that sequences hold."""
         return 1.0 - self.pool.num_available / self.pool.num_pages
 
+    def pages_by_group(self) -> dict[str, int]:
+        """Pages that sequences hold now, by the name of the group; one that several hold counts once."""
+        held: dict[str, int] = {}
+        for index, group in enumerate(self.groups):
+            pages = dict.fromkeys(page for sequence in self.running for page in sequence.tables[index] if page != HOLE)
+            held[group.name] = held.get(group.name, 0) + len(pages)
+        return held
+
     def add(self, sequence: Sequence) -> None:
         """Appends a new sequence to the queue, or refuses one that can never run or that finds the queue full."""
         max_pages = self._needs.max_pages(sequence)
@@ -240,13 +318,15 @@ class Scheduler:
                 "one more request was asked", f"{self.num_waiting} wait already", "try again later or raise max_queue"
             )
         self._queues.append(sequence)
-        self._tracks[sequence.sequence_id] = Track(max_pages, self.prefix.chain(sequence.cache_salt))
+        sequence.tables = [[] for _ in self.groups]
+        chain = self.prefix.chain(sequence.cache_salt)
+        self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
     def schedule(self) -> Step:
         """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow."""
         scheduled: list[ScheduledSequence] = []
         budget = self.limits.max_num_batched_tokens
-        max_model_len, page_tokens = self.limits.max_model_len, self.limits.page_tokens
+        max_model_len = self.limits.max_model_len
         num_preemptions = self.num_preemptions
         for sequence in self._queues.running:
             # Victims are the youngest, so everybody after the first victim is one too, and nobody before it.
@@ -257,7 +337,7 @@ class Scheduler:
             if num_new_tokens <= 0:
                 continue
             end = start + num_new_tokens
-            if end > len(sequence.pages) * page_tokens and not self._grow(sequence, end):
+            if end > self._tracks[sequence.sequence_id].capacity and not self._grow(sequence, end):
                 break
             scheduled.append(ScheduledSequence(sequence, start, num_new_tokens))
             budget -= num_new_tokens
@@ -275,16 +355,18 @@ class Scheduler:
         assert step is self._step, "only the latest step can be completed, and only once"
         assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} tokens for {len(step.scheduled)} sequences"
         self._step = None
-        page_tokens = self.limits.page_tokens
+        block_tokens = self.prefix.block_tokens
         for item, token_id in zip(step.scheduled, token_ids, strict=True):
             sequence = item.sequence
             if sequence.state is not SequenceState.RUNNING:
                 continue
             num_computed = item.start + item.num_new_tokens
-            if self._caches_prefixes and num_computed // page_tokens > item.start // page_tokens:
+            if self._caches_prefixes and num_computed // block_tokens > item.start // block_tokens:
                 chain = self._tracks[sequence.sequence_id].chain
-                self.prefix.register(chain, sequence.token_ids, sequence.pages, num_computed)
+                self.prefix.register(chain, sequence.token_ids, sequence.tables, num_computed)
             sequence.num_computed = num_computed
+            if self._windows:
+                self._give_back(sequence)
             if token_id is not None:
                 assert num_computed == len(sequence.token_ids), f"{named(sequence)} sampled before its last token"
                 sequence.token_ids.append(token_id)
@@ -304,17 +386,32 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a running sequence pages for its first `num_tokens`; False when it had to be preempted itself."""
-        num_pages = self._needs.pages_for(num_tokens)
-        max_pages = self._tracks[sequence.sequence_id].max_pages
-        assert num_pages <= max_pages, f"{named(sequence)} goes on after max_tokens: {num_pages=} {max_pages=}"
-        num_missing = num_pages - len(sequence.pages)
-        while num_missing > self.pool.num_available:
+        track = self._tracks[sequence.sequence_id]
+        assert num_tokens <= track.longest, (
+            f"{named(sequence)} goes on after max_tokens: {num_tokens=} {track.longest=}"
+        )
+        missing = self._needs.missing(sequence.tables, num_tokens)
+        while sum(missing) > self.pool.num_available:
             if self._preempt_youngest() is sequence:
                 return False
-        after = sequence.pages[-1] if sequence.pages else None
-        num_expected = self._needs.pages_for(len(sequence.token_ids)) - len(sequence.pages)
-        sequence.pages += self.pool.allocate_many(num_missing, after, num_expected)
+        num_known, budget = len(sequence.token_ids), self.limits.max_num_batched_tokens
+        for group, table, num_missing in zip(self.groups, sequence.tables, missing, strict=True):
+            after = table[-1] if table and table[-1] != HOLE else None
+            num_expected = min(group.pages_for(num_known) - len(table), group.most_pages(num_known, budget))
+            table += self.pool.allocate_many(num_missing, after, num_expected)
+        track.capacity = self._needs.capacity(sequence.tables)
+        track.end = max(track.end, num_tokens)
         return True
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Releases what no later token sees: in each group with a window the pages behind it, the last of them first."""
+        for index in self._windows:
+            table = sequence.tables[index]
+            place = self.groups[index].first_page(sequence.num_computed) - 1
+            while place >= 0 and table[place] != HOLE:
+                self.pool.release(table[place])
+                table[place] = HOLE
+                place -= 1
 
     def _preempt_youngest(self) -> Sequence:
         sequence = self._queues.preempt()
@@ -332,24 +429,41 @@ class Scheduler:
                 return
             if claims is None:
                 claims = sum(map(self._claim, self._queues.running))
-            hits = self._hits(sequence)
-            # Hits save pages, but those that nobody owns were counted as available.
-            num_revived = sum(self.pool.num_owners(entry.page) == 0 for entry in hits)
-            if claims + self._claim(sequence) - len(hits) + num_revived > self.pool.num_available:
+            hit = self._hit(sequence)
+            num_taken = claims + self._num_taken(sequence, hit)
+            if num_taken > self.pool.num_available:
                 self._blocked = Blocked(
-                    sequence.sequence_id, self.pool.num_available, self.num_running, num_hit_pages=len(hits)
+                    sequence.sequence_id,
+                    self.pool.num_available,
+                    self.num_running,
+                    claims,
+                    hit.num_known,
+                    self.prefix.num_filled,
                 )
                 return
-            item = self._admit(sequence, hits, budget)
+            item = self._admit(sequence, hit, budget)
             scheduled.append(item)
             budget -= item.num_new_tokens
-            claims += self._claim(sequence)
+            claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
-    def _admit(self, sequence: Sequence, hits: list[PrefixEntry], max_new_tokens: int) -> ScheduledSequence:
+    def _num_taken(self, sequence: Sequence, hit: PrefixHit) -> int:
+        """Pages that are no more available to others once it starts on a hit: its claim, and what it takes at once."""
+        num_owners = self.pool.num_owners
+        longest = self._tracks[sequence.sequence_id].longest
+        claim = self._needs.claim(sequence, hit.tables, hit.num_tokens, longest, lambda page: num_owners(page) > 0)
+        # Hits save pages, but those that nobody owns were counted as available.
+        num_revived = sum(num_owners(page) == 0 for table in hit.tables for page in table if page != HOLE)
+        # A page that had one owner will have two: behind that one's window it would no longer come back.
+        num_joined = sum(num_owners(page) == 1 for index in self._windows for page in hit.tables[index] if page != HOLE)
+        return claim + num_revived + num_joined
+
+    def _admit(self, sequence: Sequence, hit: PrefixHit, max_new_tokens: int) -> ScheduledSequence:
         self._queues.admit()
         self._blocked = None
-        sequence.pages = self.prefix.share(self._tracks[sequence.sequence_id].chain, hits)
-        start = sequence.num_computed = len(hits) * self.limits.page_tokens
+        track = self._tracks[sequence.sequence_id]
+        sequence.tables = self.prefix.share(track.chain, hit)
+        track.end = 0
+        start = sequence.num_computed = hit.num_tokens
         if self._asks_cache(sequence) and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = start
             self.num_prefix_query_tokens += len(sequence.token_ids)
@@ -359,33 +473,43 @@ class Scheduler:
         assert has_grown, f"{named(sequence)} was admitted without room"
         return ScheduledSequence(sequence, start, num_new_tokens)
 
-    def _hits(self, sequence: Sequence) -> list[PrefixEntry]:
+    def _hit(self, sequence: Sequence) -> PrefixHit:
         """Cached pages that it can start on; its last token is always computed, since that is where logits come from."""
         if not self._asks_cache(sequence):
-            return []
+            return self.prefix.miss()
         chain = self._tracks[sequence.sequence_id].chain
         return self.prefix.match(chain, sequence.token_ids, len(sequence.token_ids) - 1)
 
     def _is_still_blocked(self, sequence: Sequence) -> bool:
-        """Without somebody leaving, and without another page of its prefix, it fits no better than last time."""
+        """Without somebody leaving, claiming less, or more of its prefix, it fits no better than last time."""
         blocked = self._blocked
         if blocked is None or blocked.sequence_id != sequence.sequence_id:
             return False
         if self.pool.num_available > blocked.num_available or self.num_running < blocked.num_running:
             return False
+        # Of whole contexts alone, a claim only falls by what was taken; a window's falls as its prompt is computed.
+        if self._windows:
+            num_claimed = sum(map(self._claim, self._queues.running))
+            if self.pool.num_available - num_claimed > blocked.num_available - blocked.num_claimed:
+                return False
+        if not self._asks_cache(sequence):
+            return True
         chain = self._tracks[sequence.sequence_id].chain
-        return not (self._asks_cache(sequence) and self.prefix.holds(chain, blocked.num_hit_pages))
+        return not self.prefix.holds(chain, blocked.num_known) and self.prefix.num_filled == blocked.num_filled
 
     def _asks_cache(self, sequence: Sequence) -> bool:
         return self._caches_prefixes and sequence.use_prefix_cache
 
     def _claim(self, sequence: Sequence) -> int:
-        return self._needs.claim(sequence, self._tracks[sequence.sequence_id].max_pages)
+        num_owners, longest = self.pool.num_owners, self._tracks[sequence.sequence_id].longest
+        return self._needs.claim(
+            sequence, sequence.tables, sequence.num_computed, longest, lambda page: num_owners(page) > 1
+        )
 
     def _release_pages(self, sequence: Sequence) -> None:
-        self.pool.release_many(sequence.pages)
-        # Not cleared in place: a step in flight may still be looking at the old list.
-        sequence.pages = []
+        self.pool.release_many(by_position(self.groups, sequence.tables))
+        # Not cleared in place: a step in flight may still be looking at the old lists.
+        sequence.tables = [[] for _ in self.groups]
 
     def check(self) -> None:
         """All pages accounted for from their owners, every sequence in one place, in order, and within the limits."""
@@ -398,21 +522,42 @@ class Scheduler:
         max_num_seqs = self.limits.max_num_seqs
         assert len(running) <= max_num_seqs, f"{len(running)} sequences run, {max_num_seqs=}"
         for sequence in waiting:
-            is_idle = not sequence.pages and sequence.num_computed == 0
-            assert is_idle, f"{named(sequence)} waits: {sequence.pages=} {sequence.num_computed=}"
+            is_idle = not any(sequence.tables) and sequence.num_computed == 0
+            assert is_idle, f"{named(sequence)} waits: {sequence.tables=} {sequence.num_computed=}"
         num_owners = [0] * self.pool.num_pages
         for sequence in running:
             self._check_running(sequence)
-            for page in sequence.pages:
-                num_owners[page] += 1
+            for table in sequence.tables:
+                for page in table:
+                    if page != HOLE:
+                        num_owners[page] += 1
         counted = self.pool.owner_counts()
         assert num_owners == counted, f"sequences hold pages {num_owners} times, the pool counts {counted}"
 
     def _check_running(self, sequence: Sequence) -> None:
-        track, num_pages = self._tracks[sequence.sequence_id], len(sequence.pages)
-        most = min(num_pages * self.limits.page_tokens, self.limits.max_model_len, len(sequence.token_ids))
+        track, tables = self._tracks[sequence.sequence_id], sequence.tables
+        most = min(self._needs.capacity(tables), self.limits.max_model_len, len(sequence.token_ids))
         assert sequence.num_computed <= most, f"{named(sequence)} has more computed tokens than {most}"
-        assert num_pages <= track.max_pages, f"{named(sequence)} holds more than {track.max_pages} pages"
-        assert len(set(sequence.pages)) == num_pages, f"{named(sequence)} holds a page twice"
-        num_full, num_registered = sequence.num_computed // self.limits.page_tokens, track.chain.num_pages
-        assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} pages, {num_full=}"
+        pages = [page for table in tables for page in table if page != HOLE]
+        assert len(pages) <= track.max_pages, f"{named(sequence)} holds more than {track.max_pages} pages"
+        assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
+        for group, table in zip(self.groups, tables, strict=True):
+            self._check_table(sequence, group, table)
+        num_full, num_registered = sequence.num_computed // self.prefix.block_tokens, track.chain.num_blocks
+        assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
+
+    def _check_table(self, sequence: Sequence, group: CacheGroup, table: list[int]) -> None:
+        """A state whole, a row in each place, holes behind the window and nowhere else, and no more than the bound."""
+        track, num_computed = self._tracks[sequence.sequence_id], sequence.num_computed
+        num_places = group.pages_for(max(track.end, num_computed))
+        assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
+        first = group.first_page(num_computed)
+        is_held = [page != HOLE for page in table]
+        assert not any(is_held[:first]), f"{named(sequence)} holds what is behind its {group.name}: {table}"
+        assert all(is_held[first:]), f"{named(sequence)} has not what its {group.name} sees from {first=} on: {table}"
+        if group.window is not None:
+            # Afterwards, when its steps have one token each, this is the window and one page.
+            num_step_tokens = max(track.end - num_computed, 1)
+            most, num_held = group.most_held(num_step_tokens), sum(is_held)
+            assert num_step_tokens <= self.limits.max_num_batched_tokens, f"{named(sequence)}: {num_step_tokens=}"
+            assert num_held <= most, f"{named(sequence)} holds {num_held} pages of its {group.name}, at most {most}"
