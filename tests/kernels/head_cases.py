@@ -46,9 +46,17 @@ class Case:
         norm, rotary = self.head_norm, self.rotary
         return Case(
             *map(change, (self.qkv, self.positions, self.slots, self.k_plane, self.v_plane)),
-            norm and HeadNorm(change(norm.q_weight_D), change(norm.k_weight_D), norm.eps),
+            norm and HeadNorm(change(norm.q_weight_D), change(norm.k_weight_D), norm.eps, norm.offset),
             rotary and Rotary(change(rotary.cos_LD), change(rotary.sin_LD)),
         )
+
+    def float32_norms(self, offset: float) -> "Case":
+        """The same with norms that `offset` is added to, in float32 whatever the type of the rows."""
+        norm = self.head_norm
+        assert norm is not None, "a case without norms"
+        # With values that narrower types hold too: judges may take them in the type of the rows.
+        weights = (random(len(norm.q_weight_D), seed=seed).bfloat16().float() for seed in (7, 8))
+        return replace(self, head_norm=HeadNorm(*weights, norm.eps, offset))
 
     def padded(self, rows: Sequence[int]) -> "Case":
         """The same with these rows as padding, which nobody has filled: poison, and positions that are none."""

@@ -27,6 +27,15 @@ def test_as_exact_as_torch(size, eps):
         assert_as_exact_as_torch(rms_norm(x, weight, eps), rms_norm_reference(x, weight, eps), exact)
 
 
+@pytest.mark.parametrize("size", [1, 5, 64, 577], ids=lambda size: f"D{size}")
+def test_an_offset_is_added_to_the_weight(size):
+    x, weight = random(9, size), random(size, seed=1)
+    y = rms_norm(x, weight, EPS, offset=1.0)
+    assert same_bits(y, rms_norm(x, weight + 1.0, EPS))
+    exact = exact_norm(x, weight.double() + 1.0, EPS)
+    assert_as_exact_as_torch(y, rms_norm_reference(x, weight, EPS, offset=1.0), exact)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-25, 1e-10, 1e10, 1e15])
 def test_any_magnitude(scale):
     x, weight = random(3, 100) * scale, random(100, seed=1)
@@ -54,7 +63,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(size):
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
 def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, size):
     x, weight, y = island(random(num_rows, size)), island(random(size, seed=1)), guarded_host(num_rows, size)
-    native.holdfast_rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, size, EPS)
+    native.holdfast_rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, size, EPS, 0.0)
     assert same_bits(y, rms_norm(x, weight, EPS))
     assert y.isfinite().all()
 

@@ -44,6 +44,23 @@ def test_as_exact_as_torch_amid_poison(device, guarded, size, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_weights_in_float32_and_an_offset_round_once(device, offset, dtype):
+    x, delta, weight = random(5, 100).to(dtype), random(5, 100, seed=2).to(dtype), random(100, seed=1)
+    summed, on_device = x + delta, [tensor.to(device, copy=True) for tensor in (x, delta, weight)]
+    for rows, y in (
+        (x, rms_norm_triton(x.to(device), weight.to(device), EPS, offset=offset)),
+        (x, rms_norm_reference(x, weight, EPS, offset=offset)),
+        (summed, add_rms_norm_triton(*on_device, EPS, on_device[1], offset)),
+        (summed, add_rms_norm_reference(x.clone(), delta, weight, EPS, torch.empty_like(x), offset)),
+    ):
+        exact = exact_norm(rows, weight.double() + offset)
+        assert y.dtype == dtype
+        # One rounding of a result that float32 holds to a few units.
+        assert ((y.cpu().double() - exact).abs() <= exact.abs() * (torch.finfo(dtype).eps / 2 + 1e-6) + 1e-9).all()
+
+
+@DTYPES
 def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtype):
     x, weight = random(5, 100).to(device, dtype), random(100, seed=1).to(device, dtype)
     alone = rms_norm_triton(x, weight, EPS)

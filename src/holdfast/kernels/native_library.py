@@ -34,10 +34,10 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
     "holdfast_linear": [_POINTER] * 4 + [_LONG] * 3,
     "holdfast_quantized_linear": [_POINTER] * 5 + [_LONG] * 6,
-    "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT],
+    "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] * 2,
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_activate": [_POINTER] + [_LONG] * 2,
-    "holdfast_write_heads": [_POINTER] * 7 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 4,
+    "holdfast_write_heads": [_POINTER] * 7 + [_FLOAT] * 2 + [_POINTER] * 3 + [_LONG] * 4,
     "holdfast_paged_attention": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],
     "holdfast_add_checksum": [_POINTER] + [_LONG] * 2 + [_POINTER],
 }

@@ -13,36 +13,40 @@ from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_o
 
 
 def rms_norm(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None, offset: float = 0.0
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row, in x's dtype with float32 statistics.
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), row by row, rounded once to x's dtype, whatever that of the weight.
 
     Into `out_TD` where it is given, which may be x itself. Rows may lie apart; the elements of a row may not.
     """
     if can_run(x_TD):
-        return rms_norm_triton(x_TD, weight_D, eps, out_TD)
+        return rms_norm_triton(x_TD, weight_D, eps, out_TD, offset)
     library = native_for(x_TD[:0], weight_D, None if out_TD is None else out_TD[:0])
     if library is None:
-        return rms_norm_reference(x_TD, weight_D, eps, out_TD)
+        return rms_norm_reference(x_TD, weight_D, eps, out_TD, offset)
     rows_TD = x_TD.contiguous()  # a single row always is: others must not be computed by other means than it
     y_TD = out_TD if out_TD is not None and out_TD.is_contiguous() else torch.empty_like(rows_TD)
     size = weight_D.shape[0]
     library.holdfast_rms_norm(
-        rows_TD.data_ptr(), weight_D.data_ptr(), y_TD.data_ptr(), rows_TD.numel() // size, size, eps
+        rows_TD.data_ptr(), weight_D.data_ptr(), y_TD.data_ptr(), rows_TD.numel() // size, size, eps, offset
     )
     return y_TD if out_TD is None or y_TD is out_TD else out_TD.copy_(y_TD)
 
 
 def rms_norm_reference(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None, offset: float = 0.0
 ) -> torch.Tensor:
     """The same in plain torch."""
-    y_TD = F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    if offset == 0.0 and weight_D.dtype == x_TD.dtype:
+        y_TD = F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+    else:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        y_TD = F.rms_norm(x_TD.to(wide), weight_D.shape, weight_D.to(wide) + offset, eps).to(x_TD.dtype)
     return y_TD if out_TD is None else out_TD.copy_(y_TD)
 
 
 def rms_norm_triton(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None, offset: float = 0.0
 ) -> torch.Tensor:
     """The same as a Triton kernel, a program a row."""
     size = weight_D.shape[0]
@@ -52,7 +56,7 @@ def rms_norm_triton(
         block = next_power_of_two(size)
         strides = (x_RD.stride(0), y_RD.stride(0))
         _rms_norm_kernel[(x_RD.shape[0],)](
-            x_RD, weight_D, y_RD, *strides, size, eps, BLOCK=block, num_warps=num_warps_for(block)
+            x_RD, weight_D, y_RD, *strides, size, eps, OFFSET=offset, BLOCK=block, num_warps=num_warps_for(block)
         )
     return y_TD
 
@@ -69,34 +73,51 @@ def num_warps_for(block: int) -> int:
 
 
 @jit
-def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, BLOCK: constexpr):
+def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, OFFSET: constexpr, BLOCK: constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < size
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        b_weight += OFFSET
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
 
 def add_rms_norm(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_TD: torch.Tensor,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """x += delta, rounded to x's dtype; then out = rms_norm(x). `out_TD` may be delta itself; rows may lie apart."""
     if can_run(x_TD):
-        return add_rms_norm_triton(x_TD, delta_TD, weight_D, eps, out_TD)
-    return rms_norm(x_TD.add_(delta_TD), weight_D, eps, out_TD)
+        return add_rms_norm_triton(x_TD, delta_TD, weight_D, eps, out_TD, offset)
+    return rms_norm(x_TD.add_(delta_TD), weight_D, eps, out_TD, offset)
 
 
 def add_rms_norm_reference(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_TD: torch.Tensor,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """The same in plain torch."""
-    return rms_norm_reference(x_TD.add_(delta_TD), weight_D, eps, out_TD)
+    return rms_norm_reference(x_TD.add_(delta_TD), weight_D, eps, out_TD, offset)
 
 
 def add_rms_norm_triton(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_TD: torch.Tensor,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """The same as one Triton kernel, a program a row."""
     size = weight_D.shape[0]
@@ -105,7 +126,16 @@ def add_rms_norm_triton(
         block = next_power_of_two(size)
         strides = (x_RD.stride(0), delta_RD.stride(0), y_RD.stride(0))
         _add_rms_norm_kernel[(x_RD.shape[0],)](
-            x_RD, delta_RD, weight_D, y_RD, *strides, size, eps, BLOCK=block, num_warps=num_warps_for(block)
+            x_RD,
+            delta_RD,
+            weight_D,
+            y_RD,
+            *strides,
+            size,
+            eps,
+            OFFSET=offset,
+            BLOCK=block,
+            num_warps=num_warps_for(block),
         )
     return out_TD
 
@@ -121,6 +151,7 @@ def _add_rms_norm_kernel(
     y_stride,
     size,
     eps,
+    OFFSET: constexpr,
     BLOCK: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
@@ -132,6 +163,8 @@ def _add_rms_norm_kernel(
     b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)
     tl.store(p_x + i_row * x_stride + o_d, b_stored, mask=m_d)
     b_x = b_stored.to(tl.float32)  # what the next layer will read is what is normed
+    if OFFSET != 0.0:
+        b_weight += OFFSET
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 

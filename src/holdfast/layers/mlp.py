@@ -27,17 +27,18 @@ class Linear:
 
 
 class RMSNorm:
-    """x / rms(x) * weight."""
+    """x / rms(x) * (weight + offset), with weights of any type."""
 
-    def __init__(self, weight_H: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight_H: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         self.weight_H = weight_H
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, out_TH: torch.Tensor) -> torch.Tensor:
         """x += delta where there is one, and then the norm of x into `out_TH`."""
         if delta_TH is None:
-            return rms_norm(x_TH, self.weight_H, self.eps, out_TH)
-        return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH)
+            return rms_norm(x_TH, self.weight_H, self.eps, out_TH, self.offset)
+        return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH, self.offset)
 
 
 class LayerNorm:

@@ -117,7 +117,7 @@ def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) 
     """float32 [K, D]: of what rope would turn next."""
     k_TKD = qkv_TX[:, key_part(spec)].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
     if head_norm is not None:
-        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps)
+        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
     return k_TKD.mean(0, dtype=torch.float32)
 
 

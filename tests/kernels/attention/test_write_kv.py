@@ -1,9 +1,11 @@
 """The write into plain pages, in C and in torch: norm, rope, slots, padding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from holdfast.kernels.attention.write_kv import write_kv, write_kv_reference
+from holdfast.kernels.attention.write_kv import HeadNorm, write_kv, write_kv_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
 from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
 
@@ -39,6 +41,20 @@ def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
 def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
     for num_kv_heads in (1, 2, 5):
         judge(make_case(5, 24, group, num_kv_heads, with_norm, with_rope))
+
+
+@pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
+def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
+    case = make_case(5, head_dim)
+    with_offset = case.float32_norms(1.0)
+    judge(with_offset)
+    norm = with_offset.head_norm
+    added = HeadNorm(norm.q_weight_D + 1.0, norm.k_weight_D + 1.0, norm.eps)
+    plain = replace(case, head_norm=added)
+    assert all(
+        same_bits(mine[case.slots], theirs[case.slots])
+        for mine, theirs in zip(with_offset.run()[1:], plain.run()[1:], strict=True)
+    )
 
 
 def test_plain_heads_pass_as_they_are():
@@ -87,6 +103,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
         case.slots.data_ptr(),
         *(0 if tensor is None else tensor.data_ptr() for tensor in inputs),
         1e-5,
+        0.0,
         q.data_ptr(),
         *(plane.data_ptr() for plane in planes),
         17,

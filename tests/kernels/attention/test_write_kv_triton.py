@@ -36,7 +36,7 @@ def run(case, device, rows=None, moat=64):
         case.slots[rows].to(device),
         pages[:, 0],
         pages[:, 1],
-        norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps),
+        norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps, norm.offset),
         rotary and Rotary(alone(rotary.cos_LD), alone(rotary.sin_LD)),
         out,
     )
@@ -71,6 +71,12 @@ def judge(case: Case, device) -> None:
 def test_every_head_dim_is_as_exact_as_torch(device, head_dim, with_norm, dtype):
     for num_rows in (1, 4):
         judge(make_case(num_rows, head_dim, with_norm=with_norm).rounded(dtype), device)
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_in_float32_with_and_without_an_offset(device, offset, dtype):
+    judge(make_case(3, 64).rounded(dtype).float32_norms(offset), device)
 
 
 @DTYPES

@@ -78,7 +78,7 @@ def written(function, case: Case, bits, device="cpu", page_tokens=4, mean=None, 
         case.positions[rows].to(device),
         slots.to(device),
         replace(planes, rotation_DD=alone(planes.rotation_DD)),
-        norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps),
+        norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps, norm.offset),
         rotary and Rotary(alone(rotary.cos_LD), alone(rotary.sin_LD)),
         out,
     )
@@ -164,6 +164,12 @@ def test_every_head_dim_in_every_type(device, head_dim, key_bits, value_bits, dt
 @FORMATS
 def test_every_format_in_every_type(device, key_bits, value_bits, dtype):
     judge(make_case(1, 128, group=8).rounded(dtype), (key_bits, value_bits), device)
+
+
+@DTYPES
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["k8v8", "k4v4"])
+def test_norms_in_float32_with_an_offset(device, bits, dtype):
+    judge(make_case(2, 64).rounded(dtype).float32_norms(1.0), bits, device)
 
 
 @FEATURES

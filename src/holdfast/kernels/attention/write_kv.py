@@ -36,11 +36,13 @@ NUM_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMS norms over head_dim for query and key heads."""
+    """RMS norms over head_dim for query and key heads; weights of any type."""
 
     q_weight_D: torch.Tensor
     k_weight_D: torch.Tensor
     eps: float
+    offset: float = 0.0
+    """Added to the weights, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def write_kv(
         slots_T.data_ptr(),
         *pointers,
         head_norm.eps if head_norm else 0.0,
+        head_norm.offset if head_norm else 0.0,
         q_THD.data_ptr(),
         k_plane_SKD.data_ptr(),
         v_plane_SKD.data_ptr(),
@@ -129,8 +132,8 @@ def turned_heads(
     num_heads = heads_TXD.shape[1] - 2 * num_kv_heads
     q_THD, k_TKD, v_TKD = heads_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if head_norm is not None:
-        q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps)
-        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps)
+        q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps, offset=head_norm.offset)
+        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
     if rotary is not None:
         safe_T = torch.where(slots_T >= 0, positions_T, 0)
         cos_T1D, sin_T1D = rotary.cos_LD[safe_T].unsqueeze(1), rotary.sin_LD[safe_T].unsqueeze(1)
@@ -174,6 +177,7 @@ def write_kv_triton(
             k_plane_SKD.stride(0),
             v_plane_SKD.stride(0),
             q_THD.stride(0),
+            OFFSET=head_norm.offset if head_norm else 0.0,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -203,6 +207,7 @@ def _write_kv_kernel(
     k_stride,
     v_stride,
     q_stride,
+    OFFSET: constexpr,
     NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr,
     HEAD_DIM: constexpr,
@@ -235,6 +240,9 @@ def _write_kv_kernel(
         b_q_right = tl.load(p_q_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
         b_k_left = tl.load(p_k_norm + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
         b_k_right = tl.load(p_k_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
+        if OFFSET != 0.0:
+            b_q_left, b_q_right = b_q_left + OFFSET, b_q_right + OFFSET
+            b_k_left, b_k_right = b_k_left + OFFSET, b_k_right + OFFSET
     if p_cosine is not None:
         o_table = tl.where(i_slot < 0, 0, i_position) * HEAD_DIM + o_d
         b_cos_left = tl.load(p_cosine + o_table, mask=m_left, other=0.0).to(tl.float32)[None, :]

@@ -132,6 +132,7 @@ def write_quantized_kv_triton(
             head_norm.eps if head_norm else 0.0,
             qkv_TX.stride(0),
             q_THD.stride(0),
+            OFFSET=head_norm.offset if head_norm else 0.0,
             KEY_BITS=planes.key_bits,
             VALUE_BITS=planes.value_bits,
             KEY_MAGNITUDES=key_codebook.magnitudes,
@@ -192,6 +193,7 @@ def _write_quantized_kv_kernel(
     eps,
     qkv_stride,
     q_stride,
+    OFFSET: constexpr,
     KEY_BITS: constexpr,
     VALUE_BITS: constexpr,
     KEY_MAGNITUDES: constexpr,
@@ -226,7 +228,7 @@ def _write_quantized_kv_kernel(
         m_query = (o_query < NUM_HEADS) & m_d
         p_query = p_row + o_query * HEAD_DIM
         b_q_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
-        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, PDL)
+        b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
         b_q = _rotated_quarters(b_q, b_q_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
         p_y = p_q + i_row * q_stride + o_query * HEAD_DIM + o_d
         for i in tl.static_range(4):
@@ -243,7 +245,7 @@ def _write_quantized_kv_kernel(
             b_k_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_k_mean is not None:
                 b_mean = quarters(p_k_mean + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
-            b_k = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM, PDL)
+            b_k = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
             b_k = _rotated_quarters(b_k, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_k_mean is not None:
                 b_k = (b_k[0] - b_mean[0], b_k[1] - b_mean[1], b_k[2] - b_mean[2], b_k[3] - b_mean[3])
@@ -270,13 +272,15 @@ def _wait(PDL: constexpr):
 
 
 @jit
-def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, HEAD_DIM: constexpr, PDL: constexpr):
+def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr, HEAD_DIM: constexpr, PDL: constexpr):
     """Heads of a row, normed and rotated by their position, rounded as the reference does it."""
     o_d = tl.arange(0, m_x.shape[1])[None, :]
     m_d = o_d < HEAD_DIM // 4
     # What no kernel before this one writes is loaded first.
     if p_norm is not None:
         b_norm = quarters(p_norm + o_d, m_d, HEAD_DIM)
+        if OFFSET != 0.0:
+            b_norm = (b_norm[0] + OFFSET, b_norm[1] + OFFSET, b_norm[2] + OFFSET, b_norm[3] + OFFSET)
     if p_cosine is not None:
         b_cos = quarters(p_cosine + o_table, m_d, HEAD_DIM)
         b_sin = quarters(p_sine + o_table, m_d, HEAD_DIM)

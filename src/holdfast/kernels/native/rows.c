@@ -4,7 +4,8 @@
 #define ROWS_PER_THREAD 16  // below this a second thread costs more than it brings
 #define ELEMENTS_PER_THREAD 4096
 
-static inline void rms_row(const float *x, const float *weight, float *y, long size, float eps) {
+// Weights get `offset` added.
+static inline void rms_row(const float *x, const float *weight, float *y, long size, float eps, float offset) {
     vec sums = splat(0.0f);
     long i = 0;
     for (; i + LANES <= size; i += LANES) {
@@ -15,13 +16,15 @@ static inline void rms_row(const float *x, const float *weight, float *y, long s
     for (; i < size; i++) total = fmaf(x[i], x[i], total);
     float scale = 1.0f / sqrtf(total / (float)size + eps);
     i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, load(x + i) * splat(scale) * load(weight + i));
-    for (; i < size; i++) y[i] = x[i] * scale * weight[i];
+    for (; i + LANES <= size; i += LANES)
+        store(y + i, load(x + i) * splat(scale) * (load(weight + i) + splat(offset)));
+    for (; i < size; i++) y[i] = x[i] * scale * (weight[i] + offset);
 }
 
-void holdfast_rms_norm(const float *x, const float *weight, float *y, long num_rows, long size, float eps) {
+void holdfast_rms_norm(const float *x, const float *weight, float *y, long num_rows, long size, float eps,
+                       float offset) {
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
-    for (long row = 0; row < num_rows; row++) rms_row(x + row * size, weight, y + row * size, size, eps);
+    for (long row = 0; row < num_rows; row++) rms_row(x + row * size, weight, y + row * size, size, eps, offset);
 }
 
 // silu(x) = x / (1 + exp(-x)); below -80 the true value is under 1e-33 and 0 is taken for it.
@@ -83,8 +86,8 @@ static inline void rotate_row(const float *x, const float *cosine, const float *
 // Rows of q | k | v: norm and rotate query and key heads where asked, queries to q, keys and values to their slots.
 // A row with a negative slot is padding: its position is not looked at, it stores nothing, and its queries are zeros.
 void holdfast_write_heads(const float *qkv, const int64_t *positions, const int64_t *slots, const float *cosine,
-                          const float *sine, const float *q_norm, const float *k_norm, float eps, float *q, float *k_plane,
-                          float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim) {
+                          const float *sine, const float *q_norm, const float *k_norm, float eps, float offset, float *q,
+                          float *k_plane, float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim) {
     long width = (num_heads + 2 * num_kv_heads) * head_dim;
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
     for (long row = 0; row < num_rows; row++) {
@@ -102,7 +105,7 @@ void holdfast_write_heads(const float *qkv, const int64_t *positions, const int6
             float *y = is_query ? q + (row * num_heads + head) * head_dim : keys + (head - num_heads) * head_dim;
             float normed[head_dim];
             if (q_norm) {
-                rms_row(x, is_query ? q_norm : k_norm, normed, head_dim, eps);
+                rms_row(x, is_query ? q_norm : k_norm, normed, head_dim, eps, offset);
                 x = normed;
             }
             if (cosine)
