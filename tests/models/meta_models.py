@@ -6,6 +6,10 @@ CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
 """Classes of settings that are not called like their model."""
 
 
+UNREAD = {"Gemma3ForConditionalGeneration": ("model.vision_tower.", "model.multi_modal_projector.")}
+"""Parts of models that are not loaded: those for images."""
+
+
 def count_elements(architecture: str, config: dict[str, Any], buffers: tuple[str, ...] = ()) -> int:
     """Parameters of a model of transformers, and those of its buffers whose names end like this; Llama means LlamaForCausalLM."""
     import torch
@@ -17,5 +21,6 @@ def count_elements(architecture: str, config: dict[str, Any], buffers: tuple[str
     options = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     with torch.device("meta"):
         model = getattr(transformers, architecture)(getattr(transformers, settings)(**options))
-    counted = sum(parameter.numel() for parameter in model.parameters())
+    unread = UNREAD.get(architecture, ())
+    counted = sum(one.numel() for name, one in model.named_parameters() if not (unread and name.startswith(unread)))
     return counted + sum(tensor.numel() for name, tensor in model.named_buffers() if name.endswith(buffers))

@@ -128,7 +128,7 @@ def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
         "GLM",
         "glm",
         "gpt-oss",
-        "gemma",
+        "gemma-2",
         "phi",
         "Phi",
         "Mixtral",

@@ -167,8 +167,10 @@ BY_HAND: dict[str, Row] = {
     "Mixtral-8x7B-v0.1": Row(llama(MIXTRAL) + 32 * (7 * mlp(MIXTRAL) + 8 * 4096), 131_072, 46_702_792_704),
     "phi-4": Row(llama(PHI4), 204_800, 14_659_507_200),
     "Phi-4-mini-instruct": Row(llama(PHI4_MINI, tied=True), 131_072, 3_836_021_760),
-    "gemma-3-1b-it": Row(gemma3(GEMMA3_1B), 4 * 2 * 256 * 2, 999_885_952),
-    "gemma-3-27b-it": Row(gemma3(GEMMA3_27B) + SIGLIP + 1152 * 5376 + 1152, 10 * 2 * 16 * 128 * 2, 27_432_406_640),
+    "gemma-3-1b-it": Row(gemma3(GEMMA3_1B), kv(GEMMA3_1B), 999_885_952),
+    "gemma-3-27b-it": Row(  # what sees images is not loaded
+        gemma3(GEMMA3_27B), kv(GEMMA3_27B), 27_432_406_640 - (SIGLIP + 1152 * 5376 + 1152)
+    ),
     "gpt-oss-20b": Row(gpt_oss(GPT_OSS, 32), 12 * 2 * 8 * 64 * 2, 20_914_757_184),
     "gpt-oss-120b": Row(gpt_oss(GPT_OSS._replace(layers=36), 128), 18 * 2 * 8 * 64 * 2, 116_829_156_672),
     "glm-4-9b-chat-hf": Row(llama(GLM4_9B) + 40 * qkv_bias(GLM4_9B), 40_960, 9_399_951_360),
@@ -186,8 +188,6 @@ BY_HAND: dict[str, Row] = {
     "Kimi-K2-Instruct": Row(deepseek(1, 384, 163840, 64), 61 * 1152, None),
 }
 WINDOWS = {
-    "gemma-3-1b-it": 22 * 512 * 2 * 256 * 2,
-    "gemma-3-27b-it": 52 * 1024 * 2 * 16 * 128 * 2,
     "gpt-oss-20b": 12 * 128 * 2 * 8 * 64 * 2,
     "gpt-oss-120b": 18 * 128 * 2 * 8 * 64 * 2,
 }

@@ -29,7 +29,7 @@ STAGES = (
     "PageStorage",
     "Workspace",
     "build_backend",
-    "rope_table",
+    "rope_tables",
     "Decoder",
     "BatchBuffers",
     "Sampler",

@@ -88,9 +88,17 @@ def _read_folder(folder: Path, label: str = "") -> Blueprint:
     if stored is not None:
         return stored
     blueprint = read_blueprint(config, name)
-    if blueprint.spec is not None and config.get("dtype") is None and config.get("torch_dtype") is None:
+    if blueprint.spec is not None and not _names_type(config):
         return _typed_by_weights(folder, blueprint)
     return blueprint
+
+
+def _names_type(config: dict[str, object]) -> bool:
+    from holdfast.models.families import model_settings
+    from holdfast.models.settings import Settings
+
+    values = model_settings(Settings(config, CONFIG_FILE)).values
+    return values.get("dtype") is not None or values.get("torch_dtype") is not None
 
 
 def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:

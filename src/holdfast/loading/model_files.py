@@ -27,7 +27,7 @@ from holdfast.loading.sources.safetensors import (
 )
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.blueprints.blueprint import refuse_planned_only
-from holdfast.models.families import FAMILIES, Family, parameters, read_spec
+from holdfast.models.families import FAMILIES, Family, model_settings, parameters, read_spec
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
@@ -111,7 +111,9 @@ def open_directory(folder: Path) -> OpenModel:
     stored = _read_stored(config)
     if has_saved_weights(folder):
         return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
-    source = SafetensorsSource(open_weight_files(folder), family.renames)
+    source = SafetensorsSource(open_weight_files(folder), family.renames, family.unread)
+    if source.unread:
+        log.info("%d tensors of %s are for %s and are left unread", len(source.unread), folder, family.unread_words)
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
     if stored is not None:
         stored = stored.used_by(source.entries)
@@ -149,7 +151,7 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
     config = read_json_object(file_inside(folder, CONFIG_FILE))
     refuse_planned_only(config, CONFIG_FILE)
     # How weights are stored is no matter of what is computed.
-    return read_spec({**config, QUANTIZATION_KEY: None}, CONFIG_FILE), Settings(config, CONFIG_FILE)
+    return read_spec({**config, QUANTIZATION_KEY: None}, CONFIG_FILE), model_settings(Settings(config, CONFIG_FILE))
 
 
 def _read_stored(config: Settings) -> StoredSchemes | None:
@@ -230,6 +232,7 @@ def _read_spec(file: GGUFFile) -> ModelSpec:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        norm_offset=0.0,  # conversions write weights with what a family adds to them
     )
 
 

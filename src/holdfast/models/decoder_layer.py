@@ -65,7 +65,9 @@ class LayerBuilder:
     def norm(self, name: str) -> Norm:
         weight_H, eps = self.plain(f"{name}.weight"), self._spec.norm_eps
         return (
-            RMSNorm(weight_H, eps) if self._spec.norm == "rms" else LayerNorm(weight_H, self.plain(f"{name}.bias"), eps)
+            RMSNorm(weight_H, eps, self._spec.norm_offset)
+            if self._spec.norm == "rms"
+            else LayerNorm(weight_H, self.plain(f"{name}.bias"), eps)
         )
 
     def linear(self, name: str) -> Linear:
@@ -82,7 +84,7 @@ class LayerBuilder:
         spec, head_norm = self._spec, None
         if spec.qk_norm:
             q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
-            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps)
+            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps, spec.norm_offset)
         qkv, o = self.linear(f"{prefix}.qkv"), self.linear(f"{prefix}.o")
         return AttentionLayer(index, qkv, o, head_norm, self._rotaries[index], self._backend)
 

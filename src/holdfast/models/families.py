@@ -9,7 +9,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.errors import UnsupportedModelError, shown
-from holdfast.models.parameters import LLAMA_NAMES, OPT_NAMES, CheckpointNames, Parameter, list_parameters
+from holdfast.models.parameters import (
+    GEMMA3_NAMES,
+    LLAMA_NAMES,
+    OPT_NAMES,
+    CheckpointNames,
+    Parameter,
+    list_parameters,
+)
 from holdfast.models.settings import (
     EXPERT_COUNT_KEYS,
     MAX_POSITIONS,
@@ -17,6 +24,7 @@ from holdfast.models.settings import (
     Settings,
     plain,
     read_experts,
+    read_layer_rope,
     read_rope,
 )
 from holdfast.models.spec import Activation, ModelSpec, RopeSpec
@@ -29,7 +37,7 @@ MAX_VOCAB = 2**24
 """Bounds far above any model there is and far below what would hurt a program that believes them."""
 
 CAUSAL = "ForCausalLM"
-TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gemma3_text": "gemma3"}
+TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """A `model_type` that is not its architecture's name, and one that is."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -80,16 +88,48 @@ class Family:
     """What transformers assumes where config.json does not say."""
     reads: tuple[str, ...] = ()
     """Settings in NEUTRAL that this family does compute."""
+    text_key: str = ""
+    """Where config.json has the decoder's settings, of a model that has more parts; nothing: they are all of it."""
+    text_type: str = ""
+    """The `model_type` there."""
+    unread: tuple[str, ...] = ()
+    """Prefixes of the tensors of the other parts, which are left where they are."""
+    unread_words: str = ""
+    """What these are."""
 
 
 def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
     """The decoder that a config.json describes."""
     settings = Settings(config, file)
     family = find_family(settings)
-    for key, neutral in NEUTRAL.items():
-        if key not in family.reads and config.get(key) not in neutral:
-            raise _declined(settings, key, "that setting is not computed here")
-    return family.read(settings)
+    own = model_settings(settings)
+    for part in (settings, own):
+        for key, neutral in NEUTRAL.items():
+            if key not in family.reads and part.values.get(key) not in neutral:
+                raise _declined(part, key, "that setting is not computed here")
+    return family.read(own)
+
+
+SHARED_KEYS = ("dtype", "torch_dtype")
+"""Said of all parts of a model, unless one says otherwise."""
+OUTER_KEYS = ("bos_token_id", "eos_token_id", "quantization_config")
+"""Said of all parts, whatever one says."""
+
+
+def model_settings(settings: Settings) -> Settings:
+    """The settings of the decoder: the whole config.json, or a part of it where the model has others."""
+    family = find_family(settings)
+    if not family.text_key:
+        return settings
+    part = settings.part(family.text_key)
+    if part is None:
+        raise settings.missing(family.text_key, "the settings of the text model are needed")
+    if part.text("model_type", family.text_type) != family.text_type:
+        raise part.refuse("model_type", part.values["model_type"], f"{family.text_type!r}")
+    shared = {key: settings.values[key] for key in SHARED_KEYS if key in settings}
+    outer = {key: settings.values[key] for key in OUTER_KEYS if key in settings}
+    outer["tie_word_embeddings"] = settings.flag("tie_word_embeddings", True)
+    return Settings({**shared, **part.values, **outer}, part.file, part.section)
 
 
 def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
@@ -122,7 +162,8 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
         raise settings.missing("architectures and no model_type", f"one of {', '.join(known)} is needed")
     model_type = settings.text("model_type", "")
     plain_type = TYPE_ALIASES.get(model_type, model_type).replace("_", "").lower()
-    found = {name.removesuffix(CAUSAL).lower(): name for name in known}.get(plain_type)
+    by_type = {family.name: name for name, family in FAMILIES.items() if name in known}
+    found = by_type.get(model_type) or {name.removesuffix(CAUSAL).lower(): name for name in known}.get(plain_type)
     if found is None:
         raise UnsupportedModelError(
             f"{settings.file} says model_type = {shown(model_type)} and names no architecture",
@@ -220,6 +261,70 @@ def _read_silu_experts(settings: Settings, spec: ModelSpec, defaults: ExpertDefa
     return replace(spec, experts=experts)
 
 
+GEMMA3_PATTERN = 6
+"""Every so many layers one sees all tokens."""
+
+
+def _read_gemma3(settings: Settings) -> ModelSpec:
+    return _read_gemma3_text(settings, GEMMA3)
+
+
+def _read_gemma3_images(settings: Settings) -> ModelSpec:
+    return _read_gemma3_text(settings, GEMMA3_IMAGES)
+
+
+def _read_gemma3_text(settings: Settings, family: Family) -> ModelSpec:
+    defaults = _Defaults(
+        vocab_size=262208,
+        intermediate_size=9216,
+        num_kv_heads=4,
+        max_position=131072,
+        head_dim=256,
+        hidden_size=2304,
+        num_layers=26,
+        num_heads=8,
+        is_tied=True,
+        global_theta=1_000_000.0,
+    )
+    spec = _read_rotary(settings, family, defaults)
+    windows = _gemma3_windows(settings, spec.num_layers)
+    # Positions are stretched already in what a config.json of this family calls the longest context.
+    max_position = settings.count("max_position_embeddings", defaults.max_position, MAX_POSITIONS)
+    local_theta = settings.number("rope_local_base_freq", 10_000.0, low=2.0)
+    local_rope = read_layer_rope(settings, "sliding_attention", local_theta, spec.head_dim, max_position)
+    has_bias = settings.flag("attention_bias", False)
+    return replace(
+        spec,
+        max_position=max_position,
+        activation=_activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        qk_norm=True,
+        sliding_windows=windows,
+        attention_scale=settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=settings.optional_number("attn_logit_softcapping"),
+        logit_softcap=settings.optional_number("final_logit_softcapping"),
+        norm_offset=1.0,
+        float32_norms=True,
+        has_output_norms=True,
+        embedding_scale=spec.hidden_size**0.5,
+        local_rope=local_rope if windows else None,
+    )
+
+
+def _gemma3_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
+    """As layers are listed, else of all but every so many; what says how many has two spellings."""
+    window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
+    pattern = settings.count("_sliding_window_pattern", GEMMA3_PATTERN, MAX_LAYERS)
+    every = settings.count("sliding_window_pattern", pattern, MAX_LAYERS)
+    if settings.texts("layer_types") is not None:
+        return _typed_windows(settings, num_layers, window, "a sliding_window beside it")
+    kinds = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    if window is None and any(kinds):
+        raise settings.refuse("sliding_window", None, f"a width for {sum(kinds)} layers that have a window")
+    return _unless_none(tuple(window if is_local else None for is_local in kinds))
+
+
 def _read_opt(settings: Settings) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
         raise _declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
@@ -267,6 +372,9 @@ class _Defaults:
     hidden_size: int = 4096
     num_layers: int = 32
     num_heads: int = 32
+    is_tied: bool = False
+    global_theta: float | None = None
+    """Rotations may differ by kind of layer: theirs in the layers that see all tokens."""
 
 
 def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> ModelSpec:
@@ -280,7 +388,11 @@ def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> Mod
     if head_dim is None:
         head_dim = _head_dim(settings, hidden_size, num_heads)
     max_position = settings.count("max_position_embeddings", defaults.max_position, MAX_POSITIONS)
-    rope = read_rope(settings, head_dim, max_position)
+    if defaults.global_theta is None:
+        rope = read_rope(settings, head_dim, max_position)
+    else:
+        theta = settings.number("rope_theta", defaults.global_theta, low=2.0)
+        rope = read_layer_rope(settings, "full_attention", theta, head_dim, max_position)
     return ModelSpec(
         architecture=family.architecture,
         family=family.name,
@@ -296,7 +408,7 @@ def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> Mod
         norm_eps=settings.number("rms_norm_eps", 1e-6),
         activation=_activation(settings, "hidden_act", "silu"),
         rope=rope,
-        tied_embeddings=settings.flag("tie_word_embeddings", False),
+        tied_embeddings=settings.flag("tie_word_embeddings", defaults.is_tied),
     )
 
 
@@ -317,7 +429,12 @@ def _moe_window(settings: Settings) -> int | None:
     return settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
 
 
-def _typed_windows(settings: Settings, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+def _typed_windows(
+    settings: Settings,
+    num_layers: int,
+    window: int | None,
+    wanted: str = "a sliding_window, with use_sliding_window true,",
+) -> tuple[int | None, ...]:
     """The window of every layer whose kind is said to have one."""
     kinds = settings.texts("layer_types") or ()
     if len(kinds) != num_layers:
@@ -326,7 +443,7 @@ def _typed_windows(settings: Settings, num_layers: int, window: int | None) -> t
         if kind not in ("full_attention", "attention", "sliding_attention"):
             raise _declined(settings, "layer_types", f"layers of kind {shown(kind)} are not computed here")
         if kind == "sliding_attention" and window is None:
-            raise settings.refuse("layer_types", list(kinds), "a sliding_window, with use_sliding_window true,")
+            raise settings.refuse("layer_types", list(kinds), wanted)
     return _unless_none(tuple(window if kind == "sliding_attention" else None for kind in kinds))
 
 
@@ -366,7 +483,9 @@ def _dtype(settings: Settings) -> str:
 
 def _declined(settings: Settings, key: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{settings.file} sets {key} = {shown(settings.values.get(key))}", why, "use a model without it"
+        f"{settings.file} sets {settings.section}{key} = {shown(settings.values.get(key))}",
+        why,
+        "use a model without it",
     )
 
 
@@ -376,6 +495,33 @@ QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES)
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, LLAMA_NAMES)
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, LLAMA_NAMES, reads=EXPERT_COUNT_KEYS)
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, LLAMA_NAMES, reads=EXPERT_COUNT_KEYS)
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _read_gemma3,
+    GEMMA3_NAMES,
+    bos_token_id=2,
+    eos_token_ids=(1,),
+    reads=SOFT_CAPS,
+)
+GEMMA3_IMAGES = replace(
+    GEMMA3,
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    read=_read_gemma3_images,
+    renames=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
+    text_key="text_config",
+    text_type="gemma3_text",
+    unread=tuple(
+        f"{prefix}{module}." for prefix in ("", "model.") for module in ("vision_tower", "multi_modal_projector")
+    ),
+    unread_words="images",
+)
 OPT = Family(
     "opt",
     "OPTForCausalLM",
@@ -386,6 +532,7 @@ OPT = Family(
     eos_token_ids=(2,),
 )
 FAMILIES: Mapping[str, Family] = {
-    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, OPT)
+    family.architecture: family
+    for family in (*(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA3, GEMMA3_IMAGES, OPT),)
 }
 """Every architecture that is run, by the name in config.json."""

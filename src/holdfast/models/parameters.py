@@ -17,7 +17,7 @@ that whoever divides experts among ranks finds them in the same order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal
 
@@ -277,6 +277,8 @@ class CheckpointNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     lm_head: str = "lm_head"
+    attn_out_norm: str = ""
+    mlp_out_norm: str = ""
     experts: ExpertNames = EXPERT_NAMES
 
 
@@ -293,6 +295,12 @@ LLAMA_NAMES = CheckpointNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
     final_norm="model.norm",
+)
+GEMMA3_NAMES = replace(
+    LLAMA_NAMES,
+    attn_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
 )
 OPT_NAMES = CheckpointNames(
     embed="model.decoder.embed_tokens",
@@ -343,15 +351,20 @@ def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layout
     ]
     if spec.qk_norm:
         for name, module in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
-            parameters.append(
-                _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", spec.head_dim)], "norm", "none")
-            )
+            norm = _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", spec.head_dim)], "norm", "none")
+            parameters.append(_typed_norm(spec, norm))
     parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], spec.query_size, "columns", spec.o_bias)
+    if spec.has_output_norms:
+        parameters += _norm(spec, f"{ours}attn_out_norm", theirs + names.attn_out_norm)
     parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
     experts = spec.layer_experts(layer)
     if experts is not None:
-        return [*parameters, *list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)]
-    return [*parameters, *_list_mlp(spec, names, ours, theirs)]
+        parameters += list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)
+    else:
+        parameters += _list_mlp(spec, names, ours, theirs)
+    if spec.has_output_norms:
+        parameters += _norm(spec, f"{ours}mlp_out_norm", theirs + names.mlp_out_norm)
+    return parameters
 
 
 def _list_mlp(spec: ModelSpec, names: CheckpointNames, ours: str, theirs: str) -> list[Parameter]:
@@ -379,9 +392,14 @@ def _linear(
 
 def _norm(spec: ModelSpec, name: str, module: str) -> list[Parameter]:
     kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"} if spec.norm == "layer" else {"weight": "norm"}
-    return [
+    vectors = (
         _vector(f"{name}.{end}", [(f"{module}.{end}", spec.hidden_size)], kind, "none") for end, kind in kinds.items()
-    ]
+    )
+    return [_typed_norm(spec, vector) for vector in vectors]
+
+
+def _typed_norm(spec: ModelSpec, norm: Parameter) -> Parameter:
+    return replace(norm, dtype="float32") if spec.float32_norms else norm
 
 
 def _matrix(name: str, modules: list[tuple[str, int]], num_columns: int, kind: Kind, split: Split) -> Parameter:

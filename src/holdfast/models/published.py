@@ -173,7 +173,7 @@ def _gemma(
     )
 
 
-def _gemma3(*shape: int) -> Config:
+def _gemma3(*shape: int, scalar: int = 256) -> Config:
     """One that sees images: the text model, and a tower for them."""
     tower = {
         "model_type": "siglip_vision_model",
@@ -188,7 +188,13 @@ def _gemma3(*shape: int) -> Config:
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
-        "text_config": _nested(_gemma("Gemma3", *shape)),
+        "text_config": _nested(
+            _gemma(
+                *("Gemma3", *shape),
+                query_pre_attn_scalar=scalar,
+                rope_scaling={"rope_type": "linear", "factor": 8.0},
+            )
+        ),
         "vision_config": tower,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
@@ -524,7 +530,7 @@ PUBLISHED: tuple[Published, ...] = (
     ),
     Published("google/gemma-3-4b-it", _gemma3(2560, 10240, 34, 8, 4, 256)),
     Published("google/gemma-3-12b-it", _gemma3(3840, 15360, 48, 16, 8, 256)),
-    Published("google/gemma-3-27b-it", _gemma3(5376, 21504, 62, 32, 16, 128)),
+    Published("google/gemma-3-27b-it", _gemma3(5376, 21504, 62, 32, 16, 128, scalar=168)),
     Published(
         "microsoft/phi-4",
         _decoder("Phi3", 5120, 17920, 40, 40, 10, 100352, 16384, rope_theta=250_000, rms_norm_eps=1e-5),

@@ -10,9 +10,20 @@ import torch
 
 from holdfast.kernels.attention.key_bias import KeyTurns, make_key_turns
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.models.spec import RopeSpec
+from holdfast.models.spec import ModelSpec, RopeSpec
 
 BLOCK_ROWS = 4096
+
+
+def rope_tables(
+    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Rotary | None, ...]:
+    """By layer; layers that rotate alike have the same table. None where positions are learned."""
+    made: dict[RopeSpec, Rotary] = {}
+    for rope in filter(None, spec.ropes):
+        made[rope] = rope_table(rope, spec.head_dim, spec.max_position, max_model_len, dtype, device)
+    ropes = (spec.layer_rope(layer) for layer in range(spec.num_layers))
+    return tuple(None if rope is None else made[rope] for rope in ropes)
 
 
 def rope_table(

@@ -217,6 +217,29 @@ def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
 def read_rope(config: Settings, head_dim: int, max_position: int) -> RopeSpec:
     """The rotation that a config describes, with what it leaves out filled in as transformers does."""
     rope = config.part("rope_scaling") or config.part("rope_parameters") or Settings({}, config.file)
+    return _rope_of(config, rope, config.number("rope_theta", DEFAULT_THETA), head_dim, max_position)
+
+
+ROPE_LAYERS = ("full_attention", "sliding_attention")
+"""Kinds of layers that may have a rotation of their own."""
+
+
+def read_layer_rope(config: Settings, kind: str, theta: float, head_dim: int, max_position: int) -> RopeSpec:
+    """The rotation of one kind of layer. Scaling in the old spelling is of those that see all tokens."""
+    by_kind = config.part("rope_parameters") or Settings({}, config.file)
+    for key in by_kind.values:
+        if key not in ROPE_LAYERS:
+            raise by_kind.refuse(
+                key, by_kind.values[key], f"rotary settings of {' and '.join(ROPE_LAYERS)}, no others,"
+            )
+    rope = by_kind.part(kind) or Settings({}, config.file)
+    old = config.part("rope_scaling") if kind == "full_attention" else None
+    if old is not None:
+        rope = Settings({**rope.values, **old.values}, config.file, old.section)
+    return _rope_of(config, rope, theta, head_dim, max_position)
+
+
+def _rope_of(config: Settings, rope: Settings, default_theta: float, head_dim: int, max_position: int) -> RopeSpec:
     unknown = sorted(set(rope.values) - KNOWN_KEYS)
     if unknown:
         raise UnsupportedModelError(
@@ -241,7 +264,7 @@ def read_rope(config: Settings, head_dim: int, max_position: int) -> RopeSpec:
                 "whole heads are rotated here",
                 "use a model without it",
             )
-    theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA), low=2.0)
+    theta = rope.number("rope_theta", default_theta, low=2.0)
     if kind == "default":
         return RopeSpec(theta)
     return _scaled(cast(RopeKind, kind), theta, config, rope, head_dim, max_position)

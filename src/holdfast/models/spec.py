@@ -143,6 +143,11 @@ class ModelSpec:
         """The rotation of a layer; None where positions are learned."""
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
+    @property
+    def ropes(self) -> tuple[RopeSpec | None, ...]:
+        """Every rotation that some layer has, once."""
+        return tuple(dict.fromkeys(self.layer_rope(layer) for layer in range(self.num_layers)))
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None

@@ -33,7 +33,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
 from holdfast.models.decoder import Decoder
-from holdfast.models.rope import key_turns, rope_table
+from holdfast.models.rope import key_turns, rope_tables
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.plan import RunnerPlan, plan_runner
@@ -243,7 +243,7 @@ class RunnerBuild:
         backend = (make_backend or build_backend)(
             declaration, plan.attention_specs, storage, bounds, num_sms, invariant, **own
         )
-        rotary = self._rope()
+        rotaries = self._rope()
         for owner, num_bytes in backend.held_bytes().items():
             ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
@@ -257,7 +257,7 @@ class RunnerBuild:
                 spec,
                 self._weights | biases.qkv,
                 backend,
-                (rotary,) * spec.num_layers,
+                rotaries,
                 workspace,
                 scratch,
                 is_fused,
@@ -282,28 +282,35 @@ class RunnerBuild:
             self._least_rows,
         )
         self._releases.append(runner.close)
-        self._centre_keys(runner, rotary, biases, means)
+        self._centre_keys(runner, rotaries, biases, means)
         return runner
 
     def _centre_keys(
-        self, runner: Runner, rotary: Rotary | None, biases: SplitBiases, means: Sequence[torch.Tensor | None]
+        self,
+        runner: Runner,
+        rotaries: Sequence[Rotary | None],
+        biases: SplitBiases,
+        means: Sequence[torch.Tensor | None],
     ) -> None:
         """Before the first page of a request is written; what they are is settled for as long as the runner lives."""
         mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
         if mean_bytes:
             self._ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
         if mean_bytes or any(biases.keys):
-            num_tokens = centre_keys(runner, self._model.spec, rotary, KeyRooms(biases.keys, biases.by_layer, means))
+            rooms = KeyRooms(biases.keys, biases.by_layer, means)
+            num_tokens = centre_keys(runner, self._model.spec, rotaries, rooms)
             log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
 
-    def _rope(self) -> Rotary | None:
-        spec, resolved = self._model.spec, self._plan.resolved
-        if spec.rope is None:
-            return None
+    def _rope(self) -> tuple[Rotary | None, ...]:
+        """By layer."""
+        resolved = self._plan.resolved
         dtype, longest = getattr(torch, resolved.dtype), resolved.limits.max_model_len
-        rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self._device)
-        self._ledger.record("rope/table", rotary.cos_LD.nbytes + rotary.sin_LD.nbytes, "cos and sin by position")
-        return rotary
+        rotaries = rope_tables(self._model.spec, longest, dtype, self._device)
+        distinct = {id(rotary): rotary for rotary in rotaries if rotary is not None}
+        num_bytes = sum(rotary.cos_LD.nbytes + rotary.sin_LD.nbytes for rotary in distinct.values())
+        if num_bytes:
+            self._ledger.record("rope/table", num_bytes, "cos and sin by position")
+        return rotaries
 
     def _split_biases(self) -> SplitBiases:
         """Biases for keys that are stored without theirs; nothing where no layer stores such."""

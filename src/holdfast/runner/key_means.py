@@ -76,7 +76,7 @@ class KeyRooms(NamedTuple):
 
 
 @torch.inference_mode()
-def centre_keys(runner: Runner, spec: ModelSpec, rotary: Rotary | None, rooms: KeyRooms) -> int:
+def centre_keys(runner: Runner, spec: ModelSpec, rotaries: Sequence[Rotary | None], rooms: KeyRooms) -> int:
     """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them."""
     limits, backend = runner.limits, runner.backend
     num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens)
@@ -95,7 +95,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rotary: Rotary | None, rooms: K
         runner.hidden_rows(_step(warm_token_ids(spec.vocab_size, num_tokens), runner.groups))
     finally:
         backend.on_write = None
-    turn_DD = None if rotary is None else average_turn(rotary)
+    turns = {id(rotary): average_turn(rotary) for rotary in rotaries if rotary is not None}
     for layer, mean_KD in found.items():
         if not bool(mean_KD.isfinite().all()):
             continue  # weights without numbers have no mean, and whoever runs them will be told
@@ -106,6 +106,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rotary: Rotary | None, rooms: K
             qkv_X[key_part(spec)] -= mean_KD.flatten()
             bias.bias_KD.add_(mean_KD)
         elif room_KD is not None:
+            turn_DD = turns.get(id(rotaries[layer]))
             turned_KD = mean_KD if turn_DD is None else mean_KD @ turn_DD
             pages = backend.pages[layer]
             assert isinstance(pages, QuantizedPages), f"layer {layer} has a mean and plain pages"

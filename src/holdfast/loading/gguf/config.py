@@ -99,7 +99,6 @@ ARCHITECTURES: Mapping[str, str] = {
 PLANNED_ONLY: Mapping[str, tuple[str, ...]] = {
     "deepseek2": ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
     "gpt-oss": ("GptOssForCausalLM",),
-    "gemma3": ("Gemma3ForCausalLM",),
     "phi3": ("Phi3ForCausalLM",),
     "glm4moe": ("Glm4MoeForCausalLM",),
 }

@@ -395,8 +395,14 @@ class SafetensorsSource:
     Few files are open at a time, so that a model of a thousand files needs no more descriptors than one of a handful.
     """
 
-    def __init__(self, files: Sequence[SafetensorsFile], renames: Sequence[tuple[str, str]] = ()) -> None:
-        """`renames` are prefixes of names in the files, and what they stand for."""
+    def __init__(
+        self,
+        files: Sequence[SafetensorsFile],
+        renames: Sequence[tuple[str, str]] = (),
+        unread: Sequence[str] = (),
+    ) -> None:
+        """`renames` are prefixes of names in the files, and what they stand for; `unread` those of what nobody asks for."""
+        self._unread = tuple(unread)
         self._places: dict[str, tuple[SafetensorsFile, str]] = {}
         self._entries: dict[str, TensorEntry] = {}
         self._files = tuple(files)
@@ -422,7 +428,12 @@ class SafetensorsSource:
 
     @property
     def ignorable(self) -> frozenset[str]:
-        return frozenset(name for name in self._entries if name.endswith(IGNORABLE_ENDINGS))
+        return self.unread | {name for name in self._entries if name.endswith(IGNORABLE_ENDINGS)}
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Tensors of parts of the model that are not run."""
+        return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
 
     @property
     def scratch_bytes_per_reader(self) -> int:

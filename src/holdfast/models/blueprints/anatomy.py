@@ -56,7 +56,7 @@ class Anatomy(Protocol):
 
     @property
     def rope_width(self) -> int:
-        """Elements of a row of the rotary table; 0 where positions are learned."""
+        """Elements of a row of the rotary table, or of all where layers rotate differently; 0 where positions are learned."""
         ...
 
     def indivisible(self, num_ranks: int) -> str | None:

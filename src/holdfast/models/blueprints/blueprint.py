@@ -304,8 +304,8 @@ PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], Blueprint]]
     "DeepseekV4ForCausalLM": _read_deepseek_v4,
     **dict.fromkeys(
         (
-            *("MixtralForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-            *("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+            *("MixtralForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM", "Gemma2ForCausalLM"),
+            "Mistral3ForConditionalGeneration",
             *("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
         ),
         _read_planned,

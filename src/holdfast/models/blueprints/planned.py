@@ -1,4 +1,4 @@
-"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Gemma, gpt-oss, GLM; image towers; no torch.
+"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Gemma 2, gpt-oss, GLM; image towers; no torch.
 
 Layers with a sliding window keep that many tokens of a sequence, whatever its length: so their makers mean it. Models that
 run keep all tokens of all layers.
@@ -177,19 +177,6 @@ def _read_gemma2(settings: Settings, native: str | None) -> PlannedAnatomy:
     return _anatomy(settings, spec, native)._replace(num_more_norms=2)
 
 
-GEMMA3 = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
-"""What transformers assumes: the files that were released leave these out."""
-
-
-def _read_gemma3(settings: Settings, native: str | None) -> PlannedAnatomy:
-    settings = Settings({**GEMMA3, **settings.values}, settings.file, settings.section)
-    spec = replace(_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh", qk_norm=True)
-    window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
-    every = settings.count("sliding_window_pattern", 6, MAX_LAYERS)
-    spec = replace(spec, sliding_windows=_windows(settings, spec, window, every))
-    return _anatomy(settings, spec, native)._replace(num_more_norms=2)
-
-
 def _read_glm(settings: Settings, native: str | None) -> PlannedAnatomy:
     spec = replace(_decoder(settings, head_dim=128), qkv_bias=settings.flag("attention_bias", False))
     return _anatomy(settings, spec, native, rotated=0.5)
@@ -225,13 +212,6 @@ def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedAnatomy:
     return anatomy._replace(experts=experts, num_draft_layers=num_drafts)
 
 
-def _read_gemma3_images(settings: Settings, native: str | None) -> PlannedAnatomy:
-    text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
-    anatomy = _read_gemma3(text, native)
-    width = settings.count("hidden_size", anatomy.decoder.hidden_size, MAX_WIDTH)
-    return anatomy._replace(tower=_siglip(vision, width))
-
-
 def _read_mistral3(settings: Settings, native: str | None) -> PlannedAnatomy:
     text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
     anatomy = _anatomy(text, _decoder(text), native)
@@ -244,8 +224,6 @@ READERS = {
     "MixtralForCausalLM": _read_mixtral,
     "GptOssForCausalLM": _read_gpt_oss,
     "Gemma2ForCausalLM": _read_gemma2,
-    "Gemma3ForCausalLM": _read_gemma3,
-    "Gemma3ForConditionalGeneration": _read_gemma3_images,
     "Mistral3ForConditionalGeneration": _read_mistral3,
     "GlmForCausalLM": _read_glm,
     "Glm4ForCausalLM": _read_glm4,
@@ -326,28 +304,6 @@ def _windows(settings: Settings, spec: ModelSpec, window: int | None, every: int
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _siglip(settings: Settings, text_width: int) -> tuple[Weight, ...]:
-    """SigLIP with learned positions, and one projection to the text model."""
-    hidden, inner = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "intermediate_size", MAX_WIDTH)
-    num_layers, patch = needed(settings, "num_hidden_layers", MAX_LAYERS), needed(settings, "patch_size", MAX_WIDTH)
-    side = needed(settings, "image_size", MAX_WIDTH) // patch
-    weights = [
-        *_tower("vision.patch", hidden, 3 * patch * patch),
-        Weight("vision.positions.weight", (side * side, hidden), STAYS),
-    ]
-    for layer in range(num_layers):
-        prefix = f"vision.layers.{layer}."
-        weights += [*_layer_norm(f"{prefix}attn_norm", hidden), *_layer_norm(f"{prefix}mlp_norm", hidden)]
-        weights += [*_tower(f"{prefix}qkv", 3 * hidden, hidden), *_tower(f"{prefix}o", hidden, hidden)]
-        weights += [*_tower(f"{prefix}up", inner, hidden), *_tower(f"{prefix}down", hidden, inner)]
-    return (
-        *weights,
-        *_layer_norm("vision.final_norm", hidden),
-        Weight("vision.projection_norm.weight", (hidden,), "norm"),
-        Weight("vision.projection.weight", (hidden, text_width), STAYS),
-    )
-
-
 def _pixtral(settings: Settings, text_width: int, merged: int) -> tuple[Weight, ...]:
     """Pixtral, rotated in two dimensions; patches are merged and projected to the text model."""
     hidden, inner = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "intermediate_size", MAX_WIDTH)
@@ -367,11 +323,3 @@ def _pixtral(settings: Settings, text_width: int, merged: int) -> tuple[Weight, 
         ("projection_out", (text_width, text_width)),
     ]
     return tuple(Weight(f"vision.{name}.weight", shape, "norm" if len(shape) == 1 else STAYS) for name, shape in shapes)
-
-
-def _tower(name: str, rows: int, columns: int) -> list[Weight]:
-    return [Weight(f"{name}.weight", (rows, columns), STAYS), Weight(f"{name}.bias", (rows,), "bias")]
-
-
-def _layer_norm(name: str, width: int) -> list[Weight]:
-    return [Weight(f"{name}.weight", (width,), "norm"), Weight(f"{name}.bias", (width,), "bias")]
