@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm.linear import dequantize_rows, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.geometry import order_specs
@@ -22,6 +23,9 @@ NAN = float("nan")
 MOAT_BYTES = 1024
 SCHEMES = (None, *WEIGHT_SCHEMES)
 CPU = torch.device("cpu")
+GPT_OSS = GateForm(is_interleaved=True, limit=0.5)
+"""A limit that many of the numbers here are beyond, on every side."""
+FORMS = (SILU_HALVES, GateForm(is_interleaved=True), GateForm(limit=0.7), GPT_OSS)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class ExpertCase:
     weight: torch.Tensor | QuantizedWeight
     expert_ids_TS: torch.Tensor
     gated: bool
+    bias_EN: torch.Tensor | None = None
+    form: GateForm = SILU_HALVES
 
     @property
     def num_outputs(self) -> int:
@@ -52,6 +58,8 @@ def expert_case(
     by_pair: bool = False,
     choice: str = "any",
     seed: int = 0,
+    has_bias: bool = False,
+    form: GateForm = SILU_HALVES,
 ) -> ExpertCase:
     """(T, S, E, N, K). Choice: "any" experts, "same" for every token, or "some" of which many are nobody's."""
     num_rows, top_k, num_experts, size_n, size_k = sizes
@@ -61,8 +69,10 @@ def expert_case(
     x = random(num_rows * (top_k if by_pair else 1), size_k, seed=seed + 1).to(dtype)
     num_weight_rows = size_n * (2 if gated else 1)
     weight = random(num_experts, num_weight_rows, size_k, seed=seed + 2, scale=size_k**-0.5).to(dtype)
-    stored = weight if scheme is None else quantized(weight, scheme, size_n)
-    return ExpertCase(x, stored, (num_experts - 1 - ids).to(torch.int32), gated)
+    part_rows = num_weight_rows if form.is_interleaved else size_n
+    stored = weight if scheme is None else quantized(weight, scheme, part_rows)
+    bias = random(num_experts, num_weight_rows, seed=seed + 3).to(dtype) if has_bias else None
+    return ExpertCase(x, stored, (num_experts - 1 - ids).to(torch.int32), gated, bias, form)
 
 
 def quantized(weight: torch.Tensor, name: str, part_rows: int) -> QuantizedWeight:
@@ -96,7 +106,9 @@ def placed(case: ExpertCase, device: torch.device) -> ExpertCase:
     else:
         codes, scales = among(case.weight.codes, device), among(case.weight.scales, device)
         weight = replace(case.weight, codes=codes, scales=scales)
-    return ExpertCase(among(case.x_XK, device), weight, among(case.expert_ids_TS, device), case.gated)
+    bias = None if case.bias_EN is None else among(case.bias_EN, device)
+    x, ids = among(case.x_XK, device), among(case.expert_ids_TS, device)
+    return replace(case, x_XK=x, weight=weight, expert_ids_TS=ids, bias_EN=bias)
 
 
 def order_of(case: ExpertCase) -> ExpertOrder:
@@ -134,7 +146,8 @@ def run_kernel(launch, case: ExpertCase, device: torch.device) -> torch.Tensor:
     rows_fp8 = quantized_case_rows(case)
     if rows_fp8 is not None:
         rows_fp8 = QuantizedRows(among(rows_fp8.codes_TK, device), among(rows_fp8.scales_TB, device))
-    assert launch(case.x_XK, case.weight, order_of(case), out, case.gated, rows_fp8) is out
+    operands = case.x_XK, case.weight, order_of(case), out, case.gated, rows_fp8, case.bias_EN, case.form
+    assert launch(*operands) is out
     zones.check()
     return out.cpu()
 
@@ -142,7 +155,10 @@ def run_kernel(launch, case: ExpertCase, device: torch.device) -> torch.Tensor:
 def in_torch(case: ExpertCase) -> torch.Tensor:
     """The reference's result in the type of x."""
     out = torch.full((case.expert_ids_TS.numel(), case.num_outputs), NAN, dtype=case.x_XK.dtype)
-    return expert_linear_reference(case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case))
+    room = room_for(case)
+    return expert_linear_reference(
+        case.x_XK, case.weight, order_of(case), out, case.gated, room, case.bias_EN, case.form
+    )
 
 
 def exact(case: ExpertCase) -> torch.Tensor:
@@ -155,10 +171,18 @@ def exact(case: ExpertCase) -> torch.Tensor:
     for expert in ids.unique().tolist():
         pairs = (ids == expert).nonzero().flatten()
         y[pairs] = x[pairs // (len(ids) // len(x))] @ weight[expert].double().T
-    if case.gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y
+        if case.bias_EN is not None:
+            y[pairs] += case.bias_EN[expert].double()
+    return gated_by_hand(y, case.form) if case.gated else y
+
+
+def gated_by_hand(y: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """What becomes of gate and up."""
+    gate, up = (y[:, 0::2], y[:, 1::2]) if form.is_interleaved else y.chunk(2, dim=-1)
+    if form.limit is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return (up + 1) * gate / (1 + (-1.702 * gate).exp())
 
 
 def judge(launch, case: ExpertCase, device: torch.device) -> None:

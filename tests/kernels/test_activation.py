@@ -5,7 +5,16 @@ from typing import get_args
 import pytest
 import torch
 
-from holdfast.kernels.activation import REFERENCES, activate, activate_reference, silu_mul, silu_mul_reference
+from holdfast.kernels.activation import (
+    REFERENCES,
+    GateForm,
+    activate,
+    activate_reference,
+    gate_up_product,
+    gate_up_product_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 from holdfast.models.spec import Activation
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
 
@@ -176,3 +185,44 @@ def test_no_rows_give_no_rows_silu_mul():
 def test_half_types_run_in_torch_silu_mul(dtype):
     gate_up = random(3, 10).to(dtype)
     assert same_bits(silu_mul(gate_up), silu_mul_reference(gate_up))
+
+
+FORM = pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+@FORM
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
+def test_the_clamped_gate_is_as_exact_as_torch_and_the_same_in_any_company(is_interleaved, size):
+    form = GateForm(is_interleaved, 7.0)
+    x = torch.cat([random(20, 2 * size), random(20, 2 * size, scale=30), torch.full((1, 2 * size), -300.0)])
+    exact = gate_up_product_reference(x.double(), form)
+    y = gate_up_product(x, form)
+    assert_as_exact_as_torch(y, gate_up_product_reference(x, form), exact, magnitude=10.0)
+    for rows in companies(41):
+        assert same_bits(gate_up_product(x[rows], form), y[rows]), f"{rows=}"
+
+
+@FORM
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_gates_and_ups_lie_as_the_form_says(is_interleaved, limit):
+    gate, up = torch.tensor([[-50.0, 2.0, 50.0]]), torch.tensor([[0.5, -50.0, 50.0]])
+    x = torch.stack((gate, up), dim=-1).view(1, 6) if is_interleaved else torch.cat((gate, up), dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    if limit is not None:
+        expected = torch.tensor([[0.0, 2 * 0.967839, 7 * 0.999993]]) * torch.tensor([[1.5, -6.0, 8.0]])
+    for product in (gate_up_product, gate_up_product_reference):
+        torch.testing.assert_close(product(x, GateForm(is_interleaved, limit)), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_nan_passes_the_clamp():
+    x = random(2, 8)
+    x[0, 2] = x[1, 7] = float("nan")
+    y = gate_up_product(x, GateForm(True, 0.5))
+    assert y.isnan().tolist() == [[False, True, False, False], [False, False, False, True]]
+
+
+def test_the_clamped_gate_writes_nothing_outside(native, guarded_host):
+    y = guarded_host(2, 5)
+    x = random(2, 10)
+    native.holdfast_clamped_gate(x.data_ptr(), y.data_ptr(), 2, 5, 2, 1, 7.0)
+    torch.testing.assert_close(y, gate_up_product_reference(x, GateForm(True, 7.0)))

@@ -1,17 +1,18 @@
-"""Activations element by element (silu, relu, both gelus), and the gate of a gated MLP: silu(gate) * up.
+"""Activations element by element (silu, relu, both gelus), the gate of a gated MLP, silu(gate) * up, and the clamped one of gpt-oss.
 
 T rows, I columns, X = 2 I of gate and up
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 
 REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,3 +153,57 @@ def _silu_mul_kernel(p_gate_up, p_y, x_stride, y_stride, size, NUM_BLOCKS: const
     b_gate = tl.load(p_gate_up + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + i_row * x_stride + size + o_i, mask=m_i, other=0.0).to(tl.float32)
     tl.store(p_y + i_row * y_stride + o_i, (b_gate * tl.sigmoid(b_gate) * b_up).to(p_y.dtype.element_ty), mask=m_i)
+
+
+SWIGLU_ALPHA = 1.702
+"""What the clamped gate is multiplied by before the sigmoid."""
+ALPHA = kernel_constant(SWIGLU_ALPHA)
+
+
+class GateForm(NamedTuple):
+    """How gate and up lie beside each other, and what becomes of the two."""
+
+    is_interleaved: bool = False
+    """gate 0, up 0, gate 1, ...; else all gates come first."""
+    limit: float | None = None
+    """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most, and up within plus and minus, this; None: silu(gate) * up."""
+
+
+SILU_HALVES = GateForm()
+
+
+def gate_up_product(gate_up_TX: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """[T, 2 I] -> [T, I] on a CPU; on a GPU it is in the epilogue of products (`gated_numbers`)."""
+    if form == SILU_HALVES:
+        return silu_mul(gate_up_TX)
+    library = native_for(gate_up_TX) if form.limit is not None else None
+    if library is None or form.limit is None:
+        return gate_up_product_reference(gate_up_TX, form)
+    num_rows, width = gate_up_TX.shape
+    y_TI = gate_up_TX.new_empty(num_rows, width // 2)
+    steps = (2, 1) if form.is_interleaved else (1, width // 2)
+    library.holdfast_clamped_gate(gate_up_TX.data_ptr(), y_TI.data_ptr(), num_rows, width // 2, *steps, form.limit)
+    return y_TI
+
+
+def gate_up_product_reference(gate_up_TX: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """The same in plain torch."""
+    halves = (gate_up_TX[:, ::2], gate_up_TX[:, 1::2]) if form.is_interleaved else gate_up_TX.chunk(2, dim=-1)
+    gate_TI, up_TI = (half.contiguous() for half in halves)
+    if form.limit is None:
+        return silu_mul(torch.cat((gate_TI, up_TI), dim=-1))
+    gate_TI, up_TI = gate_TI.clamp(max=form.limit), up_TI.clamp(-form.limit, form.limit)
+    return gate_TI * (SWIGLU_ALPHA * gate_TI).sigmoid() * (up_TI + 1.0)
+
+
+@jit
+def gated_numbers(b_gate, b_up, LIMIT: constexpr):
+    """The same of numbers in registers; LIMIT is 0 where there is none."""
+    if LIMIT > 0:
+        # A minimum would swallow NaN.
+        b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+        b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
+        b_y = b_gate * tl.sigmoid(b_gate * ALPHA) * (b_up + 1.0)
+    else:
+        b_y = b_gate * tl.sigmoid(b_gate) * b_up
+    return b_y

@@ -36,6 +36,7 @@ SIGNATURES: dict[str, list[type]] = {
     "holdfast_quantized_linear": [_POINTER] * 5 + [_LONG] * 6,
     "holdfast_rms_norm": [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT] * 2,
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
+    "holdfast_clamped_gate": [_POINTER] * 2 + [_LONG] * 4 + [_FLOAT],
     "holdfast_activate": [_POINTER] + [_LONG] * 2,
     "holdfast_write_heads": [_POINTER] * 7 + [_FLOAT] * 2 + [_POINTER] * 3 + [_LONG] * 4,
     "holdfast_paged_attention": [_POINTER] * 6 + [_LONG] * 6 + [_FLOAT],

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.moe.expert_linear import expert_linear, sum_experts
@@ -56,6 +57,19 @@ class SharedExpert:
         self.gate_1H = gate_1H
 
 
+class ExpertBiases(NamedTuple):
+    """What is added to products of a sparse layer, each where there is one, in the type of the model."""
+
+    router_E: torch.Tensor | None = None
+    gate_up_EX: torch.Tensor | None = None
+    """A row for each expert, as its rows of gate and up lie."""
+    down_EH: torch.Tensor | None = None
+    """Part of what an expert gives: its share is of this too."""
+
+
+NO_BIASES = ExpertBiases()
+
+
 class ExpertLayer:
     """The sum of what the `top_k` most likely experts of a row give, each by its share. Rows do not affect each other."""
 
@@ -66,24 +80,30 @@ class ExpertLayer:
         down: torch.Tensor | QuantizedWeight,
         normalizes: bool,
         shared: SharedExpert | None,
+        biases: ExpertBiases = NO_BIASES,
+        form: GateForm = SILU_HALVES,
     ) -> None:
-        """Of the experts, `gate_up` is [E, 2 I, H], gates first, and `down` is [E, H, I]."""
+        """Of the experts, `gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]."""
         self.router_EH = router_EH
         self.gate_up = gate_up
         self.down = down
         self.shared = shared
         self._normalizes = normalizes
+        self._biases = biases
+        self._form = form
 
     def __call__(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         linear_float32(x_TH, self.router_EH, buffers.logits_TE)
         return self.mix(x_TH, buffers, out_TH)
 
     def mix(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        """What follows the router's product, whose logits lie in their buffer."""
-        route_tokens(buffers.logits_TE, self._normalizes, buffers.expert_ids_TS, buffers.shares_TS)
+        """What follows the router's product, whose logits lie in their buffer, its bias not yet added."""
+        biases, quantized = self._biases, buffers.quantized
+        route_tokens(buffers.logits_TE, self._normalizes, buffers.expert_ids_TS, buffers.shares_TS, biases.router_E)
         order = order_experts(buffers.expert_ids_TS, self.router_EH.shape[0], buffers.order)
-        expert_linear(x_TH, self.gate_up, order, buffers.active_PI, True, buffers.quantized)
-        expert_linear(buffers.active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized)
+        active_PI = buffers.active_PI
+        expert_linear(x_TH, self.gate_up, order, active_PI, True, quantized, biases.gate_up_EX, self._form)
+        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, quantized, biases.down_EH)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
         return sum_experts(buffers.routed_PH, buffers.shares_TS, shared_TH, logit_T1, out_TH)
 

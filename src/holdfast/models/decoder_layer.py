@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import AttentionBackend
+from holdfast.kernels.activation import GateForm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.layers.attention import AttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
-from holdfast.layers.moe import ExpertLayer, SharedExpert
+from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -71,8 +72,10 @@ class LayerBuilder:
         )
 
     def linear(self, name: str) -> Linear:
-        bias = f"{name}.bias"
-        return Linear(self._weights[f"{name}.weight"], self.plain(bias) if bias in self._weights else None)
+        return Linear(self._weights[f"{name}.weight"], self._bias(name))
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        return self.plain(f"{name}.bias") if f"{name}.bias" in self._weights else None
 
     def plain(self, name: str) -> torch.Tensor:
         """A weight that is never quantized."""
@@ -106,4 +109,6 @@ class LayerBuilder:
             self._weights[f"{prefix}.experts.down.weight"],
             experts.normalizes,
             shared,
+            ExpertBiases(*(self._bias(f"{prefix}.{name}") for name in ("router", "experts.gate_up", "experts.down"))),
+            GateForm(experts.is_interleaved, experts.swiglu_limit),
         )

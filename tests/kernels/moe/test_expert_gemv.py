@@ -6,7 +6,7 @@ import torch
 from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from kernels.exactness import same_bits
-from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
+from kernels.expert_cases import FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
 pytestmark = QUIET
@@ -21,6 +21,21 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(expert_gemv, expert_case((2, 2, 3, 9, size_k), gated, scheme), device)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_biases_and_forms_of_the_gate(device, scheme, form):
+    size_k = 160 if scheme == "mxfp4" else 200
+    judge(expert_gemv, expert_case((2, 2, 3, 9, size_k), True, scheme, has_bias=True, form=form), device)
+
+
+@EVERY_SCHEME
+def test_the_bias_of_a_product_without_a_gate(device, scheme):
+    size_k = 160 if scheme == "mxfp4" else 200
+    judge(
+        expert_gemv, expert_case((2, 2, 3, 9, size_k), False, scheme, by_pair=True, has_bias=True, form=GPT_OSS), device
+    )
 
 
 @EVERY_SCHEME
@@ -46,6 +61,22 @@ def test_scales_of_blocks_of_rows(device):
     """Blocks of 128, 64 and 2 rows: a program stays within one of them."""
     for size_n in (128, 64, 6):
         judge(expert_gemv, expert_case((1, 1, 2, size_n, 130), size_n < 128, "fp8_block"), device)
+        judge(expert_gemv, expert_case((1, 1, 2, size_n, 130), True, "fp8_block", form=GPT_OSS), device)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block", "mxfp4"], ids=str)
+def test_widths_of_gpt_oss(device, scheme):
+    """A ninth of 2880 rows, and all of its columns: 90 groups of 32, in blocks that the last one does not fill."""
+    judge(expert_gemv, expert_case((1, 1, 2, 32, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
+
+
+def test_what_is_not_finite_passes_the_clamp(device):
+    case = expert_case((3, 1, 2, 5, 64), True, has_bias=True, form=GPT_OSS)
+    clean = run_kernel(expert_gemv, case, device)
+    case.x_XK[1, 63] = float("nan")
+    y = run_kernel(expert_gemv, case, device)
+    assert y[1].isnan().all()
+    assert same_bits(y[[0, 2]], clean[[0, 2]])
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "mxfp4"], ids=str)

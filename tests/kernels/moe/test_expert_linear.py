@@ -16,7 +16,7 @@ from holdfast.kernels.moe.expert_linear import (
     sum_experts_triton,
 )
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
-from kernels.expert_cases import CPU, SCHEMES, among, exact, expert_case, order_of, placed, room_for
+from kernels.expert_cases import CPU, FORMS, GPT_OSS, SCHEMES, among, exact, expert_case, order_of, placed, room_for
 from kernels.triton_cases import DTYPES, QUIET, assert_allocates_nothing
 from red_zones import RedZones
 
@@ -29,7 +29,8 @@ def run(case, device=CPU, function=expert_linear, out_dtype=None) -> torch.Tenso
     case, zones = placed(case, device), RedZones(device)
     shape = case.expert_ids_TS.numel(), case.num_outputs
     out = zones.allocate(*shape, dtype=out_dtype or case.x_XK.dtype).fill_(NAN)
-    assert function(case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case)) is out
+    operands = case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case), case.bias_EN, case.form
+    assert function(*operands) is out
     zones.check()
     return out.cpu()
 
@@ -43,6 +44,25 @@ def test_against_float64(num_rows, scheme, gated):
     case = expert_case((num_rows, 3, 7, 24, size_k), gated, scheme, by_pair=num_rows == 17, choice="any")
     y = run(case)
     torch.testing.assert_close(y.double(), exact(case), rtol=1e-5, atol=2e-6)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_biases_and_forms_of_the_gate(num_rows, scheme, form):
+    """On a CPU, gate and up side by side or one behind the other, in a width that no block divides."""
+    case = expert_case((num_rows, 2, 5, 90, 96), True, scheme, has_bias=True, form=form)
+    torch.testing.assert_close(run(case).double(), exact(case), rtol=1e-5, atol=2e-6)
+    down = expert_case((num_rows, 2, 5, 90, 96), False, scheme, by_pair=True, has_bias=True)
+    torch.testing.assert_close(run(down).double(), exact(down), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
+def test_a_clamped_row_is_the_same_to_the_bit_in_any_company(native, scheme):
+    case = expert_case((20, 2, 5, 13, 96), True, scheme, has_bias=True, form=GPT_OSS)
+    whole = run(case).view(20, 2, -1)
+    for rows in companies(20):
+        assert same_bits(run(case.rows(rows)).view(len(rows), 2, -1), whole[rows]), f"{rows=}"
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (17, 8, 60, 5, 9), (30, 1, 3, 7, 33)], ids=str)
@@ -99,6 +119,8 @@ def test_operands_that_do_not_go_together_are_refused():
         expert_linear(case.x_XK, case.weight, order, out, True, None)
     with pytest.raises(AssertionError, match="pairs of 3 experts"):
         expert_linear(case.x_XK, random(2, 8, 64), order, out, False, None)
+    with pytest.raises(AssertionError, match="bias_EN"):
+        expert_linear(case.x_XK, case.weight, order, out, False, None, random(3, 7))
     with pytest.raises(AssertionError, match="strides"):
         expert_linear(case.x_XK, random(3, 64, 8).mT, order, out, False, None)
     quantized = expert_case((3, 2, 3, 8, 64), scheme="fp8")
@@ -118,6 +140,17 @@ def test_no_tokens():
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 60, 900])
 def test_bfloat16_on_a_gpu(device, num_rows, scheme, gated):
     case = expert_case((num_rows, 4, 8, 256, 512), gated, scheme, torch.bfloat16)
+    assert_as_exact_as_torch(run(case, device), run(case), exact(case), magnitude=10.0)
+
+
+@pytest.mark.gpu
+@EVERY_SCHEME
+@GATED
+@pytest.mark.parametrize("num_rows", [1, 4, 9, 60, 900])
+def test_widths_of_gpt_oss_on_a_gpu(device, num_rows, scheme, gated):
+    """2880 is no multiple of 128; gate and up alternate, with biases and the clamp."""
+    sizes = (num_rows, 4, 8, 2880, 2880)
+    case = expert_case(sizes, gated, scheme, torch.bfloat16, not gated, has_bias=True, form=GPT_OSS)
     assert_as_exact_as_torch(run(case, device), run(case), exact(case), magnitude=10.0)
 
 

@@ -7,7 +7,7 @@ from holdfast.kernels.gemm.quantized_tiles import OperandKind
 from holdfast.kernels.geometry import expert_block_rows
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm, tile_for
 from kernels.exactness import same_bits
-from kernels.expert_cases import SCHEMES, expert_case, judge, run_kernel
+from kernels.expert_cases import FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
 pytestmark = QUIET
@@ -22,6 +22,23 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), gated, scheme), device)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_biases_and_forms_of_the_gate(device, scheme, form):
+    size_k = 160 if scheme == "mxfp4" else 200
+    judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), True, scheme, has_bias=True, form=form), device)
+
+
+@EVERY_SCHEME
+def test_the_bias_of_a_product_without_a_gate(device, scheme):
+    size_k = 160 if scheme == "mxfp4" else 200
+    judge(
+        grouped_gemm,
+        expert_case((6, 2, 3, 9, size_k), False, scheme, by_pair=True, has_bias=True, form=GPT_OSS),
+        device,
+    )
 
 
 @EVERY_SCHEME
@@ -49,6 +66,8 @@ def test_scales_of_blocks_of_rows(device):
     """Blocks of 128, 64 and 2 rows: tiles within one of them, and over many."""
     for size_n in (128, 64, 6):
         judge(grouped_gemm, expert_case((5, 1, 2, size_n, 130), size_n < 128, "fp8_block", torch.float16), device)
+        interleaved = expert_case((5, 1, 2, size_n, 130), True, "fp8_block", torch.float16, form=GPT_OSS)
+        judge(grouped_gemm, interleaved, device)
 
 
 @EVERY_SCHEME
@@ -77,6 +96,20 @@ def test_what_is_not_finite_stays_in_its_row(device):
         others = [other for other in range(6) if other != row]
         assert y[row].isnan().all()
         assert same_bits(y[others], clean[others])
+
+
+@pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
+def test_widths_of_gpt_oss(device, scheme):
+    judge(grouped_gemm, expert_case((5, 1, 2, 30, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
+
+
+def test_what_is_not_finite_passes_the_clamp(device):
+    case = expert_case((6, 1, 2, 5, 64), True, has_bias=True, form=GPT_OSS)
+    clean = run_kernel(grouped_gemm, case, device)
+    case.x_XK[3, 63] = float("nan")
+    y = run_kernel(grouped_gemm, case, device)
+    assert y[3].isnan().all()
+    assert same_bits(y[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
 
 
 def test_tiles_suit_their_scales():

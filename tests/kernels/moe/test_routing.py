@@ -32,11 +32,11 @@ NORMALIZE = pytest.mark.parametrize("normalize", [False, True], ids=["as they ar
 SIZES = [(1, 1, 1), (2, 1, 3), (17, 3, 3), (5, 4, 60), (2, 8, 128), (1, 7, 1000)]
 
 
-def run(route, logits: torch.Tensor, top_k: int, normalize: bool, device: torch.device):
+def run(route, logits: torch.Tensor, top_k: int, normalize: bool, device: torch.device, bias=None):
     zones = RedZones(device)
     ids = zones.allocate(len(logits), top_k, dtype=torch.int32).fill_(2**30)
     shares = zones.allocate(len(logits), top_k, dtype=torch.float32).fill_(float("nan"))
-    route(among(logits, device), normalize, ids, shares)
+    route(among(logits, device), normalize, ids, shares, None if bias is None else among(bias, device))
     zones.check()
     return ids.cpu(), shares.cpu()
 
@@ -65,6 +65,30 @@ def test_against_float64(device, sizes, normalize, scale):
         # A GPU's exponential is as exact as its argument, which may be in the hundreds.
         tolerance = 2e-6 if where.type == "cpu" else 2e-6 * scale
         torch.testing.assert_close(shares.double(), expected, rtol=tolerance, atol=1e-30)
+
+
+@NORMALIZE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_bias_counts_before_the_choice(device, normalize, dtype):
+    logits, bias = random(9, 12), random(12, seed=5, scale=3.0).to(dtype)
+    expected_ids, expected = route_by_hand(logits + bias.float(), 4, normalize)
+    assert not torch.equal(expected_ids, route_by_hand(logits, 4, normalize)[0]), "a bias that matters"
+    for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
+        ids, shares = run(route, logits, 4, normalize, where, bias)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(shares.double(), expected, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 3e37, -3e37])
+def test_normalized_shares_are_the_softmax_over_the_chosen_of_large_logits_too(device, offset):
+    logits = torch.tensor([[0.0, 3, 1, -2, 2.5, -88], [-200, -1e4, 90, 88.5, 0, 87]]) + offset
+    logits[1, 3] = -1e38
+    chosen_ids, _ = route_by_hand(logits, 4, True)
+    expected = logits.double().gather(1, chosen_ids.long()).softmax(-1)
+    for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
+        ids, shares = run(route, logits, 4, True, where)
+        assert torch.equal(ids, chosen_ids)
+        torch.testing.assert_close(shares.double(), expected, rtol=1e-5, atol=1e-37)
 
 
 def test_of_equals_the_lower_comes_first(device):
@@ -125,6 +149,8 @@ def test_no_tokens(device):
 def test_more_experts_of_a_token_than_there_are_are_refused():
     with pytest.raises(AssertionError, match="3 experts of a token, and there are 2"):
         run(route_tokens_reference, torch.ones(1, 2), 3, True, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="for 2 experts"):
+        run(route_tokens_reference, torch.ones(1, 2), 1, True, torch.device("cpu"), torch.ones(3))
 
 
 @pytest.mark.gpu

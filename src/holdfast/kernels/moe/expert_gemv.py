@@ -5,6 +5,7 @@ T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 
 import torch
 
+from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import (
@@ -30,8 +31,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-# ruff: noqa: SIM109 constants of a kernel are compared one by one
+# ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
+# ruff: noqa: SIM108, SIM109 constants of a kernel are compared one by one, and their branches taken when it is compiled
 
 
 MXFP4_ROWS, MXFP4_GROUPS = 8, 64
@@ -45,6 +46,8 @@ def expert_gemv(
     out_PN: torch.Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
+    bias_EN: torch.Tensor | None = None,
+    form: GateForm = SILU_HALVES,
 ) -> torch.Tensor:
     """Each pair's row by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
@@ -52,9 +55,13 @@ def expert_gemv(
         return out_PN
     size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
     operands = operands_of(x_XK, weight, quantized)
-    arguments = (*operands.tensors, order.expert_ids_TS, out_PN, size_n, size_k)
+    bias = out_PN if bias_EN is None else bias_EN
+    arguments = (*operands.tensors, bias, order.expert_ids_TS, out_PN, size_n, size_k)
     flags = {
         "GATED": gated,
+        "INTERLEAVED": gated and form.is_interleaved,
+        "LIMIT": form.limit or 0.0,
+        "HAS_BIAS": bias_EN is not None,
         "PAIRS_PER_ROW": num_pairs // len(x_XK),
         "PLAIN": is_interpreted(),
         "PDL": pdl,
@@ -72,7 +79,7 @@ def expert_gemv(
         )
         return out_PN
     block_n, num_groups, group = _gemv_blocks(
-        operands.tensors[2].element_size(), size_k, operands.block_rows, operands.group, gated
+        operands.tensors[2].element_size(), size_k, operands.block_rows, operands.group, gated, form
     )
     _expert_gemv_kernel[(-(-size_n // block_n), num_pairs)](
         *arguments,
@@ -89,7 +96,9 @@ def expert_gemv(
     return out_PN
 
 
-def _gemv_blocks(element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool) -> tuple[int, int, int]:
+def _gemv_blocks(
+    element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool, form: GateForm
+) -> tuple[int, int, int]:
     """Outputs of a program, and its inputs as groups that share a scale: eight or sixteen KiB of the weight.
 
     Where blocks of rows share scales, a program stays within one of them.
@@ -100,6 +109,9 @@ def _gemv_blocks(element_bytes: int, size_k: int, block_rows: int, group: int, g
     if not group:
         return block_n, 1, block_k
     lone_rows = block_rows & -block_rows  # the largest power of two that divides it
+    if gated and form.is_interleaved:
+        assert lone_rows > 1, f"scales for {block_rows} rows, and gate and up are two"
+        lone_rows //= 2
     return min(block_n, lone_rows), max(1, block_k // group), group
 
 
@@ -109,6 +121,7 @@ def _expert_gemv_kernel(
     p_x_scales,
     p_weight,
     p_scales,
+    p_bias,
     p_ids,
     p_out,
     size_n,
@@ -118,6 +131,9 @@ def _expert_gemv_kernel(
     KIND: constexpr,
     BLOCK_ROWS: constexpr,
     GATED: constexpr,
+    INTERLEAVED: constexpr,
+    LIMIT: constexpr,
+    HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     BLOCK_N: constexpr,
     BLOCK_G: constexpr,
@@ -141,12 +157,14 @@ def _expert_gemv_kernel(
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     first_row = expert * size_n * (2 if GATED else 1)
     p_rows = p_x + i_row * size_k + o_k
-    p_w = p_weight + (first_row + o_n)[:, None, None] * size_k + o_k[None, :, :]
-    up_offset = size_n.to(tl.int64) * size_k
+    b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
+    p_w = p_weight + b_weight_rows[:, None, None] * size_k + o_k[None, :, :]
+    up_offset = up_rows * size_k
     if KIND == FP8_BLOCKS:
         p_x_s = p_x_scales + i_row * scale_columns + o_g
-        p_s = p_scales + (first_row + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
-        p_up_s = p_scales + (first_row + size_n + i_n * BLOCK_N) // BLOCK_ROWS * scale_columns + o_g
+        scale_row = first_row + i_n * BLOCK_N * (2 if INTERLEAVED else 1)
+        p_s = p_scales + scale_row // BLOCK_ROWS * scale_columns + o_g
+        p_up_s = p_scales + (scale_row + up_rows) // BLOCK_ROWS * scale_columns + o_g
     for k in range(0, size_k, BLOCK_K):
         if EVEN:
             b_x = tl.load(p_rows + k)
@@ -180,12 +198,28 @@ def _expert_gemv_kernel(
             x_scale = tl.load(p_x_scales + i_row)
             b_y *= x_scale
             b_up_y *= x_scale
-        b_y *= tl.load(p_scales + first_row + o_n, mask=m_n, other=0.0)
+        b_y *= tl.load(p_scales + b_weight_rows, mask=m_n, other=0.0)
         if GATED:
-            b_up_y *= tl.load(p_scales + first_row + size_n + o_n, mask=m_n, other=0.0)
+            b_up_y *= tl.load(p_scales + b_weight_rows + up_rows, mask=m_n, other=0.0)
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)
     if GATED:
-        b_y = b_y * tl.sigmoid(b_y) * b_up_y
+        if HAS_BIAS:
+            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)
+        b_y = gated_numbers(b_y, b_up_y, LIMIT)
     tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@jit
+def weight_rows(first_row, o_n, size_n, INTERLEAVED: constexpr):
+    """The rows of a weight that outputs come from, or their gates, and how far behind a gate its up is."""
+    if INTERLEAVED:
+        b_rows = first_row + 2 * o_n
+        up_rows = first_row * 0 + 1
+    else:
+        b_rows = first_row + o_n
+        up_rows = first_row * 0 + size_n
+    return b_rows, up_rows
 
 
 @jit
@@ -202,12 +236,16 @@ def _mxfp4_gemv_kernel(
     p_x_scales,
     p_weight,
     p_scales,
+    p_bias,
     p_ids,
     p_out,
     size_n,
     size_k,
     EVEN: constexpr,
     GATED: constexpr,
+    INTERLEAVED: constexpr,
+    LIMIT: constexpr,
+    HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     BLOCK_N: constexpr,
     BLOCK_G: constexpr,
@@ -229,8 +267,9 @@ def _mxfp4_gemv_kernel(
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     first_row = expert * size_n * (2 if GATED else 1)
-    p_w = p_weight + (first_row + o_n)[:, None, None] * (size_k // 2) + o_b[None, :, :]
-    p_s = p_scales + (first_row + o_n)[:, None] * num_groups + o_g[None, :]
+    b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
+    p_w = p_weight + b_weight_rows[:, None, None] * (size_k // 2) + o_b[None, :, :]
+    p_s = p_scales + b_weight_rows[:, None] * num_groups + o_g[None, :]
     p_row = p_x + i_row * size_k
     for g in range(0, num_groups, BLOCK_G):
         m_g = g + o_g < num_groups
@@ -238,25 +277,28 @@ def _mxfp4_gemv_kernel(
         b_even, b_odd = _halves(p_row, g * 16 + o_b, m_g[:, None], EVEN)
         b_sum += _groups(p_w + g * 16, p_s + g, b_even, b_odd, m_s, EVEN, PLAIN)
         if GATED:
-            p_up = p_w + size_n.to(tl.int64) * (size_k // 2) + g * 16
-            p_up_s = p_s + size_n.to(tl.int64) * num_groups + g
+            p_up = p_w + up_rows * (size_k // 2) + g * 16
+            p_up_s = p_s + up_rows * num_groups + g
             b_up_sum += _groups(p_up, p_up_s, b_even, b_odd, m_s, EVEN, PLAIN)
     b_y = tl.sum(b_sum, axis=1)
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)
     if GATED:
-        b_y = b_y * tl.sigmoid(b_y) * tl.sum(b_up_sum, axis=1)
+        b_up_y = tl.sum(b_up_sum, axis=1)
+        if HAS_BIAS:
+            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)
+        b_y = gated_numbers(b_y, b_up_y, LIMIT)
     tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
 
 
 @jit
 def _halves(p_row, o_b, m_b, EVEN: constexpr):
     """Inputs of even and of odd number as float32; where two of them make a word, as words."""
-    if EVEN:
-        m_b = None
     if p_row.dtype.element_ty == tl.float32:
-        b_even = tl.load(p_row + 2 * o_b, mask=m_b)
-        b_odd = tl.load(p_row + 2 * o_b + 1, mask=m_b)
+        b_even = _taken(p_row + 2 * o_b, m_b, EVEN)
+        b_odd = _taken(p_row + 2 * o_b + 1, m_b, EVEN)
     else:
-        b_words = tl.load(p_row.to(tl.pointer_type(tl.int32)) + o_b, mask=m_b)
+        b_words = _taken(p_row.to(tl.pointer_type(tl.int32)) + o_b, m_b, EVEN)
         if p_row.dtype.element_ty == tl.bfloat16:
             b_even = (b_words << 16).to(tl.float32, bitcast=True)
             b_odd = (b_words & -65536).to(tl.float32, bitcast=True)
@@ -264,6 +306,16 @@ def _halves(p_row, o_b, m_b, EVEN: constexpr):
             b_even = b_words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             b_odd = (b_words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return b_even, b_odd
+
+
+@jit
+def _taken(p, m, EVEN: constexpr):
+    """What lies beyond the last input is 0: codes of 0 there, times what is not finite, would be NaN."""
+    if EVEN:
+        b = tl.load(p)
+    else:
+        b = tl.load(p, mask=m, other=0)
+    return b
 
 
 @jit

@@ -9,7 +9,7 @@ share an expert (kernels/moe/grouped_gemm.py); kernels/geometry.py says which it
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.activation import silu_mul
+from holdfast.kernels.activation import SILU_HALVES, GateForm, gate_up_product
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.kernels.moe.expert_gemv import expert_gemv
@@ -34,19 +34,21 @@ def expert_linear(
     out_PN: torch.Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
+    bias_EN: torch.Tensor | None = None,
+    form: GateForm = SILU_HALVES,
 ) -> torch.Tensor:
-    """Each pair's row by the weight [E, N, K] of its expert, into `out_PN`; gated: [P, N / 2], gates in the upper rows.
+    """Each pair's row by the weight [E, N, K] of its expert, plus its bias, into `out_PN`; gated: [P, N / 2], as `form` says.
 
     Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that quantizes activations gets room in `quantized`
     for all rows of x at least. On CPU a row's result does not depend, to the bit, on the other rows.
     """
     if not can_run(x_XK):
-        return expert_linear_reference(x_XK, weight, order, out_PN, gated, quantized)
-    check_operands(x_XK, weight, order, out_PN, gated, quantized)
+        return expert_linear_reference(x_XK, weight, order, out_PN, gated, quantized, bias_EN, form)
+    check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
     room = _room(quantized, weight, len(x_XK))
     rows = None if room is None else quantize_rows(x_XK, room)
     launch = expert_gemv if order.block_rows == 1 else grouped_gemm
-    return launch(x_XK, weight, order, out_PN, gated, rows)
+    return launch(x_XK, weight, order, out_PN, gated, rows, bias_EN, form)
 
 
 def expert_linear_reference(
@@ -56,9 +58,11 @@ def expert_linear_reference(
     out_PN: torch.Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
+    bias_EN: torch.Tensor | None = None,
+    form: GateForm = SILU_HALVES,
 ) -> torch.Tensor:
     """The same in plain torch: one expert after the other, and of each only if it has rows."""
-    check_operands(x_XK, weight, order, out_PN, gated, quantized)
+    check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
     room = _room(quantized, weight, len(x_XK))
     rows = None if room is None else quantize_rows_reference(x_XK, room)
     pairs_per_row = order.num_pairs // max(1, len(x_XK))
@@ -73,8 +77,10 @@ def expert_linear_reference(
             y = _widened(x_XK[chosen].float(), weight, expert)
         else:
             y = _quantized(rows.codes_TK[chosen].float(), rows.scales_TB[chosen], weight, expert)
+        if bias_EN is not None:
+            y += bias_EN[expert].float()
         if gated:
-            y = silu_mul(y)
+            y = gate_up_product(y, form)
         out_PN[pairs] = y.to(out_PN.dtype)
     return out_PN
 
@@ -86,6 +92,7 @@ def check_operands(
     out_PN: torch.Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
+    bias_EN: torch.Tensor | None,
 ) -> None:
     """Sizes go together, and rows lie one after the other."""
     num_experts, size_n, size_k = weight.shape
@@ -95,8 +102,9 @@ def check_operands(
     assert x_XK.shape[1] == size_k, f"{x_XK.shape=} {weight.shape=}"
     assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
     assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
+    assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
     tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.codes, weight.scales)
-    for tensor in (x_XK, out_PN, *tensors, *(quantized or ())):
+    for tensor in (x_XK, out_PN, *tensors, *(quantized or ()), *(() if bias_EN is None else (bias_EN,))):
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import (
@@ -22,6 +23,7 @@ from holdfast.kernels.gemm.quantized_tiles import (
     e8m0_numbers,
     operands_of,
 )
+from holdfast.kernels.moe.expert_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertOrder
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -65,6 +67,8 @@ def grouped_gemm(
     out_PN: torch.Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
+    bias_EN: torch.Tensor | None = None,
+    form: GateForm = SILU_HALVES,
 ) -> torch.Tensor:
     """Each block's rows by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
@@ -75,9 +79,13 @@ def grouped_gemm(
     tile = tile_for(order.block_rows, gated, operands.kind, operands.tensors[0].element_size())
     assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
     grid = (-(-size_n // tile.block_n), len(order.block_experts_B))
-    arguments = (*operands.tensors, order.pairs_BR, order.block_experts_B, out_PN, size_n, size_k)
+    bias = out_PN if bias_EN is None else bias_EN
+    arguments = (*operands.tensors, bias, order.pairs_BR, order.block_experts_B, out_PN, size_n, size_k)
     flags = {
         "GATED": gated,
+        "INTERLEAVED": gated and form.is_interleaved,
+        "LIMIT": form.limit or 0.0,
+        "HAS_BIAS": bias_EN is not None,
         "PAIRS_PER_ROW": num_pairs // len(x_XK),
         "EVEN_N": size_n % tile.block_n == 0,
         "EVEN_K": size_k % tile.block_k == 0,
@@ -107,6 +115,7 @@ def _grouped_gemm_kernel(
     p_x_scales,
     p_weight,
     p_scales,
+    p_bias,
     p_pairs,
     p_block_experts,
     p_out,
@@ -116,6 +125,9 @@ def _grouped_gemm_kernel(
     KIND: constexpr,
     BLOCK_ROWS: constexpr,
     GATED: constexpr,
+    INTERLEAVED: constexpr,
+    LIMIT: constexpr,
+    HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     EVEN_N: constexpr,
     EVEN_K: constexpr,
@@ -140,15 +152,16 @@ def _grouped_gemm_kernel(
         return
     b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
     first_row = expert * size_n * (2 if GATED else 1)
-    up_offset = size_n.to(tl.int64) * size_k
-    p_w = p_weight + (first_row + o_n)[:, None] * size_k + o_k[None, :]
+    b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
+    up_offset = up_rows * size_k
+    p_w = p_weight + b_weight_rows[:, None] * size_k + o_k[None, :]
     p_rows = p_x + b_rows[None, :] * size_k + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if KIND == FP8_BLOCKS:
         p_x_s = p_x_scales + b_rows * scale_columns
         p_s = p_scales + first_row // BLOCK_ROWS * scale_columns
-        p_up_s = p_s + size_n // BLOCK_ROWS * scale_columns
+        p_up_s = p_s + up_rows // BLOCK_ROWS * scale_columns  # of a neighbour: none, the two lie in one block
     for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
         m_w = None
         m_x = None
@@ -164,10 +177,10 @@ def _grouped_gemm_kernel(
         if KIND == FP8_BLOCKS:
             i_k = k // BLOCK_K
             b_x_s = tl.load(p_x_s + i_k)[None, :]
-            b_s = _block_scales(p_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
+            b_s = _block_scales(p_s + i_k, i_n, scale_columns, size_n, INTERLEAVED, BLOCK_ROWS, BLOCK_N)
             b_y += tl.dot(b_w, b_x) * (b_s * b_x_s)
             if GATED:
-                b_s = _block_scales(p_up_s + i_k, i_n, scale_columns, size_n, BLOCK_ROWS, BLOCK_N)
+                b_s = _block_scales(p_up_s + i_k, i_n, scale_columns, size_n, INTERLEAVED, BLOCK_ROWS, BLOCK_N)
                 b_up_y += tl.dot(b_up, b_x) * (b_s * b_x_s)
         elif KIND == FP8_ROWS:
             b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=BLOCK_K)
@@ -182,10 +195,14 @@ def _grouped_gemm_kernel(
             b_x_s = tl.load(p_x_scales + b_rows)[None, :]
             b_y *= b_x_s
             b_up_y *= b_x_s
-        b_y *= tl.load(p_scales + first_row + o_n, mask=m_n, other=0.0)[:, None]
+        b_y *= tl.load(p_scales + b_weight_rows, mask=m_n, other=0.0)[:, None]
         if GATED:
-            b_up_y *= tl.load(p_scales + first_row + size_n + o_n, mask=m_n, other=0.0)[:, None]
-    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED)
+            b_up_y *= tl.load(p_scales + b_weight_rows + up_rows, mask=m_n, other=0.0)[:, None]
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT)
 
 
 @jit
@@ -196,10 +213,10 @@ def _block_pairs(p_pairs, PAIRS_PER_ROW: constexpr):
 
 
 @jit
-def _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr):
+def _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr, LIMIT: constexpr):
     """Products [N, M], gated by the second where it is so, to the rows of their pairs."""
     if GATED:
-        b_y = b_y * tl.sigmoid(b_y) * b_up_y
+        b_y = gated_numbers(b_y, b_up_y, LIMIT)
     o_y = b_pairs[None, :].to(tl.int64) * size_n + o_n[:, None]
     tl.store(p_out + o_y, b_y.to(p_out.dtype.element_ty), mask=m_n[:, None] & (b_pairs >= 0)[None, :])
 
@@ -217,13 +234,14 @@ def _loaded(p_numbers, m_numbers, KIND: constexpr, PLAIN: constexpr):
 
 
 @jit
-def _block_scales(p_s, i_n, scale_columns, size_n, BLOCK_ROWS: constexpr, BLOCK_N: constexpr):
+def _block_scales(p_s, i_n, scale_columns, size_n, INTERLEAVED: constexpr, BLOCK_ROWS: constexpr, BLOCK_N: constexpr):
     """Scales of a tile's outputs for one block of columns: one where the tile lies within a block of rows."""
-    if BLOCK_ROWS % BLOCK_N == 0:
-        return tl.load(p_s + i_n * BLOCK_N // BLOCK_ROWS * scale_columns)
+    STEP: constexpr = 2 if INTERLEAVED else 1
+    if BLOCK_ROWS % (STEP * BLOCK_N) == 0:
+        return tl.load(p_s + i_n * (STEP * BLOCK_N) // BLOCK_ROWS * scale_columns)
     else:
         o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        return tl.load(p_s + o_n // BLOCK_ROWS * scale_columns, mask=o_n < size_n, other=0.0)[:, None]
+        return tl.load(p_s + STEP * o_n // BLOCK_ROWS * scale_columns, mask=o_n < size_n, other=0.0)[:, None]
 
 
 @jit
@@ -232,12 +250,16 @@ def _mxfp4_grouped_gemm_kernel(
     p_x_scales,
     p_weight,
     p_scales,
+    p_bias,
     p_pairs,
     p_block_experts,
     p_out,
     size_n,
     size_k,
     GATED: constexpr,
+    INTERLEAVED: constexpr,
+    LIMIT: constexpr,
+    HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     EVEN_N: constexpr,
     EVEN_K: constexpr,
@@ -264,17 +286,17 @@ def _mxfp4_grouped_gemm_kernel(
     p_rows = p_x + b_rows[None, :] * size_k
     row_bytes = tl.multiple_of(size_k // 2, 16)
     row_groups = size_k // 32
-    b_weight_rows = (expert * size_n * (2 if GATED else 1) + o_n)[:, None]
-    p_w = p_weight + b_weight_rows * row_bytes
-    p_s = p_scales + b_weight_rows * row_groups
-    p_up = p_w + size_n.to(tl.int64) * row_bytes
-    p_up_s = p_s + size_n.to(tl.int64) * row_groups
+    b_weight_rows, up_rows = weight_rows(expert * size_n * (2 if GATED else 1), o_n, size_n, INTERLEAVED)
+    p_w = p_weight + b_weight_rows[:, None] * row_bytes
+    p_s = p_scales + b_weight_rows[:, None] * row_groups
+    p_up = p_w + up_rows * row_bytes
+    p_up_s = p_s + up_rows * row_groups
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     o_k = tl.arange(0, BLOCK_K)
     o_b = tl.arange(0, BLOCK_K // 2)
-    p_words = (p_scales + (expert * size_n * (2 if GATED else 1) + o_n) * row_groups).to(tl.pointer_type(tl.int32))
-    up_words = size_n.to(tl.int64) * (row_groups // 4)
+    p_words = (p_scales + b_weight_rows * row_groups).to(tl.pointer_type(tl.int32))
+    up_words = up_rows * (row_groups // 4)
     for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
         if BY_HAND:
             o_k_b = k // 2 + o_b
@@ -295,7 +317,11 @@ def _mxfp4_grouped_gemm_kernel(
                 b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_w)
                 b_exponents = tl.load(p_words + up_words + k // BLOCK_K, mask=m_s)
                 b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
-    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED)
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT)
 
 
 @jit

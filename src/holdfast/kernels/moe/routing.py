@@ -28,24 +28,35 @@ from holdfast.kernels.triton_compat import (
 
 
 def route_tokens(
-    logits_TE: torch.Tensor, normalize: bool, expert_ids_TS: torch.Tensor, shares_TS: torch.Tensor
+    logits_TE: torch.Tensor,
+    normalize: bool,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
 ) -> None:
     """The S experts with the largest logits, ties to the lower id, and their softmax over all experts, in float32.
 
-    With `normalize` the shares of a token sum to one. A logit that is NaN counts as the lowest; it makes the shares of its
+    `bias_E` is added to the logits before anything else. With `normalize` the shares of a token sum to one: they are then the softmax
+    over the chosen alone. A logit that is NaN counts as the lowest; it makes the shares of its
     token NaN, and the ids are still those of experts, each once.
     """
     if can_run(logits_TE):
-        route_tokens_triton(logits_TE, normalize, expert_ids_TS, shares_TS)
+        route_tokens_triton(logits_TE, normalize, expert_ids_TS, shares_TS, bias_E)
     else:
-        route_tokens_reference(logits_TE, normalize, expert_ids_TS, shares_TS)
+        route_tokens_reference(logits_TE, normalize, expert_ids_TS, shares_TS, bias_E)
 
 
 def route_tokens_reference(
-    logits_TE: torch.Tensor, normalize: bool, expert_ids_TS: torch.Tensor, shares_TS: torch.Tensor
+    logits_TE: torch.Tensor,
+    normalize: bool,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
-    _check(logits_TE, expert_ids_TS, shares_TS)
+    _check(logits_TE, expert_ids_TS, shares_TS, bias_E)
+    if bias_E is not None:
+        logits_TE = logits_TE + bias_E.float()
     top_k = expert_ids_TS.shape[1]
     ranked_TE = logits_TE.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids_TS = ranked_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
@@ -56,7 +67,9 @@ def route_tokens_reference(
     shares_TS.copy_(chosen_TS)
 
 
-def _check(logits_TE: torch.Tensor, expert_ids_TS: torch.Tensor, shares_TS: torch.Tensor) -> None:
+def _check(
+    logits_TE: torch.Tensor, expert_ids_TS: torch.Tensor, shares_TS: torch.Tensor, bias_E: torch.Tensor | None
+) -> None:
     num_rows, num_experts = logits_TE.shape
     top_k = expert_ids_TS.shape[1]
     assert top_k <= num_experts, f"{top_k} experts of a token, and there are {num_experts}"
@@ -65,22 +78,29 @@ def _check(logits_TE: torch.Tensor, expert_ids_TS: torch.Tensor, shares_TS: torc
         assert tensor.shape[0] == num_rows, f"{tensor.shape=} for {num_rows} tokens"
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
     assert shares_TS.shape == expert_ids_TS.shape, f"{shares_TS.shape=} {expert_ids_TS.shape=}"
+    assert bias_E is None or bias_E.shape == (num_experts,), f"{bias_E.shape=} for {num_experts} experts"
 
 
 def route_tokens_triton(
-    logits_TE: torch.Tensor, normalize: bool, expert_ids_TS: torch.Tensor, shares_TS: torch.Tensor
+    logits_TE: torch.Tensor,
+    normalize: bool,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
 ) -> None:
     """The same as a Triton kernel, a program for each token."""
-    _check(logits_TE, expert_ids_TS, shares_TS)
+    _check(logits_TE, expert_ids_TS, shares_TS, bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
         return
     pdl, block = supports_pdl(logits_TE), next_power_of_two(num_experts)
     _route_kernel[(num_rows,)](
         logits_TE,
+        logits_TE if bias_E is None else bias_E,
         expert_ids_TS,
         shares_TS,
         num_experts,
+        HAS_BIAS=bias_E is not None,
         NORMALIZE=normalize,
         TOP_K=top_k,
         BLOCK_E=block,
@@ -94,9 +114,11 @@ def route_tokens_triton(
 @jit
 def _route_kernel(
     p_logits,
+    p_bias,
     p_ids,
     p_shares,
     num_experts,
+    HAS_BIAS: constexpr,
     NORMALIZE: constexpr,
     TOP_K: constexpr,
     BLOCK_E: constexpr,
@@ -111,6 +133,8 @@ def _route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
+    if HAS_BIAS:
+        b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
     b_is_nan = b_logits != b_logits
     b_ranked = tl.where(b_is_nan, float("-inf"), b_logits) + 0.0  # -0 is as large as 0
     # Bits of a number that rank as the number does, and behind them the id, the lower the larger: one maximum gives both.

@@ -55,6 +55,30 @@ void holdfast_silu_mul(const float *gate_up, float *y, long num_rows, long size)
     }
 }
 
+// gate * sigmoid(1.702 gate) * (up + 1), with gate at most, and up within plus and minus, the limit. Gates of a row lie
+// `step` apart, and each up `up_offset` behind its gate. What is NaN stays so.
+void holdfast_clamped_gate(const float *gate_up, float *y, long num_rows, long size, long step, long up_offset, float limit) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD / 4)
+    for (long row = 0; row < num_rows; row++) {
+        const float *gates = gate_up + row * 2 * size;
+        for (long i = 0; i < size; i += LANES) {
+            float gate[LANES] = {0}, up[LANES] = {0}, result[LANES];
+            long count = size - i < LANES ? size - i : LANES;
+            for (long t = 0; t < count; t++) {
+                float g = gates[(i + t) * step], u = gates[(i + t) * step + up_offset];
+                gate[t] = g > limit ? limit : g;
+                up[t] = u > limit ? limit : u < -limit ? -limit : u;
+            }
+            vec inner = load(gate) * splat(1.702f);
+            ivec gone = inner < splat(-80.0f);  // as for silu
+            vec negated = (vec)((ivec)(-inner) & ~gone);
+            vec active = (vec)((ivec)(load(gate) / (splat(1.0f) + exp_vec(negated))) & ~gone);
+            store(result, active * (load(up) + splat(1.0f)));
+            memcpy(y + row * size + i, result, count * sizeof(float));
+        }
+    }
+}
+
 // In place, element by element with the C library's functions; kinds as kernels/activation.py counts them.
 void holdfast_activate(float *x, long size, long kind) {
 #pragma omp parallel for schedule(static) if (size >= ELEMENTS_PER_THREAD)
