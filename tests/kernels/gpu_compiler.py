@@ -116,14 +116,23 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
     small_batch.linear_add(x, weight, None if gated else bias, y, norm_weight, 1e-5, out, scratch)
 
 
-def attention_of(dtype: torch.dtype, group: int, head_dim: int, window: int | None, num_rows: int = 4) -> None:
+def attention_of(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    window: int | None,
+    num_rows: int = 4,
+    with_sinks: bool = False,
+    softcap: float | None = None,
+) -> None:
     """Both tiles, and the merge."""
     q, plane = torch.empty(num_rows, 2 * group, head_dim, dtype=dtype), torch.empty(32, 2, head_dim, dtype=dtype)
     numbers = torch.empty(4, 16, dtype=torch.int32)
     work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
+    sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(num_rows, -1)
     tiled_attention.tiled_attention(
-        q, plane, plane, numbers, work, 16, 0.1, window, partial, partial, q.view(num_rows, -1), 132
+        q, plane, plane, numbers, work, 16, 0.1, window, partial, partial, out, 132, sinks, softcap
     )
 
 
@@ -165,6 +174,8 @@ def quantized_attention_of(
     small: bool = True,
     large: bool = True,
     page_tokens: int = 64,
+    with_sinks: bool = False,
+    softcap: float | None = None,
 ) -> None:
     """Attention to quantized pages, and the merge."""
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
@@ -172,8 +183,9 @@ def quantized_attention_of(
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
     work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
+    sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(16, -1)
     quantized_attention.quantized_attention(
-        q, planes, numbers, work, 0.1, window, partial, partial, q.view(16, -1), 132
+        q, planes, numbers, work, 0.1, window, partial, partial, out, 132, sinks, softcap
     )
 
 
@@ -190,6 +202,9 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D128, small batch": lambda: attention_of(BF16, 8, 128, None, num_rows=1),
     "attention D128, window": lambda: attention_of(BF16, 4, 128, 4096),
     "attention D256": lambda: attention_of(BF16, 8, 256, None),
+    "attention D64, sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True),
+    "attention D256, capped": lambda: attention_of(BF16, 2, 256, 4096, softcap=50.0),
+    "attention D128, few rows, both": lambda: attention_of(BF16, 8, 128, None, 1, with_sinks=True, softcap=30.0),
     "write quantized D64": lambda: write_quantized_of(FP16, 64),
     "write quantized D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
     "write quantized D128": lambda: write_quantized_of(BF16, 128),
@@ -207,6 +222,11 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 3/3 D80": lambda: quantized_attention_of(BF16, (3, 3), 8, 80, page_tokens=16),
     "quantized 4/4 D256": lambda: quantized_attention_of(BF16, (4, 4), 8, 256),
     "quantized 3/3 D256, large tiles": lambda: quantized_attention_of(BF16, (3, 3), 8, 256, small=False),
+    "quantized 8/8 D64, sinks": lambda: quantized_attention_of(
+        BF16, (8, 8), 8, 64, 128, page_tokens=16, with_sinks=True
+    ),
+    "quantized 4/4 D128, both": lambda: quantized_attention_of(BF16, (4, 4), 8, 128, with_sinks=True, softcap=50.0),
+    "quantized 3/3 D256, both": lambda: quantized_attention_of(BF16, (3, 3), 2, 256, 99, with_sinks=True, softcap=50.0),
     "layer norm": lambda: layer_norm_of(BF16),
 }
 

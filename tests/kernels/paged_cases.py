@@ -23,6 +23,9 @@ class PagedCase:
     page_tokens: int
     scale: float
     window: int | None
+    sinks: torch.Tensor | None = None
+    """[H] in float32."""
+    softcap: float | None = None
 
     @property
     def row_starts(self) -> list[int]:
@@ -44,7 +47,8 @@ class PagedCase:
 
     def run(self, function, order: list[int] | None = None) -> torch.Tensor:
         pages, sequences = self.tables(order)
-        return function(self.q, self.k_plane, self.v_plane, pages, sequences, self.page_tokens, self.scale, self.window)
+        arguments = (pages, sequences, self.page_tokens, self.scale, self.window)
+        return function(self.q, self.k_plane, self.v_plane, *arguments, sinks_H=self.sinks, softcap=self.softcap)
 
     def exact(self) -> torch.Tensor:
         """In float64, from the tokens themselves: no page is looked at."""
@@ -58,8 +62,41 @@ class PagedCase:
                 keys = k[low:end].double().repeat_interleave(group, 1)
                 values = v[low:end].double().repeat_interleave(group, 1)
                 scores = torch.einsum("hd,lhd->hl", self.q[row + i].double(), keys) * self.scale
-                out[row + i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+                out[row + i] = torch.einsum("hl,lhd->hd", exact_weights(scores, self.sinks, self.softcap), values)
         return out.view(num_rows, num_heads * head_dim)
+
+    def poison_behind_the_window(self, bad: float) -> None:
+        """Every slot before what a sequence's first row sees: what other owners of these pages may have left there."""
+        assert self.window is not None
+        for (start, _), own in zip(self.rows, self.pages, strict=True):
+            for position in range(max(0, start - self.window + 1)):
+                slot = own[position // self.page_tokens] * self.page_tokens + position % self.page_tokens
+                self.k_plane[slot] = self.v_plane[slot] = bad
+
+    def forget_pages_behind_the_window(self, hole: int) -> None:
+        """Page lists as they are once the pages were given back."""
+        assert self.window is not None
+        for (start, _), own in zip(self.rows, self.pages, strict=True):
+            num_given_back = max(0, start - self.window + 1) // self.page_tokens
+            own[:num_given_back] = num_given_back * [hole]
+
+
+def exact_weights(scores: torch.Tensor, sinks: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
+    """[H, L] in float64: the softmax, its scores capped, with a sink of each head that takes a share and goes."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.double().unsqueeze(-1)), -1).softmax(-1)[:, :-1]
+
+
+def odd_sinks(num_heads: int, seed: int = 0) -> torch.Tensor:
+    """Around the scores that cases have; one that nobody sees, and one that nobody sees anything beside."""
+    sinks = random(num_heads, seed=seed + 77, scale=3.0)
+    sinks[0] = -1e4
+    if num_heads > 1:
+        sinks[num_heads // 2] = 50.0
+    return sinks
 
 
 def paged_case(

@@ -27,6 +27,7 @@ from holdfast.quant.kv_quantize import (
     rotation_table,
 )
 from kernels.exactness import random, same_bits
+from kernels.paged_cases import exact_weights
 from kernels.tiled_cases import BEYOND, NAN, Tiles, amid
 from red_zones import RedZones
 
@@ -154,6 +155,13 @@ class QuantizedStep:
     """[K, D]: what the keys have beside `tokens`, turned by their positions, and pages do not hold."""
     rope: tuple[torch.Tensor, float] = (torch.zeros(0), 1.0)
     """Inverse frequencies, and the factor on cos and sin: how the bias is turned."""
+    sinks: torch.Tensor | None = None
+    """[H] in float32."""
+    softcap: float | None = None
+    poison: float | None = None
+    """What all scales behind the window of a sequence's first row are, with codes that are NaN where they are numbers."""
+    hole: int | None = None
+    """What page tables have in the place of pages that lie behind that window."""
 
     @property
     def group(self) -> int:
@@ -181,6 +189,9 @@ class QuantizedStep:
             position = torch.arange(len(k))
             slots = torch.tensor(own)[position // self.page_tokens] * self.page_tokens + position % self.page_tokens
             fill_slots(quantized, slots, k, v)
+        for (start, _), own in zip(self.rows, pages, strict=True):
+            if self.poison is not None:
+                self._poison(quantized, own, self.first_seen(start))
         planes = make_planes(*shape, device, zones)
         for name, tensor in tensors_of(planes).items():
             tensor.view(torch.uint8).copy_(tensors_of(quantized)[name].view(torch.uint8))
@@ -189,6 +200,16 @@ class QuantizedStep:
             rotation_DD=amid(rotation_table(head_dim, self.q.dtype, "cpu"), device),
             key_bias=self.key_bias(device),
         )
+
+    def first_seen(self, start: int) -> int:
+        """By the row at this position: what lies before it belongs to others."""
+        return 0 if self.window is None else max(0, start - self.window + 1)
+
+    def _poison(self, planes: QuantizedPlanes, own: list[int], num_tokens: int) -> None:
+        position = torch.arange(num_tokens)
+        pages, tokens = torch.tensor(own)[position // self.page_tokens], position % self.page_tokens
+        for name, plane in tensors_of(planes).items():
+            plane[pages, :, tokens] = self.poison if name.endswith("scale") else POISON_BYTE
 
     def key_bias(self, device: torch.device) -> KeyBias | None:
         """Tables amid NaN, for just the positions that are looked at."""
@@ -234,8 +255,8 @@ class QuantizedStep:
                     self.scale * LOG2_E
                 )  # the bias meets queries before they are rounded
                 scores += torch.einsum("hd,lhd->hl", whole, bias[low:end])
-                weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
-                out[row + i] = torch.einsum("hl,lhd->hd", weights / weights.sum(-1, keepdim=True), v[low:end])
+                weights = exact_weights(scores / LOG2_E, self.sinks, self.softcap)
+                out[row + i] = torch.einsum("hl,lhd->hd", weights, v[low:end])
         return out.view(num_rows, -1)
 
     def only(self, order: list[int]) -> "QuantizedStep":
@@ -348,8 +369,10 @@ def run_tiles(
     padding = torch.full((num_rows - len(step.q), num_heads, head_dim), NAN, dtype=step.q.dtype)
     pages = step.pages()
     page_table = torch.full((len(pages), max(map(len, pages)) + 3), BEYOND, dtype=torch.int32)
-    for index, own in enumerate(pages):
+    for index, ((start, _), own) in enumerate(zip(step.rows, pages, strict=True)):
         page_table[len(pages) - 1 - index, : len(own)] = torch.tensor(own)
+        if step.hole is not None:
+            page_table[len(pages) - 1 - index, : step.first_seen(start) // step.page_tokens] = step.hole
     heads = (len(tiles.small), len(tiles.large), 0, 0, 0, 0, 0, 0)
     beyond = 4 * [(0, 0, 1, 0, 0, 1, BEYOND, 1)]  # tiles of a step before this one
     listed = torch.tensor([heads, *tiles.small, *tiles.large, *beyond], dtype=torch.int32, device=device)
@@ -358,7 +381,8 @@ def run_tiles(
     work = TileWork(listed, row_list, bool(tiles.small), bool(tiles.large), has_merge)
     q = amid(torch.cat((step.q, padding)), device)
     arguments = (page_table.to(device), work, step.scale, step.window, partial_out, partial_lse)
-    assert function(q, planes, *arguments, out, num_sms) is out
+    sinks = None if step.sinks is None else amid(step.sinks, device)
+    assert function(q, planes, *arguments, out, num_sms, sinks, step.softcap) is out
     zones.check()
     for name, tensor in tensors_of(planes).items():
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), f"{name} was written"

@@ -22,6 +22,9 @@ OTHER_CASES = (
     "attention D128, small batch",
     "attention D128, window",
     "attention D256",
+    "attention D64, sinks",
+    "attention D256, capped",
+    "attention D128, few rows, both",
     "write quantized D64",
     "write quantized D80",
     "write quantized D128",
@@ -37,6 +40,9 @@ OTHER_CASES = (
     "quantized 3/3 D80",
     "quantized 4/4 D256",
     "quantized 3/3 D256, large tiles",
+    "quantized 8/8 D64, sinks",
+    "quantized 4/4 D128, both",
+    "quantized 3/3 D256, both",
     "layer norm",
 )
 

@@ -98,7 +98,8 @@ def run_tiles(
         amid(values, device) for values in (torch.cat((case.q, padding)), case.k_plane, case.v_plane)
     )
     arguments = (page_table.to(device), work, case.page_tokens, case.scale, case.window)
-    result = function(q, k_plane, v_plane, *arguments, partial_out, partial_lse, out, num_sms)
+    sinks = None if case.sinks is None else amid(case.sinks, device)
+    result = function(q, k_plane, v_plane, *arguments, partial_out, partial_lse, out, num_sms, sinks, case.softcap)
     assert result is out
     zones.check()
     return out.cpu()

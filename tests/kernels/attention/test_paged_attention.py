@@ -149,6 +149,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_di
         out.data_ptr(),
         pages.data_ptr(),
         sequences.data_ptr(),
+        None,
         len(sequences),
         num_heads,
         2,
@@ -156,6 +157,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_di
         case.page_tokens,
         window or 0,
         case.scale,
+        0.0,
     )
     assert same_bits(out, expected)
     assert out.isfinite().all()

@@ -21,12 +21,19 @@ def paged_attention(
     scale: float,
     window: int | None,
     out_TX: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
-    library = native_for(q_THD, k_plane_SKD, v_plane_SKD, out_TX)
+    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D].
+
+    `sinks_H`: a logit of each query head that joins its softmax and has no value. `softcap`: scores become
+    softcap * tanh(score / softcap). What lies behind the window of a sequence's first row is not looked at, nor are its
+    pages: they belong to others.
+    """
+    library = native_for(q_THD, k_plane_SKD, v_plane_SKD, out_TX, sinks_H)
     if library is None:
         return paged_attention_reference(
-            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scale, window, out_TX
+            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scale, window, out_TX, sinks_H, softcap
         )
     num_rows, num_heads, head_dim = q_THD.shape
     if out_TX is None:
@@ -38,6 +45,7 @@ def paged_attention(
         out_TX.data_ptr(),
         pages_P.data_ptr(),
         sequences_N4.data_ptr(),
+        None if sinks_H is None else sinks_H.data_ptr(),
         sequences_N4.shape[0],
         num_heads,
         k_plane_SKD.shape[1],
@@ -45,6 +53,7 @@ def paged_attention(
         page_tokens,
         window or 0,
         scale,
+        softcap or 0.0,
     )
     return out_TX
 
@@ -59,19 +68,28 @@ def paged_attention_reference(
     scale: float,
     window: int | None,
     out_TX: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, a sequence at a time, with the whole score matrix."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_groups = num_heads // k_plane_SKD.shape[1]
     out_THD = (torch.empty_like(q_THD) if out_TX is None else out_TX.view_as(q_THD)).zero_()
     for row, count, start, first_page in sequences_N4.tolist():
-        position_L = torch.arange(start + count, device=q_THD.device)
+        first = 0 if window is None else max(0, start - window + 1)
+        position_L = torch.arange(first, start + count, device=q_THD.device)
         slot_L = pages_P[first_page + position_L // page_tokens] * page_tokens + position_L % page_tokens
         k_HLD = k_plane_SKD[slot_L].to(q_THD.dtype).repeat_interleave(num_groups, dim=1).transpose(0, 1)
         v_HLD = v_plane_SKD[slot_L].to(q_THD.dtype).repeat_interleave(num_groups, dim=1).transpose(0, 1)
-        distance_nL = position_L[start:].unsqueeze(1) - position_L
+        distance_nL = position_L[start - first :].unsqueeze(1) - position_L
         seen_nL = distance_nL >= 0 if window is None else (distance_nL >= 0) & (distance_nL < window)
         scores_HnL = q_THD[row : row + count].transpose(0, 1) @ k_HLD.transpose(1, 2) * scale
-        weights_HnL = scores_HnL.float().masked_fill(~seen_nL, float("-inf")).softmax(-1).to(q_THD.dtype)
+        if softcap is not None:
+            scores_HnL = softcap * torch.tanh(scores_HnL / softcap)
+        scores_HnL = scores_HnL.float().masked_fill(~seen_nL, float("-inf"))
+        if sinks_H is not None:
+            sink_Hn1 = sinks_H.float().view(-1, 1, 1).expand(-1, count, 1)
+            scores_HnL = torch.cat((scores_HnL, sink_Hn1), dim=-1)
+        weights_HnL = scores_HnL.softmax(-1)[..., : len(position_L)].to(q_THD.dtype)
         out_THD[row : row + count] = (weights_HnL @ v_HLD).transpose(0, 1)
     return out_THD.view(num_rows, num_heads * head_dim)

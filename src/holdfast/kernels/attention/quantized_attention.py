@@ -17,13 +17,14 @@ from holdfast.kernels.attention.quantized_decode import decode_kernel
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.quantized_prefill import prefill_kernel
 from holdfast.kernels.attention.split_kv import (
+    LOG2_E,
     MERGE_BY_HEAD_ROWS,
     MERGED_HEADS,
     MERGED_SPLITS,
     merge_head,
     merge_heads,
 )
-from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
+from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS, QUANTIZED_LARGE_TILE, TileGeometry, pair_columns
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
 from holdfast.kernels.triton_compat import next_power_of_two as pow2
@@ -90,8 +91,13 @@ def quantized_attention(
     partial_lse_CH: torch.Tensor,
     out_TX: torch.Tensor,
     num_sms: int,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
+    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D].
+
+    Sinks and soft-capping are as in tiled_attention.py; a score is capped with what the bias of the keys adds to it.
+    """
     _, num_heads, head_dim = q_THD.shape
     group, pdl, plain = num_heads // planes.num_kv_heads, supports_pdl(q_THD), is_interpreted()
     arguments = (
@@ -109,8 +115,10 @@ def quantized_attention(
         page_table_NP,
         work.tiles_X8,
         *_key_bias_tables(planes.key_bias),
+        sinks_H,
         page_table_NP.stride(0),
         scale * LOG2_E,
+        None if softcap is None else softcap * LOG2_E,
         hadamard_block(head_dim) ** -0.5,
         window or 0,
     )
@@ -158,7 +166,7 @@ def quantized_attention(
             **pdl_launch(pdl),
         )
     if work.has_merge:
-        _merge(planes, work, partial_out_CX, partial_lse_CH, out_TX, q_THD.shape, pdl)
+        _merge(planes, work, partial_out_CX, partial_lse_CH, sinks_H, out_TX, q_THD.shape, pdl)
     return out_TX
 
 
@@ -173,6 +181,8 @@ def quantized_attention_reference(
     partial_lse_CH: torch.Tensor,
     out_TX: torch.Tensor,
     num_sms: int,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, a row at a time over all its tokens, without splits."""
     num_rows, num_heads, head_dim = q_THD.shape
@@ -193,7 +203,11 @@ def quantized_attention_reference(
             bias_LKD = key_bias_rows(planes.key_bias, token_L).transpose(0, 1)
             k_LKD = k_LKD + (rotate_heads(bias_LKD) if planes.rotates_keys else bias_LKD)
         scores_HL = torch.einsum("hd,lhd->hl", q_THD[row].float(), k_LKD.repeat_interleave(group, dim=1)) * scale
+        if softcap is not None:
+            scores_HL = softcap * torch.tanh(scores_HL / softcap)
         out_HD = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LKD.repeat_interleave(group, dim=1))
+        if sinks_H is not None:
+            out_HD = out_HD * torch.sigmoid(scores_HL.logsumexp(-1) - sinks_H).unsqueeze(-1)
         out_THD[row] = (rotate_heads(out_HD) if planes.rotates_values else out_HD).to(out_TX.dtype)
     if work.has_merge:
         out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
@@ -215,6 +229,7 @@ def _merge(
     work: TileWork,
     partial_out_CX: torch.Tensor,
     partial_lse_CH: torch.Tensor,
+    sinks_H: torch.Tensor | None,
     out_TX: torch.Tensor,
     shape_THD: torch.Size,
     pdl: bool,
@@ -225,6 +240,7 @@ def _merge(
         out_TX,
         partial_out_CX,
         partial_lse_CH,
+        sinks_H,
         work.rows_T2,
         planes.rotation_DD,
         hadamard_block(head_dim) ** -0.5,
@@ -245,6 +261,7 @@ def _merge_kernel(
     p_out,
     p_partial_out,
     p_partial_lse,
+    p_sinks,
     p_rows,
     p_rotation,
     rotation_scale,
@@ -275,7 +292,16 @@ def _merge_kernel(
     if HEADS == 1:
         i_head = tl.program_id(1)
         b_out = merge_head(
-            p_partial_out, p_partial_lse, first_partial, num_splits, i_head, NUM_HEADS, HEAD_DIM, BLOCK_S, BLOCK_D
+            p_partial_out,
+            p_partial_lse,
+            p_sinks,
+            first_partial,
+            num_splits,
+            i_head,
+            NUM_HEADS,
+            HEAD_DIM,
+            BLOCK_S,
+            BLOCK_D,
         )
         if ROTATES:
             b_out = tl.sum(b_table.to(tl.float32) * b_out[:, None], axis=0) * rotation_scale
@@ -285,7 +311,7 @@ def _merge_kernel(
         # Tensor cores rotate eight heads at once: heads stand beside their coordinates.
         o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         b_out = merge_heads(
-            p_partial_out, p_partial_lse, first_partial, num_splits, o_head, 1, NUM_HEADS, HEAD_DIM, BLOCK_D
+            p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head, 1, NUM_HEADS, HEAD_DIM, BLOCK_D
         )
         if ROTATES:
             b_out = tl.dot(b_table.to(tl.float16), b_out.to(tl.float16)) * rotation_scale

@@ -32,7 +32,7 @@ from holdfast.kernels.attention.quantized_planes import (
     store_parts,
     store_rotated,
 )
-from holdfast.kernels.attention.split_kv import finite_max, load_tile
+from holdfast.kernels.attention.split_kv import add_sinks, finite_max, load_tile, soft_capped
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -62,8 +62,10 @@ def decode_kernel(
     p_sin,
     p_near,
     p_fragments,
+    p_sinks,
     table_stride,
     scale_log2,
+    softcap_log2,
     rotation_scale,
     window,
     KEY_BITS: constexpr,
@@ -95,7 +97,8 @@ def decode_kernel(
             p_tiles, 1 + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
+        seen = position - window + 1  # by the first row: pages before it belong to others, whatever the table says
+        page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
         m_g = o_row < num_rows
@@ -137,9 +140,9 @@ def decode_kernel(
                 o_token = n + o_n
                 m_n = o_token < high if MASKED else o_n >= 0
                 if MASKED and HAS_WINDOW:
-                    m_n = m_n & (o_token > position - window)  # what no row sees any more may hold anything
+                    m_n = m_n & (o_token >= seen)  # what no row sees any more may hold anything
                 o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-                page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+                page = pages_of(p_row_pages, n + BLOCK_N, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
                 o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
                 b_next_ks = tl.load(p_k_scale + o_next)
                 b_next_vs = tl.load(p_v_scale + o_next)
@@ -152,6 +155,8 @@ def decode_kernel(
                     b_score += _bias_scores(
                         b_even, b_odd, p_cos, p_sin, p_fragments, i_block, HEAD_DIM, BLOCK_N, PAIR_COLUMNS
                     )
+                if softcap_log2 is not None:
+                    b_score = soft_capped(b_score, softcap_log2)
                 if MASKED:
                     distance = (position + o_row)[None, :] - o_token[:, None]
                     m_seen = (distance >= 0) & m_n[:, None]
@@ -183,6 +188,9 @@ def decode_kernel(
                 )
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         b_l = tl.sum(b_l_tokens, axis=0)
+        if p_sinks is not None:
+            # Not sooner: in the running maximum a sink would push p out of the range of half precision.
+            b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_scale = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)
         if first_partial < 0:

@@ -125,12 +125,19 @@ LEAST_LOG2 = kernel_constant(-24.0)
 
 
 @jit
-def pages_of(p_row_pages, n, o_n, high, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    """The page of a block, or of each token of it; read a block ahead, so that no load of keys waits for another load."""
+def pages_of(p_row_pages, n, o_n, seen, high, HAS_WINDOW: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
+    """The page of a block, or of each token of it; read a block ahead, so that no load of keys waits for another load.
+
+    Behind a window a block may begin before the first token that is seen, with entries that name no page of the sequence,
+    or none at all; the page of a whole block always has one that is.
+    """
     if PAGE_TOKENS >= BLOCK_N:
         return tl.load(p_row_pages + n // PAGE_TOKENS, mask=n < high, other=0)
     else:
-        return tl.load(p_row_pages + (n + o_n) // PAGE_TOKENS, mask=n + o_n < high, other=0)
+        m_n = n + o_n < high
+        if HAS_WINDOW:
+            m_n = m_n & (n + o_n >= seen)
+        return tl.load(p_row_pages + (n + o_n) // PAGE_TOKENS, mask=m_n, other=0)
 
 
 @jit

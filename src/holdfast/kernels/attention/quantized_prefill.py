@@ -23,7 +23,7 @@ from holdfast.kernels.attention.quantized_planes import (
     part_dims,
     slots_of,
 )
-from holdfast.kernels.attention.split_kv import finite_max, load_tile
+from holdfast.kernels.attention.split_kv import add_sinks, finite_max, load_tile, soft_capped
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -53,8 +53,10 @@ def prefill_kernel(
     p_sin,
     p_near,
     p_fragments,
+    p_sinks,
     table_stride,
     scale_log2,
+    softcap_log2,
     rotation_scale,
     window,
     KEY_BITS: constexpr,
@@ -94,7 +96,8 @@ def prefill_kernel(
             p_tiles, 1 + num_small + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        page = pages_of(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
+        seen = position - window + 1  # by the first row: pages before it belong to others, whatever the table says
+        page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
         m_m = o_row < num_rows
@@ -138,9 +141,9 @@ def prefill_kernel(
                 o_token = n + o_n
                 m_n = o_token < high if MASKED else o_n >= 0
                 if MASKED and HAS_WINDOW:
-                    m_n = m_n & (o_token > position - window)  # what no row sees any more may hold anything
+                    m_n = m_n & (o_token >= seen)  # what no row sees any more may hold anything
                 o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-                page = pages_of(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
+                page = pages_of(p_row_pages, n + BLOCK_N, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
                 o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
                 b_next_ks = tl.load(p_k_scale + o_next)
                 b_next_vs = tl.load(p_v_scale + o_next)
@@ -155,6 +158,8 @@ def prefill_kernel(
                     )
                     b_bias = tl.dot(b_turned_even, tl.trans(b_near_cos))
                     b_score += tl.dot(b_turned_odd, tl.trans(b_near_sin), b_bias) + b_all
+                if softcap_log2 is not None:
+                    b_score = soft_capped(b_score, softcap_log2)
                 if MASKED:
                     distance = (position + o_row)[:, None] - o_token[None, :]
                     m_seen = (distance >= 0) & m_n[None, :]
@@ -174,6 +179,9 @@ def prefill_kernel(
                 )
                 b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
+        if p_sinks is not None:
+            # Not sooner: in the running maximum a sink would push p out of the range of half precision.
+            b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
         # The halves of a head lie in halves of the block.

@@ -6,7 +6,8 @@ C split-KV partials
 A tile is a few rows of one sequence against a range of its stored tokens. The G heads of a GQA group stand side by side with
 the rows, so that they fill the tensor cores and every key is read once. The programs are as many as the machine runs at once,
 and take tiles in turn; how many tiles there are is read from the device, so a captured graph serves any step. The softmax is
-online: split_kv.py has its letters.
+online: split_kv.py has its letters. Behind a window a tile begins with the first token that its first row sees; the tokens
+between that and what later rows see are the sequence's own, because pages are given back by what a whole step sees.
 
     tiles_X8[0]      number of small tiles, number of large tiles
     tiles_X8[1 + i]  page table row | first row | rows | position of the first row | token range [low, high)
@@ -20,13 +21,16 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.split_kv import (
+    LOG2_E,
     MERGE_BY_HEAD_ROWS,
     MERGED_HEADS,
     MERGED_SPLITS,
+    add_sinks,
     finite_max,
     load_tile,
     merge_head,
     merge_heads,
+    soft_capped,
 )
 from holdfast.kernels.geometry import LARGE_TILE
 from holdfast.kernels.triton_compat import (
@@ -42,7 +46,6 @@ SMALL_TILE = 16
 SMALL_BATCH_ROWS = 2
 """Steps of so few rows are over before many programs have been brought up: they take fewer, of more warps."""
 LARGE_PROGRAMS_PER_SM = 2
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,14 @@ def tiled_attention(
     partial_lse_CH: torch.Tensor,
     out_TX: torch.Tensor,
     num_sms: int,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D]."""
+    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D].
+
+    `sinks_H`: a float32 logit of each query head that joins its softmax and has no value. `softcap`: scores become
+    softcap * tanh(score / softcap).
+    """
     num_rows, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_plane_SKD.shape[1]
     group = num_heads // num_kv_heads
@@ -133,7 +142,9 @@ def tiled_attention(
             work.tiles_X8,
             page_table_NP.stride(0),
             page_tokens,
+            sinks_H,
             scale * LOG2_E,
+            None if softcap is None else softcap * LOG2_E,
             window or 0,
             LARGE=large,
             NUM_KV_HEADS=num_kv_heads,
@@ -155,6 +166,7 @@ def tiled_attention(
             out_TX,
             partial_out_CX,
             partial_lse_CH,
+            sinks_H,
             work.rows_T2,
             NUM_HEADS=num_heads,
             HEADS=heads,
@@ -181,6 +193,8 @@ def tiled_attention_reference(
     partial_lse_CH: torch.Tensor,
     out_TX: torch.Tensor,
     num_sms: int,
+    sinks_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, a tile at a time, with the whole score matrix of the tile; partials are merged as they come."""
     num_rows, num_heads, head_dim = q_THD.shape
@@ -197,8 +211,12 @@ def tiled_attention_reference(
         distance_nL = torch.arange(position, position + count, device=q_THD.device).unsqueeze(1) - token_L
         seen_nL = distance_nL >= 0 if window is None else (distance_nL >= 0) & (distance_nL < window)
         scores_HnL = q_THD[row : row + count].float().transpose(0, 1) @ k_HLD.transpose(1, 2) * scale
+        if softcap is not None:
+            scores_HnL = softcap * torch.tanh(scores_HnL / softcap)
         scores_HnL = scores_HnL.masked_fill(~seen_nL, float("-inf"))
         lse_Hn = scores_HnL.logsumexp(-1)
+        if sinks_H is not None and first_partial < 0:
+            lse_Hn = torch.logaddexp(lse_Hn, sinks_H.unsqueeze(-1))
         out_HnD = torch.nan_to_num((scores_HnL - lse_Hn.unsqueeze(-1)).exp(), nan=0.0) @ v_HLD
         for i in range(count):
             if first_partial < 0:
@@ -211,7 +229,9 @@ def tiled_attention_reference(
             parts = ((old_out, old_lse), (out_HnD[:, i], lse_Hn[:, i]))
             out_HD = sum(x * torch.nan_to_num((lse - lse_H).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
             merged[row + i] = (torch.as_tensor(out_HD), lse_H)
-    for row, (out_HD, _) in merged.items():
+    for row, (out_HD, lse_H) in merged.items():
+        if sinks_H is not None:
+            out_HD = out_HD * torch.sigmoid(lse_H - sinks_H).unsqueeze(-1)
         out_THD[row] = out_HD.to(out_TX.dtype)
     if work.has_merge:
         out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
@@ -230,7 +250,9 @@ def _attend_kernel(
     p_tiles,
     table_stride,
     page_tokens,
+    p_sinks,
     scale_log2,
+    softcap_log2,
     window,
     LARGE: constexpr,
     NUM_KV_HEADS: constexpr,
@@ -292,6 +314,8 @@ def _attend_kernel(
                 m_k = m_d[:, None] & m_n[None, :] if MASKED else m_d[:, None]
                 b_k = tl.load(p_k + o_kv[None, :] + o_d[:, None], mask=m_k, other=0.0)
                 b_score = tl.dot(b_q, b_k) * scale_log2
+                if softcap_log2 is not None:
+                    b_score = soft_capped(b_score, softcap_log2)
                 if MASKED:
                     distance = (position + o_row)[:, None] - o_token[None, :]
                     m_seen = (distance >= 0) & m_n[None, :]
@@ -307,6 +331,8 @@ def _attend_kernel(
                 b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_v, other=0.0)
                 b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
                 b_m = b_m_new
+        if p_sinks is not None:
+            b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
         m_out = m_m[:, None] & m_d[None, :]
@@ -328,6 +354,7 @@ def _merge_kernel(
     p_out,
     p_partial_out,
     p_partial_lse,
+    p_sinks,
     p_rows,
     NUM_HEADS: constexpr,
     HEADS: constexpr,
@@ -349,14 +376,23 @@ def _merge_kernel(
     if HEADS == 1:
         i_head = tl.program_id(1)
         b_out = merge_head(
-            p_partial_out, p_partial_lse, first_partial, num_splits, i_head, NUM_HEADS, HEAD_DIM, BLOCK_S, BLOCK_D
+            p_partial_out,
+            p_partial_lse,
+            p_sinks,
+            first_partial,
+            num_splits,
+            i_head,
+            NUM_HEADS,
+            HEAD_DIM,
+            BLOCK_S,
+            BLOCK_D,
         )
         p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d
         tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
     else:
         o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         b_out = merge_heads(
-            p_partial_out, p_partial_lse, first_partial, num_splits, o_head, 0, NUM_HEADS, HEAD_DIM, BLOCK_D
+            p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head, 0, NUM_HEADS, HEAD_DIM, BLOCK_D
         )
         p_y = p_out + (i_row * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
         m_out = (o_head < NUM_HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]

@@ -3,7 +3,8 @@
 // A task is a few rows of one sequence, each with the query heads of one key/value head, or with some of them where they are
 // many; a row and a query head are a query. The task walks the sequence's tokens in tiles that start at multiples of TILE, with
 // an online softmax (m the running maximum, l the running sum, alpha what rescales them), so a query's result depends on its own
-// position and the tokens below it, never on how the prompt was cut into steps.
+// position and the tokens below it, never on how the prompt was cut into steps. A sink is a score without a value, so m and l
+// begin with it.
 #include "vector.h"
 
 #define TILE 64
@@ -15,8 +16,9 @@ typedef struct {
     const float *q, *k_plane, *v_plane;
     float *out;
     const int32_t *pages;
+    const float *sinks;  // of each query head; NULL: none
     long num_heads, num_kv_heads, head_dim, page_tokens, window;
-    float scale;
+    float scale, softcap;  // softcap 0: none
 } problem;
 
 typedef struct {
@@ -87,8 +89,23 @@ static void add_values(const float *p, const float *const *values, float *acc, l
     }
 }
 
+// cap * tanh(x / cap): by its series near zero, where the closed form would cancel; cap itself far away; NaN stays NaN.
+static inline vec soft_cap(vec score, float cap) {
+    vec x = score / splat(cap), size = (vec)((ivec)x & 0x7fffffff), x2 = x * x;
+    vec e = exp_vec(size * splat(-2.0f)), closed = (splat(1.0f) - e) / (splat(1.0f) + e);
+    vec high = multiply_add(x2, splat(62.0f / 2835), splat(-17.0f / 315));
+    vec middle = multiply_add(x2, multiply_add(x2, high, splat(2.0f / 15)), splat(-1.0f / 3));
+    vec series = multiply_add(size * x2, middle, size);
+    ivec near = size < splat(0.25f), sign = (ivec)x & ~0x7fffffff;
+    return splat(cap) * (vec)(((ivec)series & near) | ((ivec)closed & ~near) | sign);
+}
+
 // One query in one tile: scores of tokens [low, high) become p, all others 0; m, l and what was accumulated follow.
-static void online_softmax(float *scores, long low, long high, float *m, float *l, float *acc, long head_dim) {
+static void online_softmax(float *scores, long low, long high, float cap, float *m, float *l, float *acc, long head_dim) {
+    if (cap > 0.0f) {
+        for (long t = high; t < TILE; t++) scores[t] = 0.0f;  // nobody has written these
+        for (long t = 0; t < TILE; t += LANES) store(scores + t, soft_cap(load(scores + t), cap));
+    }
     for (long t = 0; t < low; t++) scores[t] = -INFINITY;
     for (long t = high; t < TILE; t++) scores[t] = -INFINITY;
     vec highest = load(scores);
@@ -116,20 +133,26 @@ static void online_softmax(float *scores, long low, long high, float *m, float *
 static void attend(const problem *p, const sequence *s, long first, long count, long kv_head, long head, long group) {
     long head_dim = p->head_dim, num_queries = count * group;
     float q[num_queries * head_dim], acc[num_queries * head_dim], scores[num_queries * TILE];
-    float m[num_queries], l[num_queries];
+    float m[num_queries], l[num_queries], zeros[head_dim];
     for (long r = 0; r < num_queries; r++) {
         const float *row = p->q + ((s->row + first + r / group) * p->num_heads + head + r % group) * head_dim;
         for (long d = 0; d < head_dim; d++) q[r * head_dim + d] = row[d] * p->scale;
-        m[r] = -INFINITY, l[r] = 0.0f;
+        m[r] = p->sinks ? p->sinks[head + r % group] : -INFINITY, l[r] = p->sinks ? 1.0f : 0.0f;
     }
     memset(acc, 0, num_queries * head_dim * sizeof(float));
+    memset(zeros, 0, head_dim * sizeof(float));
 
     long position = s->start + first, end = position + count;
     long lowest = p->window > 0 && position - p->window + 1 > 0 ? position - p->window + 1 : 0;
     for (long tile = lowest / TILE * TILE; tile < end; tile += TILE) {
         long num_tokens = end - tile < TILE ? end - tile : TILE;
         const float *keys[TILE], *values[TILE];
-        for (long t = 0; t < num_tokens; t++) {
+        // A tile may begin before the first token that the first row sees. Pages there belong to others, or are none, and what
+        // they hold may be no number, which a p of 0 would not keep out: zeros stand for them. All from there on are the
+        // sequence's own, also for later rows that see less, because pages are given back by what a whole step sees.
+        long behind = lowest > tile ? lowest - tile : 0;
+        for (long t = 0; t < behind; t++) keys[t] = values[t] = zeros;
+        for (long t = behind; t < num_tokens; t++) {
             long page = p->pages[s->first_page + (tile + t) / p->page_tokens];
             long offset = ((page * p->page_tokens + (tile + t) % p->page_tokens) * p->num_kv_heads + kv_head) * head_dim;
             keys[t] = p->k_plane + offset;
@@ -145,7 +168,7 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
             if (low >= high)  // the window has left the tile
                 memset(scores + r * TILE, 0, TILE * sizeof(float));
             else
-                online_softmax(scores + r * TILE, low, high, m + r, l + r, acc + r * head_dim, head_dim);
+                online_softmax(scores + r * TILE, low, high, p->softcap, m + r, l + r, acc + r * head_dim, head_dim);
         }
         // A row that sees a part of the tile goes alone and stops at its own token: a p of 0 would not keep out a later
         // value that is not finite. The others go together.
@@ -162,9 +185,9 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
 }
 
 void holdfast_paged_attention(const float *q, const float *k_plane, const float *v_plane, float *out, const int32_t *pages,
-                              const int64_t *sequences, long num_sequences, long num_heads, long num_kv_heads,
-                              long head_dim, long page_tokens, long window, float scale) {
-    problem p = {q, k_plane, v_plane, out, pages, num_heads, num_kv_heads, head_dim, page_tokens, window, scale};
+                              const int64_t *sequences, const float *sinks, long num_sequences, long num_heads,
+                              long num_kv_heads, long head_dim, long page_tokens, long window, float scale, float softcap) {
+    problem p = {q, k_plane, v_plane, out, pages, sinks, num_heads, num_kv_heads, head_dim, page_tokens, window, scale, softcap};
     long group = num_heads / num_kv_heads;
     long rows_per_task = TASK_QUERIES / group > 0 ? TASK_QUERIES / group : 1;
     long heads_per_task = group < TASK_QUERIES ? group : TASK_QUERIES, parts = (group + heads_per_task - 1) / heads_per_task;
