@@ -95,9 +95,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", SMALL | {"head_dim": 32, "num_hidden_layers": 3}),
+    "gemma3": (
+        "Gemma3",
+        SMALL
+        | {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
     "opt": ("OPT", SMALL_OPT),
     "opt_350m_like": ("OPT", SMALL_OPT | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}),
 }
+
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Settings that are not called like their model."""
 
 
 def save_tiny(
@@ -118,7 +137,7 @@ def save_tiny(
     import transformers
 
     prefix, settings = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**(settings | overrides))
+    config = getattr(transformers, CONFIGS.get(prefix, f"{prefix}Config"))(**(settings | overrides))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

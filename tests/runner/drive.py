@@ -23,7 +23,7 @@ from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan
 from holdfast.models.blueprints.anatomy import StepShape
 from holdfast.models.blueprints.blueprint import spec_blueprint
 from holdfast.models.decoder import Decoder
-from holdfast.models.rope import rope_table
+from holdfast.models.rope import rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import KV_FORMATS
@@ -106,7 +106,14 @@ class Rig:
         cache = uniform_cache(spec.num_layers, KV_FORMATS[kv_dtype], *heads, limits.page_tokens)
         specs = tuple(
             AttentionSpec(
-                layer, spec.num_heads, spec.head_dim**-0.5, spec.window(layer.layer), limits.max_model_len, dtype, "cpu"
+                layer,
+                spec.num_heads,
+                spec.score_scale,
+                spec.window(layer.layer),
+                limits.max_model_len,
+                dtype,
+                "cpu",
+                softcap=spec.attention_softcap,
             )
             for layer in cache.layers
         )
@@ -120,12 +127,9 @@ class Rig:
                 self.storage.plane(layer, name).fill_(float("nan"))
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
         self.backend = build_backend(declaration, specs, self.storage, bounds, num_sms=1, batch_invariant=False)
-        rotary = None
-        if spec.rope is not None:
-            torch_dtype, longest = getattr(torch, dtype), limits.max_model_len
-            rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, longest, torch_dtype, CPU)
+        rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
-        self.decoder = Decoder(spec, model.weights, self.backend, (rotary,) * spec.num_layers, self.workspace, scratch)
+        self.decoder = Decoder(spec, model.weights, self.backend, rotaries, self.workspace, scratch, dtype=dtype)
         self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=backend != "triton_paged")
         self.runner = Runner(
             self.decoder,

@@ -314,7 +314,7 @@ class Layout(NamedTuple):
         return AttentionSpec(
             cache=layer,
             num_heads=heads.num_heads,
-            scale=heads.head_dim**-0.5,
+            scale=heads.head_dim**-0.5 if heads.scale is None else heads.scale,
             window=heads.windows[layer.layer],
             max_model_len=resolved.limits.max_model_len,
             dtype=resolved.dtype,
@@ -322,6 +322,8 @@ class Layout(NamedTuple):
             has_key_bias=self.blueprint.anatomy.rope_width > 0
             and heads.has_separable_key_bias
             and layer.format.is_quantized,
+            softcap=heads.softcap,
+            has_sinks=heads.has_sinks,
         )
 
 

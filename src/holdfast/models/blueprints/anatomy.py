@@ -37,6 +37,12 @@ class HeadGeometry(NamedTuple):
     has_key_bias: bool = False
     has_separable_key_bias: bool = False
     """Nothing stands between the projection and rope, so that keys can be stored without their bias."""
+    scale: float | None = None
+    """What scores are multiplied by; None: head_dim ** -0.5."""
+    softcap: float | None = None
+    """cap * tanh(score / cap) in the place of every score; None: as they are."""
+    has_sinks: bool = False
+    """One logit a query head joins every softmax."""
 
 
 class StepShape(NamedTuple):

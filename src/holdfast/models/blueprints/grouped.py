@@ -71,7 +71,8 @@ class GroupedAnatomy(NamedTuple):
         spec = self.rank(num_ranks)
         windows = spec.sliding_windows or (None,) * spec.num_layers
         biases = spec.qkv_bias, spec.has_separable_key_bias
-        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, *biases)
+        scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
+        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, *biases, *scores)
 
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self.rank(num_ranks)
