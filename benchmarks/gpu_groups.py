@@ -234,7 +234,11 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         batch = entry["batch"]
         seconds = {int(length): runs for length, runs in entry["seconds"].items()}
         rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, found["read"])
-        row = {"measure": f"{case.model}, decode, batch {batch}", "unit": "tokens/s", "values": {"holdfast": round(rate, 2)}}
+        row = {
+            "measure": f"{case.model}, decode, batch {batch}",
+            "unit": "tokens/s",
+            "values": {"holdfast": round(rate, 2)},
+        }
         row |= {"roof": round(roof, 2), "percent_of_roof": round(100 * rate / roof, 1)}
         if "graph_seconds" in entry:
             row["graph_alone"] = round(batch / entry["graph_seconds"], 2)
@@ -242,7 +246,9 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "watched" in found:
         watched = found["watched"]
         values = {"most at once": watched["most_running"], "preemptions": watched["num_preemptions"]}
-        rows.append({"measure": f"{case.model}, sequences of {case.prompt_tokens}", "unit": "", "values": values, **watched})
+        rows.append(
+            {"measure": f"{case.model}, sequences of {case.prompt_tokens}", "unit": "", "values": values, **watched}
+        )
     rows.append({"measure": f"{case.model}, after ready", "unit": "", "values": found.get("after_ready", {})})
     return rows
 
@@ -267,7 +273,8 @@ def main() -> None:
     words = ", ".join(cases[name].model for name in found)
     record = make_record("gpu-groups", results, words, "dummy weights", arguments, facts)
     lines = [
-        (row["measure"], json.dumps(row["values"]), row.get("percent_of_roof", row.get("percent", ""))) for row in results
+        (row["measure"], json.dumps(row["values"]), row.get("percent_of_roof", row.get("percent", "")))
+        for row in results
     ]
     print_table("Cache groups", ("", "", "%"), lines)
     write_record(record, "groups", arguments)

@@ -24,8 +24,8 @@ def test_a_table_that_80_columns_hold(here: Here) -> None:
     for key, gpu in GPUS.items():
         (line,) = (line for line in lines if line.startswith(f"{key} "))
         assert line.endswith("too old to run") == gpu.is_too_old
-    (planned,) = (line for line in lines if line.startswith("gpt-oss-20b "))
-    assert planned.startswith("gpt-oss-20b *")
+    (planned,) = (line for line in lines if line.startswith("phi-4 "))
+    assert planned.startswith("phi-4 *")
 
 
 def test_the_same_for_a_program(here: Here) -> None:
@@ -33,7 +33,7 @@ def test_the_same_for_a_program(here: Here) -> None:
     models = {row["name"]: row for row in record["models"]}
     assert models.keys() == CATALOGUE.keys()
     assert models["Llama-3.1-8B"]["parameters"] == 8_030_261_248
-    assert models["gpt-oss-20b"]["runs"] is False
+    assert models["phi-4"]["runs"] is False
     assert [gpu["key"] for gpu in record["gpus"] if not gpu["runs"]] == [key for key in GPUS if GPUS[key].is_too_old]
 
 

@@ -127,7 +127,6 @@ def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
         "Kimi",
         "GLM",
         "glm",
-        "gpt-oss",
         "gemma-2",
         "phi",
         "Phi",

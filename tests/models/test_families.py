@@ -20,9 +20,11 @@ CONFIG_CLASSES = {
     "Qwen3ForCausalLM": "Qwen3Config",
     "Qwen2MoeForCausalLM": "Qwen2MoeConfig",
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+    "GptOssForCausalLM": "GptOssConfig",
     "OPTForCausalLM": "OPTConfig",
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
 QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 4}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2}
@@ -121,6 +123,8 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
         },
         30_532_122_624,
     ),
+    "gpt-oss-20b": (GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}, 20_914_757_184),
+    "gpt-oss-120b": (GPT_OSS, 116_829_156_672),
     "opt-125m": (OPT, 125_239_296),
     "opt-350m": (
         OPT
@@ -179,6 +183,15 @@ def expected_from(config: Any, architecture: str) -> dict[str, Any]:
             for layer in range(config.num_hidden_layers)
             if layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
         }
+    elif architecture == "GptOssForCausalLM":
+        facts["experts.num_experts"] = config.num_local_experts
+        facts["experts.top_k"] = config.num_experts_per_tok
+        facts["experts.intermediate_size"] = config.intermediate_size
+        facts["experts.swiglu_limit"] = config.swiglu_limit
+        facts["rope.truncate"] = config.rope_parameters["truncate"]
+        for fact in ("normalizes", "has_router_bias", "has_bias", "is_interleaved"):
+            facts[f"experts.{fact}"] = True
+        facts["has_sinks"] = True
     else:
         facts["experts"] = None
     if not is_opt:
@@ -316,6 +329,9 @@ def test_sliding_windows_by_layer(config, windows):
         (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
         (QWEN2 | {"num_experts": 8}, "num_experts"),
         (QWEN3_MOE | {"hidden_act": "gelu"}, "experts are gated with silu"),
+        (GPT_OSS | {"hidden_act": "gelu"}, "a gate of their own"),
+        (GPT_OSS | {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
+        (GPT_OSS | {"layer_types": ["linear_attention"] * 36}, "'linear_attention' are not computed"),
         (QWEN3_MOE | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -378,6 +394,12 @@ def test_an_unknown_architecture_lists_the_known_ones():
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types"),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         (QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
+        (GPT_OSS | {"num_local_experts": 0}, "num_local_experts"),
+        (GPT_OSS | {"swiglu_limit": 0.0}, "swiglu_limit = 0.0; a number above 0 is needed"),
+        (GPT_OSS | {"swiglu_limit": -7.0}, "swiglu_limit"),
+        (GPT_OSS | {"sliding_window": 0}, "sliding_window = 0; a whole number from 1"),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window"),
+        (GPT_OSS | {"layer_types": ["full_attention"] * 35}, "one entry for each of 36 layers"),
         (QWEN2_MOE | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
         (OPT | {"max_position_embeddings": 2**40}, "max_position_embeddings"),
     ],

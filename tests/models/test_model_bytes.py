@@ -144,6 +144,7 @@ V2_LITE = (
     + 26 * ((64 + 2) * 3 * 2048 * 1408 + 64 * 2048)
 )
 GLM45_AIR_LAYER = attention(GLM45_AIR) + qkv_bias(GLM45_AIR) + 2 * 4096
+GPT_OSS_120B = GPT_OSS._replace(layers=36)
 BY_HAND: dict[str, Row] = {
     "Llama-2-7b-hf": Row(llama(LLAMA2_7B), kv(LLAMA2_7B), 6_738_415_616),
     "Llama-2-70b-hf": Row(llama(LLAMA2_70B), kv(LLAMA2_70B), 68_976_648_192),
@@ -171,8 +172,8 @@ BY_HAND: dict[str, Row] = {
     "gemma-3-27b-it": Row(  # what sees images is not loaded
         gemma3(GEMMA3_27B), kv(GEMMA3_27B), 27_432_406_640 - (SIGLIP + 1152 * 5376 + 1152)
     ),
-    "gpt-oss-20b": Row(gpt_oss(GPT_OSS, 32), 12 * 2 * 8 * 64 * 2, 20_914_757_184),
-    "gpt-oss-120b": Row(gpt_oss(GPT_OSS._replace(layers=36), 128), 18 * 2 * 8 * 64 * 2, 116_829_156_672),
+    "gpt-oss-20b": Row(gpt_oss(GPT_OSS, 32), kv(GPT_OSS), 20_914_757_184),
+    "gpt-oss-120b": Row(gpt_oss(GPT_OSS_120B, 128), kv(GPT_OSS_120B), 116_829_156_672),
     "glm-4-9b-chat-hf": Row(llama(GLM4_9B) + 40 * qkv_bias(GLM4_9B), 40_960, 9_399_951_360),
     "GLM-4-9B-0414": Row(llama(GLM4_9B) + 40 * (qkv_bias(GLM4_9B) + 2 * 4096), 40_960, 9_400_279_040),
     "GLM-4.5-Air": Row(
@@ -187,11 +188,6 @@ BY_HAND: dict[str, Row] = {
     "DeepSeek-V3": Row(deepseek(3, 256, 129280, 128), 61 * 1152, 671_026_404_352 + 58 * 256),
     "Kimi-K2-Instruct": Row(deepseek(1, 384, 163840, 64), 61 * 1152, None),
 }
-WINDOWS = {
-    "gpt-oss-20b": 12 * 128 * 2 * 8 * 64 * 2,
-    "gpt-oss-120b": 18 * 128 * 2 * 8 * 64 * 2,
-}
-"""Bytes that a sequence keeps in the windows of its other layers."""
 
 
 def blueprint(name: str) -> Blueprint:
@@ -216,7 +212,7 @@ def test_parameters_and_bytes_by_hand(name: str) -> None:
     padding = planned - 2 * (row.parameters + in_float32)
     assert 0 <= padding < 256 * len(weights), "every tensor begins at a multiple of 256 bytes"
     assert plain.kv_bytes_per_token("bfloat16") == row.kv_bytes_per_token
-    assert plain.kv_bytes_per_sequence("bfloat16") == WINDOWS.get(name, 0)
+    assert plain.kv_bytes_per_sequence("bfloat16") == 0
 
 
 @pytest.mark.parametrize(

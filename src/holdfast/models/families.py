@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.models.parameters import (
     GEMMA3_NAMES,
+    GPT_OSS_NAMES,
     LLAMA_NAMES,
     OPT_NAMES,
     CheckpointNames,
@@ -18,11 +19,13 @@ from holdfast.models.parameters import (
     list_parameters,
 )
 from holdfast.models.settings import (
+    DEFAULT_THETA,
     EXPERT_COUNT_KEYS,
     MAX_POSITIONS,
     ExpertDefaults,
     Settings,
     plain,
+    read_clamped_experts,
     read_experts,
     read_layer_rope,
     read_rope,
@@ -325,6 +328,52 @@ def _gemma3_windows(settings: Settings, num_layers: int) -> tuple[int | None, ..
     return _unless_none(tuple(window if is_local else None for is_local in kinds))
 
 
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What transformers assumes where config.json says nothing of rotary positions."""
+
+
+def _read_gpt_oss(settings: Settings) -> ModelSpec:
+    if settings.number("swiglu_alpha", 1.702) != 1.702:
+        raise _declined(settings, "swiglu_alpha", "gates are multiplied by 1.702 before the sigmoid here")
+    if settings.part("rope_scaling") is None and settings.part("rope_parameters") is None:
+        settings = Settings({**settings.values, "rope_parameters": GPT_OSS_ROPE}, settings.file, settings.section)
+    defaults = _Defaults(
+        vocab_size=201088,
+        intermediate_size=2880,
+        num_kv_heads=8,
+        max_position=131072,
+        head_dim=64,
+        hidden_size=2880,
+        num_layers=36,
+        num_heads=64,
+        norm_eps=1e-5,
+        rope_theta=150_000.0,
+    )
+    spec = _read_rotary(settings, GPT_OSS, defaults)
+    if spec.activation != "silu":
+        raise _declined(settings, "hidden_act", "experts of this family have a gate of their own, which goes by silu")
+    has_bias = settings.flag("attention_bias", True)
+    window = settings.optional_count("sliding_window", 128, MAX_POSITIONS)
+    if settings.texts("layer_types") is None:
+        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(spec.num_layers)]
+        settings = Settings({**settings.values, "layer_types": kinds}, settings.file, settings.section)
+    return replace(
+        spec,
+        sliding_windows=_typed_windows(settings, spec.num_layers, window, "a sliding_window beside it"),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        has_sinks=True,
+        experts=read_clamped_experts(settings, spec.num_layers, spec.intermediate_size, ExpertDefaults(128, 4, 0)),
+    )
+
+
 def _read_opt(settings: Settings) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
         raise _declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
@@ -375,6 +424,8 @@ class _Defaults:
     is_tied: bool = False
     global_theta: float | None = None
     """Rotations may differ by kind of layer: theirs in the layers that see all tokens."""
+    norm_eps: float = 1e-6
+    rope_theta: float = DEFAULT_THETA
 
 
 def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> ModelSpec:
@@ -389,7 +440,7 @@ def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> Mod
         head_dim = _head_dim(settings, hidden_size, num_heads)
     max_position = settings.count("max_position_embeddings", defaults.max_position, MAX_POSITIONS)
     if defaults.global_theta is None:
-        rope = read_rope(settings, head_dim, max_position)
+        rope = read_rope(settings, head_dim, max_position, defaults.rope_theta)
     else:
         theta = settings.number("rope_theta", defaults.global_theta, low=2.0)
         rope = read_layer_rope(settings, "full_attention", theta, head_dim, max_position)
@@ -405,7 +456,7 @@ def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> Mod
         head_dim=head_dim,
         max_position=_stretched(rope, max_position),
         checkpoint_dtype=_dtype(settings),
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        norm_eps=settings.number("rms_norm_eps", defaults.norm_eps),
         activation=_activation(settings, "hidden_act", "silu"),
         rope=rope,
         tied_embeddings=settings.flag("tie_word_embeddings", defaults.is_tied),
@@ -522,6 +573,7 @@ GEMMA3_IMAGES = replace(
     ),
     unread_words="images",
 )
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, GPT_OSS_NAMES, reads=EXPERT_COUNT_KEYS)
 OPT = Family(
     "opt",
     "OPTForCausalLM",
@@ -533,6 +585,9 @@ OPT = Family(
 )
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
-    for family in (*(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA3, GEMMA3_IMAGES, OPT),)
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
+        *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
+    )
 }
 """Every architecture that is run, by the name in config.json."""

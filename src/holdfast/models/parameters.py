@@ -11,9 +11,10 @@ separate     every expert's gate, up and down are tensors of their own: [I, H], 
 fused        gate and up of all experts are one tensor, [E, 2 I, H], and down is another, [E, H, I]
 transposed   the same as [E, H, 2 I] and [E, I, H]
 by kind      gate, up and down of all experts are one tensor each: [E, I, H], [E, I, H], [E, H, I]
+interleaved  transposed, and nothing else: columns of gate and up alternate; biases [E, 2 I] and [E, H] (gpt-oss)
 
-The last three go by module names with and without ".weight". Parts are by expert and by gate and up in every layout, so
-that whoever divides experts among ranks finds them in the same order.
+Those from fused to by kind go by module names with and without ".weight". Parts are by expert and by gate and up in every layout, so
+that whoever divides experts among ranks finds them in the same order; interleaved, gate and up are one.
 """
 
 from collections.abc import Sequence
@@ -182,6 +183,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
+    bias: str = "_bias"
+    """What follows the name of a stacked tensor in the name of its biases."""
 
 
 EXPERT_NAMES = ExpertNames()
@@ -193,9 +196,14 @@ def list_experts(
     """The router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names."""
     router = [(f"{theirs}{names.router}.weight", (experts.num_experts, hidden))]
     parameters = [stacked(f"{ours}router.weight", router, "router", "none")]
+    if experts.has_router_bias:
+        bias = [(f"{theirs}{names.router}.bias", (experts.num_experts,))]
+        parameters.append(stacked(f"{ours}router.bias", bias, "bias", "none"))
     for make in (_gate_up, _down):
         parameter = make(experts, names, hidden, f"{ours}experts.", f"{theirs}{names.experts}.", with_layouts)
         parameters.append(parameter)
+    if experts.has_bias:
+        parameters += _expert_biases(experts, names, hidden, f"{ours}experts.", f"{theirs}{names.experts}.")
     if experts.shared_size:
         shared, inner = f"{theirs}{names.shared}.", experts.shared_size
         gate_up = [(f"{shared}{module}.weight", (inner, hidden)) for module in (names.gate, names.up)]
@@ -208,10 +216,23 @@ def list_experts(
     return parameters
 
 
+def _expert_biases(experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str) -> list[Parameter]:
+    """A row for each expert. Ranks share columns as they share rows of the weight; what is added last is of all of them."""
+    gate_up = [(prefix + names.gate_up + names.bias, (experts.num_experts, 2 * experts.intermediate_size))]
+    down = [(prefix + names.down + names.bias, (experts.num_experts, hidden))]
+    return [
+        stacked(f"{ours}gate_up.bias", gate_up, "bias", "columns"),
+        stacked(f"{ours}down.bias", down, "bias", "none"),
+    ]
+
+
 def _gate_up(
     experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str, with_layouts: bool
 ) -> Parameter:
     count, inner = experts.num_experts, experts.intermediate_size
+    if experts.is_interleaved:
+        parts = _slices(prefix + names.gate_up, (count, hidden, 2 * inner), count, is_transposed=True)
+        return Parameter(f"{ours}gate_up.weight", (count, 2 * inner, hidden), parts, "expert", "rows")
     halves = (names.gate, names.up)
     separate = [(f"{prefix}{expert}.{half}.weight", (inner, hidden)) for expert in range(count) for half in halves]
     layouts, suffixes = [], SUFFIXES if with_layouts else ()
@@ -230,6 +251,9 @@ def _down(
     experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str, with_layouts: bool
 ) -> Parameter:
     count, inner = experts.num_experts, experts.intermediate_size
+    if experts.is_interleaved:
+        parts = _slices(prefix + names.down, (count, inner, hidden), count, is_transposed=True)
+        return Parameter(f"{ours}down.weight", (count, hidden, inner), parts, "expert", "columns")
     separate = [(f"{prefix}{expert}.{names.down}.weight", (hidden, inner)) for expert in range(count)]
     layouts, suffixes = [], SUFFIXES if with_layouts else ()
     for suffix in suffixes:
@@ -279,6 +303,7 @@ class CheckpointNames:
     lm_head: str = "lm_head"
     attn_out_norm: str = ""
     mlp_out_norm: str = ""
+    sinks: str = "self_attn.sinks"
     experts: ExpertNames = EXPERT_NAMES
 
 
@@ -302,6 +327,7 @@ GEMMA3_NAMES = replace(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
+GPT_OSS_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(router="mlp.router"))
 OPT_NAMES = CheckpointNames(
     embed="model.decoder.embed_tokens",
     layer="model.decoder.layers.{}.",
@@ -354,6 +380,8 @@ def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layout
             norm = _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", spec.head_dim)], "norm", "none")
             parameters.append(_typed_norm(spec, norm))
     parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], spec.query_size, "columns", spec.o_bias)
+    if spec.has_sinks:
+        parameters.append(_vector(f"{ours}sinks", [(theirs + names.sinks, spec.num_heads)], "bias", "rows"))
     if spec.has_output_norms:
         parameters += _norm(spec, f"{ours}attn_out_norm", theirs + names.attn_out_norm)
     parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)

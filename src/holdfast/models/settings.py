@@ -178,11 +178,7 @@ def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) 
     dense_layers = _dense_layers(settings, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
         return None
-    num_sparse = num_layers - len(dense_layers)
-    if num_experts * num_sparse > MAX_MODEL_EXPERTS:
-        key = next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
-        most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
-        raise settings.refuse(key, num_experts, most)
+    _check_total(settings, num_experts, num_layers - len(dense_layers))
     shared_size = 0
     if defaults.shared_size:
         shared_size = settings.count("shared_expert_intermediate_size", defaults.shared_size, MAX_EXPERT_WIDTH)
@@ -197,9 +193,35 @@ def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) 
     )
 
 
-def _num_experts(settings: Settings, default: int) -> int:
+def read_clamped_experts(
+    settings: Settings, num_layers: int, intermediate_size: int, defaults: ExpertDefaults
+) -> ExpertsSpec:
+    """The experts of gpt-oss, in every layer: biases everywhere, gate and up in turn, and a clamp on both."""
+    num_experts = _num_experts(settings, defaults.num_experts, low=1)
+    _check_total(settings, num_experts, num_layers)
+    return ExpertsSpec(
+        num_experts=num_experts,
+        top_k=settings.count("num_experts_per_tok", min(defaults.top_k, num_experts), num_experts),
+        intermediate_size=intermediate_size,
+        normalizes=True,
+        has_router_bias=True,
+        has_bias=True,
+        is_interleaved=True,
+        swiglu_limit=settings.number("swiglu_limit", 7.0),
+    )
+
+
+def _check_total(settings: Settings, num_experts: int, num_sparse: int) -> None:
+    """An error where all layers together have more than can be listed."""
+    if num_experts * num_sparse > MAX_MODEL_EXPERTS:
+        key = next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
+        most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
+        raise settings.refuse(key, num_experts, most)
+
+
+def _num_experts(settings: Settings, default: int, low: int = 0) -> int:
     keys = [key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None]
-    counts = [settings.count(key, default, MAX_EXPERTS, low=0) for key in keys]
+    counts = [settings.count(key, default, MAX_EXPERTS, low) for key in keys]
     if len(set(counts)) > 1:
         raise settings.refuse(keys[1], counts[1], f"the same as {keys[0]} = {counts[0]}")
     return counts[0] if counts else default
@@ -214,10 +236,10 @@ def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(num_layers) if (layer + 1) % step or layer in listed)
 
 
-def read_rope(config: Settings, head_dim: int, max_position: int) -> RopeSpec:
+def read_rope(config: Settings, head_dim: int, max_position: int, default_theta: float = DEFAULT_THETA) -> RopeSpec:
     """The rotation that a config describes, with what it leaves out filled in as transformers does."""
     rope = config.part("rope_scaling") or config.part("rope_parameters") or Settings({}, config.file)
-    return _rope_of(config, rope, config.number("rope_theta", DEFAULT_THETA), head_dim, max_position)
+    return _rope_of(config, rope, config.number("rope_theta", default_theta), head_dim, max_position)
 
 
 ROPE_LAYERS = ("full_attention", "sliding_attention")

@@ -60,12 +60,17 @@ def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
 
 
 def _share(parameter: Parameter, mesh: Mesh, num_heads: int, num_kv_heads: int) -> Parameter:
-    shared = _expert_share(parameter, mesh) if parameter.kind == "expert" else parameter
+    shared = _expert_share(parameter, mesh) if _is_by_expert(parameter) else parameter
     if mesh.tensor_size > 1 and parameter.split == "rows":
         shared = _row_share(shared, mesh, num_heads, num_kv_heads)
     elif mesh.tensor_size > 1 and parameter.split == "columns":
         shared = _column_share(shared, mesh)
     return shared if shared is parameter else replace(shared, whole=parameter.whole or parameter)
+
+
+def _is_by_expert(parameter: Parameter) -> bool:
+    """Whether each expert has some of it: weights, and biases, which are called so."""
+    return parameter.kind == "expert" or (parameter.kind == "bias" and ".experts." in parameter.name)
 
 
 def _expert_share(parameter: Parameter, mesh: Mesh) -> Parameter:

@@ -47,7 +47,7 @@ STEP = StepShape(num_rows=8, num_logit_rows=5, max_model_len=64, dtype="bfloat16
 def moe(family: str, **changes: object) -> dict[str, Any]:
     names = {
         "architectures": [f"{family}ForCausalLM"],
-        "model_type": {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}[family],
+        "model_type": {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "GptOss": "gpt_oss"}[family],
     }
     return TINY_MOE | names | changes
 
@@ -63,8 +63,9 @@ def elements(blueprint: Blueprint, num_ranks: int = 1) -> int:
         moe("Qwen2Moe", shared_expert_intermediate_size=40, decoder_sparse_step=2),
         moe("Qwen3Moe"),
         moe("Qwen3Moe", mlp_only_layers=[0, 2], tie_word_embeddings=True),
+        moe("GptOss"),
     ],
-    ids=["qwen2", "qwen2 every second layer", "qwen3", "qwen3 with dense layers"],
+    ids=["qwen2", "qwen2 every second layer", "qwen3", "qwen3 with dense layers", "gpt-oss"],
 )
 def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
     family = config["architectures"][0].removesuffix("ForCausalLM")
@@ -73,14 +74,14 @@ def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
-    spec = read_spec(CATALOGUE[name])
+    spec = read_spec({**CATALOGUE[name], "quantization_config": None})
     loaded = [(parameter.name, parameter.shape, parameter.kind) for parameter in parameters(spec)]
     planned = spec_blueprint(spec, name).parameters()
     assert [(weight.name, weight.shape, weight.kind) for weight in planned] == loaded
 
 
 @pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme and scheme.name)
-@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe", "GptOss"])
 def test_planned_bytes_of_experts_are_those_that_are_loaded(family: str, scheme: WeightScheme | None) -> None:
     """Of an arena for the load that was planned from the headers of a dummy, whatever is quantized."""
     sizes = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 96}
@@ -88,6 +89,25 @@ def test_planned_bytes_of_experts_are_those_that_are_loaded(family: str, scheme:
     recipe, listed = WeightRecipe(scheme, "all"), parameters(spec)
     plan = plan_load(listed, DummySource(listed, "bfloat16"), "bfloat16", recipe)
     assert spec_blueprint(spec, "x").weight_bytes("bfloat16", recipe) == plan.final_bytes
+
+
+def test_experts_of_gpt_oss_are_stored_in_mxfp4() -> None:
+    stored = read_blueprint(moe("GptOss", quantization_config={"quant_method": "mxfp4"}), "x")
+    schemes = {weight.kind: weight.native for weight in stored.parameters()}
+    assert schemes["expert"] == "mxfp4"
+    assert {schemes[kind] for kind in schemes if kind != "expert"} == {None}
+    assert stored.stored_recipe is not None
+
+
+def test_ranks_share_biases_and_sinks_with_their_weights() -> None:
+    whole, half = (
+        {weight.name: weight.shape for weight in read_blueprint(moe("GptOss"), "x").parameters(ranks)}
+        for ranks in (1, 2)
+    )
+    assert (whole["layers.0.sinks"], half["layers.0.sinks"]) == ((4,), (2,))
+    assert (whole["layers.0.experts.gate_up.bias"], half["layers.0.experts.gate_up.bias"]) == ((6, 224), (6, 112))
+    assert whole["layers.0.experts.down.bias"] == half["layers.0.experts.down.bias"] == (6, 64)
+    assert whole["layers.0.router.bias"] == half["layers.0.router.bias"] == (6,)
 
 
 def test_kinds() -> None:

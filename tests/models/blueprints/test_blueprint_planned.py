@@ -49,7 +49,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", TINY | EXPERTS),
     "gemma 2": ("Gemma2ForCausalLM", TINY | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True}),
     "gemma 3": ("Gemma3ForCausalLM", TINY | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True}),
-    "gpt-oss": ("GptOssForCausalLM", TINY | EXPERTS | {"head_dim": 16, "sliding_window": 32}),
     "glm": ("GlmForCausalLM", TINY | {"head_dim": 16, "attention_bias": True}),
     "glm 4": ("Glm4ForCausalLM", TINY | {"head_dim": 16, "attention_bias": False}),
     "glm 4.5": ("Glm4MoeForCausalLM", TINY | GLM_MOE | {"attention_bias": True, "use_qk_norm": True}),
@@ -116,7 +115,7 @@ def test_ranks_share_all_that_is_not_a_norm_or_a_tower(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "num_full", "num_windowed"),
-    [("gemma 2", 3, 3), ("gemma 3", 1, 5), ("gemma 3 with images", 1, 5), ("gpt-oss", 3, 3), ("phi", 6, 0)],
+    [("gemma 2", 3, 3), ("gemma 3", 1, 5), ("gemma 3 with images", 1, 5), ("phi", 6, 0)],
 )
 def test_layers_with_a_window_keep_that_and_no_more(case: str, num_full: int, num_windowed: int) -> None:
     found, row_bytes = read(case), 2 * 2 * (8 if case == "phi" else 16) * 2
@@ -127,11 +126,11 @@ def test_layers_with_a_window_keep_that_and_no_more(case: str, num_full: int, nu
 
 def test_windows_are_those_that_are_listed() -> None:
     kinds = ["full_attention"] * 5 + ["sliding_attention"]
-    assert read("gpt-oss", layer_types=kinds).kv_bytes_per_token("bfloat16") == 5 * 2 * 2 * 16 * 2
+    assert read("gemma 2", layer_types=kinds).kv_bytes_per_token("bfloat16") == 5 * 2 * 2 * 16 * 2
     with pytest.raises(ModelFormatError, match="one entry for each of 6 layers"):
-        read("gpt-oss", layer_types=kinds[:-1])
+        read("gemma 2", layer_types=kinds[:-1])
     with pytest.raises(UnsupportedModelError, match="layer_types with 'linear_attention'"):
-        read("gpt-oss", layer_types=["linear_attention"] * 6)
+        read("gemma 2", layer_types=["linear_attention"] * 6)
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
@@ -146,12 +145,7 @@ def test_a_draft_layer_is_a_layer_with_an_embedding_and_a_head() -> None:
     assert more == last + 2 * 97 * 64 + 3 * 64 + 2 * 64 * 64
 
 
-def test_experts_of_gpt_oss_are_stored_in_mxfp4() -> None:
-    stored = read("gpt-oss", quantization_config={"quant_method": "mxfp4"})
-    schemes = {weight.kind: weight.native for weight in stored.parameters()}
-    assert schemes["expert"] == "mxfp4"
-    assert {schemes[kind] for kind in schemes if kind != "expert"} == {None}
-    assert stored.stored_recipe is not None
+def test_mxfp4_is_not_of_all_families() -> None:
     with pytest.raises(UnsupportedModelError, match="quant_method = 'mxfp4'"):
         read("mixtral", quantization_config={"quant_method": "mxfp4"})
 
@@ -166,8 +160,8 @@ def test_half_of_a_head_is_rotated() -> None:
 def test_a_step_has_room_for_what_it_makes(case: str) -> None:
     requests = {request.owner: request for request in read(case).anatomy.requests(STEP, 1, ())}
     assert {"stream", "attention", "head"} <= requests.keys()
-    assert ("experts" in requests) == (case in ("mixtral", "gpt-oss", "glm 4.5"))
-    assert ("mlp" in requests) == (case not in ("mixtral", "gpt-oss"))
+    assert ("experts" in requests) == (case in ("mixtral", "glm 4.5"))
+    assert ("mlp" in requests) == (case != "mixtral")
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"])

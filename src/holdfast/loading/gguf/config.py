@@ -98,11 +98,12 @@ ARCHITECTURES: Mapping[str, str] = {
 """`general.architecture` -> the name in config.json."""
 PLANNED_ONLY: Mapping[str, tuple[str, ...]] = {
     "deepseek2": ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
-    "gpt-oss": ("GptOssForCausalLM",),
     "phi3": ("Phi3ForCausalLM",),
     "glm4moe": ("Glm4MoeForCausalLM",),
 }
 """`general.architecture` of models that do not run -> names in config.json, some of which can be planned."""
+FOLDERS_ONLY: Mapping[str, str] = {"gpt-oss": "GptOssForCausalLM"}
+"""`general.architecture` of models that run from a folder alone -> the name in config.json."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),
     "use_parallel_residual": (False,),
@@ -185,7 +186,13 @@ def _architecture(settings: Settings) -> str:
 
 
 def refuse_architecture(arch: str, file: str) -> UnsupportedModelError:
-    """The error for a family that does not run: nobody is sent to a folder of it, which would be declined too."""
+    """The error for a family that does not run: nobody is sent to a folder of it where that would be declined too."""
+    if arch in FOLDERS_ONLY:
+        return UnsupportedModelError(
+            f"{file} describes a {arch}",
+            f"GGUF files of {', '.join(ARCHITECTURES)} run, and that family runs from safetensors",
+            f"use the {FOLDERS_ONLY[arch]} folder of the same model",
+        )
     planned = [name for name in PLANNED_ONLY.get(arch, ()) if name in PLANNED_FAMILIES]
     plans = (
         f", or see what it would take with holdfast plan, by the model's name or a {planned[0]} folder"

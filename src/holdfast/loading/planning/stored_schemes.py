@@ -523,14 +523,19 @@ _NAME = re.compile(r"(?:[\w.-]|\\\.)*")
 
 def matches(pattern: str, module: str) -> bool:
     """Names match as wholes, or as some of the components in a row; expressions from the beginning of a name on."""
-    if not pattern.startswith(REGEX_PREFIX):
+    if not _is_expression(pattern):
         return f".{pattern}." in f".{module}."
     return any(_follows(pieces, module, is_whole) for pieces, is_whole in _ways(pattern) or ())
 
 
 def is_followed(pattern: str) -> bool:
     """Whether it is known what a pattern matches."""
-    return not pattern.startswith(REGEX_PREFIX) or _ways(pattern) is not None
+    return not _is_expression(pattern) or _ways(pattern) is not None
+
+
+def _is_expression(pattern: str) -> bool:
+    """Behind "re:", or with a star in it: no module's name has one, and transformers matches all of them as expressions."""
+    return pattern.startswith(REGEX_PREFIX) or "*" in pattern
 
 
 @lru_cache(maxsize=256)

@@ -304,8 +304,7 @@ PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], Blueprint]]
     "DeepseekV4ForCausalLM": _read_deepseek_v4,
     **dict.fromkeys(
         (
-            *("MixtralForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM", "Gemma2ForCausalLM"),
-            "Mistral3ForConditionalGeneration",
+            *("MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Mistral3ForConditionalGeneration"),
             *("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
         ),
         _read_planned,

@@ -22,6 +22,7 @@ from holdfast.models.blueprints.weights import Weight, weight_of
 from holdfast.models.parameters import CheckpointNames, list_parameters
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
+from holdfast.quant.weight_schemes import MXFP4
 
 
 class GroupedAnatomy(NamedTuple):
@@ -51,8 +52,8 @@ class GroupedAnatomy(NamedTuple):
 
     def weights(self, num_ranks: int) -> tuple[Weight, ...]:
         parameters = list_parameters(self.rank(num_ranks), self.names, with_layouts=False)
-        natives = {"linear": self.native, "expert": self.native}
-        return tuple(weight_of(parameter, natives.get(parameter.kind)) for parameter in parameters)
+        kinds = ("expert",) if self.native == MXFP4.name else ("linear", "expert")
+        return tuple(weight_of(parameter, self.native if parameter.kind in kinds else None) for parameter in parameters)
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         head_dim = self.decoder.head_dim

@@ -1,4 +1,4 @@
-"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Gemma 2, gpt-oss, GLM; image towers; no torch.
+"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Gemma 2, GLM; image towers; no torch.
 
 Layers with a sliding window keep that many tokens of a sequence, whatever its length: so their makers mean it. Models that
 run keep all tokens of all layers.
@@ -33,12 +33,8 @@ class PlannedAnatomy(NamedTuple):
     """Elements of a head that positions rotate."""
     num_more_norms: int = 0
     """Of a layer, behind attention and MLP."""
-    has_sinks: bool = False
-    """One logit a head that joins every softmax."""
     experts: Experts | None = None
     """Those of the decoder, with how they are stored."""
-    has_expert_bias: bool = False
-    """Router and experts have biases in the type of the model."""
     num_draft_layers: int = 0
     """Layers that draft tokens; the checkpoint holds them, with an embedding and a head of their own."""
     tower: tuple[Weight, ...] = ()
@@ -113,17 +109,9 @@ class PlannedAnatomy(NamedTuple):
         hidden = spec.hidden_size
         names = ("attn_out_norm", "mlp_out_norm")[: self.num_more_norms]
         weights = [Weight(f"{prefix}{name}.weight", (hidden,), "norm") for name in names]
-        if self.has_sinks:
-            weights.append(Weight(f"{prefix}sinks", (spec.num_heads,), "bias"))
         if self.experts is None or not has_experts:
             return weights
-        weights += self.experts.weights(prefix, hidden, num_ranks)
-        if self.has_expert_bias:
-            count, inner = self.experts.num_experts, self.experts.intermediate_size // num_ranks
-            weights.append(Weight(f"{prefix}router.bias", (count,), "bias"))
-            weights.append(Weight(f"{prefix}experts.gate_up.bias", (count, 2 * inner), "bias"))
-            weights.append(Weight(f"{prefix}experts.down.bias", (count, hidden), "bias"))
-        return weights
+        return [*weights, *self.experts.weights(prefix, hidden, num_ranks)]
 
     def _draft(self, prefix: str, spec: ModelSpec, layer: list[Weight], last: str) -> list[Weight]:
         """A layer like the last one, between an embedding and a head."""
@@ -153,21 +141,6 @@ def _read_mixtral(settings: Settings, native: str | None) -> PlannedAnatomy:
     top_k = needed(settings, "num_experts_per_tok", num_experts)
     experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
     return _anatomy(settings, _with_experts(spec, experts), native)._replace(experts=experts)
-
-
-def _read_gpt_oss(settings: Settings, native: str | None) -> PlannedAnatomy:
-    spec = _decoder(settings)
-    num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
-    top_k = settings.count("num_experts_per_tok", 4, num_experts)
-    has_bias = settings.flag("attention_bias", True)
-    experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
-    spec = replace(
-        _with_experts(spec, experts),
-        sliding_windows=_windows(settings, spec, settings.optional_count("sliding_window", 128, MAX_POSITIONS), 2),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-    )
-    return _anatomy(settings, spec, None)._replace(has_sinks=True, experts=experts, has_expert_bias=True)
 
 
 def _read_gemma2(settings: Settings, native: str | None) -> PlannedAnatomy:
@@ -222,7 +195,6 @@ def _read_mistral3(settings: Settings, native: str | None) -> PlannedAnatomy:
 READERS = {
     "Phi3ForCausalLM": _read_phi3,
     "MixtralForCausalLM": _read_mixtral,
-    "GptOssForCausalLM": _read_gpt_oss,
     "Gemma2ForCausalLM": _read_gemma2,
     "Mistral3ForConditionalGeneration": _read_mistral3,
     "GlmForCausalLM": _read_glm,
