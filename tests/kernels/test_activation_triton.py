@@ -8,6 +8,8 @@ from holdfast.kernels.activation import (
     activate,
     activate_reference,
     activate_triton,
+    gate_mul,
+    gate_mul_reference,
     silu_mul,
     silu_mul_reference,
     silu_mul_triton,
@@ -185,3 +187,15 @@ def test_no_rows_give_no_rows_silu_mul_triton(device):
 def test_nothing_is_allocated_silu_mul_triton(device):
     gate_up, out = random(3, 1024).to(device, torch.bfloat16), random(3, 640).to(device, torch.bfloat16)
     assert_allocates_nothing(lambda: silu_mul(gate_up, out[:, :512]))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", [kind for kind in REFERENCES if kind != "silu"])
+def test_gates_of_other_kinds_are_as_exact_as_torch_amid_poison(device, guarded, kind, dtype):
+    for num_rows, size in ((1, 7), (3, 577), (2, 2049)):
+        gate_up = random(num_rows, 2 * size, scale=4).to(dtype)
+        out = guarded(num_rows, size, dtype=dtype).fill_(POISON)
+        assert gate_mul(amid_poison(gate_up, device), kind, out) is out
+        exact = gate_mul_reference(gate_up.double(), kind, torch.empty(num_rows, size, dtype=torch.float64))
+        torch_own = gate_mul_reference(gate_up, kind, torch.empty(num_rows, size, dtype=dtype))
+        assert_as_exact_as_torch(out.cpu(), torch_own, exact)

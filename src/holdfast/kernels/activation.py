@@ -1,4 +1,4 @@
-"""Activations element by element (silu, relu, both gelus), the gate of a gated MLP, silu(gate) * up, and the clamped one of gpt-oss.
+"""Activations element by element (silu, relu, both gelus), the gate of a gated MLP, activation(gate) * up, and the clamped one of gpt-oss.
 
 T rows, I columns, X = 2 I of gate and up
 """
@@ -93,6 +93,11 @@ def _activate_kernel(
     o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     m_i = o_i < size
     b_x = tl.load(p_x + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
+    tl.store(p_y + i_row * y_stride + o_i, _activated(b_x, KIND).to(p_y.dtype.element_ty), mask=m_i)
+
+
+@jit
+def _activated(b_x, KIND: constexpr):
     if KIND == "silu":
         b_y = b_x * tl.sigmoid(b_x)
     elif KIND == "gelu":
@@ -102,7 +107,23 @@ def _activate_kernel(
         b_y = b_x * tl.sigmoid(1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x))
     else:
         b_y = tl.where(b_x < 0.0, 0.0, b_x)  # a maximum would swallow NaN
-    tl.store(p_y + i_row * y_stride + o_i, b_y.to(p_y.dtype.element_ty), mask=m_i)
+    return b_y
+
+
+def gate_mul(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor) -> torch.Tensor:
+    """The activation of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI`."""
+    if kind == "silu":
+        return silu_mul(gate_up_TX, out_TI)
+    if can_run(gate_up_TX):
+        return gate_mul_triton(gate_up_TX, kind, out_TI)
+    gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
+    return activate(gate_TI, kind, out_TI).mul_(up_TI)
+
+
+def gate_mul_reference(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
+    return torch.mul(REFERENCES[kind](gate_TI), up_TI, out=out_TI)
 
 
 def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,18 +146,25 @@ def silu_mul_reference(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = N
 
 
 def silu_mul_triton(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some columns of a row; rounded once, where torch rounds silu too."""
+    """The same as a Triton kernel."""
     num_rows, width = gate_up_TX.shape
     y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
+    return gate_mul_triton(gate_up_TX, "silu", y_TI)
+
+
+def gate_mul_triton(gate_up_TX: torch.Tensor, kind: str, y_TI: torch.Tensor) -> torch.Tensor:
+    """A program for some columns of a row; rounded once, where torch rounds the activation too."""
+    num_rows, width = gate_up_TX.shape
     assert gate_up_TX.stride(1) == y_TI.stride(1) == 1, f"{gate_up_TX.stride()=} {y_TI.stride()=}: columns lie apart"
     if y_TI.numel():
         num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
-        _silu_mul_kernel[(num_rows * num_blocks,)](
+        _gate_mul_kernel[(num_rows * num_blocks,)](
             gate_up_TX,
             y_TI,
             gate_up_TX.stride(0),
             y_TI.stride(0),
             width // 2,
+            KIND=kind,
             NUM_BLOCKS=num_blocks,
             BLOCK=COLUMNS_PER_PROGRAM,
             num_warps=NUM_WARPS,
@@ -145,14 +173,16 @@ def silu_mul_triton(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None
 
 
 @jit
-def _silu_mul_kernel(p_gate_up, p_y, x_stride, y_stride, size, NUM_BLOCKS: constexpr, BLOCK: constexpr):
+def _gate_mul_kernel(
+    p_gate_up, p_y, x_stride, y_stride, size, KIND: constexpr, NUM_BLOCKS: constexpr, BLOCK: constexpr
+):
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     m_i = o_i < size
     b_gate = tl.load(p_gate_up + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + i_row * x_stride + size + o_i, mask=m_i, other=0.0).to(tl.float32)
-    tl.store(p_y + i_row * y_stride + o_i, (b_gate * tl.sigmoid(b_gate) * b_up).to(p_y.dtype.element_ty), mask=m_i)
+    tl.store(p_y + i_row * y_stride + o_i, (_activated(b_gate, KIND) * b_up).to(p_y.dtype.element_ty), mask=m_i)
 
 
 SWIGLU_ALPHA = 1.702

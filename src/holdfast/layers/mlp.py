@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.activation import activate, silu_mul
+from holdfast.kernels.activation import activate, gate_mul
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
@@ -80,10 +80,7 @@ class GatedMLP:
 
     def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         wide_TX = self.gate_up(x_TH, buffers.wide_TX, buffers.quantized)
-        if self._activation == "silu":
-            return self.down(silu_mul(wide_TX, buffers.active_TI), out_TH, buffers.quantized)
-        gate_TI, up_TI = wide_TX.chunk(2, dim=-1)
-        active_TI = activate(gate_TI, self._activation, buffers.active_TI).mul_(up_TI)
+        active_TI = gate_mul(wide_TX, self._activation, buffers.active_TI)
         return self.down(active_TI, out_TH, buffers.quantized)
 
 
