@@ -213,7 +213,7 @@ def open_gguf(path: Path) -> OpenModel:
         kind="gguf",
         spec=spec,
         parameters=parameters(spec),
-        source=GGUFSource(file, spec.head_dim if is_interleaved else None),
+        source=GGUFSource(file, spec.head_dim if is_interleaved else None, FAMILIES[spec.architecture].names),
         generation=_generation(file, spec.vocab_size),
         gguf=file,
     )

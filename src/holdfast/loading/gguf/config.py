@@ -93,6 +93,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     **EXPERT_ARCHITECTURES,
 }
 """`general.architecture` -> the name in config.json."""
@@ -118,6 +119,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.sliding_window_pattern": (),
 }
 """Keys under the architecture that change what is computed, with the values that change nothing."""
+COMPUTED: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window_pattern"),
+}
+"""Those that an architecture does compute."""
+GEMMA3_27B_LAYERS = 62
+"""Scores of the model with so many layers are scaled by its width per head; files do not say so."""
 ROPE_FACTORS = "rope_freqs.weight"
 """A divisor for each rotary frequency, in place of Llama 3's four settings."""
 
@@ -131,6 +138,7 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
     num_heads = settings.required_count(f"{arch}.attention.head_count", MAX_HEADS)
     num_layers = settings.required_count(f"{arch}.block_count", MAX_LAYERS)
     head_dim = _head_dim(settings, arch, hidden_size, num_heads)
+    _check_scale(settings, arch, _query_scalar(arch, num_layers, hidden_size, num_heads, head_dim))
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[arch]],
         "dtype": checkpoint_dtype(file),
@@ -148,6 +156,9 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
         "rope_scaling": _rope_scaling(file, settings, arch, head_dim),
     }
     experts = expert_config(file, settings, arch, num_layers, hidden_size)
+    if arch == "gemma3":
+        scalar = _query_scalar(arch, num_layers, hidden_size, num_heads, head_dim)
+        return config | _gemma3_config(file, settings, num_layers) | {"query_pre_attn_scalar": scalar}
     return config | experts | _sliding_window(settings, arch, num_layers)
 
 
@@ -211,6 +222,8 @@ def _decline_others(settings: Settings, arch: str) -> None:
         raise _declined(settings, "general.type", "a whole model is needed")
     experts = NEUTRAL_FOR_EXPERTS if arch in EXPERT_ARCHITECTURES else WITHOUT_EXPERTS
     for key, neutral in {**NEUTRAL, **experts}.items():
+        if key in COMPUTED.get(arch, ()):
+            continue
         if f"{arch}.{key}" in settings and settings.values[f"{arch}.{key}"] not in neutral:
             raise _declined(settings, f"{arch}.{key}", "that setting is not computed here")
 
@@ -230,10 +243,41 @@ def _head_dim(settings: Settings, arch: str, hidden_size: int, num_heads: int) -
             raise _declined(
                 settings, f"{arch}.{same}", f"keys have {head_dim} elements, and all of a head is used alike"
             )
-    scale = settings.values.get(f"{arch}.attention.scale", 0.0)
-    if scale != 0 and not (isinstance(scale, float) and math.isclose(scale, head_dim**-0.5, rel_tol=1e-6)):
-        raise _declined(settings, f"{arch}.attention.scale", f"scores are divided by the root of {head_dim}")
     return head_dim
+
+
+def _query_scalar(arch: str, num_layers: int, hidden_size: int, num_heads: int, head_dim: int) -> float:
+    """What scores are divided by the root of."""
+    is_by_width = arch == "gemma3" and num_layers == GEMMA3_27B_LAYERS
+    return hidden_size / num_heads if is_by_width else head_dim
+
+
+def _check_scale(settings: Settings, arch: str, scalar: float) -> None:
+    scale = settings.values.get(f"{arch}.attention.scale", 0.0)
+    if scale != 0 and not (isinstance(scale, float) and math.isclose(scale, scalar**-0.5, rel_tol=1e-6)):
+        raise _declined(settings, f"{arch}.attention.scale", f"scores are divided by the root of {scalar:g}")
+
+
+def _gemma3_config(file: GGUFFile, settings: Settings, num_layers: int) -> dict[str, object]:
+    """Windows, the rotation of layers that have one, and soft caps, which 0 turns off."""
+    arch, pattern = "gemma3", file.metadata.get("gemma3.attention.sliding_window_pattern")
+    config: dict[str, object] = {
+        "sliding_window": settings.required_count(f"{arch}.attention.sliding_window", MAX_POSITIONS),
+        "rope_local_base_freq": decimal(settings.number(f"{arch}.rope.freq_base_swa", 10_000.0)),
+    }
+    if isinstance(pattern, list | array):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        if len(pattern) != num_layers or any(item not in kinds for item in pattern):
+            wanted = f"a period, or true or false for each of {num_layers} layers,"
+            raise settings.refuse(f"{arch}.attention.sliding_window_pattern", f"{len(pattern)} values", wanted)
+        config["layer_types"] = [kinds[bool(item)] for item in pattern]
+    elif pattern is not None:
+        every = settings.count(f"{arch}.attention.sliding_window_pattern", 0, MAX_LAYERS)
+        config["sliding_window_pattern"] = every
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if settings.values.get(f"{arch}.{key}", 0) != 0:
+            config[key] = decimal(settings.number(f"{arch}.{key}"))
+    return config
 
 
 def _vocab_size(file: GGUFFile) -> int:

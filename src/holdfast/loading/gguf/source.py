@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.loading.gguf.config import ROPE_FACTORS
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
 from holdfast.loading.sources.source import TensorEntry
-from holdfast.models.parameters import LLAMA_NAMES
+from holdfast.models.parameters import LLAMA_NAMES, CheckpointNames
 
 if TYPE_CHECKING:
     import torch
@@ -24,29 +24,40 @@ MODULES: Mapping[str, str] = {
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
 """Hugging Face has a matrix of one row there; conversions write a vector."""
-_EXPERTS = LLAMA_NAMES.experts
-LAYER_MODULES: Mapping[str, str] = {
-    "attn_norm": LLAMA_NAMES.attn_norm,
-    "attn_q": LLAMA_NAMES.q,
-    "attn_k": LLAMA_NAMES.k,
-    "attn_v": LLAMA_NAMES.v,
-    "attn_output": LLAMA_NAMES.o,
-    "attn_q_norm": LLAMA_NAMES.q_norm,
-    "attn_k_norm": LLAMA_NAMES.k_norm,
-    "ffn_norm": LLAMA_NAMES.mlp_norm,
-    "ffn_gate": LLAMA_NAMES.gate,
-    "ffn_up": LLAMA_NAMES.up,
-    "ffn_down": LLAMA_NAMES.down,
-    "ffn_gate_inp": _EXPERTS.router,
-    "ffn_gate_exps": f"{_EXPERTS.experts}.{_EXPERTS.gate}",
-    "ffn_up_exps": f"{_EXPERTS.experts}.{_EXPERTS.up}",
-    "ffn_down_exps": f"{_EXPERTS.experts}.{_EXPERTS.down}",
-    SHARED_GATE: _EXPERTS.shared_gate,
-    "ffn_gate_shexp": f"{_EXPERTS.shared}.{_EXPERTS.gate}",
-    "ffn_up_shexp": f"{_EXPERTS.shared}.{_EXPERTS.up}",
-    "ffn_down_shexp": f"{_EXPERTS.shared}.{_EXPERTS.down}",
-}
-"""Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each."""
+
+
+def layer_modules(names: CheckpointNames) -> dict[str, str]:
+    """What a family calls the modules of a layer, by their names in a file.
+
+    Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each.
+    """
+    experts = names.experts
+    modules = {
+        "attn_norm": names.attn_norm,
+        "attn_q": names.q,
+        "attn_k": names.k,
+        "attn_v": names.v,
+        "attn_output": names.o,
+        "attn_q_norm": names.q_norm,
+        "attn_k_norm": names.k_norm,
+        "post_attention_norm": names.attn_out_norm,
+        "ffn_norm": names.mlp_norm,
+        "ffn_gate": names.gate,
+        "ffn_up": names.up,
+        "ffn_down": names.down,
+        "post_ffw_norm": names.mlp_out_norm,
+        "ffn_gate_inp": experts.router,
+        "ffn_gate_exps": f"{experts.experts}.{experts.gate}",
+        "ffn_up_exps": f"{experts.experts}.{experts.up}",
+        "ffn_down_exps": f"{experts.experts}.{experts.down}",
+        SHARED_GATE: experts.shared_gate,
+        "ffn_gate_shexp": f"{experts.shared}.{experts.gate}",
+        "ffn_up_shexp": f"{experts.shared}.{experts.up}",
+        "ffn_down_shexp": f"{experts.shared}.{experts.down}",
+    }
+    return {name: module for name, module in modules.items() if module}
+
+
 NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
@@ -57,24 +68,30 @@ _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
 
 
-def hugging_face_name(name: str) -> str:
+LAYER_MODULES: Mapping[str, str] = layer_modules(LLAMA_NAMES)
+
+
+def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> str:
     """What Hugging Face calls a tensor. A name without a counterpart stays, and is unused under it."""
     module, _, kind = name.rpartition(".")
     if module in MODULES and kind in ("weight", "bias"):
         return f"{MODULES[module]}.{kind}"
     match = _LAYER_TENSOR.fullmatch(name)
-    if match is None or match[2] not in LAYER_MODULES:
+    if match is None or match[2] not in modules:
         return name
-    return f"{LLAMA_NAMES.layer.format(match[1])}{LAYER_MODULES[match[2]]}.{match[3]}"
+    return f"{LLAMA_NAMES.layer.format(match[1])}{modules[match[2]]}.{match[3]}"
 
 
 class GGUFSource:
     """Implements WeightSource. Every thread has buffers of its own, as large as a step of the widest tensor that it read."""
 
-    def __init__(self, file: GGUFFile, interleaved_head_dim: int | None) -> None:
+    def __init__(self, file: GGUFFile, interleaved_head_dim: int | None, names: CheckpointNames = LLAMA_NAMES) -> None:
         """With an interleaved head, rows 2i and 2i+1 of a query or key head are what Hugging Face has at i and i + half."""
+        modules = layer_modules(names)
         self._data = GGUFData(file)
-        self._tensors = {hugging_face_name(name): _as_expected(tensor) for name, tensor in file.tensors.items()}
+        self._tensors = {
+            hugging_face_name(name, modules): _as_expected(tensor) for name, tensor in file.tensors.items()
+        }
         self._head_dim = interleaved_head_dim
         self._buffers = local()
         self._entries = {
