@@ -44,6 +44,11 @@ class AttentionSpec:
     has_sinks: bool = False
     """One logit a query head joins every softmax, in the denominator alone."""
 
+    @property
+    def is_plain_softmax(self) -> bool:
+        """Whether a number that is added to all scores of a row changes nothing: a sink or a cap would see it."""
+        return self.softcap is None and not self.has_sinks
+
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
@@ -299,6 +304,15 @@ def key_bias_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
     )
     words = f"biases of {len(biased)} layers, and cos and sin of blocks of tokens"
     return (Term("attention/key_bias", bias_bytes + turn_bytes, words),)
+
+
+def sink_terms(specs: Sequence[AttentionSpec]) -> tuple[Term, ...]:
+    """Sinks in float32, whatever the checkpoint has; a term of every backend, for all layers as key biases are."""
+    num_bytes = sum(bytes_for("float32", (spec.num_heads,)) for spec in specs if spec.has_sinks)
+    if not num_bytes:
+        return ()
+    num_layers = sum(spec.has_sinks for spec in specs)
+    return (Term("attention/sinks", num_bytes, f"a logit of each query head in {num_layers} layers"),)
 
 
 def rotated_head_dims(specs: Sequence[AttentionSpec]) -> tuple[int, ...]:

@@ -253,11 +253,12 @@ class PlainPages:
         partials: tuple[torch.Tensor, torch.Tensor],
         out_TX: torch.Tensor,
         num_sms: int,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """All rows of a step, on a GPU."""
-        tiled_attention(
-            q_THD, *self.planes, page_table_NP, work, self._page_tokens, scale, window, *partials, out_TX, num_sms
-        )
+        places = page_table_NP, work, self._page_tokens
+        tiled_attention(q_THD, *self.planes, *places, scale, window, *partials, out_TX, num_sms, sinks_H, softcap)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the form that what is `read` takes."""
@@ -307,9 +308,13 @@ class QuantizedPages:
         partials: tuple[torch.Tensor, torch.Tensor],
         out_TX: torch.Tensor,
         num_sms: int,
+        sinks_H: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """All rows of a step, on a GPU."""
-        quantized_attention(q_THD, self.planes, page_table_NP, work, scale, window, *partials, out_TX, num_sms)
+        quantized_attention(
+            q_THD, self.planes, page_table_NP, work, scale, window, *partials, out_TX, num_sms, sinks_H, softcap
+        )
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the form that what is `read` takes: their coordinates in the order of the keys'."""
@@ -361,6 +366,8 @@ KeyMeans = Sequence[torch.Tensor | None]
 """Of each quantized layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
 KeyBiases = Sequence[KeyBias | None]
 """Of each layer whose pages hold keys without their bias; None: there is none, or the keys have it."""
+Sinks = Sequence[torch.Tensor | None]
+"""Of each layer [H] in float32; None: its softmax is a plain one."""
 
 
 class LayerPages:
@@ -373,9 +380,14 @@ class LayerPages:
         k_means: KeyMeans | None = None,
         is_read: bool = False,
         key_biases: KeyBiases | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         """`is_read`: quantized pages are read in plain torch, which takes tables."""
         self._specs = specs
+        self._sinks = sinks or (None,) * len(specs)
+        for spec, sinks_H in zip(specs, self._sinks, strict=True):
+            shape = None if sinks_H is None else tuple(sinks_H.shape)
+            assert shape == ((spec.num_heads,) if spec.has_sinks else None), f"sinks of {shape} for {spec}"
         self.on_write: Callable[[int, torch.Tensor, HeadNorm | None], None] | None = None
         """Is told the layer, the projection of a step and the norm of its heads, before anything is written."""
         self._device = storage.plane(0, specs[0].cache.planes[0].name).device
@@ -407,7 +419,7 @@ class LayerPages:
         self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
 
     def held_bytes(self) -> dict[str, int]:
-        """What quantized pages take beside the storage."""
+        """What quantized pages take beside the storage, and sinks."""
         held: dict[str, int] = {}
         if self._readers:
             held["attention/dequantize"] = sum(reader.num_bytes for reader in self._readers.values())
@@ -416,6 +428,8 @@ class LayerPages:
         if biases := [bias for bias in self._key_biases if bias is not None]:
             turns = {bias.turns.cos_BC.data_ptr(): bias.turns for bias in biases}.values()
             held["attention/key_bias"] = sum(one.num_bytes for one in (*biases, *turns))
+        if sinks := [sinks_H for sinks_H in self._sinks if sinks_H is not None]:
+            held["attention/sinks"] = sum(sinks_H.nbytes for sinks_H in sinks)
         return held
 
     def _quantized(

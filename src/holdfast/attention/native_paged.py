@@ -9,7 +9,7 @@ import torch
 
 from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.attention.declarations import AttentionSpec
-from holdfast.attention.layer_pages import LayerPages, PlainPages
+from holdfast.attention.layer_pages import LayerPages, PlainPages, Sinks
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, paged_attention
 
@@ -36,8 +36,8 @@ class NativePagedAttention(LayerPages):
 
     name: ClassVar[str] = "native_paged"
 
-    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
-        super().__init__(specs, storage)
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage, sinks: Sinks | None = None) -> None:
+        super().__init__(specs, storage, sinks=sinks)
         self._page_tokens = storage.spec.page_tokens
         self._planes = [pages.planes for pages in self.pages if isinstance(pages, PlainPages)]
         assert len(self._planes) == len(specs), "the C kernel reads plain pages"
@@ -70,6 +70,8 @@ class NativePagedAttention(LayerPages):
             spec.scale,
             spec.window,
             out_TX[: q_THD.shape[0]],
+            self._sinks[layer],
+            spec.softcap,
         )
 
     def _rows(self, sequences: Sequence[SequenceRows]) -> tuple[NativeRows, ...]:
@@ -77,10 +79,10 @@ class NativePagedAttention(LayerPages):
 
 
 def _group_rows(sequences: Sequence[SequenceRows], group: int) -> NativeRows:
-    """A hole becomes some page: tiles begin before a window does, and what lies there has no share in an answer."""
+    """The kernel follows no entry that lies behind a window: holes may stay."""
     rows, pages = [], []
     for sequence in sequences:
         rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))
         pages.extend(sequence.tables[group])
-    pages_P = torch.from_numpy(np.maximum(np.array(pages, dtype=np.int32), 0))
+    pages_P = torch.from_numpy(np.array(pages, dtype=np.int32))
     return NativeRows(pages_P, torch.tensor(rows, dtype=torch.int64).view(-1, len(SEQUENCE_FIELDS)))

@@ -5,7 +5,7 @@ from typing import Any
 
 from holdfast.attention.backend import AttentionBackend
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.attention.layer_pages import KeyBiases, KeyMeans
+from holdfast.attention.layer_pages import KeyBiases, KeyMeans, Sinks
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
@@ -21,14 +21,15 @@ def build_backend(
     batch_invariant: bool,
     k_means: KeyMeans | None = None,
     key_biases: KeyBiases | None = None,
+    sinks: Sinks | None = None,
 ) -> AttentionBackend[Any]:
     """The backend over its storage.
 
     `k_means`: what is subtracted from the keys of each layer before they are quantized. `key_biases`: what keys are written
-    without, and scores get.
+    without, and scores get. `sinks`: the logits that join the softmax of each layer's query heads.
     """
     if declaration.name == TritonPagedAttention.name:
-        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant, k_means, key_biases)
+        return TritonPagedAttention(specs, storage, bounds, num_sms, batch_invariant, k_means, key_biases, sinks)
     if declaration.name == TorchPagedAttention.name:
-        return TorchPagedAttention(specs, storage, k_means, key_biases)
-    return {NativePagedAttention.name: NativePagedAttention}[declaration.name](specs, storage)
+        return TorchPagedAttention(specs, storage, k_means, key_biases, sinks)
+    return {NativePagedAttention.name: NativePagedAttention}[declaration.name](specs, storage, sinks)

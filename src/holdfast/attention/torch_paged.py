@@ -5,6 +5,10 @@
 Rows of a sequence are taken in blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
 torch's fused attention with one slice of a mask template does it, whatever the chunking. A lone row folds its G heads into
 the row dimension instead and needs no mask. Quantized tokens become numbers again for as long as they are attended to.
+
+Torch's attention knows neither sinks nor soft-capping: where a layer has them its blocks are computed here, in float32, a
+key head at a time. A block begins with the first token that its first row sees, so nothing behind a window is ever read;
+what later rows of it do not see is the sequence's own, because pages are given back by what a whole step sees.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.attention.declarations import AttentionSpec, mask_rows
-from holdfast.attention.layer_pages import KeyBiases, KeyMeans, LayerPages, PagedRows
+from holdfast.attention.layer_pages import KeyBiases, KeyMeans, LayerPages, PagedRows, Sinks
 from holdfast.cache.storage import PageStorage
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -71,8 +75,9 @@ class TorchPagedAttention(LayerPages):
         storage: PageStorage,
         k_means: KeyMeans | None = None,
         key_biases: KeyBiases | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
-        super().__init__(specs, storage, k_means, is_read=True, key_biases=key_biases)
+        super().__init__(specs, storage, k_means, is_read=True, key_biases=key_biases, sinks=sinks)
         self._dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._page_tokens = storage.spec.page_tokens
         self._max_model_len = specs[0].max_model_len
@@ -110,7 +115,10 @@ class TorchPagedAttention(LayerPages):
             for sequence in rows[spec.window, spec.group]:
                 k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
                 for block in sequence.blocks:
-                    self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+                    if spec.is_plain_softmax:
+                        self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+                    else:
+                        attend_block(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec, self._sinks[layer])
         pages.finish(out_TX[:num_rows])
         return out_TX[:num_rows]
 
@@ -185,6 +193,31 @@ class TorchPagedAttention(LayerPages):
         shift = self._max_model_len - position
         mask_nL = self._masks[window][: end - position, shift + low : shift + end]
         return aligned_mask(mask_nL) if self._device.type == "cuda" else mask_nL
+
+
+def attend_block(
+    q_TKGD: torch.Tensor,
+    k_KLD: torch.Tensor,
+    v_KLD: torch.Tensor,
+    out_TKGD: torch.Tensor,
+    block: Block,
+    spec: AttentionSpec,
+    sinks_H: torch.Tensor | None,
+) -> None:
+    """One block with scores that are capped, and sinks in the softmax; one key head at a time has its scores in memory."""
+    rows, tokens = slice(block.row, block.row + block.num_rows), slice(block.low, block.high)
+    sinks_KG11 = None if sinks_H is None else sinks_H.view(*q_TKGD.shape[1:3], 1, 1)
+    for head, (k_LD, v_LD) in enumerate(zip(k_KLD[:, tokens].float(), v_KLD[:, tokens].float(), strict=True)):
+        q_GnD = q_TKGD[rows, head].transpose(0, 1).float()
+        scores_GnL = q_GnD @ k_LD.T * spec.scale
+        if spec.softcap is not None:
+            scores_GnL = torch.tanh(scores_GnL.div_(spec.softcap)).mul_(spec.softcap)
+        if block.mask_nL is not None:
+            scores_GnL += block.mask_nL
+        sum_Gn1 = scores_GnL.logsumexp(-1, keepdim=True)
+        if sinks_KG11 is not None:
+            sum_Gn1 = torch.logaddexp(sum_Gn1, sinks_KG11[head])
+        out_TKGD[rows, head] = ((scores_GnL - sum_Gn1).exp_() @ v_LD).transpose(0, 1).to(out_TKGD.dtype)
 
 
 def aligned_mask(mask_nL: torch.Tensor) -> torch.Tensor:

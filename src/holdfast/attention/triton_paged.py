@@ -16,7 +16,7 @@ from holdfast.attention.declarations import (
     max_tiles,
     tile_kinds,
 )
-from holdfast.attention.layer_pages import KeyBiases, KeyMeans, LayerPages
+from holdfast.attention.layer_pages import KeyBiases, KeyMeans, LayerPages, Sinks
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.tiled_attention import TileWork
@@ -48,8 +48,9 @@ class TritonPagedAttention(LayerPages):
         batch_invariant: bool = False,
         k_means: KeyMeans | None = None,
         key_biases: KeyBiases | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
-        super().__init__(specs, storage, k_means, key_biases=key_biases)
+        super().__init__(specs, storage, k_means, key_biases=key_biases, sinks=sinks)
         self._num_sms = num_sms
         self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
         machine = Machine(num_sms, batch_invariant, self._device)
@@ -95,7 +96,16 @@ class TritonPagedAttention(LayerPages):
         spec, work = self._specs[layer], plan.work[self._keys[layer]]
         partials = (scratch[0], scratch[1]) if scratch else (out_TX, out_TX)
         self.pages[layer].attend_tiles(
-            q_THD, plan.page_tables[spec.group], work, spec.scale, spec.window, partials, out_TX, self._num_sms
+            q_THD,
+            plan.page_tables[spec.group],
+            work,
+            spec.scale,
+            spec.window,
+            partials,
+            out_TX,
+            self._num_sms,
+            self._sinks[layer],
+            spec.softcap,
         )
         if not wanted_only or plan.wanted_rows_R is None:
             return out_TX

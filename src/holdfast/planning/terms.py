@@ -19,6 +19,7 @@ from holdfast.attention.declarations import (
     StepBounds,
     choose_declaration,
     key_bias_terms,
+    sink_terms,
 )
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
@@ -360,6 +361,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),
+        *sink_terms(specs[:1] * blueprint.num_layers),
         *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
     return Needs(declaration, requests, workspace, tuple(terms))
@@ -433,14 +435,15 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     num_layers = sum(kv_format.is_quantized for kv_format in layout.formats(resolved))
     if heads is None or num_layers == 0:
         return []
-    if not any(spec.has_key_bias for spec in specs):
+    is_plain, has_turned_bias = specs[0].is_plain_softmax, any(spec.has_key_bias for spec in specs)
+    if is_plain and not has_turned_bias:
         mean_bytes = num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
         means = [
             Term("attention/key_means", mean_bytes, f"what the keys of a head have in common, in {num_layers} layers")
         ]
     else:
         means = []
-    if not heads.has_separable_key_bias:
+    if not heads.has_separable_key_bias or not (is_plain or has_turned_bias):
         return means
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     num_bytes = num_layers * width * DTYPE_BYTES[resolved.dtype]

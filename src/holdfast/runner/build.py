@@ -46,6 +46,7 @@ from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sinks import copy_sinks
 from holdfast.runner.step_inputs import BatchBuffers
 from holdfast.runner.weight_load import WeightLoad, plan_weights
 
@@ -236,12 +237,9 @@ class RunnerBuild:
         invariant = self._config.batch_invariant
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         biases, means = self._split_biases(), make_means(plan.attention_specs, device)
-        # A backend that somebody else makes need not know of what no layer has.
-        own: dict[str, Any] = {"key_biases": biases.keys} if any(biases.keys) else {}
-        if any(mean is not None for mean in means):
-            own["k_means"] = means
+        tables = self._layer_tables(biases, means)
         backend = (make_backend or build_backend)(
-            declaration, plan.attention_specs, storage, bounds, num_sms, invariant, **own
+            declaration, plan.attention_specs, storage, bounds, num_sms, invariant, **tables
         )
         rotaries = self._rope()
         for owner, num_bytes in backend.held_bytes().items():
@@ -284,6 +282,15 @@ class RunnerBuild:
         self._releases.append(runner.close)
         self._centre_keys(runner, rotaries, biases, means)
         return runner
+
+    def _layer_tables(self, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+        """What layers have beside their pages, as a backend names it.
+
+        One that somebody else makes need not know of what no layer has.
+        """
+        sinks = copy_sinks(self._weights, self._plan.attention_specs)
+        named: dict[str, Sequence[Any]] = {"key_biases": biases.keys, "k_means": means, "sinks": sinks}
+        return {name: tables for name, tables in named.items() if any(table is not None for table in tables)}
 
     def _centre_keys(
         self,

@@ -44,9 +44,14 @@ def split_biases(
 ) -> SplitBiases:
     """For every quantized layer whose keys are a sum of two parts; `turns` is None where the model has no rope.
 
-    Without rope the bias adds the same number to all scores of a row, which a softmax does not see: nothing is added.
+    Without rope the bias adds the same number to all scores of a row, which a plain softmax does not see: nothing is added.
+    Where there are sinks or a cap, which do, such keys keep their bias.
     """
-    layers = [layer for layer, own in enumerate(attention_specs) if own.cache.format.is_quantized]
+    layers = [
+        layer
+        for layer, own in enumerate(attention_specs)
+        if own.cache.format.is_quantized and (turns is not None or own.is_plain_softmax)
+    ]
     if not spec.has_separable_key_bias or not layers:
         return SplitBiases({}, (None,) * len(attention_specs))
     biases = {layer: plain_bias(weights, layer) for layer in layers}

@@ -10,7 +10,7 @@ settings, and two starts give the same ones.
 Where scores get a key bias already, the mean is one more part of it: exact at every position, whatever stands behind a score.
 Elsewhere one vector is subtracted from the keys of all positions, their mean turned to each of them and averaged over the
 whole context: of pairs that turn fast nothing is left. It adds the same number to all scores of a row, which a plain softmax
-does not see. No model that runs here has attention sinks or soft-capping, which would.
+does not see. Sinks and soft-capping would, so nothing is subtracted from the keys of layers that have them.
 """
 
 from collections.abc import Sequence
@@ -53,8 +53,12 @@ def warm_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
 
 
 def make_means(specs: Sequence[AttentionSpec], device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """Room for the mean of every quantized layer without a key bias, zeros until it is known."""
-    layers = [layer for layer, spec in enumerate(specs) if spec.cache.format.is_quantized and not spec.has_key_bias]
+    """Room for the mean of every quantized layer without a key bias, sinks or a cap; zeros until it is known."""
+    layers = [
+        layer
+        for layer, spec in enumerate(specs)
+        if spec.cache.format.is_quantized and not spec.has_key_bias and spec.is_plain_softmax
+    ]
     found: list[torch.Tensor | None] = [None] * len(specs)
     if layers:
         cache = specs[layers[0]].cache
