@@ -17,6 +17,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS, KVFormat
 from holdfast.quant.kv_quantize import dequantize_keys, dequantize_values, quantize_keys, quantize_values, rotate_heads
 from kernels.exactness import random
+from kernels.paged_cases import odd_sinks
 
 CPU = torch.device("cpu")
 BEYOND = 2**30
@@ -42,6 +43,8 @@ class Geometry:
     dtype: torch.dtype = torch.float32
     max_model_len: int = 256
     device: torch.device = CPU
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def formats(self) -> list[KVFormat]:
@@ -62,10 +65,25 @@ class Geometry:
         dtype = str(self.dtype).removeprefix("torch.")
         return tuple(
             AttentionSpec(
-                layer, self.num_heads, self.head_dim**-0.5, window, self.max_model_len, dtype, self.device.type
+                layer,
+                self.num_heads,
+                self.head_dim**-0.5,
+                window,
+                self.max_model_len,
+                dtype,
+                self.device.type,
+                softcap=self.softcap,
+                has_sinks=self.has_sinks,
             )
             for layer, window in zip(self.cache.layers, self.windows, strict=True)
         )
+
+    @property
+    def sinks(self) -> list[torch.Tensor | None]:
+        """Of each layer, on its device."""
+        if not self.has_sinks:
+            return [None] * len(self.windows)
+        return [odd_sinks(self.num_heads, seed=layer).to(self.device) for layer in range(len(self.windows))]
 
     def storage(self, num_pages: int) -> PageStorage:
         """Pages full of NaN; a byte of codes is one too where it is a number, and its scale always is."""
@@ -118,7 +136,7 @@ class Text:
         k, v = planes
         if kv_format.is_quantized:
             q, k, v = quantized(q, k, v, kv_format, k_mean)
-        return exact_attention(q, k, v, window)
+        return exact_attention(q, k, v, window, geometry.sinks[layer], geometry.softcap)
 
 
 def quantized(
@@ -136,7 +154,14 @@ def quantized(
     return q, k, rotate_heads(v) if value_bits < 8 else v
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def exact_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """[L, H * D] in float64, of [L, H, D] to twice [L, K, D]."""
     num_tokens, num_heads, head_dim = q.shape
     k, v = (x.double().repeat_interleave(num_heads // k.shape[1], 1) for x in (k, v))
@@ -144,7 +169,12 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     positions = torch.arange(num_tokens)
     distance = positions.unsqueeze(1) - positions
     seen = (distance >= 0) & (distance < (num_tokens if window is None else window))
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    sums = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        sums = torch.logaddexp(sums, sinks.cpu().double().view(-1, 1, 1))
+    weights = (scores - sums).exp()
     return torch.einsum("hnl,lhd->nhd", weights, v).flatten(1)
 
 
@@ -203,8 +233,8 @@ def logit_rows(wanted: list[int], sequences: list[SequenceRows], device: torch.d
 def build(backend_type, geometry: Geometry, storage: PageStorage, num_sms: int = 1, batch_invariant: bool = False):
     """A backend over its storage; Triton's for a small machine, so that the interpreter is done soon."""
     if backend_type is not TritonPagedAttention:
-        return backend_type(geometry.specs, storage)
-    return TritonPagedAttention(geometry.specs, storage, STEP_BOUNDS, num_sms, batch_invariant)
+        return backend_type(geometry.specs, storage, sinks=geometry.sinks)
+    return TritonPagedAttention(geometry.specs, storage, STEP_BOUNDS, num_sms, batch_invariant, sinks=geometry.sinks)
 
 
 def on_triton(geometry: Geometry, device: torch.device) -> Geometry:
