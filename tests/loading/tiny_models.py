@@ -146,7 +146,9 @@ def save_tiny(
             if parameter.ndim == 2:
                 parameter.copy_(values * parameter.shape[1] ** -0.5)
             else:
-                parameter.copy_(values * 0.1 + (0.0 if name.endswith("bias") else 1.0))
+                # Norms of Gemma add 1 by themselves.
+                middle, spread = (0.0, 0.3) if prefix in CONFIGS else (1.0, 0.1)
+                parameter.copy_(values * 0.1 if name.endswith("bias") else values * spread + middle)
     model = model.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)

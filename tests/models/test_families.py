@@ -21,8 +21,13 @@ CONFIG_CLASSES = {
     "Qwen2MoeForCausalLM": "Qwen2MoeConfig",
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "GptOssForCausalLM": "GptOssConfig",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Gemma3ForConditionalGeneration": "Gemma3TextConfig",
     "OPTForCausalLM": "OPTConfig",
 }
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
+"""What transformers calls otherwise."""
+ACTIVATION_KEYS = ("activation_function", "hidden_activation", "hidden_act")
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
@@ -151,6 +156,7 @@ def expected_from(config: Any, architecture: str) -> dict[str, Any]:
         windows = (config.sliding_window,) * config.num_hidden_layers
     elif kinds and "sliding_attention" in kinds:
         windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    activation = next(getattr(config, key) for key in ACTIVATION_KEYS if hasattr(config, key))
     facts = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -160,10 +166,10 @@ def expected_from(config: Any, architecture: str) -> dict[str, Any]:
         "num_kv_heads": config.num_attention_heads if is_opt else config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "norm_eps": 1e-5 if is_opt else config.rms_norm_eps,
-        "activation": config.activation_function if is_opt else config.hidden_act,
+        "activation": ACTIVATIONS.get(activation, activation),
         "tied_embeddings": config.tie_word_embeddings,
         "sliding_windows": windows,
-        "qk_norm": architecture.startswith("Qwen3"),
+        "qk_norm": architecture.startswith(("Qwen3", "Gemma3")),
         "qkv_bias": {
             "OPTForCausalLM": getattr(config, "enable_bias", None),
             "Qwen2ForCausalLM": True,
@@ -194,8 +200,11 @@ def expected_from(config: Any, architecture: str) -> dict[str, Any]:
         facts["has_sinks"] = True
     else:
         facts["experts"] = None
+    if architecture.startswith("Gemma3"):
+        facts["attention_scale"] = config.query_pre_attn_scalar**-0.5
+        facts["local_rope.theta"] = config.rope_parameters["sliding_attention"]["rope_theta"]
     if not is_opt:
-        rope = config.rope_parameters
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
         facts["rope.theta"] = rope["rope_theta"]
         facts["rope.kind"] = rope["rope_type"]
         facts["rope.factor"] = rope.get("factor", 1.0)
@@ -231,7 +240,9 @@ def test_configs_that_transformers_writes_mean_the_same_here(name):
 
     prefix, overrides = (TINY | EXPERT_MODELS)[name]
     architecture = f"{prefix}ForCausalLM"
-    theirs = getattr(transformers, f"{prefix}Config")(**overrides, architectures=[architecture], dtype="bfloat16")
+    theirs = getattr(transformers, CONFIG_CLASSES[architecture])(
+        **overrides, architectures=[architecture], dtype="bfloat16"
+    )
     spec = read_spec(json.loads(theirs.to_json_string(use_diff=False)))
     for fact, value in expected_from(theirs, architecture).items():
         assert stated_by(spec, fact) == value, fact

@@ -124,9 +124,7 @@ def model_settings(settings: Settings) -> Settings:
     family = find_family(settings)
     if not family.text_key:
         return settings
-    part = settings.part(family.text_key)
-    if part is None:
-        raise settings.missing(family.text_key, "the settings of the text model are needed")
+    part = settings.part(family.text_key) or Settings({}, settings.file, f"{family.text_key}.")
     if part.text("model_type", family.text_type) != family.text_type:
         raise part.refuse("model_type", part.values["model_type"], f"{family.text_type!r}")
     shared = {key: settings.values[key] for key in SHARED_KEYS if key in settings}
