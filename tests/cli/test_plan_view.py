@@ -90,11 +90,11 @@ def test_the_command_is_there_where_it_would_work() -> None:
         "holdfast chat --quantization mxfp4 --memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 4"
     )
     assert view_of(plan_request("Llama-3.1-70B", "l4"), None).command is None, "another GPU is no option"
-    ranks = FITTING._replace(tensor_parallel_size=2)
+    ranks = replace(FITTING, tensor_parallel_size=2)
     assert view_of(ranks, None).command is None, "nothing runs it yet"
-    quantized = FITTING._replace(config=FITTING.config.with_quantization("fp8"))
+    quantized = replace(FITTING, config=FITTING.config.with_quantization("fp8"))
     assert "--quantization fp8 " in (view_of(quantized, None).command or "")
-    revised = FITTING._replace(config=EngineConfig(revision="v9"))
+    revised = replace(FITTING, config=EngineConfig(revision="v9"))
     view = view_of(revised, "Qwen/Qwen3-8B")
     assert all("Qwen/Qwen3-8B " in command for command in (view.command or "", *filter(None, view.commands)))
     assert all("--revision v9" in command for command in (view.command or "", *filter(None, view.commands)))
@@ -175,7 +175,7 @@ def test_what_is_asked_is_one_line() -> None:
     )
     mixed = words_of(plan_request(kv_cache_dtype="turboquant_4bit_nc", kv_protected_dtype="auto"))
     assert "KV pages in turboquant_4bit_nc, 4 of 36 layers in bfloat16, context 40,960" in mixed
-    assert "on the CPU of this machine" in words_of(plan_request()._replace(target=cpu_target()))
+    assert "on the CPU of this machine" in words_of(replace(plan_request(), target=cpu_target()))
 
 
 def test_what_is_asked_reads_as_a_person_would_say_it() -> None:
@@ -186,7 +186,7 @@ def test_what_is_asked_reads_as_a_person_would_say_it() -> None:
 
 def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
     asked = plan_request()
-    hostile = asked._replace(blueprint=replace(asked.blueprint, name="a\nb\x1b[2J"))
+    hostile = replace(asked, blueprint=replace(asked.blueprint, name="a\nb\x1b[2J"))
     words = words_of(hostile)
     assert words.isprintable()
     assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")
@@ -200,7 +200,7 @@ def test_bytes_of_a_token() -> None:
 def test_only_what_was_asked_is_repeated() -> None:
     assert start_command(plan_request(), "Qwen3-8B") == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 256"
     assert (
-        start_command(plan_request()._replace(target=cpu_target()), None)
+        start_command(replace(plan_request(), target=cpu_target()), None)
         == "holdfast chat --device cpu --max-num-seqs 64"
     )
     alone = start_command(plan_request(max_num_seqs=1), "Qwen3-8B")
@@ -244,7 +244,7 @@ def test_a_command_makes_the_same_plan_again() -> None:
         "holdfast plan x --memory 24GiB --tensor-parallel-size 2"
     )
     assert plan_command(plan_request(memory="24GB"), "x") == "holdfast plan x --memory 24000000000B"
-    assert plan_command(plan_request()._replace(target=cpu_target()), None) == "holdfast plan"
+    assert plan_command(replace(plan_request(), target=cpu_target()), None) == "holdfast plan"
     moved = plan_command(plan_request(max_num_seqs=4), "x", change("gpu", "b200"))
     assert moved == "holdfast plan x --gpu b200 --max-num-seqs 4"
     assert plan_command(plan_request(), "x", change("memory_limit", "4GiB")) is None, "plans have no such option"
@@ -286,7 +286,7 @@ CELLS = sweep(ASKED)
 
 
 def in_format(name: str) -> PlanRequest:
-    return ASKED._replace(config=replace(ASKED.config, kv_cache_dtype=name))
+    return replace(ASKED, config=replace(ASKED.config, kv_cache_dtype=name))
 
 
 def test_every_cell_is_the_plan_of_its_formats() -> None:

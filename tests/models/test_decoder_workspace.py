@@ -23,7 +23,7 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.blueprints.blueprint import read_blueprint
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
-from holdfast.planning.plan import plan_runner
+from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
@@ -182,7 +182,7 @@ def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
         decoder = replace(blueprint.anatomy.decoder, num_layers=num_layers)  # type: ignore[attr-defined]
         model = replace(blueprint, anatomy=blueprint.anatomy._replace(decoder=decoder), num_layers=num_layers)  # type: ignore[attr-defined]
         config = EngineConfig(max_model_len=max_model_len, max_num_seqs=64)
-        return plan_runner(config, model, target).workspace.total_bytes
+        return plan_runner(PlanRequest(config, model, target)).workspace.total_bytes
 
     assert workspace_bytes(4096) == workspace_bytes(2**17) == workspace_bytes(4096, num_layers=9)
 

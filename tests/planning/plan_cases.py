@@ -40,11 +40,11 @@ def changed(request: PlanRequest, alternative: Alternative) -> PlanRequest:
 def _changed(request: PlanRequest, option: str, value: str) -> PlanRequest:
     if option == "gpu":
         config = replace(request.config, memory_limit=None)
-        return request._replace(target=gpu_target(GPUS[value]), config=config, staging=None)
+        return replace(request, target=gpu_target(GPUS[value]), config=config, staging=None)
     if option == "quantization":
-        return request._replace(config=request.config.with_quantization(value))
+        return replace(request, config=request.config.with_quantization(value))
     if option == "tensor_parallel_size":
-        return request._replace(tensor_parallel_size=int(value))
+        return replace(request, tensor_parallel_size=int(value))
     typed: object = value or None
     if option in NUMBERS:
         typed = int(value)
@@ -52,4 +52,4 @@ def _changed(request: PlanRequest, option: str, value: str) -> PlanRequest:
         typed = float(value)
     elif option == "enforce_eager":
         typed = value == "true"
-    return request._replace(config=replace(request.config, **{option: typed}))
+    return replace(request, config=replace(request.config, **{option: typed}))

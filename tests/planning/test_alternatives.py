@@ -193,8 +193,8 @@ def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
     assert context_note(whole, fit_runner(whole)) == ""
     windowed = blueprint("Qwen3-8B").spec
     assert windowed is not None
-    narrow = whole._replace(
-        blueprint=spec_blueprint(replace(windowed, sliding_windows=(4096,) * windowed.num_layers), "narrow")
+    narrow = replace(
+        whole, blueprint=spec_blueprint(replace(windowed, sliding_windows=(4096,) * windowed.num_layers), "narrow")
     )
     assert context_note(narrow, fit_runner(narrow)) == (
         "every layer attends to the last 4,096 tokens only, the model's own window"
@@ -266,7 +266,7 @@ def test_what_contradicts_another_option_is_not_offered() -> None:
 def test_heads_that_cannot_be_quantized_are_not_offered_codes() -> None:
     odd = blueprint("Qwen3-8B").spec
     assert odd is not None
-    wanted = plan_request()._replace(blueprint=spec_blueprint(replace(odd, head_dim=120), "odd"))
+    wanted = replace(plan_request(), blueprint=spec_blueprint(replace(odd, head_dim=120), "odd"))
     assert not [item for item in list_alternatives(wanted) if item.option == "kv_cache_dtype"]
 
 

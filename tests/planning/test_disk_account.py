@@ -12,7 +12,7 @@ from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.disk_account import disk_account
-from holdfast.planning.plan import plan_runner
+from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.resolve import resolve
 from holdfast.planning.target import Target
 
@@ -110,7 +110,7 @@ def test_lines_fit_80_columns():
 
 def test_a_refusal_tells_why_a_small_file_does_not_fit(default):
     with pytest.raises(MemoryPlanError) as caught:
-        plan_runner(EngineConfig(memory_limit="256MiB"), default, CPU)
+        plan_runner(PlanRequest(EngineConfig(memory_limit="256MiB"), default, CPU))
     told = str(caught.value)
     assert "its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load" in told
     assert "--quantization int8 would hold 129.16 MiB" in told

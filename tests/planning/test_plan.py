@@ -70,7 +70,7 @@ def test_every_model_in_every_format(name: str, kv_format: str) -> None:
         assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
         assert plan.cache.bytes_per_page == plan.memory.page_bytes
         assert plan.cache.page_tokens == (64 if KV_FORMATS[kv_format].is_quantized else 16)
-    bare = fit_runner(wanted._replace(config=replace(wanted.config, kv_protected_layers=0)))
+    bare = fit_runner(replace(wanted, config=replace(wanted.config, kv_protected_layers=0)))
     assert bare.kv_bytes_per_token == model.kv_bytes_per_token(kv_format)
 
 
@@ -215,7 +215,7 @@ def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
     if limits.max_model_len < resolved.limits.max_model_len:
         assert resolved.may_shorten
         longer = replace(wanted.config, max_model_len=limits.max_model_len + 1)
-        assert try_fit(wanted._replace(config=longer)) is None
+        assert try_fit(replace(wanted, config=longer)) is None
     assert fit_runner(wanted).kv_tokens == fit.kv_tokens
 
 
@@ -223,7 +223,7 @@ def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
 @settings(max_examples=50)
 def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) -> None:
     fit = try_fit(wanted)
-    larger = try_fit(wanted._replace(target=memory_target(wanted.target.total_bytes + more * GIB)))
+    larger = try_fit(replace(wanted, target=memory_target(wanted.target.total_bytes + more * GIB)))
     if fit is not None:
         assert larger is not None
         assert larger.kv_tokens >= fit.kv_tokens
@@ -237,7 +237,7 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
         "shortened from the model's own 131,072: no more fits 21.17 GiB (90% of the device's 23.52 GiB)"
     )
     assert plan.context_note == "", "the door to planning adds what would lift it"
-    told = plan_runner(EngineConfig(), blueprint("Llama-3.1-8B"), RTX4090).context_note
+    told = plan_runner(PlanRequest(EngineConfig(), blueprint("Llama-3.1-8B"), RTX4090)).context_note
     assert (
         f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in told
     )
@@ -357,10 +357,10 @@ def test_two_ranks_hold_half_each() -> None:
 
 
 def test_a_plan() -> None:
-    plan = plan_runner(EngineConfig(), blueprint("Qwen3-8B"), H200)
+    plan = plan_runner(PlanRequest(EngineConfig(), blueprint("Qwen3-8B"), H200))
     assert isinstance(plan, RunnerPlan)
     assert plan.kv_tokens > 700_000
-    quantized = plan_runner(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200)
+    quantized = plan_runner(PlanRequest(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200))
     assert quantized.kv_tokens > 1.9 * plan.kv_tokens
     assert quantized.not_in_this_version == ()
 
@@ -393,7 +393,7 @@ def test_a_plan() -> None:
 )
 def test_a_refusal_ends_with_the_smallest_changes(name, target, options, do) -> None:
     with pytest.raises(MemoryPlanError, match=do) as caught:
-        plan_runner(EngineConfig(**options), blueprint(name), target)
+        plan_runner(PlanRequest(EngineConfig(**options), blueprint(name), target))
     error = caught.value
     assert error.args == (error.asked, error.has, error.do)
     assert error.table is not None, "the table comes along"
@@ -404,7 +404,7 @@ def test_a_refusal_ends_with_the_smallest_changes(name, target, options, do) -> 
 
 def test_pages_alone_that_are_too_few() -> None:
     with pytest.raises(MemoryPlanError, match="leave out kv_cache_memory, which fits"):
-        plan_runner(EngineConfig(kv_cache_memory="1MiB", max_model_len=4096), blueprint("Qwen3-8B"), H200)
+        plan_runner(PlanRequest(EngineConfig(kv_cache_memory="1MiB", max_model_len=4096), blueprint("Qwen3-8B"), H200))
 
 
 def test_planning_imports_no_torch() -> None:
@@ -421,7 +421,7 @@ from holdfast.planning.target import cpu_target, gpu_target
 for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
     for target in (gpu_target(find_gpu("h200")), cpu_target()):
         try:
-            plan_runner(EngineConfig(), open_blueprint(name), target)
+            plan_runner(PlanRequest(EngineConfig(), open_blueprint(name), target))
         except MemoryPlanError:
             pass
         list_alternatives(PlanRequest(EngineConfig(), open_blueprint(name), target))

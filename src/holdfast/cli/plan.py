@@ -14,8 +14,7 @@ from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
-from holdfast.planning.fit import PlanRequest
-from holdfast.planning.resolve import resolve
+from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
@@ -112,7 +111,7 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
     if stored is None and not unread:
         return notes
-    resolved = resolve(request.config, request.blueprint, request.target)
+    resolved = settle(request)[1]
     scheme = resolved.recipe.scheme
     do = "pass the file or the folder for what it holds"
     if stored is not None and stored.scheme and scheme is None:

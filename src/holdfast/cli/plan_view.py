@@ -385,7 +385,7 @@ def _formats(request: PlanRequest, asked: str) -> list[_Pages]:
 
 def _pages_in(request: PlanRequest, name: str) -> _Pages | None:
     """The same request with pages in that format; None where it contradicts another option, or where no attention reads it."""
-    moved = request._replace(config=replace(request.config, kv_cache_dtype=name))
+    moved = request.with_config(replace(request.config, kv_cache_dtype=name))
     try:
         layout, resolved = settle(moved)
         list_needs(layout, resolved)

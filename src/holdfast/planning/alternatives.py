@@ -238,7 +238,7 @@ def _shortest_useful(request: PlanRequest) -> int:
 
 def _set(request: PlanRequest, words: str, kind: str, option: str, value: object) -> _Change:
     """A change of one option of the config."""
-    changed = request._replace(config=replace(request.config, **{option: value}))
+    changed = request.with_config(replace(request.config, **{option: value}))
     return _Change(words, ((option, "" if value is None else str(value).lower()),), kind, changed)
 
 
@@ -304,7 +304,7 @@ def _together(levers: Sequence[_Change]) -> Iterator[_Change]:
 def _joined(change: _Change, other: _Change) -> _Change:
     """Both, where the other sets options of the config."""
     config, (option, _) = change.request.config, other.settings[0]
-    merged = change.request._replace(config=replace(config, **{option: getattr(other.request.config, option)}))
+    merged = change.request.with_config(replace(config, **{option: getattr(other.request.config, option)}))
     kind = max(change.kind, other.kind, key=KINDS.index)
     return _Change(f"{change.words}, {other.words}", (*change.settings, *other.settings), kind, merged)
 
@@ -319,7 +319,7 @@ def _memory_changes(request: PlanRequest) -> Iterator[_Change]:
     config, target = request.config, request.target
     if config.kv_cache_memory is not None:
         yield _set(request, "leave out kv_cache_memory", LEVER, "kv_cache_memory", None)
-    asked = request._replace(config=replace(config, max_model_len=_shortest_useful(request), kv_cache_memory=None))
+    asked = request.with_config(replace(config, max_model_len=_shortest_useful(request), kv_cache_memory=None))
     needed_bytes = unfitting_runner(asked).memory.peak_bytes
     if config.memory_limit is not None:
         limit = f"{-(-needed_bytes // MIB)}MiB"
@@ -426,7 +426,7 @@ def _bits(scheme: WeightScheme) -> float:
 
 def in_scheme(request: PlanRequest, name: str) -> PlanRequest:
     """The same with weights in a scheme, or as they are."""
-    return request._replace(config=request.config.with_quantization(name))
+    return request.with_config(request.config.with_quantization(name))
 
 
 def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative]:
@@ -446,7 +446,7 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
             continue
         # A limit was meant for the device that was named first.
         config = replace(request.config, device="auto", memory_limit=None)
-        moved = request._replace(config=config, target=target, staging=None)
+        moved = replace(request, config=config, target=target, staging=None)
         tried = next(_possible([_Change(f"take {gpu.key}", (("gpu", gpu.key),), GPU, moved)]), None)
         if tried is not None and tried.fits and tried.kv_tokens >= least_tokens:
             fitting.append(tried)
@@ -460,6 +460,6 @@ def _later_changes(request: PlanRequest) -> Iterator[_Change]:
     """What this version does not have: several ranks."""
     for ranks in RANKS:
         if ranks > request.tensor_parallel_size and request.blueprint.anatomy.indivisible(ranks) is None:
-            changed = request._replace(tensor_parallel_size=ranks)
+            changed = replace(request, tensor_parallel_size=ranks, staging=request.known_staging)
             settings = (("tensor_parallel_size", str(ranks)),)
             yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, NO_RANKS)

@@ -1,14 +1,16 @@
 """RunnerPlan: everything settled and counted before a weight is read; the most pages, and the longest context, that fit; no torch."""
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
+from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec
-from holdfast.config import EngineConfig
+from holdfast.config import EngineConfig, Limits
 from holdfast.errors import MemoryPlanError
-from holdfast.memory.planner import MemoryPlan, Term, plan_memory
+from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
@@ -21,15 +23,27 @@ NO_RANKS = "tensor parallelism is not in this version"
 SHORTENED = "shortened from the model's own"
 
 
-class PlanRequest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
     """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
 
     config: EngineConfig
     blueprint: Blueprint
     target: Target
     tensor_parallel_size: int = 1
-    staging: Term | None = None
-    """What loading holds beside the weights, where that is known."""
+    staging: Callable[[Resolved], Term | None] | Term | None = None
+    """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
+    _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
+    """What the request became: everything that is asked of it later goes on from there."""
+
+    def with_config(self, config: EngineConfig) -> "PlanRequest":
+        """The same with other settings. What loading holds is not asked again."""
+        return replace(self, config=config, staging=self.known_staging)
+
+    @property
+    def known_staging(self) -> Term | None:
+        """What loading holds, settled."""
+        return settle(self)[0].staging if callable(self.staging) else self.staging
 
 
 class Fit(NamedTuple):
@@ -42,11 +56,40 @@ class Fit(NamedTuple):
 
     @property
     def kv_tokens(self) -> int:
-        return self.memory.num_pages * self.resolved.limits.page_tokens
+        pages = self.layout.pages(self.resolved)
+        return count_tokens(() if pages is None else pages.groups, self.resolved.limits, self.memory.num_pages)[0]
 
     @property
     def max_concurrency(self) -> float:
         return self.kv_tokens / self.resolved.limits.max_model_len
+
+
+class GroupAccount(NamedTuple):
+    """One cache group in numbers that a person can check."""
+
+    name: str
+    num_layers: int
+    page_tokens: int
+    """Tokens that a page holds for all of its layers."""
+    prompt_pages: int
+    """That one longest sequence holds at the most, while its prompt is computed."""
+    decode_pages: int
+    """That it holds at the most from then on."""
+    padding_bytes: int
+    """Of a page that the group has taken, what it has no layer for."""
+    padding_share: float
+
+
+def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int) -> tuple[int, float]:
+    """Tokens that so many pages hold, and the sequences of the longest context that decode together on them.
+
+    Where some layers give pages back, a token is its share of a longest sequence.
+    """
+    if not any(group.window is not None for group in groups):
+        num_tokens = num_pages * limits.page_tokens
+        return num_tokens, num_tokens / limits.max_model_len
+    per_sequence = sum(group.most_pages(limits.max_model_len, 1) for group in groups)
+    return num_pages * limits.max_model_len // per_sequence, num_pages / per_sequence
 
 
 class RunnerPlan(NamedTuple):
@@ -72,13 +115,52 @@ class RunnerPlan(NamedTuple):
     """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
 
     @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Empty where the model keeps something else than keys and values by head."""
+        return () if self.cache is None else self.cache.cache_groups()
+
+    @property
     def kv_tokens(self) -> int:
-        return self.memory.num_pages * self.resolved.limits.page_tokens
+        return count_tokens(self.cache_groups, self.resolved.limits, self.memory.num_pages)[0]
 
     @property
     def max_concurrency(self) -> float:
-        """Sequences of the longest context that fit together."""
-        return self.kv_tokens / self.resolved.limits.max_model_len
+        """Sequences of the longest context that fit together, once their prompts are computed."""
+        return count_tokens(self.cache_groups, self.resolved.limits, self.memory.num_pages)[1]
+
+    @property
+    def tokens_without_groups(self) -> int:
+        """Tokens that the same budget holds where every layer keeps every token."""
+        limits, memory = self.resolved.limits, self.memory
+        page_bytes = self.kv_bytes_per_token * limits.page_tokens
+        taken = max(memory.phase_bytes[phase] for phase in PAGE_PHASES) - memory.kv_bytes
+        num_bytes = memory.budget_bytes - taken
+        if self.resolved.max_kv_bytes is not None:
+            num_bytes = min(num_bytes, self.resolved.max_kv_bytes)
+        most = limits.max_num_seqs * -(-limits.max_model_len // limits.page_tokens)
+        return limits.page_tokens * min(most, int(num_bytes / page_bytes))
+
+    @property
+    def groups(self) -> tuple[GroupAccount, ...]:
+        """Every group of the cache, in numbers; nothing where all layers keep all tokens."""
+        groups, limits = self.cache_groups, self.resolved.limits
+        if self.cache is None or not any(group.window is not None for group in groups):
+            return ()
+        accounts, length = [], limits.max_model_len
+        for index, (group, own) in enumerate(zip(groups, self.cache.groups, strict=True)):
+            padding_bytes = self.cache.padding_bytes(index)
+            accounts.append(
+                GroupAccount(
+                    group.name,
+                    len(own.layers),
+                    group.page_tokens,
+                    group.most_pages(length, limits.max_num_batched_tokens),
+                    group.most_pages(length, 1),
+                    padding_bytes,
+                    padding_bytes / self.memory.page_bytes,
+                )
+            )
+        return tuple(accounts)
 
     def kv_note(self) -> str:
         """What quantized pages mean for answers, on one line; empty where pages are as wide as what is computed in."""
@@ -99,6 +181,7 @@ class RunnerPlan(NamedTuple):
         protected = self.resolved.protected
         assert self.cache is not None, f"{self.blueprint.name} has no layers to protect"
         assert len(layers) == len(protected.layers), f"{layers} were not planned for, {protected.layers} were"
+        assert len(self.cache.groups) == 1, f"{self.cache.groups} share columns, which layers cannot change"
         protected = protected._replace(layers=layers, is_open=False, reason=reason)
         formats = protected.formats(self.resolved.kv_format, len(self.cache.layers))
         caches = tuple(
@@ -126,8 +209,8 @@ def unfitting_runner(request: PlanRequest) -> RunnerPlan:
     layout, resolved = settle(request)
     if resolved.may_shorten:
         resolved = _shortest(resolved)
-    limits, needs = resolved.limits, list_needs(layout, resolved)
-    num_pages = -(-limits.max_model_len // limits.page_tokens)
+    needs = list_needs(layout, resolved)
+    num_pages = layout.sequence_pages(resolved, resolved.limits.max_num_batched_tokens)
     reason = "for one longest sequence"
     page_bytes = layout.page_bytes(resolved)
     memory = MemoryPlan(resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, num_pages, reason)
@@ -139,7 +222,8 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
     cache, heads = layout.cache(resolved), layout.heads()
     specs: tuple[AttentionSpec, ...] = ()
     if cache is not None and heads is not None:
-        specs = tuple(layout.attention_spec(resolved, layer, heads) for layer in cache.layers)
+        group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
+        specs = tuple(layout.attention_spec(resolved, layer, heads, group_of[layer.layer]) for layer in cache.layers)
     return RunnerPlan(
         blueprint=request.blueprint,
         resolved=resolved,
@@ -180,11 +264,33 @@ def try_fit(request: PlanRequest) -> Fit | None:
 
 
 def longest_that_fits(layout: Layout, resolved: Resolved, low: int, high: int) -> Fit | None:
+    """The longest context from low to high with which a plan fits.
+
+    Beyond each window layers are grouped otherwise, and pages have another size: between two windows one search finds it.
+    """
+    reason = _shortened_reason(layout, resolved)
+    for first, last in _ranges(layout, low, high):
+        found = _longest_between(layout, resolved, first, last, reason)
+        if found is not None:
+            return found
+    return None
+
+
+def _ranges(layout: Layout, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Lengths from low to high in parts in which layers are grouped alike, the longest first."""
+    heads = layout.heads()
+    windows = set() if heads is None else {window for window in heads.windows if window is not None}
+    for window in sorted(windows, reverse=True):
+        if low <= window < high:
+            yield window + 1, high
+            high = window
+    if low <= high:
+        yield low, high
+
+
+def _longest_between(layout: Layout, resolved: Resolved, low: int, high: int, reason: str) -> Fit | None:
     """The pages of a sequence grow with the context, and so do tables by position: all but in proportion, so that a guess
     from the bytes that are left comes near at once; halving the range in between bounds the number of guesses."""
-    if low > high:
-        return None
-    reason = _shortened_reason(layout, resolved)
 
     def room(length: int) -> int:
         return _room_bytes(layout, resolved.with_max_model_len(length, reason))
@@ -221,11 +327,15 @@ def _shortest(resolved: Resolved) -> Resolved:
 
 
 def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
-    """Everything that does not depend on what fits; what cannot be planned at all raises."""
-    request.blueprint.check_ranks(request.tensor_parallel_size)
-    eager = request.config.enforce_eager
-    layout = Layout(request.blueprint, request.target, request.tensor_parallel_size, eager, request.staging)
-    return layout, resolve(request.config, request.blueprint, request.target)
+    """Everything that does not depend on what fits, settled once; what cannot be planned at all raises."""
+    if not request._settled:
+        request.blueprint.check_ranks(request.tensor_parallel_size)
+        resolved = resolve(request.config, request.blueprint, request.target)
+        staging = request.staging(resolved) if callable(request.staging) else request.staging
+        eager, ranks = request.config.enforce_eager, request.tensor_parallel_size
+        layout = Layout(request.blueprint, request.target, ranks, eager, staging)
+        request._settled.append((layout, resolved))
+    return request._settled[0]
 
 
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
@@ -272,7 +382,7 @@ def _page_bounds(layout: Layout, resolved: Resolved) -> tuple[int, int, tuple[st
     A bound that was asked for holds even if no sequence fits; our own gives way.
     """
     limits = resolved.limits
-    min_pages = -(-limits.max_model_len // limits.page_tokens)
+    min_pages = layout.sequence_pages(resolved, limits.max_num_batched_tokens)
     max_pages = limits.max_num_seqs * min_pages
     if resolved.max_kv_bytes is None:
         return min_pages, max_pages, ()

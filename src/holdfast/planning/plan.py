@@ -1,35 +1,22 @@
 """Plan a runner before anything is opened or allocated: what fits, or a refusal with the smallest changes that would; no torch."""
 
-from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
-from holdfast.memory.planner import Term
-from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.planning.alternatives import advice, context_note, list_alternatives, plan_changes
 from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner, settle
-from holdfast.planning.target import Target
 
-__all__ = ["RunnerPlan", "plan_runner"]
+__all__ = ["PlanRequest", "RunnerPlan", "plan_runner"]
 
 
-def plan_runner(
-    config: EngineConfig,
-    blueprint: Blueprint,
-    target: Target,
-    *,
-    tensor_parallel_size: int = 1,
-    staging: Term | None = None,
-) -> RunnerPlan:
+def plan_runner(request: PlanRequest) -> RunnerPlan:
     """The plan of one rank. A context that was left open shrinks to what fits; whatever else does not fit raises.
 
-    More ranks than one are for plans: no engine of this version takes them. `staging` is what loading will hold beside
-    the weights; without it a GPU is charged the most that loading may hold.
+    More ranks than one are for plans: no engine of this version takes them. Everything is settled once, whatever comes of it.
     """
-    request = PlanRequest(config, blueprint, target, tensor_parallel_size, staging)
     try:
         plan = fit_runner(request)
     except MemoryPlanError as error:
-        account = disk_account(blueprint, settle(request)[1], tensor_parallel_size)
+        account = disk_account(request.blueprint, settle(request)[1], request.tensor_parallel_size)
         if account is not None:
             error.has = f"{error.has}; {account.clause}"
         listed = list_alternatives(request)

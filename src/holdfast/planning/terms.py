@@ -21,6 +21,7 @@ from holdfast.attention.declarations import (
     key_bias_terms,
     sink_terms,
 )
+from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
@@ -274,6 +275,26 @@ STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
 
+class Pages(NamedTuple):
+    """How a model's pages are laid out, and what a plan counts of them."""
+
+    cache: CacheSpec
+    page_bytes: int
+    groups: tuple[CacheGroup, ...]
+    padding: Term
+    """Behind planes; what groups leave of a page is part of `page_bytes`."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether there is more than one lifetime to tell apart from what all layers keep."""
+        return len(self.groups) > 1
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers give pages back."""
+        return any(group.window is not None for group in self.groups)
+
+
 class Layout(NamedTuple):
     """How one rank keeps a model, and who attends: what a plan's terms follow from."""
 
@@ -301,22 +322,49 @@ class Layout(NamedTuple):
         return token_bytes + (wider_bytes - token_bytes) * len(protected.layers) / num_layers
 
     def page_bytes(self, resolved: Resolved) -> int:
-        """Of one page of all layers; rows that stand for several tokens are rounded up to whole bytes."""
+        """Of one page of the pool; rows that stand for several tokens are rounded up to whole bytes."""
+        pages = self.pages(resolved)
+        if pages is not None:
+            return pages.page_bytes
         return ceil(resolved.limits.page_tokens * self.bytes_per_token(resolved))
 
     def cache(self, resolved: Resolved) -> CacheSpec | None:
         """Keys and values by head, or None where the model keeps something else."""
-        heads = self.heads()
+        pages = self.pages(resolved)
+        return None if pages is None else pages.cache
+
+    def pages(self, resolved: Resolved) -> "Pages | None":
+        """The same with what is counted from it. A search asks for many lengths, and few of them change anything."""
+        heads, limits = self.heads(), resolved.limits
         if heads is None:
             return None
-        return mixed_cache(self.formats(resolved), heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
+        outgrown = frozenset(w for w in set(heads.windows) if w is not None and w < limits.max_model_len)
+        protected = resolved.protected
+        key = "pages", resolved.kv_format, protected.format, protected.layers, limits.page_tokens, self.num_ranks
 
-    def attention_spec(self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry) -> AttentionSpec:
+        def make() -> Pages:
+            shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
+            cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len)
+            return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
+
+        return self.blueprint.remembered((*key, outgrown), make)
+
+    def sequence_pages(self, resolved: Resolved, max_step_tokens: int) -> int:
+        """Pages of one sequence of the longest context, at the most, in steps of so many tokens."""
+        limits, pages = resolved.limits, self.pages(resolved)
+        if pages is None:
+            return -(-limits.max_model_len // limits.page_tokens)
+        return sum(group.most_pages(limits.max_model_len, max_step_tokens) for group in pages.groups)
+
+    def attention_spec(
+        self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry, group: int = 0
+    ) -> AttentionSpec:
         return AttentionSpec(
             cache=layer,
             num_heads=heads.num_heads,
             scale=heads.head_dim**-0.5 if heads.scale is None else heads.scale,
             window=heads.windows[layer.layer],
+            group=group,
             max_model_len=resolved.limits.max_model_len,
             dtype=resolved.dtype,
             device_kind=self.target.kind,
@@ -356,7 +404,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *_weight_terms(layout, resolved),
         *_cache_terms(layout, resolved),
         *workspace.terms(),
-        *batch_terms(limits, target.kind),
+        *batch_terms(limits, target.kind, _chunks_per_page(layout, resolved)),
         *sampling_terms(limits.max_num_seqs, blueprint.vocab_size, target.kind),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
@@ -386,6 +434,11 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
     return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
 
 
+def _chunks_per_page(layout: Layout, resolved: Resolved) -> tuple[int, ...]:
+    pages = layout.pages(resolved)
+    return ONE_GROUP if pages is None else tuple(group.chunks_per_page for group in pages.cache.groups)
+
+
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     groups = layout.blueprint.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
     return [Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items()]
@@ -404,8 +457,10 @@ def _enumerated(names: tuple[str, ...]) -> str:
 
 def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     """What pages cost beyond their number: alignment, and what a sequence keeps whatever its length."""
-    terms, heads = [], layout.heads()
-    if heads is not None:
+    terms, heads, pages = [], layout.heads(), layout.pages(resolved)
+    if pages is not None and pages.has_groups:
+        terms += [pages.padding] if pages.padding.num_bytes else []
+    elif heads is not None:
         shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
         counts = Counter(layout.formats(resolved)).items()
         paddings = [(count, kv_padding_term(uniform_cache(1, kv_format, *shape))) for kv_format, count in counts]

@@ -28,6 +28,7 @@ from holdfast.loading.execution.execute import LoadReport
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.arena import is_out_of_memory
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.planner import Term
 from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
@@ -36,8 +37,8 @@ from holdfast.models.decoder import Decoder
 from holdfast.models.rope import key_turns, rope_tables
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
-from holdfast.planning.plan import RunnerPlan, plan_runner
-from holdfast.planning.resolve import by_key_bias, listed, resolve
+from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
+from holdfast.planning.resolve import Resolved, by_key_bias, listed
 from holdfast.planning.target import Target, choose_device, device_target
 from holdfast.planning.terms import PROCESS_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -150,11 +151,16 @@ def plan_model(
 
     With `uses_cache`, weights that an earlier start has quantized are looked for.
     """
-    blueprint = opened_blueprint(model, model.name)
-    resolved = resolve(config, blueprint, target)
-    load = plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache)
-    plan = plan_runner(config, blueprint, target, staging=load.staging(target.kind))
+    loads: list[WeightLoad] = []
+
+    def staging(resolved: Resolved) -> Term | None:
+        """Of the weights as they are settled, which are looked for on the way."""
+        loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache))
+        return loads[-1].staging(target.kind)
+
+    plan = plan_runner(PlanRequest(config, opened_blueprint(model, model.name), target, staging=staging))
     _refuse_variance(config, plan)
+    (load,) = loads
     return load, plan
 
 

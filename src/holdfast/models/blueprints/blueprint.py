@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TypeVar, cast
 
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
 from holdfast.memory.on_disk import OnDisk
@@ -24,6 +25,7 @@ from holdfast.quant.formats import KVFormat, kv_format
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 MAX_RANKS = 4096
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,13 @@ class Blueprint:
     def has_learned_positions(self) -> bool:
         """Positions beyond `max_position` do not exist."""
         return self.anatomy.rope_width == 0
+
+    def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """What was made of this model for this key before, or is now."""
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = make()
+        return cast("_Made", found)
 
     def check_ranks(self, tensor_parallel_size: int) -> None:
         """An error in words where a layer cannot be shared by so many ranks."""
