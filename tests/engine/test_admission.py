@@ -6,7 +6,6 @@ import pytest
 
 from counted_work import num_lines
 from engine.fakes import VOCAB_SIZE, shared_template, shared_tokenizer
-from holdfast.config import Limits
 from holdfast.engine.admission import (
     Admission,
     ChatOptions,
@@ -129,8 +128,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 def admission(**changes) -> Admission:
     settings = {
-        "limits": Limits(8, 32, 64, 4),
-        "num_pages": 32,
+        "max_tokens": 64,
         "vocab_size": VOCAB_SIZE,
         "max_queue": 16,
         "tokenizer": shared_tokenizer(),
@@ -234,7 +232,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(prompt):
 
 
 def test_fewer_pages_than_the_context_bound_it():
-    small = admission(num_pages=4)
+    small = admission(max_tokens=16)
     with pytest.raises(PromptError, match="the context holds 16"):
         small.prepare({"prompt_token_ids": [1] * 16}, PARAMS)
     assert small.prepare({"prompt_token_ids": [1] * 15}, SamplingParams()).max_tokens == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from holdfast.cache.groups import CacheGroup
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.eval import kv_quality
@@ -80,7 +81,7 @@ def qualities(opened: OpenedContenders) -> dict[str, Quality]:
 def all_logits(contender: Contender, window: int) -> torch.Tensor:
     """Those of a window, collected by hand: [predictions, V]."""
     pieces = []
-    for step in steps_of(1000 + window, WINDOWS[window], contender.runner.limits):
+    for step in steps_of(1000 + window, WINDOWS[window], contender.runner):
         hidden_TH = contender.runner.hidden_rows(step)
         pieces += [contender.runner.row_logits(rows).clone() for rows in hidden_TH.split(7)]
     return torch.cat(pieces)[:-1]
@@ -167,6 +168,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.device = torch.device("cpu")
         self.limits = Limits(1, chunk, 10_000, 16)
+        self.groups = (CacheGroup("whole context", 16),)
         self._change = change
         self.num_rows: list[int] = []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.cache.chunks import ring_tables
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory import arena
 from holdfast.memory.profiler import measure

@@ -67,6 +67,18 @@ class CacheGroup:
         return -(-(self.window - 1 + step_tokens) // self.page_tokens) + 1
 
 
+def longest_sequence(groups: Sequence[CacheGroup], num_pages: int, most: int, max_step_tokens: int) -> int:
+    """Tokens, at most `most`, of the longest sequence that so many pages hold in steps of at most `max_step_tokens`."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(group.most_pages(middle, max_step_tokens) for group in groups) <= num_pages:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def block_tokens(groups: Sequence[CacheGroup]) -> int:
     """Tokens of a block of the prefix cache: whole pages of every group."""
     return lcm(*(group.page_tokens for group in groups if not group.is_state))

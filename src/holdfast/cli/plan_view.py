@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from holdfast.loading.hub.names import parse_hub_name
 from holdfast.memory.devices import GPUS
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
+from holdfast.memory.report import GroupAccount, page_words
 from holdfast.memory.sizes import UNITS, format_bytes
 from holdfast.models.catalogue import SOURCES
 from holdfast.planning.alternatives import (
@@ -201,6 +202,10 @@ class PlanView(NamedTuple):
     """What makes the plan of each alternative; None where no option of a plan does."""
     disk: DiskAccount | None = None
     """Of a GGUF file: bytes on disk, stored types, bytes in memory and why."""
+    groups: tuple[GroupAccount, ...] = ()
+    """Who shares the pages, where some layers give pages back."""
+    tokens_without_groups: int = 0
+    """Tokens that would fit if every layer kept every token, where that is not so."""
 
     @property
     def phase_bytes(self) -> dict[str, int]:
@@ -233,10 +238,13 @@ class PlanView(NamedTuple):
         """The plan in tokens, in the words that people search logs for."""
         if not self.fits:
             return f"a token of KV takes {token_words(self.kv_bytes_per_token)}"
-        return (
+        words = (
             f"KV cache size: {self.kv_tokens:,} tokens ({token_words(self.kv_bytes_per_token)} each), "
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x"
         )
+        if not self.groups:
+            return words
+        return f"{words}; {self.tokens_without_groups:,} tokens if every layer kept all of them"
 
     def as_dict(self) -> dict[str, object]:
         """For a program; names stay as they are."""
@@ -279,6 +287,15 @@ class PlanView(NamedTuple):
             "not_in_this_version": list(self.not_in_this_version),
             "command": self.command,
             **({} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}),
+            **self._groups_as_dict(),
+        }
+
+    def _groups_as_dict(self) -> dict[str, object]:
+        if not self.groups:
+            return {}
+        return {
+            "cache_groups": [asdict(group) for group in self.groups],
+            "tokens_without_groups": self.tokens_without_groups,
         }
 
 
@@ -297,7 +314,7 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         asked=asked_words(request, resolved),
         budget_bytes=memory.budget_bytes,
         budget_reason=memory.budget_reason,
-        terms=(*memory.terms, _page_term(memory)),
+        terms=(*memory.terms, _page_term(memory, plan.groups)),
         kv_bytes_per_token=plan.kv_bytes_per_token,
         kv_tokens=plan.kv_tokens if fits else 0,
         max_model_len=resolved.limits.max_model_len,
@@ -309,6 +326,8 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         disk=disk_account(request.blueprint, resolved, request.tensor_parallel_size),
         context_note=context_note(request, plan, listed) if fits else "",
         commands=tuple(plan_command(request, model, item) for item in listed),
+        groups=plan.groups,
+        tokens_without_groups=plan.tokens_without_groups if fits and plan.groups else 0,
     )
 
 
@@ -325,8 +344,9 @@ def _reason(terms: list[Term]) -> str:
     return f"{largest.owner.partition('/')[2]}: {largest.reason}; and {len(terms) - 1} more"
 
 
-def _page_term(memory: MemoryPlan) -> Term:
+def _page_term(memory: MemoryPlan, groups: tuple[GroupAccount, ...]) -> Term:
     pages = "1 page" if memory.num_pages == 1 else f"{memory.num_pages:,} pages"
+    pages += f" {page_words(groups)}" if groups else ""
     return Term(KV_OWNER, memory.kv_bytes, f"{pages}: {memory.pages_reason}", PAGE_PHASES)
 
 

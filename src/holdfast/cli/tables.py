@@ -11,7 +11,7 @@ from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Tab
 from holdfast.errors import PlanChange, PlanTable
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
-from holdfast.memory.report import MemoryReport, MemoryRow
+from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow
 from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[Line]:
     )
     cells = [row[:num_columns] for row in (MEMORY_HEADINGS, *rows)]
     lines = [*_table(cells, right=(1, 2), bar=3, wraps=() if is_compact else (4,)), Line(meaning)]
+    lines += [] if is_compact else group_lines(report.kv_groups)
     return [*lines, *([Line(report.context_note)] if report.context_note else []), *disk_lines(report.disk)]
 
 
@@ -203,6 +204,7 @@ def plan_lines(view: "PlanView") -> list[Line]:
         *owner_lines(view),
         Line(""),
         *_outcome(view),
+        *_section("pages of one longest sequence, by cache group", group_lines(view.groups)),
         *_section("chosen", _choices(view)),
         *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
         *_first_command(view),
@@ -229,6 +231,25 @@ def owner_lines(view: "PlanView") -> list[Line]:
     ]
     *lines, last = _table([("owner", *PHASES, "", "why"), *rows, *sums], right=(1, 2, 3), bar=4, wraps=(5,))
     return [*lines, last if view.fits else replace(last, style="bold red")]
+
+
+def group_lines(groups: Sequence[GroupAccount]) -> list[Line]:
+    """Layers that share a page table, and what a page is to them; nothing where all layers keep all tokens."""
+    if not groups:
+        return []
+    rows = [
+        (
+            group.name,
+            str(group.num_layers),
+            str(group.page_tokens),
+            f"{group.prompt_pages:,}",
+            f"{group.decode_pages:,}",
+            f"{format_bytes(group.padding_bytes)}, {100 * group.padding_share:.1f}%",
+        )
+        for group in groups
+    ]
+    heading = ("cache group", "layers", "tokens a page", "in prefill", "in decode", "padding of a page")
+    return _table([heading, *rows], right=(1, 2, 3, 4, 5))
 
 
 def alternative_lines(view: "PlanView") -> list[Line]:

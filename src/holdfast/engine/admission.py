@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
-from holdfast.config import Limits
 from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError, shown
 from holdfast.observability.log import get_logger
 from holdfast.request.sampling_params import SamplingParams
@@ -156,18 +155,17 @@ class ChatOptions:
 
 
 class Admission:
-    """The rules of one engine: its context, its vocabulary, its queue."""
+    """The rules of one engine: its context (tokens of the longest sequence that it can hold), its vocabulary, its queue."""
 
     def __init__(
         self,
-        limits: Limits,
-        num_pages: int,
+        max_tokens: int,
         vocab_size: int,
         max_queue: int,
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
     ) -> None:
-        self._max_tokens = min(limits.max_model_len, num_pages * limits.page_tokens)
+        self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._max_queue = max_queue
         self._tokenizer = tokenizer

@@ -80,9 +80,14 @@ def _engine(
     measured_bytes = None
     if built.plan.target.kind == "cuda" and built.profile.taken_bytes is not None:
         measured_bytes = built.profile.taken_bytes + built.plan.target.present_bytes
-    report = memory_report(built.plan.memory, built.ledger, limits.page_tokens, limits.max_model_len, measured_bytes)
-    disk = disk_account(built.plan.blueprint, built.plan.resolved)
-    report = replace(report, disk=disk, context_note=built.plan.context_note, kv_note=built.plan.kv_note())
+    plan = built.plan
+    report = memory_report(
+        plan.memory, built.ledger, limits.page_tokens, limits.max_model_len, measured_bytes, plan.groups
+    )
+    if plan.groups:
+        report = replace(report, kv_tokens=plan.kv_tokens, kv_bytes_per_token=int(plan.kv_bytes_per_token))
+    disk = disk_account(plan.blueprint, plan.resolved)
+    report = replace(report, disk=disk, context_note=plan.context_note, kv_note=plan.kv_note())
     return Engine(
         built.runner,
         tokenizer,

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import NoReturn, Protocol
 
+from holdfast.cache.groups import longest_sequence
 from holdfast.config import Limits
 from holdfast.engine.admission import Admission, ChatOptions, PreparedRequest, derive_seed, describe
 from holdfast.engine.outputs import Completion, Ending
@@ -151,9 +152,11 @@ class Engine:
         """Queues and pages, to be looked at between two steps."""
         self._runner = runner
         self._release = release
-        self._admission = Admission(
-            runner.limits, runner.num_pages, runner.vocab_size, scheduler.max_queue, tokenizer, chat_template
+        limits = runner.limits
+        longest = longest_sequence(
+            scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens
         )
+        self._admission = Admission(longest, runner.vocab_size, scheduler.max_queue, tokenizer, chat_template)
         self._seed = seed
         self._clock = clock
         self._requests: dict[str, dict[int, Completion]] = {}

@@ -22,6 +22,23 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupAccount:
+    """One cache group in numbers that a person can check."""
+
+    name: str
+    num_layers: int
+    page_tokens: int
+    """Tokens that a page holds for all of its layers."""
+    prompt_pages: int
+    """That one longest sequence holds at the most, while its prompt is computed."""
+    decode_pages: int
+    """That it holds at the most from then on."""
+    padding_bytes: int
+    """Of a page that the group has taken, what it has no layer for."""
+    padding_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """The table, and what it means in tokens."""
 
@@ -44,6 +61,8 @@ class MemoryReport:
     """Which limit shortened the context, and what would lift it; empty where none did."""
     kv_note: str = ""
     """What quantized pages mean for answers, on one line; empty where they are not."""
+    kv_groups: tuple[GroupAccount, ...] = ()
+    """Where some layers give pages back: who shares the pages."""
 
     @property
     def planned_bytes(self) -> int:
@@ -64,6 +83,8 @@ class MemoryReport:
         fields = asdict(self)
         del fields["entries"]
         del fields["disk"]
+        if not self.kv_groups:
+            del fields["kv_groups"]
         disk = {} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}
         return (
             fields
@@ -82,6 +103,7 @@ def memory_report(
     page_tokens: int,
     max_model_len: int,
     measured_bytes: int | None = None,
+    groups: tuple[GroupAccount, ...] = (),
 ) -> MemoryReport:
     """Hold the plan against the ledger, owner by owner (the first part of each path), and both against the device."""
     planned: dict[str, dict[str, int]] = {}
@@ -90,7 +112,8 @@ def memory_report(
         for row in plan.table(phase).rows:
             planned.setdefault(row.owner, {})[phase] = row.num_bytes
             reasons.setdefault(row.owner, row.reason)
-    reasons[KV_OWNER] = f"{plan.num_pages} pages of {page_tokens} tokens: {plan.pages_reason}"
+    words = page_words(groups) or f"of {page_tokens} tokens"
+    reasons[KV_OWNER] = f"{plan.num_pages} pages {words}: {plan.pages_reason}"
     held, peaks = ledger.group_bytes(), ledger.group_peaks()
     unplanned = held.keys() - planned.keys()
     assert not unplanned, f"the ledger holds owners that no plan knows: {sorted(unplanned)}"
@@ -115,4 +138,10 @@ def memory_report(
         plan.phase_bytes,
         measured_bytes,
         tuple(ledger),
+        kv_groups=groups,
     )
+
+
+def page_words(groups: tuple[GroupAccount, ...]) -> str:
+    """What a page holds, where that is not the same for all layers, or pages are given back; else nothing."""
+    return f"of {' or '.join(f'{group.page_tokens} tokens ({group.name})' for group in groups)}" if groups else ""

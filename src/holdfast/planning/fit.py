@@ -11,6 +11,7 @@ from holdfast.cache.spec import CacheSpec
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
+from holdfast.memory.report import GroupAccount
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
@@ -62,22 +63,6 @@ class Fit(NamedTuple):
     @property
     def max_concurrency(self) -> float:
         return self.kv_tokens / self.resolved.limits.max_model_len
-
-
-class GroupAccount(NamedTuple):
-    """One cache group in numbers that a person can check."""
-
-    name: str
-    num_layers: int
-    page_tokens: int
-    """Tokens that a page holds for all of its layers."""
-    prompt_pages: int
-    """That one longest sequence holds at the most, while its prompt is computed."""
-    decode_pages: int
-    """That it holds at the most from then on."""
-    padding_bytes: int
-    """Of a page that the group has taken, what it has no layer for."""
-    padding_share: float
 
 
 def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int) -> tuple[int, float]:

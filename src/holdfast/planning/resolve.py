@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from holdfast.cache.spec import mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, EngineConfig, Limits, parse_layers
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
+from holdfast.models.blueprints.anatomy import HeadGeometry
 from holdfast.models.blueprints.blueprint import Blueprint, spec_blueprint
 from holdfast.models.blueprints.weights import BEFORE
 from holdfast.models.spec import ModelSpec
@@ -29,6 +31,10 @@ QUANTIZED_PAGE_TOKENS = 64
 """Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
 FP8_PRODUCTS = (8, 9)
 """The compute capability from which on a GPU multiplies e4m3 by e4m3."""
+
+
+MOST_PADDING = 0.05
+"""Of a page of a cache group that protected layers may leave unused, unless they were asked for."""
 
 
 class Choice(NamedTuple):
@@ -53,6 +59,9 @@ class ProtectedLayers(NamedTuple):
     def formats(self, kv_format: KVFormat, num_layers: int) -> tuple[KVFormat, ...]:
         """The format of every layer, where all others have `kv_format`."""
         return tuple(self.format if layer in self.layers else kv_format for layer in range(num_layers))
+
+
+NONE_PROTECTED = ProtectedLayers((), KV_FORMATS["float32"], False, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +251,36 @@ def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat
         reason = f"the default of {kv_format.name}" if default == 0 else f"half of {num_layers} layers is none"
         return ProtectedLayers((), kv_format, False, "" if asked == 0 else reason)
     wider = _wider_format(config, model, kv_format, dtype)
-    layers, is_open = by_position(count, num_layers), heads.has_key_bias and count < num_layers
+    layers, has_groups = by_position(count, num_layers), _num_groups(config, model, heads) > 1
+    # Where groups share columns, bytes depend on which layers are protected, so that weights come too late to say it.
+    is_open = heads.has_key_bias and count < num_layers and not has_groups
     ends = "the first" if count == 1 else "the first and the last"
     which = "those with the largest key biases" if is_open else f"{ends} ({numbers(layers)})"
     why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"
     why = "asked" if asked is not None else why
-    return ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
+    found = ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
+    if asked is None and has_groups:
+        padding = _padding_share(config, model, heads, kv_format, found)
+        if padding > max(MOST_PADDING, _padding_share(config, model, heads, kv_format, NONE_PROTECTED)):
+            reason = f"{len(layers)} in {wider.name}, {why}, would leave {100 * padding:.0f}% of a cache group's pages unused"
+            return ProtectedLayers((), kv_format, False, reason)
+    return found
+
+
+def _num_groups(config: EngineConfig, model: Blueprint, heads: HeadGeometry) -> int:
+    """Cache groups of the longest context that may come of it."""
+    longest = config.max_model_len or model.max_position
+    return len({None if window is None or window >= longest else window for window in heads.windows})
+
+
+def _padding_share(
+    config: EngineConfig, model: Blueprint, heads: HeadGeometry, kv_format: KVFormat, protected: ProtectedLayers
+) -> float:
+    """Of a page, what the group that leaves most of it has no layer for."""
+    formats = protected.formats(kv_format, model.num_layers)
+    shape = heads.num_kv_heads, heads.head_dim, _page_tokens(config, model, kv_format, [])
+    cache = mixed_cache(formats, *shape, heads.windows, config.max_model_len or model.max_position)
+    return max(map(cache.padding_bytes, range(len(cache.groups)))) / cache.bytes_per_page
 
 
 def by_position(count: int, num_layers: int) -> tuple[int, ...]:

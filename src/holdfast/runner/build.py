@@ -255,7 +255,7 @@ class RunnerBuild:
                 ledger.record(term.owner, term.num_bytes, term.reason)
         recipe = plan.resolved.recipe
         is_fused = takes_fused_decode(spec, plan.resolved.dtype, device.type, recipe) and not invariant
-        scratch = declaration.scratch(plan.attention_specs, bounds)
+        scratch, shapes = declaration.scratch(plan.attention_specs, bounds), chunk_shapes(cache, storage.num_pages)
         runner = Runner(
             Decoder(
                 spec,
@@ -269,13 +269,7 @@ class RunnerBuild:
                 recipe,
             ),
             backend,
-            BatchBuffers(
-                limits,
-                device,
-                ledger,
-                is_shared=device.type == "cpu",
-                shapes=chunk_shapes(cache, plan.memory.num_pages),
-            ),
+            BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes),
             Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
             limits,
             cache.cache_groups(),
