@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.attention.declarations import AttentionSpec
+from holdfast.cache.chunks import ring_tables
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.kernels.gemm.linear import linear
 from holdfast.memory.ledger import Ledger
@@ -175,8 +176,10 @@ def spec_of(built: BuiltRunner) -> AttentionSpec:
     return built.plan.attention_specs[0]
 
 
-def scheduled(number, num_tokens, pages, params):
-    sequence = Sequence(number, [5 + number] * num_tokens, num_tokens, params, seed=0, max_tokens=1, tables=[pages])
+def scheduled(built, number, num_tokens, params, first_page=0):
+    sequence = Sequence(number, [5 + number] * num_tokens, num_tokens, params, seed=0, max_tokens=1)
+    tables = ring_tables(built.runner.groups, num_tokens, num_tokens)
+    sequence.tables = [[first_page + page for page in table] for table in tables]
     return ScheduledSequence(sequence, 0, num_tokens)
 
 
@@ -192,7 +195,9 @@ def test_the_largest_step_stays_within_the_terms(build, family):
     wanted_queries = 2 * 4 * spec_of(built).num_heads * spec_of(built).cache.head_dim  # of the last layer
     for params in ({}, {"prompt_logprobs": 0}):
         parameters = SamplingParams(temperature=0.0, **params)
-        step = Step((scheduled(0, 50, list(range(13)), parameters), scheduled(1, 8, [20, 21], parameters)))
+        long = scheduled(built, 0, 50, parameters)
+        num_pages = sum(map(len, long.sequence.tables))
+        step = Step((long, scheduled(built, 1, 8, parameters, num_pages)))
         built.runner.execute(step)
         gc.collect()
         with PeakBytes(set(held_storages(built.runner))) as live:
@@ -318,9 +323,12 @@ def test_pages_of_quantized_formats(build, kv_format):
 
 
 def test_weights_say_which_layers_are_protected(build, caplog):
-    """The layers with the largest key biases of the checkpoint, as many as were planned for; the log tells why."""
+    """The layers with the largest key biases of the checkpoint, as many as were planned for; the log tells why.
+
+    No context outgrows the window, so that all layers are one group.
+    """
     with caplog.at_level(logging.INFO, logger="holdfast"):
-        built = build("qwen2_window", kv_cache_dtype="turboquant_4bit_nc", max_model_len=64, page_tokens=None)
+        built = build("qwen2_window", kv_cache_dtype="turboquant_4bit_nc", max_model_len=8, page_tokens=None)
     weights = load_file(build.folder / "qwen2_window" / "model.safetensors")
     norms = [weights[f"model.layers.{layer}.self_attn.k_proj.bias"].norm().item() for layer in range(3)]
     largest = norms.index(max(norms))
@@ -339,7 +347,7 @@ def test_weights_say_which_layers_are_protected(build, caplog):
 def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count):
     monkeypatch.setattr("holdfast.runner.build.key_bias_norms", lambda weights, spec: norms)
     options = {"kv_cache_dtype": "turboquant_k3v4_nc", "kv_protected_dtype": "auto", "kv_protected_layers": count}
-    built = build("qwen2_window", **options, max_model_len=64)
+    built = build("qwen2_window", **options, max_model_len=8)
     sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
     expected = sorted(sorted(range(3), key=lambda layer: -sizes[layer])[:count])
     if norms[:2] == [1.0, 1.0] and count == 2:
@@ -348,9 +356,24 @@ def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count
 
 
 def test_layers_that_were_listed_are_protected_whatever_the_weights_say(build):
-    built = build("qwen2_window", kv_cache_dtype="turboquant_k8v4", kv_protected_layers="0,2", max_model_len=64)
+    built = build("qwen2_window", kv_cache_dtype="turboquant_k8v4", kv_protected_layers="0,2", max_model_len=8)
     assert_protected(built, (0, 2))
     assert "kv_protected_layers" not in {choice.name for choice in built.plan.resolved.choices}
+
+
+def test_layers_of_groups_are_protected_by_position_and_only_where_pages_stay_full(build):
+    """Weights come too late: which layers are wider decides how groups share a page."""
+    options = {"kv_cache_dtype": "turboquant_4bit_nc", "page_tokens": None, "max_model_len": 64}
+    built = build("qwen2_window", **options)
+    assert built.plan.resolved.protected.layers == ()
+    (reason,) = (choice.reason for choice in built.plan.resolved.choices if choice.name == "kv_protected_layers")
+    assert re.fullmatch(
+        r"1 in fp8, half of the layers, 4 would be more, would leave \d+% of a cache group's pages unused", reason
+    )
+    asked = build("qwen2_window", **options, kv_protected_layers=1).plan
+    assert asked.resolved.protected.layers == (0,)
+    assert not asked.resolved.protected.is_open
+    assert max(group.padding_share for group in asked.groups) > 0.05
 
 
 def assert_protected(built: BuiltRunner, layers: tuple[int, ...], kv_format: str = "fp8") -> None:
@@ -372,6 +395,7 @@ def assert_protected(built: BuiltRunner, layers: tuple[int, ...], kv_format: str
 def test_windows_reach_their_layers(build):
     specs = build("qwen2_window", max_model_len=64).plan.attention_specs
     assert [spec.window for spec in specs] == [None, 8, 8]
+    assert [spec.group for spec in specs] == [0, 1, 1]
     assert {spec.max_model_len for spec in specs} == {64}
 
 

@@ -143,7 +143,8 @@ def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatc
 
 
 def run(built: BuiltRunner) -> int | None:
-    sequence = Sequence(1, [5, 6, 7], 3, SamplingParams(temperature=0.0), seed=0, max_tokens=1, tables=[[0]])
+    sequence = Sequence(1, [5, 6, 7], 3, SamplingParams(temperature=0.0), seed=0, max_tokens=1)
+    sequence.tables = ring_tables(built.runner.groups, 3, 3)
     return built.runner.execute(Step((ScheduledSequence(sequence, 0, 3),))).results[0].token_id
 
 
