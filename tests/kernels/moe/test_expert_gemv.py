@@ -106,6 +106,8 @@ def test_what_is_not_finite_stays_in_its_row(device):
 def test_bfloat16_at_the_sizes_of_models(device, scheme):
     for sizes, gated in (((1, 8, 16, 768, 2048), True), ((4, 8, 16, 2048, 768), False), ((2, 4, 8, 2048, 1408), False)):
         judge(expert_gemv, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
+    gpt_oss = expert_case((1, 4, 8, 180, 2880), True, scheme, torch.bfloat16, has_bias=True, form=GPT_OSS)
+    judge(expert_gemv, gpt_oss, device)
 
 
 @pytest.mark.gpu

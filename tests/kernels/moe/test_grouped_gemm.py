@@ -131,6 +131,8 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
     for sizes, gated in (((8, 8, 16, 768, 2048), True), ((8, 8, 16, 2048, 768), False), ((8, 4, 8, 2048, 1408), False)):
         sizes = (num_rows, *sizes[1:])
         judge(grouped_gemm, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
+    gpt_oss = expert_case((num_rows, 4, 8, 180, 2880), True, scheme, torch.bfloat16, has_bias=True, form=GPT_OSS)
+    judge(grouped_gemm, gpt_oss, device)
 
 
 @pytest.mark.gpu

@@ -35,8 +35,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # ruff: noqa: SIM108, SIM109 constants of a kernel are compared one by one, and their branches taken when it is compiled
 
 
-MXFP4_ROWS, MXFP4_GROUPS = 8, 64
-"""Outputs, and groups of 32 inputs, of a program over codes of four bits."""
+MXFP4_ELEMENTS, MXFP4_GROUPS = 8 * 64, (64, 32, 16)
+"""Outputs times groups of 32 inputs of a program over codes of four bits, and the groups that it may take at a time."""
 
 
 def expert_gemv(
@@ -68,11 +68,11 @@ def expert_gemv(
         **pdl_launch(pdl),
     }
     if operands.kind == OperandKind.E2M1_GROUPS:
-        groups = min(MXFP4_GROUPS, next_power_of_two(size_k // 32))
-        _mxfp4_gemv_kernel[(-(-size_n // MXFP4_ROWS), num_pairs)](
+        block_n, groups = _mxfp4_blocks(size_k // 32)
+        _mxfp4_gemv_kernel[(-(-size_n // block_n), num_pairs)](
             *arguments,
-            EVEN=size_n % MXFP4_ROWS == 0 and size_k // 32 % groups == 0,
-            BLOCK_N=MXFP4_ROWS,
+            EVEN=size_n % block_n == 0 and size_k // 32 % groups == 0,
+            BLOCK_N=block_n,
             BLOCK_G=groups,
             num_warps=4,
             **flags,
@@ -94,6 +94,14 @@ def expert_gemv(
         **flags,
     )
     return out_PN
+
+
+def _mxfp4_blocks(num_groups: int) -> tuple[int, int]:
+    """Outputs and groups of a program: as many groups at a time as leave least of the last ones empty."""
+    most = next_power_of_two(num_groups)
+    sizes = [size for size in MXFP4_GROUPS if size <= most] or [most]
+    groups = min(sizes, key=lambda size: -(-num_groups // size) * size)
+    return min(16, MXFP4_ELEMENTS // groups), groups
 
 
 def _gemv_blocks(
@@ -268,7 +276,8 @@ def _mxfp4_gemv_kernel(
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     first_row = expert * size_n * (2 if GATED else 1)
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
-    p_w = p_weight + b_weight_rows[:, None, None] * (size_k // 2) + o_b[None, :, :]
+    row_bytes = tl.multiple_of(size_k // 2, 16)
+    p_w = p_weight + b_weight_rows[:, None, None] * row_bytes + o_b[None, :, :]
     p_s = p_scales + b_weight_rows[:, None] * num_groups + o_g[None, :]
     p_row = p_x + i_row * size_k
     for g in range(0, num_groups, BLOCK_G):
@@ -277,7 +286,7 @@ def _mxfp4_gemv_kernel(
         b_even, b_odd = _halves(p_row, g * 16 + o_b, m_g[:, None], EVEN)
         b_sum += _groups(p_w + g * 16, p_s + g, b_even, b_odd, m_s, EVEN, PLAIN)
         if GATED:
-            p_up = p_w + up_rows * (size_k // 2) + g * 16
+            p_up = p_w + up_rows * row_bytes + g * 16
             p_up_s = p_s + up_rows * num_groups + g
             b_up_sum += _groups(p_up, p_up_s, b_even, b_odd, m_s, EVEN, PLAIN)
     b_y = tl.sum(b_sum, axis=1)

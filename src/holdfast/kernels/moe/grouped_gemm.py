@@ -34,6 +34,10 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # ruff: noqa: RET505, SIM108, SIM109 a branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else
 
 
+HALF_WORD_COLUMNS = 64
+"""Columns whose two exponents are half a word."""
+
+
 class Tile(NamedTuple):
     """Outputs and inputs of a program, blocks of K on their way at a time, and warps."""
 
@@ -99,8 +103,8 @@ def grouped_gemm(
         **pdl_launch(pdl),
     }
     if operands.kind == OperandKind.E2M1_GROUPS:
-        # Four exponents are loaded as a word, with a whole block of K; bfloat16 holds all products of codes and scales.
-        by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or size_k % tile.block_k != 0
+        # Exponents of a block of K are loaded as a word, or as halves of one; bfloat16 holds all products of codes and scales.
+        by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or size_k % HALF_WORD_COLUMNS != 0
         _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
         return out_PN
     _grouped_gemm_kernel[grid](
@@ -297,6 +301,8 @@ def _mxfp4_grouped_gemm_kernel(
     o_b = tl.arange(0, BLOCK_K // 2)
     p_words = (p_scales + b_weight_rows * row_groups).to(tl.pointer_type(tl.int32))
     up_words = up_rows * (row_groups // 4)
+    p_halves = (p_scales + b_weight_rows * row_groups).to(tl.pointer_type(tl.int16))
+    up_halves = up_rows * (row_groups // 2)
     for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
         if BY_HAND:
             o_k_b = k // 2 + o_b
@@ -309,13 +315,23 @@ def _mxfp4_grouped_gemm_kernel(
         else:
             m_w = None if EVEN_N else m_n[:, None]
             m_s = None if EVEN_N else m_n
-            b_x = tl.load(p_rows + o_k[:, None] + k)
-            b_codes = tl.load(p_w + o_b[None, :] + k // 2, mask=m_w)
-            b_exponents = tl.load(p_words + k // BLOCK_K, mask=m_s)
+            if EVEN_K:
+                b_x = tl.load(p_rows + o_k[:, None] + k)
+                b_codes = tl.load(p_w + o_b[None, :] + k // 2, mask=m_w)
+                b_exponents = tl.load(p_words + k // BLOCK_K, mask=m_s)
+            else:
+                m_b = m_n[:, None] & (k // 2 + o_b < row_bytes)[None, :]
+                b_x = tl.load(p_rows + o_k[:, None] + k, mask=(k + o_k < size_k)[:, None], other=0.0)
+                b_codes = tl.load(p_w + o_b[None, :] + k // 2, mask=m_b, other=0)
+                b_exponents = _word_of_halves(p_halves, k, m_n, size_k)
             b_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_y)
             if GATED:
-                b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_w)
-                b_exponents = tl.load(p_words + up_words + k // BLOCK_K, mask=m_s)
+                if EVEN_K:
+                    b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_w)
+                    b_exponents = tl.load(p_words + up_words + k // BLOCK_K, mask=m_s)
+                else:
+                    b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_b, other=0)
+                    b_exponents = _word_of_halves(p_halves + up_halves, k, m_n, size_k)
                 b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -333,6 +349,14 @@ def _dot_halves(p_w, p_s, m_n, o_b, row_bytes, b_even, b_odd, b_y, PLAIN: conste
     b_low, b_high = e2m1_parts(b_codes, PLAIN)
     b_y = tl.dot((b_low.to(tl.float32) * b_factors).to(b_even.dtype), b_even, b_y, input_precision="ieee")
     return tl.dot((b_high.to(tl.float32) * b_factors).to(b_odd.dtype), b_odd, b_y, input_precision="ieee")
+
+
+@jit
+def _word_of_halves(p_halves, k, m_n, size_k):
+    """Four exponents of each row from column k on, in two loads, since rows of an odd number of halves begin between words."""
+    b_low = tl.load(p_halves + k // 64, mask=m_n, other=0).to(tl.int32)
+    b_high = tl.load(p_halves + k // 64 + 1, mask=m_n & (k + 64 < size_k), other=0).to(tl.int32)
+    return b_low & 65535 | b_high << 16
 
 
 @jit
