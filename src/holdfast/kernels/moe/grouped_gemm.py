@@ -103,8 +103,9 @@ def grouped_gemm(
         **pdl_launch(pdl),
     }
     if operands.kind == OperandKind.E2M1_GROUPS:
-        # Exponents of a block of K are loaded as a word, or as halves of one; bfloat16 holds all products of codes and scales.
-        by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or size_k % HALF_WORD_COLUMNS != 0
+        # Exponents of a block of K are loaded as words; bfloat16 holds all products of codes and scales.
+        is_in_words = size_k % HALF_WORD_COLUMNS == 0 and operands.tensors[3].numel() % 4 == 0
+        by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or not is_in_words
         _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
         return out_PN
     _grouped_gemm_kernel[grid](
@@ -301,8 +302,7 @@ def _mxfp4_grouped_gemm_kernel(
     o_b = tl.arange(0, BLOCK_K // 2)
     p_words = (p_scales + b_weight_rows * row_groups).to(tl.pointer_type(tl.int32))
     up_words = up_rows * (row_groups // 4)
-    p_halves = (p_scales + b_weight_rows * row_groups).to(tl.pointer_type(tl.int16))
-    up_halves = up_rows * (row_groups // 2)
+    b_first_groups = b_weight_rows * row_groups
     for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
         if BY_HAND:
             o_k_b = k // 2 + o_b
@@ -323,7 +323,7 @@ def _mxfp4_grouped_gemm_kernel(
                 m_b = m_n[:, None] & (k // 2 + o_b < row_bytes)[None, :]
                 b_x = tl.load(p_rows + o_k[:, None] + k, mask=(k + o_k < size_k)[:, None], other=0.0)
                 b_codes = tl.load(p_w + o_b[None, :] + k // 2, mask=m_b, other=0)
-                b_exponents = _word_of_halves(p_halves, k, m_n, size_k)
+                b_exponents = _word_of_halves(p_scales, b_first_groups, k, m_n, size_k)
             b_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_y)
             if GATED:
                 if EVEN_K:
@@ -331,7 +331,7 @@ def _mxfp4_grouped_gemm_kernel(
                     b_exponents = tl.load(p_words + up_words + k // BLOCK_K, mask=m_s)
                 else:
                     b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_b, other=0)
-                    b_exponents = _word_of_halves(p_halves + up_halves, k, m_n, size_k)
+                    b_exponents = _word_of_halves(p_scales, b_first_groups + up_rows * row_groups, k, m_n, size_k)
                 b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -352,11 +352,18 @@ def _dot_halves(p_w, p_s, m_n, o_b, row_bytes, b_even, b_odd, b_y, PLAIN: conste
 
 
 @jit
-def _word_of_halves(p_halves, k, m_n, size_k):
-    """Four exponents of each row from column k on, in two loads, since rows of an odd number of halves begin between words."""
-    b_low = tl.load(p_halves + k // 64, mask=m_n, other=0).to(tl.int32)
-    b_high = tl.load(p_halves + k // 64 + 1, mask=m_n & (k + 64 < size_k), other=0).to(tl.int32)
-    return b_low & 65535 | b_high << 16
+def _word_of_halves(p_scales, b_first, k, m_n, size_k):
+    """Four exponents of each row from column k on, 0 beyond the last, where rows may begin in the middle of a word.
+
+    Whole words are loaded, since shorter loads would not be on their way while others are multiplied.
+    """
+    p_words = p_scales.to(tl.pointer_type(tl.int32)) + (b_first // 4 + k // 128)
+    m_high = k + 64 < size_k
+    b_word = tl.load(p_words, mask=m_n, other=0)
+    b_next = tl.load(p_words + 1, mask=m_n & m_high, other=0)
+    b_shifted = (b_word >> 16 & 65535) | (b_next << 16)
+    b_word = tl.where(b_first % 4 == 0, b_word, b_shifted)
+    return tl.where(m_high, b_word, b_word & 65535)
 
 
 @jit
