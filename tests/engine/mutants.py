@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from holdfast.cache.groups import HOLE
+import holdfast.cache.prefix
+import holdfast.engine.scheduler
+from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.pages import FreeRuns, PagePool
-from holdfast.cache.prefix import PrefixCache, PrefixEntry
+from holdfast.cache.prefix import BlockPart, PrefixCache, PrefixEntry
 from holdfast.engine.scheduler import PageNeeds, Queues, Scheduler
 from holdfast.errors import RequestError
 from holdfast.request.sequence import ScheduledSequence, SequenceState, Step
@@ -68,10 +70,15 @@ def pages_are_released_twice(patch):
 @mutant("is released and has no owner")
 def a_second_finish_releases_again(patch):
     def finish(self, sequence):
-        self._queues.remove(sequence)
-        self._tracks.pop(sequence.sequence_id, None)
-        self.pool.release_many(sequence.tables[0])
+        held = holdfast.engine.scheduler.by_position(self.groups, sequence.tables)
+        real(self, sequence)
+        if held:
+            gone[sequence.sequence_id] = held
+        else:
+            self.pool.release_many(gone.get(sequence.sequence_id, ()))
 
+    gone: dict[int, list[int]] = {}
+    real = Scheduler.finish
     patch.setattr(Scheduler, "finish", finish)
 
 
@@ -319,7 +326,7 @@ def reset_does_nothing(patch):
     patch.setattr(PrefixCache, "reset", lambda self: None)
 
 
-@mutant("is written and (has other owners|holds a registered prefix)")
+@mutant(r"reads what is not its own|are not \d+ pages once|are not apart")
 def runs_are_joined_over_a_page_in_use(patch):
     def put(self, page):
         real(self, page)
@@ -443,3 +450,288 @@ def sequences_that_can_never_run_are_taken_in(patch):
 
     real = PageNeeds.max_pages
     patch.setattr(PageNeeds, "max_pages", max_pages)
+
+
+def shift_what_is_given_back(patch, by: int) -> None:
+    """The scheduler, and nobody who checks it, thinks that windows begin so many places later."""
+
+    def give_back(self, sequence):
+        with patch.context() as inside:
+            inside.setattr(CacheGroup, "first_page", lambda self, start: min(first(self, start) + by, start))
+            give(self, sequence)
+
+    def give(self, sequence):
+        for index in self._windows:
+            table = sequence.tables[index]
+            for place in range(min(self.groups[index].first_page(sequence.num_computed), len(table))):
+                if table[place] != HOLE:
+                    self.pool.release(table[place])
+                    table[place] = HOLE
+
+    first = CacheGroup.first_page
+    patch.setattr(Scheduler, "_give_back", give_back)
+
+
+@mutant("has not what its .* sees from")
+def a_page_is_given_back_too_early(patch):
+    shift_what_is_given_back(patch, 1)
+
+
+@mutant("holds what is behind its")
+def a_page_is_given_back_too_late(patch):
+    shift_what_is_given_back(patch, -1)
+
+
+@mutant("holds what is behind its")
+def nothing_is_given_back(patch):
+    patch.setattr(Scheduler, "_give_back", lambda self, sequence: None)
+
+
+@mutant("sequences hold pages .* times, the pool counts")
+def what_is_given_back_is_not_released(patch):
+    def give_back(self, sequence):
+        with patch.context() as inside:
+            inside.setattr(PagePool, "release", lambda self, page: None)
+            real(self, sequence)
+
+    real = Scheduler._give_back
+    patch.setattr(Scheduler, "_give_back", give_back)
+
+
+@mutant("holds what is behind its|is released and has no owner")
+def what_is_given_back_stays_in_the_table(patch):
+    def give_back(self, sequence):
+        tables = [list(table) for table in sequence.tables]
+        real(self, sequence)
+        sequence.tables = tables
+
+    real = Scheduler._give_back
+    patch.setattr(Scheduler, "_give_back", give_back)
+
+
+@mutant("reads what is not its own")
+def a_hit_believes_a_hole(patch):
+    def run(self, slots, run_before):
+        return run_before + self.count * self.group.page_tokens
+
+    patch.setattr(BlockPart, "run", run)
+
+
+@mutant("reads what is not its own")
+def a_hit_wants_a_page_too_few_of_a_window(patch):
+    real = BlockPart.serves
+    patch.setattr(BlockPart, "serves", lambda self, run, tokens: real(self, run + self.group.page_tokens, tokens))
+
+
+@mutant(r"holds what is behind its|the oldest sequence \d+ does not run")
+def a_hit_takes_what_is_behind_the_window_too(patch):
+    def tables(self, entries):
+        with patch.context() as inside:
+            inside.setattr(CacheGroup, "first_page", lambda self, start: 0)
+            return real(self, entries)
+
+    real = PrefixCache._tables
+    patch.setattr(PrefixCache, "_tables", tables)
+
+
+@mutant("reads what is not its own")
+def a_hit_mixes_up_groups_with_pages_of_one_size(patch):
+    def tables(self, entries):
+        made = list(real(self, entries))
+        for index, table in enumerate(made[1:], 1):
+            if len(table) == len(made[0]) and HOLE not in (*table, *made[0]):
+                made[0], made[index] = table, made[0]
+                break
+        return tuple(made)
+
+    real = PrefixCache._tables
+    patch.setattr(PrefixCache, "_tables", tables)
+
+
+@mutant("took its entry with it")
+def a_window_page_evicts_the_whole_chain(patch):
+    patch.setattr(PrefixCache, "_evict", lambda self, page: self._drop(self._by_page[page]))
+
+
+@mutant("has a hole where the whole context is kept")
+def a_page_of_a_whole_context_leaves_a_hole(patch):
+    def evict(self, page):
+        with patch.context() as inside:
+            inside.setattr(self, "_is_whole", (False,) * len(self._is_whole))
+            real(self, page)
+
+    real = PrefixCache._evict
+    patch.setattr(PrefixCache, "_evict", evict)
+
+
+@mutant("leads to no page")
+def entries_without_pages_stay(patch):
+    def evict(self, page):
+        entry = self._by_page[page]
+        if self._is_whole[entry.slots.index(page)]:
+            return real(self, page)
+        del self._by_page[page]
+        entry.slots[entry.slots.index(page)] = HOLE
+        entry.num_pages -= 1
+        return self._pool.forget(page)
+
+    real = PrefixCache._evict
+    patch.setattr(PrefixCache, "_evict", evict)
+
+
+@mutant("listed with another entry|entries have .* in their slots|is registered twice")
+def an_evicted_page_of_a_window_keeps_its_slot(patch):
+    def evict(self, page):
+        entry = self._by_page[page]
+        slot = entry.slots.index(page)
+        real(self, page)
+        if entry.is_registered:
+            entry.slots[slot] = page
+
+    real = PrefixCache._evict
+    patch.setattr(PrefixCache, "_evict", evict)
+
+
+@mutant(r"^\d+ entries, at most \d+")
+def links_are_not_bounded(patch):
+    def enter(self, chain, key, slots):
+        most, self.max_entries = self.max_entries, 10**9
+        try:
+            return real(self, chain, key, slots)
+        finally:
+            self.max_entries = most
+
+    real = PrefixCache._enter
+    patch.setattr(PrefixCache, "_enter", enter)
+
+
+@mutant("listed with another entry|entries have .* in their slots")
+def pages_that_are_there_are_replaced(patch):
+    def fill(self, entry, slots):
+        entry.slots = [HOLE if new != HOLE else old for old, new in zip(entry.slots, slots, strict=True)]
+        entry.num_pages = len(entry.slots) - entry.slots.count(HOLE)
+        return real(self, entry, slots)
+
+    real = PrefixCache._fill
+    patch.setattr(PrefixCache, "_fill", fill)
+
+
+@mutant("is written and holds a registered prefix")
+def holes_are_filled_with_a_page_that_is_not_full(patch):
+    def admit(self, sequence, hit, max_new_tokens):
+        item = real(self, sequence, hit, max_new_tokens)
+        prefix, keys = self.prefix, self._tracks[sequence.sequence_id].chain.keys
+        for index in range(len(hit.entries), hit.num_known):
+            entry = prefix._entries.get(keys[index].digest)
+            slots = [HOLE] * len(prefix._is_whole)
+            for part, table in zip(prefix._parts, sequence.tables, strict=True):
+                own = table[index * part.count : (index + 1) * part.count]
+                slots[part.first : part.first + len(own)] = own
+            if entry is not None:
+                prefix._fill(entry, slots)
+        return item
+
+    real = Scheduler._admit
+    patch.setattr(Scheduler, "_admit", admit)
+
+
+@mutant("starts inside a page|reads what is not its own")
+def blocks_have_the_size_of_one_groups_pages(patch):
+    def block_tokens(groups):
+        return min((group.page_tokens for group in groups if not group.is_state), default=1)
+
+    patch.setattr(holdfast.cache.prefix, "block_tokens", block_tokens)
+
+
+@mutant("starts inside a state")
+def a_hit_ends_in_the_middle_of_a_state(patch):
+    def init(self, *arguments, **options):
+        real(self, *arguments, **options)
+        self._periods = ()
+
+    real = PrefixCache.__init__
+    patch.setattr(PrefixCache, "__init__", init)
+
+
+@mutant("starts inside a state")
+def a_state_of_all_tokens_is_hit(patch):
+    def init(self, *arguments, **options):
+        real(self, *arguments, **options)
+        self._periods = tuple(filter(None, self._periods))
+
+    def has_rows(groups):
+        return not all(group.is_state for group in groups)
+
+    real = PrefixCache.__init__
+    patch.setattr(PrefixCache, "__init__", init)
+    patch.setattr(holdfast.cache.prefix, "can_hit", has_rows)
+    patch.setattr(holdfast.engine.scheduler, "can_hit", has_rows)
+
+
+@mutant("sequences hold pages .* times, the pool counts")
+def states_are_not_released(patch):
+    def by_position(groups, tables):
+        rows = [(group, table) for group, table in zip(groups, tables, strict=True) if not group.is_state]
+        return real([group for group, _ in rows], [table for _, table in rows]) if rows else []
+
+    real = holdfast.engine.scheduler.by_position
+    patch.setattr(holdfast.engine.scheduler, "by_position", by_position)
+
+
+@mutant(r"has not the \d+ positions of its account|has another state than its own")
+def a_state_goes_on_after_a_step_that_failed(patch):
+    patch.setattr(Scheduler, "_start_anew", lambda self, step: None)
+
+
+@mutant(r"has not \d+ pages for \d+ tokens")
+def the_last_group_does_not_grow(patch):
+    def missing(self, tables, num_tokens):
+        found = real(self, tables, num_tokens)
+        return found if len(found) == 1 else [*found[:-1], 0]
+
+    real = PageNeeds.missing
+    patch.setattr(PageNeeds, "missing", missing)
+
+
+def claim_of(patch, change: Callable) -> None:
+    """Replaces the arguments of a claim."""
+    real = PageNeeds.claim
+
+    def claim(self, sequence, tables, num_computed, longest, is_shared):
+        return change(real, self, sequence, tables, num_computed, longest, is_shared)
+
+    patch.setattr(PageNeeds, "claim", claim)
+
+
+@mutant("was admitted without room|none of .* has outgrown")
+def a_claim_forgets_a_group(patch):
+    def change(real, self, sequence, tables, *rest):
+        return real(replace(self, groups=self.groups[:1]), sequence, tables[:1], *rest)
+
+    claim_of(patch, change)
+
+
+@mutant("was admitted without room|none of .* has outgrown")
+def a_claim_of_a_window_forgets_the_prompt(patch):
+    def change(real, *arguments):
+        with patch.context() as inside:
+            inside.setattr(CacheGroup, "most_pages", lambda self, tokens, step: most(self, tokens, 1))
+            return real(*arguments)
+
+    most = CacheGroup.most_pages
+
+    claim_of(patch, change)
+
+
+@mutant(r"which can never run|holds \d+ pages of its .*, at most \d+")
+def the_bound_of_a_window_is_a_page_too_low(patch):
+    real = CacheGroup.most_held
+    patch.setattr(CacheGroup, "most_held", lambda self, step_tokens: real(self, step_tokens) - 1)
+
+
+@mutant("none of .* has outgrown what admission promised|was admitted without room")
+def a_claim_has_no_page_to_grow_into(patch):
+    def change(real, self, sequence, tables, done, longest, is_shared):
+        return real(self, sequence, tables, done, min(longest, len(sequence.token_ids)), is_shared)
+
+    claim_of(patch, change)

@@ -1,8 +1,11 @@
 """The world that a simulation runs in: limits and pool from a seed, the fake model, and what a client knows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from math import lcm
 from random import Random
 
+from engine.shadow import ShadowGroup, Truth
+from holdfast.cache.groups import CacheGroup, block_tokens
 from holdfast.cache.prefix import strong_hash
 from holdfast.config import Limits
 from holdfast.request.sequence import Sequence
@@ -54,9 +57,53 @@ class World:
     """How many sequences take all the tokens that they may."""
     abort_share: float = 0.05
     """In how many rounds somebody goes away, once before the step and once inside it."""
+    shadows: tuple[ShadowGroup, ...] = ()
+    """Left out: one group, whole contexts, of pages of limits.page_tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.shadows:
+            whole = ShadowGroup(CacheGroup("whole context", self.limits.page_tokens))
+            object.__setattr__(self, "shadows", (whole,))
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        return tuple(own.group for own in self.shadows)
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        return block_tokens(self.groups)
+
+    @property
+    def can_hit(self) -> bool:
+        """Prefixes can be served: there are rows, and each state begins anew somewhere."""
+        has_rows = any(group.page_tokens for group in self.groups)
+        return self.caches_prefixes and has_rows and all(group.state_period for group in self.groups if group.is_state)
+
+    def most_pages(self, num_tokens: int) -> int:
+        """What a sequence that computes so many tokens may hold in all groups."""
+        budget = self.limits.max_num_batched_tokens
+        return sum(own.most_pages(num_tokens, budget) for own in self.shadows)
 
     @classmethod
     def from_seed(cls, seed: int) -> "World":
+        """Half of the worlds have one group, for the whole context, as most models do; the others what groups can be."""
+        world, rng = cls.plain(seed), Random(f"groups {seed}")
+        if seed % 4 < 2:
+            return world
+        shadows = random_groups(rng, world.limits.page_tokens, world.limits.max_model_len)
+        block = block_tokens([own.group for own in shadows])
+        max_model_len = max(world.limits.max_model_len, rng.randint(3, 5) * block + rng.choice((0, 1, 7)))
+        if all(own.group.window is not None for own in shadows) and rng.random() < 0.5:
+            max_model_len = 40 * block  # so that links outnumber pages
+        limits = replace(world.limits, max_model_len=max_model_len)
+        world = replace(world, limits=limits, shadows=shadows)
+        # Some pools hold several of the longest sequences, some not even one.
+        num_pages = int(world.most_pages(max_model_len) * rng.choice((0.7, 1, 1, 1.5, 2, 4)))
+        return replace(world, num_pages=max(num_pages, 4))
+
+    @classmethod
+    def plain(cls, seed: int) -> "World":
         """A small pool, so that everything is scarce; in every other world all want to grow at once."""
         rng = Random(f"world {seed}")
         is_tight = seed % 2 == 0
@@ -80,6 +127,36 @@ class World:
         )
 
 
+def random_groups(rng: Random, page: int, context: int) -> tuple[ShadowGroup, ...]:
+    """One to four groups: whole contexts, windows of all kinds, rows of many tokens, and perhaps a state."""
+    windows = (1, 2, max(page - 1, 1), page, page + 1, 2 * page + 1, 3 * page, context + 5)
+    kinds = rng.choice(
+        ("w", "w", "hw", "hw", "hw", "hww", "ww", "4", "4h", "4w", "h4w", "8h", "8w", "hs", "ws", "s", "h4s")
+    )
+    shadows: list[ShadowGroup] = []
+    for index, kind in enumerate(kinds):
+        if kind == "s":
+            continue
+        if kind in "48":
+            ratio = 4 if kind == "4" else 128
+            window = rng.choice((None, None, ratio + 1, 3 * ratio))
+            group = CacheGroup(f"ratio {ratio} ({index})", ratio * rng.choice((1, 2) if ratio == 4 else (1,)), window)
+            shadows.append(ShadowGroup(group, ratio))
+        else:
+            window = rng.choice(windows) if kind == "w" else None
+            name = f"{'whole context' if window is None else f'window of {window}'} ({index})"
+            shadows.append(ShadowGroup(CacheGroup(name, page * rng.choice((1, 1, 2)), window)))
+    period = lcm(*(own.ratio for own in shadows))
+    if "s" in kinds or period > 1:
+        # Unfinished rows begin anew with each row; a state of all tokens never does.
+        block = block_tokens([own.group for own in shadows])
+        period = rng.choice((0, block, 2 * block)) if "s" in kinds else period
+        state = CacheGroup("state", 0, state_pages=rng.choice((1, 2)), state_period=period)
+        shadows.append(ShadowGroup(state))
+    rng.shuffle(shadows)
+    return tuple(shadows)
+
+
 @dataclass(eq=False, slots=True)
 class Client:
     """A sequence with what is known about it from outside."""
@@ -88,14 +165,17 @@ class Client:
     prompt: list[int]
     num_outputs: int
     """How many tokens it will take before it ends."""
-    values: list[list[int]] = field(default_factory=list)
-    """The truth: what each position of each of its pages holds."""
+    truth: Truth
     last_value: int = 0
-    num_values: int = 0
+    """Of the last token that the truth knows."""
+    written: int = 0
+    """Of the last position that a step computed, as the fake model came to it."""
     is_running: bool = False
     num_preemptions: int = 0
     epoch: int = 0
-    """Which life of the prefix cache it was last admitted in."""
+    """Which life of the prefix cache it last started in."""
+    is_anew: bool = False
+    """It starts from its first token again, where it runs."""
     num_given: int = 0
     """Tokens of output that it was given."""
     num_run: int = 0
@@ -110,11 +190,8 @@ class Client:
         """Positions that are there for it now."""
         return self.num_run + self.num_found - self.num_lost
 
-    def learn(self, page_tokens: int) -> None:
+    def learn(self) -> None:
         """Extends the truth to all of its tokens."""
-        for token_id in self.sequence.token_ids[self.num_values :]:
+        for token_id in self.sequence.token_ids[len(self.truth.values) :]:
             self.last_value = mix(self.last_value, token_id)
-            if self.num_values % page_tokens == 0:
-                self.values.append([])
-            self.values[-1].append(self.last_value)
-            self.num_values += 1
+            self.truth.append(self.last_value)

@@ -3,8 +3,8 @@
 The fake model: the value of a position is a mix of the value at the position before it, *as read back from the page
 that should hold it*, and its token. The next token is a function of the last value. So whatever goes wrong with pages
 (a page handed out twice, reused too early, shared by mistake, never computed) changes what is read, and what is read
-is compared with the truth at every position that attention would touch, in every step. The salt is mixed in too, so a
-page that crosses salts is a wrong read.
+is compared with the truth at every position that attention would touch, in every group, in every step. The salt is
+mixed in too, so a page that crosses salts is a wrong read. Pages that nobody holds and nobody may find are poisoned.
 """
 
 import sys
@@ -14,7 +14,9 @@ from hashlib import sha256
 from random import Random
 from time import process_time
 
+from engine.shadow import Shadow, Truth
 from engine.simulated_world import VOCABULARY, Client, World, colliding_hash, first_value, mix, next_token, solo_run
+from holdfast.cache.groups import HOLE
 from holdfast.cache.prefix import strong_hash
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
@@ -30,6 +32,7 @@ class Simulation:
 
     def __init__(self, seed: int, world: World | None = None) -> None:
         self.world = world or World.from_seed(seed)
+        self.groups, self.block = self.world.groups, self.world.block
         self.rng = Random(f"events {seed}")
         limits = self.world.limits
         self.scheduler = Scheduler(
@@ -37,10 +40,11 @@ class Simulation:
             self.world.num_pages,
             self.world.caches_prefixes,
             self.world.max_queue,
+            groups=self.groups,
             prefix_root=seed.to_bytes(8, "big"),
             prefix_hash=colliding_hash if self.world.collides else strong_hash,
         )
-        self.shadow = [[0] * limits.page_tokens for _ in range(self.world.num_pages)]
+        self.shadow = Shadow(self.world.shadows, self.world.num_pages)
         self.page_epochs = [-1] * self.world.num_pages
         self.epoch = 0
         self.alive: dict[int, Client] = {}
@@ -50,13 +54,21 @@ class Simulation:
         self.bases = [[self.rng.randrange(VOCABULARY) for _ in range(longest)] for _ in range(2)]
         self.counts: Counter[str] = Counter()
         self.worst_preemptions = 0
-        self.num_reads = 0
+        self.num_hit_tokens = 0
+        self._safe: dict[int, int] = {}
+        """Of each that ran after the last admission: up to how many tokens nobody has to be preempted for it."""
+        self._evict = self.scheduler.pool.on_evict
+        self.scheduler.pool.on_evict = self._see_eviction
         self._trace = sha256()
         self._num_sequences = 0
 
     @property
     def num_events(self) -> int:
         return self.counts.total()
+
+    @property
+    def num_reads(self) -> int:
+        return self.shadow.num_reads
 
     @property
     def digest(self) -> str:
@@ -93,7 +105,7 @@ class Simulation:
         sequence, limits = client.sequence, self.world.limits
         longest = min(sequence.num_prompt_tokens + sequence.max_tokens - 1, limits.max_model_len)
         cannot_run = sequence.num_tokens > limits.max_model_len
-        cannot_run |= longest > self.world.num_pages * limits.page_tokens
+        cannot_run |= self.world.most_pages(longest) > self.world.num_pages
         is_full = self.scheduler.num_waiting >= self.world.max_queue
         try:
             self.scheduler.add(sequence)
@@ -140,6 +152,8 @@ class Simulation:
             scheduler.check()
             if rng.random() < 0.05:
                 self.counts["failed step"] += 1
+                if any(group.is_state for group in self.groups):
+                    self._lose(step)
                 return
         failed = [index for index, token in enumerate(tokens) if token is not None and rng.random() < 0.01]
         for index in failed:
@@ -149,20 +163,29 @@ class Simulation:
         self._see_results(step, tokens, lengths, failed)
         scheduler.check()
 
+    def _lose(self, step: Step) -> None:
+        """Where a state is kept, a step that was never completed takes everything from those that it ran."""
+        for item in step.scheduled:
+            client = self.alive.get(item.sequence.sequence_id)
+            if client is not None:
+                client.num_lost += client.num_held
+                client.is_anew = True
+        self._safe.clear()
+
     def see_schedule(self, step: Step) -> None:
         """Checks what schedule() decided, then runs it: all writes, then all reads, as the attention of a layer does."""
         self._see_changes(step)
         self._check_step(step)
-        page_tokens = self.world.limits.page_tokens
+        self.shadow.poison(self.scheduler.pool.owner_counts(), self.scheduler.pool.kept_pages())
         for item in step.scheduled:
-            self._write(item, page_tokens)
+            self._write(item)
         for item in step.scheduled:
-            self._read(item, page_tokens)
+            client, end = self.alive[item.sequence.sequence_id], item.start + item.num_new_tokens
+            self.shadow.read(item.sequence.tables, item.start, end, client.truth, item.sequence)
 
     def sampled(self, item: ScheduledSequence) -> int:
         """What the fake model chooses from the last position that the step computed."""
-        page, offset = divmod(item.start + item.num_new_tokens - 1, self.world.limits.page_tokens)
-        return next_token(self.shadow[item.sequence.tables[0][page]][offset])
+        return next_token(self.alive[item.sequence.sequence_id].written)
 
     def book(self, client: Client, item: ScheduledSequence, token: int | None) -> None:
         """Enters what a completed step did for a client, and looks whether the sequence has just that."""
@@ -180,17 +203,19 @@ class Simulation:
         for _ in range(self.rng.choice((1, 1, 2))):
             self.scheduler.finish(sequence)
         assert sequence.state is SequenceState.FINISHED, f"{sequence} is not finished"
-        assert not sequence.tables[0], f"{sequence} is finished and holds pages"
+        assert not any(sequence.tables), f"{sequence} is finished and holds pages"
+        self._safe.pop(sequence.sequence_id, None)
         self.worst_preemptions = max(self.worst_preemptions, sequence.num_preemptions)
         self.history = [*self.history[-7:], list(sequence.token_ids)]
 
     def _random_client(self) -> Client:
         rng, limits = self.rng, self.world.limits
-        page, longest = limits.page_tokens, limits.max_model_len
-        nasty = (1, page - 1, page, page + 1, 2 * page, 2 * page + 1, 3 * page + 1)
+        page, longest = self.block, limits.max_model_len
+        nasty = (1, page - 1, page, page + 1, 2 * page, 2 * page + 1, 3 * page + 1, 4 * page + 2)
         length = rng.choice((*nasty, *nasty, *nasty, rng.randint(1, longest), longest))
         length = min(max(length, 1), longest)
-        kind = rng.random()
+        # Prefixes that every group can serve are rarer, so there more of the prompts have one.
+        kind = rng.random() * (1.0 if len(self.groups) == 1 else 0.8)
         if kind < 0.5 or not self.history:
             prompt = rng.choice(self.bases)[:length]
         elif kind < 0.6:  # the same second page behind another first one
@@ -205,7 +230,8 @@ class Simulation:
         room = max(longest - len(prompt), 1)
         capacity = self.world.num_pages * page - len(prompt) + 1
         max_tokens = min(rng.choice((1, page, page + 1, 4 * page, max(capacity, 1), longest)), room)
-        client = self.new_client(prompt, max_tokens, rng.choice(SALTS), use_prefix_cache=rng.random() < 0.9)
+        salt = rng.choice(SALTS if len(self.groups) == 1 else SALTS[:3])
+        client = self.new_client(prompt, max_tokens, salt, use_prefix_cache=rng.random() < 0.9)
         if rng.random() >= self.world.long_share:
             client.num_outputs = rng.randint(1, min(max_tokens, 6))
         return client
@@ -223,12 +249,13 @@ class Simulation:
             use_prefix_cache=use_prefix_cache,
         )
         self._num_sequences += 1
-        return Client(sequence, prompt, max_tokens, last_value=first_value(salt))
+        return Client(sequence, prompt, max_tokens, Truth(self.world.shadows), last_value=first_value(salt))
 
     def _see_changes(self, step: Step) -> None:
         """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
         in_step = {item.sequence.sequence_id for item in step.scheduled}
-        page_tokens = self.world.limits.page_tokens
+        ran = [client.sequence for client in self.alive.values() if client.is_running]
+        num_preempted, num_admitted = self.counts["preempt"], 0
         for sequence_id, client in self.alive.items():
             sequence = client.sequence
             is_running = sequence.state is SequenceState.RUNNING
@@ -243,14 +270,34 @@ class Simulation:
             elif is_running and not client.is_running:
                 assert sequence_id in in_step, f"{sequence} was admitted and does not run"
                 client.epoch = self.epoch
-                hits = sequence.tables[0][: sequence.num_computed // page_tokens]
-                self._check_hits(sequence, hits)
+                num_admitted += 1
+                self._check_hit(sequence)
                 client.num_found += sequence.num_computed
-                self.counts["share"] += bool(hits)
+                self.num_hit_tokens += sequence.num_computed
+                self.counts["share"] += sequence.num_computed > 0
             else:
                 assert is_running == client.is_running, f"{sequence} changed sides without a reason"
+            if client.is_anew:
+                client.epoch, client.is_anew = self.epoch, False
             client.is_running = is_running
             self._check_account(client)
+        if self.counts["preempt"] > num_preempted:
+            assert not num_admitted, f"{num_admitted} were admitted in a step that preempted"
+            has_outgrown = any(one.num_tokens > self._safe.get(one.sequence_id, 0) for one in ran)
+            assert has_outgrown, f"preempted though none of {self._safe} has outgrown what admission promised"
+        if num_admitted:
+            smallest = min((group.page_tokens for group in self.groups if not group.is_state), default=0)
+            self._safe = {one.sequence_id: one.num_tokens + smallest for one in self.scheduler.running}
+
+    def _see_eviction(self, page: int) -> None:
+        """A page of a window leaves a hole: its entry stays, as long as it is of use."""
+        prefix = self.scheduler.prefix
+        entry = prefix._by_page[page]
+        is_window = not prefix._is_whole[entry.slots.index(page)]
+        num_left, has_children = entry.num_pages - 1, bool(entry.children)
+        self._evict(page)
+        if is_window and (num_left or has_children):
+            assert entry.is_registered, f"page {page} of a window took its entry with it"
 
     def _check_account(self, client: Client) -> None:
         """Nothing that was given or computed is gone, or there twice: a model that says the same again would hide it."""
@@ -260,14 +307,24 @@ class Simulation:
             f"{sequence} has not the {client.num_held} positions of its account"
         )
 
-    def _check_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        assert sequence.num_computed == len(hits) * self.world.limits.page_tokens, f"{sequence} starts inside a page"
-        assert sequence.num_computed < sequence.num_tokens, f"{sequence} has nothing left to compute"
-        may_hit = sequence.use_prefix_cache and self.world.caches_prefixes
-        assert may_hit or not hits, f"{sequence} must not use cached pages"
+    def _check_hit(self, sequence: Sequence) -> None:
+        start = sequence.num_computed
+        assert start % self.block == 0, f"{sequence} starts inside a page"
+        for group in self.groups:
+            is_anew = start == 0 or not group.is_state or (group.state_period and start % group.state_period == 0)
+            assert is_anew, f"{sequence} starts inside a state"
+        assert start < sequence.num_tokens, f"{sequence} has nothing left to compute"
+        may_hit = sequence.use_prefix_cache and self.world.can_hit
+        assert may_hit or start == 0, f"{sequence} must not use cached pages"
         if sequence.num_preemptions == 0:
-            assert sequence.num_cached_tokens == sequence.num_computed, f"{sequence} reports the wrong hits"
-        ages = [self.page_epochs[page] for page in hits]
+            assert sequence.num_cached_tokens == start, f"{sequence} reports the wrong hits"
+        pages = [
+            page
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+            for page in (() if group.is_state else table[: start // group.page_tokens])
+            if page != HOLE
+        ]
+        ages = [self.page_epochs[page] for page in pages]
         assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
 
     def _check_step(self, step: Step) -> None:
@@ -284,35 +341,29 @@ class Simulation:
             assert item.start == sequence.num_computed, f"{sequence} starts at {item.start}"
             assert item.num_new_tokens >= 1, f"{sequence} runs {item.num_new_tokens} tokens"
             assert end <= min(sequence.num_tokens, limits.max_model_len), f"{sequence} runs up to {end}"
-            num_pages = -(-end // limits.page_tokens)
-            assert len(sequence.tables[0]) == num_pages, f"{sequence} has not {num_pages} pages for {end} tokens"
-            for page in sequence.tables[0][item.start // limits.page_tokens :]:
-                assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
-                assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                num_pages = group.state_pages if group.is_state else -(-end // group.page_tokens)
+                assert len(table) == num_pages, f"{sequence} has not {num_pages} pages for {end} tokens"
+                for page in table if group.is_state else table[item.start // group.page_tokens :]:
+                    assert page != HOLE, f"{sequence} writes into a hole of {group.name}"
+                    assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
+                    assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
 
-    def _write(self, item: ScheduledSequence, page_tokens: int) -> None:
-        sequence, shadow, start = item.sequence, self.shadow, item.start
-        pages, epoch = sequence.tables[0], self.alive[sequence.sequence_id].epoch
-        if start == 0:
-            value = first_value(sequence.cache_salt)
-        else:
-            value = shadow[pages[(start - 1) // page_tokens]][(start - 1) % page_tokens]
-        for position in range(start, start + item.num_new_tokens):
-            value = mix(value, sequence.token_ids[position])
-            page = pages[position // page_tokens]
-            shadow[page][position % page_tokens] = value
-            self.page_epochs[page] = epoch
-
-    def _read(self, item: ScheduledSequence, page_tokens: int) -> None:
-        client, pages, shadow = self.alive[item.sequence.sequence_id], item.sequence.tables[0], self.shadow
-        client.learn(page_tokens)
-        end = item.start + item.num_new_tokens
-        self.num_reads += end
-        num_full, rest = divmod(end, page_tokens)
-        is_right = [shadow[page] for page in pages[:num_full]] == client.values[:num_full]
-        if rest:
-            is_right = is_right and shadow[pages[num_full]][:rest] == client.values[num_full][:rest]
-        assert is_right, f"{item.sequence} reads what is not its own in its first {end} positions"
+    def _write(self, item: ScheduledSequence) -> None:
+        sequence, start = item.sequence, item.start
+        client = self.alive[sequence.sequence_id]
+        client.learn()
+        value: int | None = first_value(sequence.cache_salt)
+        if start > 0:
+            value = self.shadow.value_before(sequence.tables, start, client.truth, sequence)
+            value = client.truth.values[start - 1] if value is None else value
+        values: list[int] = []
+        for token_id in sequence.token_ids[start : start + item.num_new_tokens]:
+            value = mix(value, token_id)
+            values.append(value)
+        client.written = values[-1]
+        for page in self.shadow.write(sequence.tables, start, values):
+            self.page_epochs[page] = client.epoch
 
     def _see_results(self, step: Step, tokens: list[int | None], lengths: list[int], failed: list[int]) -> None:
         for index, (item, token, length) in enumerate(zip(step.scheduled, tokens, lengths, strict=True)):
@@ -320,7 +371,7 @@ class Simulation:
             client = self.alive.get(sequence.sequence_id)
             if client is None:
                 assert sequence.num_tokens == length, f"{sequence} was finished and got a token"
-                assert not sequence.tables[0], f"{sequence} was finished and got pages"
+                assert not any(sequence.tables), f"{sequence} was finished and got pages"
                 continue
             assert sequence.num_tokens == length + (token is not None), f"{sequence} has not got its token"
             self.book(client, item, token)
@@ -336,24 +387,28 @@ class Simulation:
         numbers = [len(self.alive), self.scheduler.pool.num_available]
         for item, token in zip(step.scheduled, tokens, strict=True):
             numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, -1 if token is None else token)
-            numbers += item.sequence.tables[0]
+            for table in item.sequence.tables:
+                numbers += table
         self._trace.update(array("q", numbers).tobytes())
 
 
 def main(num_worlds: int, num_events: int) -> None:
     """For a longer run by hand: PYTHONPATH=tests python tests/engine/simulation.py 1000 10000."""
     counts: Counter[str] = Counter()
-    num_reads = worst = 0
+    num_reads = worst = num_hit_tokens = 0
     start = process_time()
     for seed in range(num_worlds):
         simulation = Simulation(seed)
         simulation.run(num_events)
         counts += simulation.counts
         num_reads += simulation.num_reads
+        num_hit_tokens += simulation.num_hit_tokens
         worst = max(worst, simulation.worst_preemptions)
     seconds = process_time() - start
     print(f"{counts.total():,} events in {num_worlds} worlds, {counts.total() / seconds:,.0f} a second: {dict(counts)}")
-    print(f"{num_reads:,} positions read back; at worst {worst} preemptions of one sequence; no violation")
+    print(
+        f"{num_reads:,} rows read back; {num_hit_tokens:,} tokens of hits; at worst {worst} preemptions of one sequence; no violation"
+    )
 
 
 if __name__ == "__main__":

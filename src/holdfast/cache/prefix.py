@@ -346,15 +346,16 @@ class PrefixCache:
         assert sorted(placed) == kept, f"entries have {sorted(placed)} in their slots, the pool keeps {kept}"
 
     def _check_entry(self, digest: bytes, entry: PrefixEntry, pages: Sequence[int]) -> None:
-        where = f"the entry of pages {entry.slots}"
-        assert entry.is_registered, f"{where} is listed and was dropped"
-        assert entry.key.digest == digest, f"{where} is not found under its name"
+        slots = entry.slots
+        assert entry.is_registered, f"the entry of pages {slots} is listed and was dropped"
+        assert entry.key.digest == digest, f"the entry of pages {slots} is not found under its name"
         for page in pages:
             assert self._by_page.get(page) is entry, f"page {page} is listed with another entry than its own"
-        assert entry.num_pages == len(pages), f"{where} counts {entry.num_pages} of them"
-        assert pages or entry.children, f"{where} leads to no page"
-        is_short = any(page == HOLE and is_whole for page, is_whole in zip(entry.slots, self._is_whole, strict=True))
-        assert not is_short, f"{where} has a hole where the whole context is kept"
+        assert entry.num_pages == len(pages), f"the entry of pages {slots} counts {entry.num_pages} of them"
+        assert pages or entry.children, f"the entry of pages {slots} leads to no page"
+        holes = [slot for slot, page in enumerate(slots) if page == HOLE] if len(pages) < len(slots) else ()
+        is_short = any(self._is_whole[slot] for slot in holes)
+        assert not is_short, f"the entry of pages {slots} has a hole where the whole context is kept"
         if entry.parent is not None:
             is_linked = entry.parent.is_registered and entry.parent.children.get(digest) is entry
-            assert is_linked, f"{where} is registered below {entry.parent.slots}, which does not know it"
+            assert is_linked, f"the entry of pages {slots} is below {entry.parent.slots}, which does not know it"

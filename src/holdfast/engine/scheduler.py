@@ -70,9 +70,11 @@ class PageNeeds:
 
     def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
         """Tokens that there are places for in every group."""
-        rows = zip(self.groups, tables, strict=True)
-        places = (len(table) * group.page_tokens for group, table in rows if not group.is_state)
-        return min(places, default=self.limits.max_model_len)
+        most = self.limits.max_model_len
+        pairs = zip(self.groups, tables, strict=True)
+        return min(
+            (most if table else 0) if group.is_state else len(table) * group.page_tokens for group, table in pairs
+        )
 
     def claim(
         self,
@@ -269,6 +271,7 @@ class Scheduler:
         self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
         self._needs = PageNeeds(limits, num_pages, self.groups)
         self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
+        self._has_states = any(group.is_state for group in self.groups)
         self._queues = Queues()
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
@@ -324,6 +327,8 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow."""
+        if self._step is not None and self._has_states:
+            self._start_anew(self._step)
         scheduled: list[ScheduledSequence] = []
         budget = self.limits.max_num_batched_tokens
         max_model_len = self.limits.max_model_len
@@ -413,6 +418,13 @@ class Scheduler:
                 table[place] = HOLE
                 place -= 1
 
+    def _start_anew(self, step: Step) -> None:
+        """A step that was never completed may have moved states on, and no state can be computed from its middle."""
+        for item in step.scheduled:
+            if item.sequence.state is SequenceState.RUNNING:
+                self._release_pages(item.sequence)
+                self._start(item.sequence, self.prefix.miss())
+
     def _preempt_youngest(self) -> Sequence:
         sequence = self._queues.preempt()
         self._release_pages(sequence)
@@ -460,10 +472,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence, hit: PrefixHit, max_new_tokens: int) -> ScheduledSequence:
         self._queues.admit()
         self._blocked = None
-        track = self._tracks[sequence.sequence_id]
-        sequence.tables = self.prefix.share(track.chain, hit)
-        track.end = 0
-        start = sequence.num_computed = hit.num_tokens
+        self._start(sequence, hit)
+        start = hit.num_tokens
         if self._asks_cache(sequence) and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = start
             self.num_prefix_query_tokens += len(sequence.token_ids)
@@ -472,6 +482,13 @@ class Scheduler:
         has_grown = self._grow(sequence, start + num_new_tokens)
         assert has_grown, f"{named(sequence)} was admitted without room"
         return ScheduledSequence(sequence, start, num_new_tokens)
+
+    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
+        track = self._tracks[sequence.sequence_id]
+        sequence.tables = self.prefix.share(track.chain, hit)
+        sequence.num_computed = hit.num_tokens
+        track.capacity = self._needs.capacity(sequence.tables)
+        track.end = hit.num_tokens
 
     def _hit(self, sequence: Sequence) -> PrefixHit:
         """Cached pages that it can start on; its last token is always computed, since that is where logits come from."""
@@ -549,7 +566,7 @@ class Scheduler:
     def _check_table(self, sequence: Sequence, group: CacheGroup, table: list[int]) -> None:
         """A state whole, a row in each place, holes behind the window and nowhere else, and no more than the bound."""
         track, num_computed = self._tracks[sequence.sequence_id], sequence.num_computed
-        num_places = group.pages_for(max(track.end, num_computed))
+        num_places = group.pages_for(track.end)
         assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
         first = group.first_page(num_computed)
         is_held = [page != HOLE for page in table]

@@ -1,0 +1,147 @@
+"""The shadow of the KV cache: for each page what a cache group would have stored there, and what attention would read of it.
+
+The fake model gives each position a value that depends on all tokens so far. A group keeps a row for every `ratio` tokens,
+finished when the last of them is computed: that token's value, mixed with the group's number, so that a page of another
+group is seen too. The part of a row that is not finished is in the group that keeps a state: the value of the last token,
+at every position but those where the state begins anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.cache.groups import HOLE, CacheGroup
+
+MASK = 2**64 - 1
+ODD = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class ShadowGroup:
+    """A cache group, and how many tokens make a row of it."""
+
+    group: CacheGroup
+    ratio: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a page."""
+        return self.group.page_tokens // self.ratio
+
+    def most_pages(self, num_tokens: int, budget: int) -> int:
+        """What a sequence of so many tokens may hold, counted by laying every step that there can be over the pages."""
+        own, most = self.group, 0
+        if own.is_state:
+            return own.state_pages
+        every = -(-num_tokens // own.page_tokens)
+        if own.window is None:
+            return every
+        span = own.window - 1 + min(budget, num_tokens)
+        for first in range(own.page_tokens):  # wherever on a page the window begins
+            most = max(most, (first + span - 1) // own.page_tokens + 1)
+        # The promise is a page for each started page_tokens and one more, which no position exceeds.
+        promised = -(-span // own.page_tokens) + 1
+        assert most <= promised, f"{own} needs {most} pages and promises {promised}"
+        return min(every, promised)
+
+
+class Truth:
+    """What each group should hold of one sequence: rows by page, and the value of every token."""
+
+    def __init__(self, groups: Sequence[ShadowGroup]) -> None:
+        self.values: list[int] = []
+        self.pages: list[list[list[int]]] = [[] for _ in groups]
+        self._groups = groups
+
+    def append(self, value: int) -> None:
+        """One token more."""
+        self.values.append(value)
+        for index, own in enumerate(self._groups):
+            if own.group.is_state or len(self.values) % own.ratio:
+                continue
+            if (len(self.values) - 1) // own.group.page_tokens == len(self.pages[index]):
+                self.pages[index].append([])
+            self.pages[index][-1].append(row_of(index, value))
+
+
+def row_of(index: int, value: int) -> int:
+    """What group `index` stores for a value."""
+    return (value * ODD + index) & MASK
+
+
+class Shadow:
+    """Contents by page. None: nothing that anybody may read."""
+
+    def __init__(self, groups: Sequence[ShadowGroup], num_pages: int) -> None:
+        self.groups = tuple(groups)
+        self.pages: list[list[int] | None] = [None] * num_pages
+        self.num_reads = 0
+        rows = [index for index, own in enumerate(groups) if not own.group.is_state]
+        self._states = [index for index, own in enumerate(groups) if own.group.is_state]
+        seen = [i for i in rows if groups[i].ratio == 1 and groups[i].group.window != 1]
+        self._carrier = seen[0] if seen else None
+        self._rows = rows
+
+    def poison(self, num_owners: Sequence[int], kept: Sequence[int]) -> None:
+        """Pages that nobody holds and nobody may find hold nothing any more."""
+        for page in set(range(len(self.pages))) - set(kept):
+            if num_owners[page] == 0:
+                self.pages[page] = None
+
+    def value_before(self, tables: Sequence[Sequence[int]], start: int, truth: Truth, name: object) -> int | None:
+        """The value of position start - 1, as read back; None where no group keeps it in a way that gives it back."""
+        for index in self._states:
+            own = self.groups[index].group
+            if start == 0 or (own.state_period and start % own.state_period == 0):
+                continue
+            expected = row_of(index, truth.values[start - 1])
+            found = [self.pages[page] for page in tables[index]]
+            right = [[expected + part] for part in range(own.state_pages)]
+            assert found == right, f"{name} has another state than its own at {start}"
+            self.num_reads += own.state_pages
+        if self._carrier is None:
+            return None
+        own = self.groups[self._carrier].group
+        place, offset = divmod(start - 1, own.page_tokens)
+        page = tables[self._carrier][place]
+        held = None if page == HOLE else self.pages[page]
+        assert held is not None, f"{name} reads what is not its own before {start}"
+        assert offset < len(held), f"{name} reads what is not its own before {start}"
+        stored = held[offset]
+        # A wrong row is seen where the rows are compared; here it only has to make a difference.
+        return truth.values[start - 1] if stored == row_of(self._carrier, truth.values[start - 1]) else stored
+
+    def write(self, tables: Sequence[Sequence[int]], start: int, values: Sequence[int]) -> list[int]:
+        """The rows that become finished, and the state at the end; which pages were written."""
+        end, written = start + len(values), []
+        for index in self._rows:
+            own, table = self.groups[index], tables[index]
+            page_tokens, rows = own.group.page_tokens, own.rows
+            for page in table[-(-start // page_tokens) :]:
+                self.pages[page] = [0] * rows
+            written += table[start // page_tokens :]
+            for row in range(start // own.ratio, end // own.ratio):
+                held = self.pages[table[row // rows]]
+                if held is None:
+                    held = self.pages[table[row // rows]] = [0] * rows
+                held[row % rows] = row_of(index, values[(row + 1) * own.ratio - 1 - start])
+        for index in self._states:
+            for part, page in enumerate(tables[index]):
+                self.pages[page] = [row_of(index, values[-1]) + part]
+            written += tables[index]
+        return written
+
+    def read(self, tables: Sequence[Sequence[int]], start: int, end: int, truth: Truth, name: object) -> None:
+        """Everything that attention would touch in a step over [start, end), against the truth."""
+        for index in self._rows:
+            own, table, right = self.groups[index], tables[index], truth.pages[index]
+            first = 0
+            if own.group.window is not None:
+                first = max(0, start - own.group.window + 1) // own.group.page_tokens
+            num_full, rest = divmod(end // own.ratio, own.rows)
+            found = [self.pages[page] if page != HOLE else None for page in table[first:num_full]]
+            is_right = found == right[first:num_full]
+            if rest and num_full >= first:
+                held = self.pages[table[num_full]] if table[num_full] != HOLE else None
+                is_right = is_right and held is not None and held[:rest] == right[num_full][:rest]
+            self.num_reads += max(num_full - first, 0) * own.rows + rest
+            assert is_right, f"{name} reads what is not its own in {own.group.name}: [{start}, {end})"
