@@ -30,6 +30,20 @@ SOURCE_MUTANTS = {
         test="tests/kernels/attention/test_tiled_attention.py::test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own",
         says="Tensor-likes are not close",
     ),
+    "every split takes the sink of its head": SourceMutant(
+        file="kernels/attention/tiled_attention.py",
+        old="b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)",
+        new="b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 2**30)",
+        test="tests/kernels/attention/test_sinks.py::test_a_sink_is_added_once_however_many_splits_there_are",
+        says="Tensor-likes are not close",
+    ),
+    "the C kernel reads what lies behind a window": SourceMutant(
+        file="kernels/native/attention.c",
+        old="long behind = lowest > tile ? lowest - tile : 0;",
+        new="long behind = 0;",
+        test="tests/kernels/attention/test_sinks.py::test_c_does_not_look_behind_the_window",
+        says="a number from behind the window",
+    ),
     "the merge of quantized splits does not rescale": SourceMutant(
         file="kernels/attention/split_kv.py",
         old="b_acc = b_acc * b_alpha + tl.sum(b_part * b_p[:, None], axis=0)",

@@ -209,6 +209,7 @@ def test_c_does_not_look_behind_the_window(native, window, bad):
     case = with_sinks(paged_case([(99, 1), (133, 40), (3, 2)], window=window))
     clean, reference = case.run(paged_attention), case.run(paged_attention_reference)
     case.poison_behind_the_window(bad)
+    assert same_bits(case.run(paged_attention), clean), "a number from behind the window"
     case.forget_pages_behind_the_window(-1)
     assert same_bits(case.run(paged_attention), clean)
     assert same_bits(case.run(paged_attention_reference), reference)
@@ -278,3 +279,36 @@ def test_quantized_kernels_do_not_look_behind_the_window(device, bits, has_bias,
     tiles = quantized.cut_tiles(step, [QUANTIZED_CUTS["small"], QUANTIZED_CUTS["large, split"]])
     clean = quantized.run_tiles(step, tiles, device)
     assert same_bits(quantized.run_tiles(replace(step, poison=bad, hole=hole), tiles, device), clean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("group", "head_dim", "window", "softcap"),
+    [(8, 64, 128, None), (8, 64, None, None), (2, 256, 1024, 50.0), (2, 256, None, 50.0), (4, 128, 4096, None)],
+    ids=str,
+)
+def test_long_contexts_in_bfloat16_on_a_gpu(device, group, head_dim, window, softcap):
+    """Shapes of gpt-oss, Gemma and Mistral, with everything behind the window gone."""
+    rows = [(5000, 1), (0, 140), (900, 70), (2999, 1), (4095, 1)]
+    case = paged_case(rows, head_dim, group, num_kv_heads=2, page_tokens=16, window=window)
+    case = tiled.rounded(with_sinks(case, softcap), torch.bfloat16)
+    if window is not None:
+        case.poison_behind_the_window(NAN)
+        case.forget_pages_behind_the_window(tiled.BEYOND)
+    large = tiled.Cut(large=True)
+    cuts = [tiled.Cut(splits=9), large, tiled.Cut(large=True, splits=4), tiled.Cut(), tiled.Cut(splits=30)]
+    tiles = tiled.cut_tiles(case, cuts, num_padding=5)
+    out = tiled.run_tiles(case, tiles, device, num_sms=132)
+    torch.testing.assert_close(out[: len(case.q)].double(), case.exact(), rtol=1.6e-2, atol=1.6e-2)
+    assert not out[len(case.q) :].any()
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_quantized_pages_in_bfloat16_on_a_gpu(device, key_bits, value_bits):
+    rows = [(3000, 1), (0, 150), (700, 40), (2000, 1)]
+    shape = {"head_dim": 64, "group": 8, "page_tokens": 16, "window": 500, "dtype": torch.bfloat16}
+    step = with_bias(with_sinks(quantized_step((key_bits, value_bits), rows, **shape), 20.0))
+    step = replace(step, poison=NAN, hole=tiled.BEYOND)
+    cuts = [QUANTIZED_CUTS[name] for name in ("small, split", "large", "large, split", "small")]
+    judge_quantized(step, cuts, device, num_padding=3)
