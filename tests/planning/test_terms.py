@@ -364,9 +364,14 @@ class Asked:
         ({}, {"kv_protected_layers": 2}, [("fp8", None), (NARROW, None), (NARROW, 8), ("fp8", 8)]),
         ({}, {"kv_protected_layers": "2,3"}, [(NARROW, None), ("fp8", 8)]),
         ({"qkv_bias": True}, {"kv_protected_layers": "2,3"}, [(NARROW, None), ("fp8", 8)]),
-        ({"qkv_bias": True}, {"kv_protected_layers": 1}, [("fp8", None), (NARROW, None), ("fp8", 8), (NARROW, 8)]),
+        ({"qkv_bias": True}, {"kv_protected_layers": 1}, [("fp8", None), (NARROW, None), (NARROW, 8)]),
+        (
+            {"qkv_bias": True},
+            {"kv_protected_layers": 1, "max_model_len": 8},
+            [("fp8", None), (NARROW, None), ("fp8", 8), (NARROW, 8)],
+        ),
     ],
-    ids=["one format", "both ends", "a list", "a list in spite of biases", "any layer may be protected"],
+    ids=["one format", "both ends", "a list", "a list in spite of biases", "of groups by position", "any may be one"],
 )
 def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, layers) -> None:
     """Two layers without a window, two with one."""
