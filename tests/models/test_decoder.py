@@ -90,6 +90,8 @@ def make_requests(lengths=PROMPT_LENGTHS) -> list[Request]:
 def make_drive(model: LoadedModel, backend: str, max_num_batched_tokens: int, page_tokens: int = 4) -> Drive:
     limits = Limits(4, max_num_batched_tokens, MAX_MODEL_LEN, page_tokens)
     num_pages = 4 * -(-MAX_MODEL_LEN // page_tokens)
+    if model.spec.sliding_windows:
+        num_pages *= 2
     return Drive(Rig(model, backend, limits, num_pages), num_pages)
 
 
@@ -305,7 +307,7 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(na
     limits = Limits(4, 90, 100, 4)
     rig = Rig(tiny_experts(name)[1], "native_paged", limits, 100)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
-    rig.execute(make_step(90))
+    rig.execute(make_step(90, num_groups=len(rig.groups)))
     plan = workspace_plan(tiny_experts(name)[1].spec, limits, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved

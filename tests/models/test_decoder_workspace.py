@@ -48,14 +48,16 @@ def make_rig(family: str) -> Rig:
     return Rig(tiny(family), "native_paged", LIMITS, 100)
 
 
-def make_step(*lengths: int, params: SamplingParams = EVERY_ROW) -> Step:
-    """Prompts of these lengths on pages of their own."""
+def make_step(*lengths: int, params: SamplingParams = EVERY_ROW, num_groups: int = 1) -> Step:
+    """Prompts of these lengths on pages of their own, in every cache group."""
     items, dice, first = [], random.Random(sum(lengths)), 0
     for number, length in enumerate(lengths):
         token_ids = [dice.randrange(8, VOCAB) for _ in range(length)]
-        pages = list(range(first, first + -(-length // 4) + 1))
-        first += len(pages)
-        items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, tables=[pages]), 0, length))
+        tables = []
+        for _ in range(num_groups):
+            tables.append(list(range(first, first + -(-length // 4) + 1)))
+            first += len(tables[-1])
+        items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, tables=tables), 0, length))
     return Step(tuple(items))
 
 
@@ -76,7 +78,7 @@ class WatchedWorkspace:
 def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(family, monkeypatch):
     rig = make_rig(family)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
-    rig.execute(make_step(90))
+    rig.execute(make_step(90, num_groups=len(rig.groups)))
     plan = workspace_plan(tiny(family).spec, LIMITS, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved
@@ -126,14 +128,14 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
     monkeypatch.setattr(rig.workspace, "acquire", smaller.acquire)
     rig.workspace = smaller
     with pytest.raises(WorkspaceError) as caught:
-        rig.execute(make_step(21))
+        rig.execute(make_step(21, num_groups=len(rig.groups)))
     asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
     assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
     assert "decoder.py:" in caught.value.asked
     assert caught.value.asked.endswith(f"{asked} bytes")
     assert caught.value.has == f"{held} bytes are held for 'stream'"
     whole = make_rig(family)
-    step = make_step(13, 7)
+    step = make_step(13, 7, num_groups=len(rig.groups))
     assert rig.execute(step) == whole.execute(step)
     assert all(same_bits(row, whole.logits[0][i]) for i, row in rig.logits[0].items())
 
@@ -190,7 +192,7 @@ def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
 def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
     """Without the garbage collector: what waits for that still holds the weights."""
     rig = make_rig("llama")
-    rig.execute(make_step(20))
+    rig.execute(make_step(20, num_groups=len(rig.groups)))
     held = weakref.ref(rig.decoder)
     gc.collect()
     gc.disable()

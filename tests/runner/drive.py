@@ -10,7 +10,8 @@ import torch
 
 from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
 from holdfast.attention.select import build_backend
-from holdfast.cache.spec import uniform_cache
+from holdfast.cache.chunks import chunk_shapes
+from holdfast.cache.spec import mixed_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -103,7 +104,8 @@ class Rig:
     ) -> None:
         spec = model.spec
         heads = spec.num_kv_heads, spec.head_dim
-        cache = uniform_cache(spec.num_layers, KV_FORMATS[kv_dtype], *heads, limits.page_tokens)
+        formats = (KV_FORMATS[kv_dtype],) * spec.num_layers
+        cache = mixed_cache(formats, *heads, limits.page_tokens, spec.sliding_windows, limits.max_model_len)
         specs = tuple(
             AttentionSpec(
                 layer,
@@ -113,6 +115,7 @@ class Rig:
                 limits.max_model_len,
                 dtype,
                 "cpu",
+                group=cache.group_of(layer.layer),
                 softcap=spec.attention_softcap,
             )
             for layer in cache.layers
@@ -130,14 +133,16 @@ class Rig:
         rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
         self.decoder = Decoder(spec, model.weights, self.backend, rotaries, self.workspace, scratch, dtype=dtype)
-        self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=backend != "triton_paged")
+        shapes, is_shared = chunk_shapes(cache, num_pages), backend != "triton_paged"
+        self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes)
+        self.groups = cache.cache_groups()
         self.runner = Runner(
             self.decoder,
             self.backend,
             self.buffers,
             self.sampler,
             limits,
-            cache.cache_groups(),
+            self.groups,
             num_pages,
             spec.vocab_size,
             frozenset({2}),
@@ -150,6 +155,16 @@ class Rig:
         """Every byte of the workspace is NaN in every float, and -1 in every integer."""
         for arena in lanes(self.workspace).values():
             arena.fill_(0xFF)
+
+    def poison_pages(self, pages: Iterable[int]) -> None:
+        """NaN in every layer's part of these pages."""
+        for page in pages:
+            for layer, group in ((layer, own) for own in self.storage.spec.groups for layer in own.layers):
+                for name in ("k", "v"):
+                    chunks = self.storage.plane(layer, name).unflatten(
+                        0, (group.chunks_per_page, -1, self.limits.page_tokens)
+                    )
+                    chunks[:, page].fill_(float("nan"))
 
     def execute(self, step: Step) -> StepResult:
         """Run a step and file its logits. A position that is computed again replaces what was there."""
@@ -204,7 +219,8 @@ class Drive:
 
     def __init__(self, rig: Rig, num_pages: int, enable_prefix_caching: bool = True) -> None:
         self.rig = rig
-        self.scheduler = Scheduler(rig.limits, num_pages, enable_prefix_caching, max_queue=1000)
+        self.scheduler = Scheduler(rig.limits, num_pages, enable_prefix_caching, max_queue=1000, groups=rig.groups)
+        self._num_owners = [0] * num_pages
         self._ids = count()
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -219,12 +235,20 @@ class Drive:
                 live.append(self._add(waiting.pop(0)))
             step = self.scheduler.schedule()
             assert step.scheduled, "nobody is scheduled, and somebody waits"
+            self._poison_given_back()
             result = self.rig.execute(step)
             self._book(step, result)
             for sequence in [sequence for sequence in live if sequence.num_output_tokens >= sequence.max_tokens]:
                 self.scheduler.finish(sequence)
             live = [sequence for sequence in live if sequence.state is not SequenceState.FINISHED]
             num_steps += 1
+
+    def _poison_given_back(self) -> None:
+        """What nobody owns and nobody keeps any more, since the last step, may be anything."""
+        pool, had = self.scheduler.pool, self._num_owners
+        self._num_owners = pool.owner_counts()
+        now = zip(had, self._num_owners, strict=True)
+        self.rig.poison_pages(page for page, (was, own) in enumerate(now) if was and not own and not pool.is_kept(page))
 
     def _book(self, step: Step, result: StepResult) -> None:
         """As the engine does: a sequence whose numbers are not finite ends there."""

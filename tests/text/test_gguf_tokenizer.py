@@ -17,7 +17,16 @@ from holdfast.loading.model_files import find_default_model
 from holdfast.text.chat_template import chat_template_from_gguf
 from holdfast.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer
-from text.tokenizer_cases import CONTROL, FORMS, NASTY_TEXTS, NORMAL, USER_DEFINED, byte_level_metadata, scored_metadata
+from text.tokenizer_cases import (
+    CONTROL,
+    FORMS,
+    NASTY_TEXTS,
+    NORMAL,
+    USER_DEFINED,
+    byte_level_metadata,
+    gemma_metadata,
+    scored_metadata,
+)
 
 
 @pytest.fixture(scope="session")
@@ -363,3 +372,42 @@ def test_empty_tokens_are_holes():
     assert tokenizer.vocab_size == len(tokens)
     assert tokenizer.decode([len(tokens) - 3, ord("x"), len(tokens) - 2]) == "x"
     assert tokenizer.token_text(len(tokens) - 1) == "<end>"
+
+
+def few_spaces(text: str) -> str:
+    """Runs of white space that are one token, and no mark that stands for a space."""
+    return re.sub(r"(\n{4}|\s{4})[\n ]+", r"\1", text).replace("▁", "_")
+
+
+def test_a_gemma_tokenizes_as_its_folder_does() -> None:
+    """No space before a text, runs of white space whole, bytes for what is unknown, and bos once."""
+    ours, folder = tokenizer_from_gguf(gemma_metadata(), "gemma.gguf"), FORMS["gemma"]()
+    chance = random.Random(3)
+    parts = [
+        "hello",
+        " world",
+        " the",
+        "capital",
+        " ",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        "é",
+        "😀",
+        "z",
+        "<",
+        "12",
+        "\t",
+    ]
+    texts = ["".join(chance.choices(parts, k=chance.randint(1, 9))) for _ in range(500)]
+    for text in map(few_spaces, (*NASTY_TEXTS.values(), *texts)):
+        expected = folder.encode(text).ids
+        assert ours.encode(text) == expected, text
+        assert expected[:1] == [ours.bos_token_id]
+        assert ours.decode(expected, skip_special_tokens=True) == folder.decode(expected)
+    assert ours.decode(ours.encode(" hello", add_special_tokens=False)) == " hello"
+    turn = "<start_of_turn>user\nhello<end_of_turn>\n"
+    assert ours.encode(turn, add_special_tokens=False) == folder.encode(turn, add_special_tokens=False).ids
+    assert ours.end_token_ids == {1, folder.token_to_id("<end_of_turn>")}

@@ -99,6 +99,36 @@ def byte_fallback_metaspace() -> Tokenizer:
     return tokenizer
 
 
+RUNS = [character * length for length in (2, 3, 4) for character in ("▁", "\n")]
+"""White space that a Gemma has tokens for; more of the same is several of them."""
+
+
+def gemma_pieces() -> list[str]:
+    """Best first: whatever is a piece of a word is a piece, and runs of white space come before all words."""
+    words = [text for word in WORDS for text in (word, "▁" + word)]
+    return [*RUNS, *dict.fromkeys(word[:end] for word in words for end in range(2, len(word) + 1))]
+
+
+def gemma() -> Tokenizer:
+    """As Gemma: ▁ for spaces and none before a text, bytes for what is unknown, every way to merge a piece, turns of a chat."""
+    vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, **{f"<0x{byte:02X}>": 4 + byte for byte in range(256)}}
+    pieces = gemma_pieces()
+    for piece in (*pieces, *sorted({*"▁\n", *"".join(WORDS), *map(chr, range(33, 127))})):
+        vocab.setdefault(piece, len(vocab))
+    cuts = [(piece[:cut], piece[cut:]) for piece in pieces for cut in range(len(piece) - 1, 0, -1)]
+    merges = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 2)]
+    )
+    tokenizer.add_special_tokens(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"])
+    tokenizer.add_tokens([AddedToken(run, normalized=False) for run in ("\n", *RUNS)])
+    return tokenizer
+
+
 def unigram() -> Tokenizer:
     """As T5: scored pieces, and the decoder that belongs to Metaspace."""
     pieces = [("<unk>", 0.0), ("▁", -2.0), ("▁▁", -3.0)]
@@ -122,13 +152,14 @@ def word_level() -> Tokenizer:
 
 FORMS: dict[str, Callable[[], Tokenizer]] = {
     form.__name__: form
-    for form in (byte_level, byte_level_nfc, byte_fallback, byte_fallback_metaspace, unigram, word_level)
+    for form in (byte_level, byte_level_nfc, byte_fallback, byte_fallback_metaspace, gemma, unigram, word_level)
 }
 NAMED: dict[str, dict[str, object]] = {
     "byte_level": {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "byte_level_nfc": {"bos_token": None, "eos_token": "<|im_end|>"},
     "byte_fallback": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "byte_fallback_metaspace": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
     "unigram": {"eos_token": "</s>", "unk_token": "<unk>"},
     "word_level": {"eos_token": "</s>", "unk_token": "[UNK]"},
 }
@@ -202,6 +233,34 @@ def scored_metadata(**fields: object) -> dict[str, object]:
         "unknown_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **fields,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in metadata.items() if value is not None}
+
+
+def gemma_metadata(**fields: object) -> dict[str, object]:
+    """The Gemma-like tokenizer above, as a conversion writes it: runs of white space are spelled out, and user-defined."""
+    state, pieces = json.loads(FORMS["gemma"]().to_str()), gemma_pieces()
+    vocab = {**state["model"]["vocab"], **{token["content"]: token["id"] for token in state["added_tokens"]}}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    kinds = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in state["added_tokens"]}
+    kinds |= {f"<0x{byte:02X}>": BYTE for byte in range(256)} | {"<unk>": UNKNOWN}
+    scores = {piece: -float(index) for index, piece in enumerate(pieces)}
+    is_run = [kinds.get(token) == USER_DEFINED for token in tokens]
+    metadata = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [token.replace("▁", " ") if run else token for token, run in zip(tokens, is_run, strict=True)],
+        "scores": [-1000.0 if run else scores.get(t, -900.0) for t, run in zip(tokens, is_run, strict=True)],
+        "token_type": [kinds.get(token, NORMAL) for token in tokens],
+        "unknown_token_id": vocab["<unk>"],
+        "padding_token_id": vocab["<pad>"],
+        "bos_token_id": vocab["<bos>"],
+        "eos_token_id": vocab["<eos>"],
+        "eot_token_id": vocab["<end_of_turn>"],
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_space_prefix": False,
         **fields,
     }
     return {f"tokenizer.ggml.{name}": value for name, value in metadata.items() if value is not None}
