@@ -173,6 +173,29 @@ def test_logits_that_are_capped() -> None:
     assert 3 < float(theirs_logits(theirs, tuple(range(40))).abs().max()) < 4
 
 
+@pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
+def test_scores_that_are_capped(backend: str, monkeypatch) -> None:
+    """transformers keeps the setting and does not pass it on: its attention takes the cap as an argument."""
+    if backend == "native_paged":
+        require_native()
+    else:
+        monkeypatch.setattr("holdfast.kernels.native_library.native_library", lambda: None)
+    cap = 0.5
+    theirs, ours = tiny(attn_logit_softcapping=cap)
+    theirs.set_attn_implementation("eager")
+    requests = make_requests((33, 64))
+    drive = make_drive(ours, backend, 24)
+    drive.run(requests)
+    for request in requests:
+        ids = torch.tensor([[*request.prompt, *request.output]])
+        with torch.no_grad():
+            expected, plain = (theirs(ids, **kwargs).logits[0, :-1] for kwargs in ({"softcap": cap}, {}))
+        computed = torch.stack([row for _, row in sorted(drive.logits(request).items())])
+        assert float((computed - expected).abs().max()) < 1e-4
+        assert float((plain - expected).abs().max()) > 0.1, "a cap that changes nothing"
+        assert request.output == expected[len(request.prompt) - 1 :].argmax(-1).tolist()
+
+
 def test_biases_an_own_head_and_layers_without_windows() -> None:
     ask(*tiny(attention_bias=True, tie_word_embeddings=False))
     ask(*tiny((GLOBAL, GLOBAL)))
