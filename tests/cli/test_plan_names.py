@@ -103,3 +103,9 @@ def test_a_revision_that_is_in_the_cache_was_looked_at(
 def test_several_gpus_by_name(here: Here) -> None:
     record = json.loads(here("plan", "Qwen3-32B", "--gpu", "2x4090", "--json").out)
     assert record == json.loads(here("plan", "Qwen3-32B", "--gpu", "rtx4090", "-tp", "2", "--json").out)
+
+
+def test_parts_that_are_not_loaded_are_named(here: Here) -> None:
+    (note,) = json.loads(here("plan", "gemma-3-4b-it", "--gpu", "4090", "--json").out)["notes"]
+    assert note == "the text model alone is planned and run: weights for images are left unread"
+    assert json.loads(here("plan", "gemma-3-1b-it", "--gpu", "4090", "--json").out)["notes"] == []

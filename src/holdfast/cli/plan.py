@@ -13,7 +13,9 @@ from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
+from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
+from holdfast.models.families import FAMILIES
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
@@ -57,7 +59,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         write_page(html, plan_page(view, cells))
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
-    notes = name_notes(options, request)
+    notes = (*part_notes(request.blueprint), *name_notes(options, request))
     if options.gpu is None and options.memory is None:
         notes += (NO_DEVICE,)
     if options.as_json:
@@ -99,6 +101,12 @@ def _asked_ranks(options: PlanOptions) -> str:
             "leave one out",
         )
     return asked
+
+
+def part_notes(blueprint: Blueprint) -> tuple[str, ...]:
+    """Which parts of a model are not loaded, in words."""
+    words = "" if blueprint.spec is None else FAMILIES[blueprint.spec.architecture].unread_words
+    return (f"the text model alone is planned and run: weights for {words} are left unread",) if words else ()
 
 
 def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
