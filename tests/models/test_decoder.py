@@ -307,7 +307,7 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(na
     limits = Limits(4, 90, 100, 4)
     rig = Rig(tiny_experts(name)[1], "native_paged", limits, 100)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
-    rig.execute(make_step(90, num_groups=len(rig.groups)))
+    rig.execute(make_step(90, groups=rig.groups))
     plan = workspace_plan(tiny_experts(name)[1].spec, limits, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
+from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import uniform_cache
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import WorkspaceError
@@ -33,6 +34,7 @@ from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=90, max_model_len=100, page_tokens=4)
+ONE_GROUP = (CacheGroup("whole context", LIMITS.page_tokens),)
 EVERY_ROW = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
@@ -48,14 +50,14 @@ def make_rig(family: str) -> Rig:
     return Rig(tiny(family), "native_paged", LIMITS, 100)
 
 
-def make_step(*lengths: int, params: SamplingParams = EVERY_ROW, num_groups: int = 1) -> Step:
-    """Prompts of these lengths on pages of their own, in every cache group."""
+def make_step(*lengths: int, params: SamplingParams = EVERY_ROW, groups: tuple[CacheGroup, ...] = ONE_GROUP) -> Step:
+    """Prompts of these lengths on pages of their own."""
     items, dice, first = [], random.Random(sum(lengths)), 0
     for number, length in enumerate(lengths):
         token_ids = [dice.randrange(8, VOCAB) for _ in range(length)]
-        tables = []
-        for _ in range(num_groups):
-            tables.append(list(range(first, first + -(-length // 4) + 1)))
+        tables: list[list[int]] = []
+        for group in groups:
+            tables.append(list(range(first, first + group.pages_for(length) + 1)))
             first += len(tables[-1])
         items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, tables=tables), 0, length))
     return Step(tuple(items))
@@ -78,7 +80,7 @@ class WatchedWorkspace:
 def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(family, monkeypatch):
     rig = make_rig(family)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
-    rig.execute(make_step(90, num_groups=len(rig.groups)))
+    rig.execute(make_step(90, groups=rig.groups))
     plan = workspace_plan(tiny(family).spec, LIMITS, "float32", ())
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved

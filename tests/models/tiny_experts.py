@@ -49,6 +49,34 @@ EXPERT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"tie_word_embeddings": True, "attention_bias": True, "use_sliding_window": True, "sliding_window": 8},
     ),
 }
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "swiglu_limit": 0.9,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1500.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+"""Experts are square, as those of gpt-oss are; the limit is one that many gates are beyond."""
+EXPERT_MODELS["gpt_oss"] = ("GptOss", GPT_OSS)
 LAYOUTS = ("separate", "fused", "fused.weight", "transposed", "transposed.weight", "by kind", "by kind.weight")
 
 
@@ -65,6 +93,8 @@ def make_tiny(name: str, seed: int = 0, **changes: Any) -> Any:
             values = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
                 parameter.copy_(values * parameter.shape[-1] ** -0.5)
+            elif path.endswith("sinks"):
+                parameter.copy_(2.0 * values)
             else:
                 parameter.copy_(values * 0.1 + (0.0 if path.endswith("bias") else 1.0))
     return model
@@ -81,7 +111,7 @@ def tensors_of(model: Any, layout: str) -> dict[str, torch.Tensor]:
     whole = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in whole.items():
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name and model.config.model_type != "gpt_oss":
             tensors |= _expert_tensors(name, tensor, layout)
         else:
             tensors[name] = tensor

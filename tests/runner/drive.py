@@ -34,6 +34,7 @@ from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceState, Step, S
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sinks import copy_sinks
 from holdfast.runner.step_inputs import BatchBuffers
 
 CPU = torch.device("cpu")
@@ -117,6 +118,7 @@ class Rig:
                 "cpu",
                 group=cache.group_of(layer.layer),
                 softcap=spec.attention_softcap,
+                has_sinks=spec.has_sinks,
             )
             for layer in cache.layers
         )
@@ -129,7 +131,8 @@ class Rig:
             for name in ("k", "v"):
                 self.storage.plane(layer, name).fill_(float("nan"))
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
-        self.backend = build_backend(declaration, specs, self.storage, bounds, num_sms=1, batch_invariant=False)
+        sinks = {"sinks": copy_sinks(model.weights, specs)} if spec.has_sinks else {}
+        self.backend = build_backend(declaration, specs, self.storage, bounds, 1, batch_invariant=False, **sinks)
         rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
         self.decoder = Decoder(spec, model.weights, self.backend, rotaries, self.workspace, scratch, dtype=dtype)
