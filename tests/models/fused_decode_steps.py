@@ -30,7 +30,8 @@ from runner import drive
 from runner.drive import CPU, LoadedModel, Rig
 
 LIMITS = Limits(max_num_seqs=5, max_num_batched_tokens=60, max_model_len=40, page_tokens=4)
-NUM_PAGES = 40
+NUM_PAGES = 80
+GROUP_PAGES = 40
 NUM_STEPS = 5
 """Behind the prompt, so that every sequence enters a page of its own at least once."""
 REFERENCES: Mapping[str, Callable[..., Any]] = {
@@ -94,9 +95,10 @@ def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
     ).tolist()
     sequences, found = [], []
     for index, own in enumerate(tokens):
-        pages = list(range(index * 8, index * 8 + 8))[::-1]
+        firsts = [group * GROUP_PAGES + index * 8 for group in range(len(rig.groups))]
+        tables = [list(range(first, first + 8))[::-1] for first in firsts]
         length = 3 + 2 * index
-        sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, tables=[pages]))
+        sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, tables=tables))
     rig.execute(Step(tuple(ScheduledSequence(sequence, 0, sequence.num_tokens) for sequence in sequences)))
     for _ in range(num_steps):
         for sequence, own in zip(sequences, tokens, strict=True):

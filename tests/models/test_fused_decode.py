@@ -21,6 +21,8 @@ from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import fused_decode_request
+from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.fused_decode import make_scratch
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -42,6 +44,7 @@ SPARSE = {
     "qwen2_moe": "a shared expert in every layer",
     "qwen2_moe normalized, every second layer": "dense and sparse layers in turn",
     "qwen3_moe not normalized, dense layers": "sparse between dense layers",
+    "gpt_oss": "biases everywhere, sinks, windows in every other layer",
 }
 MODELS = pytest.mark.parametrize("name", [*DENSE, *SPARSE])
 SCHEMES = pytest.mark.parametrize("scheme", [None, FP8, FP8_TENSOR, INT8], ids=lambda one: one.name if one else "plain")
@@ -73,6 +76,35 @@ def test_logits_are_those_of_the_ordinary_way(name, scheme, monkeypatch):
     assert torch.cat(off).median() < ROUNDING, "codes are others"
     assert torch.cat(noise).min() > 1000 * ROUNDING, "inputs are not quantized at all"
     assert torch.cat(off).max() < 0.25 * torch.cat(noise).median(), "more than a number between two codes"
+
+
+def experts_alone(num_layers: int) -> WeightRecipe:
+    """As a checkpoint has it that stores its experts in mxfp4, and all else plain."""
+    plain = tuple(f"layers.{layer}.{name}.weight" for layer in range(num_layers) for name in ("qkv", "o"))
+    return WeightRecipe(MXFP4, "none", plain)
+
+
+def test_plain_layers_with_experts_of_four_bits(monkeypatch):
+    use_references(monkeypatch)
+    recipe = experts_alone(4)
+    ours, _ = quantized_model("gpt_oss", recipe)
+    assert isinstance(ours.weights["layers.3.experts.down.weight"], QuantizedWeight)
+    assert reason(ours, recipe) is None
+    for num_rows in (1, 4):
+        wanted = decode(make_rig(ours, recipe, fused=False), num_rows)
+        assert errors(decode(make_rig(ours, recipe), num_rows), wanted).max() < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_gpt_oss_goes_this_way_as_it_is_stored(name):
+    blueprint = read_blueprint(CATALOGUE[name], name)
+    assert blueprint.spec is not None
+    recipe = blueprint.stored_recipe
+    assert recipe is not None
+    assert activations.takes_fused_decode(blueprint.spec, "bfloat16", "cuda", recipe)
+    names = [spec.name for spec in activations.fused_decode_request(blueprint.spec, recipe).specs]
+    assert names == ["squares", "parts", "arrived"], "no weight of theirs takes rows as codes"
+    assert not activations.takes_fused_decode(blueprint.spec, "bfloat16", "cuda", WeightRecipe(MXFP4))
 
 
 @pytest.mark.parametrize("embeddings", ["none", "head"])

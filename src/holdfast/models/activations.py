@@ -18,7 +18,7 @@ from holdfast.kernels.geometry import (
 )
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
-from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 STREAM = "stream"
 LAYERS = "layers"
@@ -153,11 +153,11 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    Weights are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
+    Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
     more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
     widths = (spec.hidden_size, spec.query_size, *((spec.intermediate_size,) if spec.has_mlp else ()))
-    scheme = recipe.scheme
+    scheme = layer_scheme(spec, recipe)
     return (
         device_kind == "cuda"
         and dtype == "bfloat16"
@@ -173,6 +173,23 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         and spec.logit_softcap is None
         and all(width % SMALL_BATCH_BLOCK_N == 0 for width in widths)
     )
+
+
+def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
+    """The scheme of the products that layers have beside experts.
+
+    None where they are plain: a checkpoint that stores its experts alone in a scheme has a recipe that names all others.
+    """
+    if recipe.scheme is None or not recipe.ignore:
+        return recipe.scheme
+    ignored = frozenset(recipe.ignore)
+    modules = {True: ("qkv", "o"), False: ("qkv", "o", "gate_up" if spec.gated_mlp else "up", "down")}
+    names = (
+        f"layers.{layer}.{module}.weight"
+        for layer in range(spec.num_layers)
+        for module in modules[spec.layer_experts(layer) is not None]
+    )
+    return None if all(name in ignored for name in names) else recipe.scheme
 
 
 def fits_fused_decode(num_rows: int) -> bool:
@@ -191,7 +208,7 @@ def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> R
         TensorSpec("parts", (FUSED_DECODE_ROWS * SPLIT_K_COLUMNS,), "float32"),
         TensorSpec("arrived", (-(-widest // SMALL_BATCH_BLOCK_N),), "int32"),
     ]
-    if recipe.scheme is not None:
+    if layer_scheme(spec, recipe) is not None:
         specs += [
             TensorSpec("amax", (num_squares,), "float32"),
             TensorSpec("input_amax", (FUSED_DECODE_ROWS,), "float32"),
