@@ -35,9 +35,7 @@ class Case:
         self.answers = [greedy(model, prompt) for prompt in PROMPTS]
 
     def open(self, **options: Any) -> LLM:
-        return LLM(
-            model=str(self.folder), dtype="float32", page_tokens=4, max_model_len=128, device="cpu", **options
-        )
+        return LLM(model=str(self.folder), dtype="float32", page_tokens=4, max_model_len=128, device="cpu", **options)
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
