@@ -86,7 +86,7 @@ def run_holdfast(
     with tempfile.TemporaryDirectory() as folder:
         opened = open_engine(model, Path(folder), tiny, device, **settings)
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - start, "decode": []}
-    decoder = opened.runner.model
+    decoder = opened.decoder
     weights = next(row for row in opened.llm.memory.rows if row.owner == "weights").planned_bytes
     embedding, head = decoder._embed_VE, decoder._head_VE
     assert not isinstance(embedding, QuantizedWeight), "this script quantizes nothing"

@@ -15,6 +15,7 @@ import holdfast.engine.build as engine_build
 from holdfast.api.llm import LLM
 from holdfast.engine.admission import TokensPrompt
 from holdfast.engine.engine import Engine
+from holdfast.models.decoder import Decoder
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
 
@@ -39,6 +40,12 @@ class OpenEngine(NamedTuple):
     @property
     def runner(self) -> Runner:
         return self.built.runner
+
+    @property
+    def decoder(self) -> Decoder:
+        model = self.built.runner.model
+        assert isinstance(model, Decoder), f"{model} is no decoder"
+        return model
 
     @property
     def engine(self) -> Engine:

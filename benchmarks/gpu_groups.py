@@ -100,7 +100,7 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
 def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
     """Each group as numbers."""
     plan = opened.built.plan
-    assert plan.cache is not None, f"{plan.blueprint.name} has no pages"
+    assert plan.cache is not None, f"{plan.declared.name} has no pages"
     limits, rows = plan.resolved.limits, []
     for index, (group, own) in enumerate(zip(plan.cache.cache_groups(), plan.cache.groups, strict=True)):
         rows.append(
@@ -121,12 +121,12 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
     """What a step has to read, as far as it does not depend on the step."""
     from holdfast.quant.quantized_weight import QuantizedWeight
 
-    plan, model = opened.built.plan, opened.runner.model
+    plan, model = opened.built.plan, opened.decoder
     groups = {term.owner: term.num_bytes for term in plan.memory.terms if term.group == "weights"}
     embedding, head = model._embed_VE, model._head_VE
     skipped = 0 if embedding is head or isinstance(embedding, QuantizedWeight) else embedding.nbytes
-    spec = plan.blueprint.spec
-    assert spec is not None, f"{plan.blueprint.name} does not run"
+    spec = plan.declared.spec
+    assert spec is not None, f"{plan.declared.name} does not run"
     experts = spec.experts
     return {
         "weight_bytes": sum(groups.values()) - skipped,

@@ -189,7 +189,7 @@ def run_case(case: Case, tiny: bool, device: str) -> dict[str, Any]:
         "looks": {name: look._asdict() for name, look in looks.items()},
         "bare_used_bytes": before.used if before is not None else 0,
         "num_graphs": len(graphs) if graphs is not None else 0,
-        "num_layers": len(opened.runner.model._layers),
+        "num_layers": opened.runner.model.num_layers,
         "load_seconds": opened.built.load_seconds,
         "storages": storages_by_owner(opened.runner, "cuda" if is_cuda else "cpu"),
         "blocks": blocks_of(torch.cuda.memory_snapshot()) if is_cuda else [],

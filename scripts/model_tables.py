@@ -4,7 +4,7 @@ from pathlib import Path
 
 from holdfast.cli.plan_names import ModelRow, model_rows
 from holdfast.memory.devices import ASSUMED, GPUS, SEEN, Gpu
-from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
@@ -21,7 +21,7 @@ def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def model_row(row: ModelRow) -> tuple[str, ...]:
     """Bytes are those of the shapes in bfloat16, however the makers store them; layers that draft tokens are left out."""
-    found = read_blueprint(
+    found = declare_config(
         {**CATALOGUE[row.name], "quantization_config": None, "num_nextn_predict_layers": 0, "expert_dtype": ""},
         row.name,
     )

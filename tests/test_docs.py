@@ -19,7 +19,7 @@ from holdfast.config import EngineConfig
 from holdfast.loading.planning.plan import PINNED_CHUNKS, plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.sizes import format_bytes
-from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.planning.terms import STAGING_BYTES
@@ -236,8 +236,8 @@ def test_figures_about_weights_are_those_of_the_planner(name: str) -> None:
     scheme, shape = WEIGHT_SCHEMES.get(name), (4096, 4096)
     one = 2 * prod(shape) if scheme is None else sum(plane.num_bytes for plane in scheme.planes(shape))
     models = ("Llama-3.1-8B", "Qwen3-32B", "Qwen3-30B-A3B")
-    blueprints = [read_blueprint(CATALOGUE[model], model) for model in models]
-    sizes = [format_bytes(found.weight_bytes("bfloat16", WeightRecipe(scheme))) for found in blueprints]
+    declared = [declare_config(CATALOGUE[model], model) for model in models]
+    sizes = [format_bytes(found.weight_bytes("bfloat16", WeightRecipe(scheme))) for found in declared]
     (row,) = (
         line for line in DOCUMENTS["docs/memory.md"].splitlines() if line.startswith(f"| {name} |") and "N K" in line
     )
@@ -252,7 +252,7 @@ def test_figures_about_weights_are_those_of_the_planner(name: str) -> None:
     [("cuda", 2, "32.00 MiB: 2 chunks of 16 MiB"), ("cpu", 3, "12.00 MiB: 3 chunks of 4 MiB")],
 )
 def test_figures_about_loads_are_those_of_their_plan(kind: str, num_chunks: int, words: str) -> None:
-    spec = read_blueprint(CATALOGUE["Qwen3-0.6B"], "Qwen3-0.6B").spec
+    spec = declare_config(CATALOGUE["Qwen3-0.6B"], "Qwen3-0.6B").spec
     assert spec is not None, "it runs"
     wanted = parameters(spec)
     dummy = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from holdfast.config import EngineConfig
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import find_gpu
 from holdfast.planning.fit import PlanRequest
 from holdfast.planning.target import Target, gpu_target, memory_target
@@ -13,4 +13,4 @@ def plan_request(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None 
     """A request; `tensor_parallel_size` stands beside the config's options."""
     beside = {name: options.pop(name) for name in ("tensor_parallel_size",) if name in options}
     target: Target = gpu_target(find_gpu(gpu)) if memory is None else memory_target(memory)
-    return PlanRequest(EngineConfig(**options), open_blueprint(model), target, **beside)
+    return PlanRequest(EngineConfig(**options), open_declared(model), target, **beside)

@@ -47,7 +47,7 @@ PLANS = [
     plan_request("Llama-3.1-70B", "l4"),
     plan_request("Qwen3-30B-A3B", memory="17.3GiB"),
 ]
-VIEWS = [view_of(asked, asked.blueprint.name) for asked in PLANS]
+VIEWS = [view_of(asked, asked.declared.name) for asked in PLANS]
 
 
 @pytest.mark.parametrize("num_columns", WIDTHS)

@@ -17,7 +17,7 @@ from cli.cli_models import Here, finish, make_model, refuse, start
 from cli.page_reader import read_page
 from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_request, read_target
 from holdfast.errors import ConfigError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import find_default_model
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
@@ -110,7 +110,7 @@ def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None
     found = json.loads(ended.out)
     assert ended.code == (0 if found["fits"] else 1)
     assert found["model"] == model
-    exact = open_blueprint(model).kv_bytes_per_token("bfloat16" if model != "OPT-125m" else "float16")
+    exact = open_declared(model).kv_bytes_per_token("bfloat16" if model != "OPT-125m" else "float16")
     assert found["kv_bytes_per_token"] == exact
 
 

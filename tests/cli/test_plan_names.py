@@ -8,7 +8,7 @@ import pytest
 
 from cli.cli_models import Here
 from holdfast.cli.plan_names import billions, model_rows
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
 from model_tables import DOCUMENT, written
@@ -52,10 +52,10 @@ def test_sizes_as_people_say_them() -> None:
 )
 def test_sizes_are_those_of_all_layers(name: str) -> None:
     """A list counts a layer and takes it as often as there are layers; here every tensor is counted."""
-    blueprint = open_blueprint(name)
-    (row,) = (row for row in model_rows() if row.name == blueprint.name)
-    assert row.parameters == sum(prod(weight.shape) for weight in blueprint.parameters() if weight.group != "mtp")
-    assert row.weight_bytes == blueprint.weight_bytes(blueprint.checkpoint_dtype)
+    declared = open_declared(name)
+    (row,) = (row for row in model_rows() if row.name == declared.name)
+    assert row.parameters == sum(prod(weight.shape) for weight in declared.parameters() if weight.group != "mtp")
+    assert row.weight_bytes == declared.weight_bytes(declared.checkpoint_dtype)
 
 
 def test_what_a_name_leaves_open_is_said(here: Here) -> None:

@@ -186,7 +186,7 @@ def test_what_is_asked_reads_as_a_person_would_say_it() -> None:
 
 def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
     asked = plan_request()
-    hostile = replace(asked, blueprint=replace(asked.blueprint, name="a\nb\x1b[2J"))
+    hostile = replace(asked, declared=replace(asked.declared, name="a\nb\x1b[2J"))
     words = words_of(hostile)
     assert words.isprintable()
     assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")

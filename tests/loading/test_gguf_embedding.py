@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
 from holdfast.memory.devices import GIB
 from holdfast.memory.ledger import Ledger
@@ -33,10 +33,10 @@ def untied(tmp_path):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_plan_load_and_dummies_agree_to_the_byte(untied, scheme):
     path, expected = untied
-    blueprint = open_blueprint(str(path))
-    resolved = resolve(config(path, quantization=scheme), blueprint, CPU)
+    declared = open_declared(str(path))
+    resolved = resolve(config(path, quantization=scheme), declared, CPU)
     assert (resolved.recipe.embeddings, CHOICE in resolved.choices) == ("all", True)
-    planned_bytes = blueprint.weight_bytes("float32", resolved.recipe)
+    planned_bytes = declared.weight_bytes("float32", resolved.recipe)
     for load_format in ("auto", "dummy"):
         opened = open_model(str(path), load_format)
         load, plan = plan_model(config(path, quantization=scheme, load_format=load_format), opened, CPU)
@@ -58,7 +58,7 @@ def test_plan_load_and_dummies_agree_to_the_byte(untied, scheme):
 @pytest.mark.parametrize("asked", ["head", "none", "all"])
 def test_what_is_asked_goes_first(untied, asked):
     path, _ = untied
-    resolved = resolve(config(path, quantization="int8", quantized_embeddings=asked), open_blueprint(str(path)), CPU)
+    resolved = resolve(config(path, quantization="int8", quantized_embeddings=asked), open_declared(str(path)), CPU)
     assert resolved.recipe.embeddings == asked
     assert CHOICE not in resolved.choices
 
@@ -66,15 +66,15 @@ def test_what_is_asked_goes_first(untied, asked):
 def test_an_embedding_that_is_stored_wide_stays_so(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "KINDS", ("F16", "Q8_0"))
     tiny.write_model(tmp_path / "tiny.gguf", "qwen2", tied=False)
-    blueprint = open_blueprint(str(tmp_path / "tiny.gguf"))
-    assert blueprint.on_disk is not None
-    assert blueprint.on_disk.embedding_type is None
-    resolved = resolve(config(tmp_path, quantization="int8"), blueprint, CPU)
+    declared = open_declared(str(tmp_path / "tiny.gguf"))
+    assert declared.on_disk is not None
+    assert declared.on_disk.embedding_type is None
+    resolved = resolve(config(tmp_path, quantization="int8"), declared, CPU)
     assert resolved.recipe.embeddings == "head"
 
 
 def test_without_quantization_nothing_is(untied):
     path, _ = untied
-    resolved = resolve(config(path), open_blueprint(str(path)), CPU)
+    resolved = resolve(config(path), open_declared(str(path)), CPU)
     assert resolved.recipe.scheme is None
     assert CHOICE not in resolved.choices

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.errors import ModelError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_gguf
 from holdfast.models.spec import ModelSpec, RopeSpec
 from kernels.exactness import require_native
@@ -104,7 +104,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any
     drive.run(requests)
     for request in requests:
         judge(theirs, drive, request)
-    assert {weight.name for weight in open_blueprint(str(path)).parameters()} == set(ours.weights)
+    assert {weight.name for weight in open_declared(str(path)).parameters()} == set(ours.weights)
 
 
 def test_ends_of_text(tmp_path: Path) -> None:

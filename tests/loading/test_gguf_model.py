@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from counted_work import num_lines
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import OpenModel, find_default_model, open_gguf, open_model
 from holdfast.loading.planning.plan import plan_load
@@ -223,10 +223,10 @@ def test_a_plan_holds_the_headers_against_the_parameters(tmp_path, monkeypatch):
     """What an engine would refuse has no plan: a stray tensor, a layer that is not announced, and another width."""
     path = tmp_path / "tiny.gguf"
     write_model(path, "llama")
-    assert open_blueprint(str(path)).num_layers == LAYERS
+    assert open_declared(str(path)).num_layers == LAYERS
     write_model(path, "llama", blk__0__attn_sinks__weight=np.ones(4, np.float32))
     with pytest.raises(ModelFormatError, match=r"blk\.0\.attn_sinks\.weight"):
-        open_blueprint(str(path))
+        open_declared(str(path))
     numbers = state_dict("llama", tied=False)
     monkeypatch.setattr(f"{__name__}.state_dict", lambda arch, tied: numbers)
     for name, announced, told in (("LAYERS", 1, r"too many: model\.layers\.1\."), ("INNER", 97, r"_proj\.weight")):
@@ -234,7 +234,7 @@ def test_a_plan_holds_the_headers_against_the_parameters(tmp_path, monkeypatch):
             patch.setattr(f"{__name__}.{name}", announced)
             write_model(path, "llama")
         with pytest.raises(ModelFormatError, match=told):
-            open_blueprint(str(path))
+            open_declared(str(path))
 
 
 def test_generation_defaults(tmp_path, caplog):

@@ -17,9 +17,8 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax_reference,
 )
 from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
-from holdfast.models import fused_decode
-from holdfast.models.blueprints import grouped as blueprint_grouped
-from holdfast.models.blueprints.anatomy import StepShape
+from holdfast.models import decoder_declaration, fused_decode
+from holdfast.models.declaration import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
@@ -63,7 +62,7 @@ def make_rig(
         patch.setattr(drive, "Decoder", partial(Decoder, takes_fused_decode=fused, dtype=dtype, recipe=recipe))
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
-        patch.setattr(blueprint_grouped, "takes_fused_decode", lambda *_: fused)
+        patch.setattr(decoder_declaration, "takes_fused_decode", lambda *_: fused)
         rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, min_rows=min_rows)
     poison = rig.poison
 

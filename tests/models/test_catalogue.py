@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, find_model
 from models.meta_models import count_elements
 
@@ -67,19 +67,19 @@ def test_the_models_that_were_promised() -> None:
 
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_kv_bytes_per_token(name: str) -> None:
-    blueprint = read_blueprint(CATALOGUE[name], name)
+    declared = declare_config(CATALOGUE[name], name)
     exact = KV_BYTES[name]
-    assert tuple(blueprint.kv_bytes_per_token(format) for format in FORMATS[: len(exact)]) == exact
-    assert blueprint.kv_bytes_per_token("float16") == exact[0]
-    assert blueprint.kv_bytes_per_token("float32") == 2 * exact[0]
+    assert tuple(declared.kv_bytes_per_token(format) for format in FORMATS[: len(exact)]) == exact
+    assert declared.kv_bytes_per_token("float16") == exact[0]
+    assert declared.kv_bytes_per_token("float32") == 2 * exact[0]
     for format in FORMATS[len(exact) :]:
         with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps"):
-            blueprint.kv_bytes_per_token(format)
+            declared.kv_bytes_per_token(format)
 
 
 def test_totals_that_others_published() -> None:
     bytes_per_token = {
-        name: read_blueprint(CATALOGUE[name], name).kv_bytes_per_token("fp8")
+        name: declare_config(CATALOGUE[name], name).kv_bytes_per_token("fp8")
         for name in ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro")
     }
     assert {name: int(number) for name, number in bytes_per_token.items()} == {
@@ -90,13 +90,13 @@ def test_totals_that_others_published() -> None:
 
 @pytest.mark.parametrize("name", CHECKPOINT_BYTES)
 def test_weight_bytes_are_those_of_the_checkpoint(name: str) -> None:
-    blueprint = read_blueprint(CATALOGUE[name], name)
-    planned = blueprint.weight_bytes(blueprint.checkpoint_dtype)
+    declared = declare_config(CATALOGUE[name], name)
+    planned = declared.weight_bytes(declared.checkpoint_dtype)
     assert abs(planned / CHECKPOINT_BYTES[name] - 1) < 0.01, f"{planned} bytes are planned"
 
 
 def test_the_weights_that_a_step_of_qwen3_32b_reads() -> None:
-    groups = read_blueprint(CATALOGUE["Qwen3-32B"], "x").group_bytes("bfloat16")
+    groups = declare_config(CATALOGUE["Qwen3-32B"], "x").group_bytes("bfloat16")
     read = sum(group.num_bytes for name, group in groups.items() if name != "embed")
     assert round(read / 1e9, 2) == 63.97, "as measured on a GPU"
 
@@ -113,14 +113,14 @@ DISTINCT = {shapes_of(name): name for name in reversed(CATALOGUE)}
 def test_as_many_parameters_as_transformers_makes_of_the_same_settings(name: str) -> None:
     config = {key: value for key, value in CATALOGUE[name].items() if key not in ONLY_STORED}
     counted = count_elements(str(CATALOGUE[name]["architectures"][0]), config, COUNTED_BUFFERS)  # type: ignore[index]
-    weights = read_blueprint(CATALOGUE[name], name).parameters()
+    weights = declare_config(CATALOGUE[name], name).parameters()
     assert sum(prod(weight.shape) for weight in weights if not weight.name.startswith("mtp.")) == counted
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
-    blueprint = read_blueprint(CATALOGUE[name], name)
-    assert (blueprint.spec is None) == (blueprint.not_runnable is not None)
+    declared = declare_config(CATALOGUE[name], name)
+    assert (declared.spec is None) == (declared.not_runnable is not None)
     planned = (
         "DeepSeek-V",
         "DeepSeek-R1",
@@ -133,5 +133,5 @@ def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
         "Mixtral",
         "Mistral-Small-3.",
     )
-    assert (blueprint.spec is None) == (name.startswith(planned) and "Distill" not in name)
-    assert blueprint.not_runnable is None or blueprint.not_runnable.endswith(" is not in this version")
+    assert (declared.spec is None) == (name.startswith(planned) and "Distill" not in name)
+    assert declared.not_runnable is None or declared.not_runnable.endswith(" is not in this version")

@@ -11,7 +11,7 @@ import torch
 from holdfast.config import Limits
 from holdfast.kernels.gemm import linear
 from holdfast.layers import moe as experts
-from holdfast.models.blueprints.anatomy import StepShape
+from holdfast.models.declaration import StepShape
 from holdfast.models.decoder import Decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter

@@ -21,7 +21,7 @@ from holdfast.memory.devices import GPUS
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
-from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.plan import PlanRequest, plan_runner
@@ -165,7 +165,7 @@ def reserved_bytes(spec: ModelSpec, backend: str, limits: Limits) -> dict[str, i
 
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged", "triton_paged"])
 def test_scratch_is_the_same_for_any_depth_and_any_context(backend):
-    spec = read_blueprint(CATALOGUE["Qwen3-32B"], "Qwen3-32B").spec
+    spec = declare_config(CATALOGUE["Qwen3-32B"], "Qwen3-32B").spec
     assert spec is not None
     limits = Limits(256, 8192, 4096, 16)
     found = reserved_bytes(spec, backend, limits)
@@ -179,12 +179,12 @@ def test_scratch_is_the_same_for_any_depth_and_any_context(backend):
 
 
 def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
-    blueprint = read_blueprint(CATALOGUE["Qwen3-8B"], "Qwen3-8B")
+    declared = declare_config(CATALOGUE["Qwen3-8B"], "Qwen3-8B")
     target = gpu_target(GPUS["h200"])
 
     def workspace_bytes(max_model_len: int, num_layers: int = 36) -> int:
-        decoder = replace(blueprint.anatomy.decoder, num_layers=num_layers)  # type: ignore[attr-defined]
-        model = replace(blueprint, anatomy=blueprint.anatomy._replace(decoder=decoder), num_layers=num_layers)  # type: ignore[attr-defined]
+        decoder = replace(declared.declaration.decoder, num_layers=num_layers)  # type: ignore[attr-defined]
+        model = replace(declared, declaration=declared.declaration._replace(decoder=decoder), num_layers=num_layers)  # type: ignore[attr-defined]
         config = EngineConfig(max_model_len=max_model_len, max_num_seqs=64)
         return plan_runner(PlanRequest(config, model, target)).workspace.total_bytes
 

@@ -21,7 +21,7 @@ from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import fused_decode_request
-from holdfast.models.blueprints.blueprint import read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.fused_decode import make_scratch
@@ -97,14 +97,14 @@ def test_plain_layers_with_experts_of_four_bits(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
 def test_gpt_oss_goes_this_way_as_it_is_stored(name):
-    blueprint = read_blueprint(CATALOGUE[name], name)
-    assert blueprint.spec is not None
-    recipe = blueprint.stored_recipe
+    declared = declare_config(CATALOGUE[name], name)
+    assert declared.spec is not None
+    recipe = declared.stored_recipe
     assert recipe is not None
-    assert activations.takes_fused_decode(blueprint.spec, "bfloat16", "cuda", recipe)
-    names = [spec.name for spec in activations.fused_decode_request(blueprint.spec, recipe).specs]
+    assert activations.takes_fused_decode(declared.spec, "bfloat16", "cuda", recipe)
+    names = [spec.name for spec in activations.fused_decode_request(declared.spec, recipe).specs]
     assert names == ["squares", "parts", "arrived"], "no weight of theirs takes rows as codes"
-    assert not activations.takes_fused_decode(blueprint.spec, "bfloat16", "cuda", WeightRecipe(MXFP4))
+    assert not activations.takes_fused_decode(declared.spec, "bfloat16", "cuda", WeightRecipe(MXFP4))
 
 
 @pytest.mark.parametrize("embeddings", ["none", "head"])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.errors import ModelError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
 from holdfast.models.families import read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
@@ -314,7 +314,7 @@ def test_a_folder_with_images_runs_as_its_text(prefixes: tuple[str, str, str], t
         ours = load_model(tmp_path)
     assert f"{num_unread} tensors of {tmp_path} are for images and are left unread" in caplog.text
     ask(theirs, ours)
-    planned = {weight.name for weight in open_blueprint(str(tmp_path)).parameters()}
+    planned = {weight.name for weight in open_declared(str(tmp_path)).parameters()}
     assert planned == set(ours.weights)
     opened = open_model(str(tmp_path), "dummy")
     assert len(opened.source.entries) == len(load_file(tmp_path / "text" / "model.safetensors"))

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import DeclaredModel
 
 
 class Shape(NamedTuple):
@@ -190,8 +191,8 @@ BY_HAND: dict[str, Row] = {
 }
 
 
-def blueprint(name: str) -> Blueprint:
-    return read_blueprint(CATALOGUE[name], name)
+def declared(name: str) -> DeclaredModel:
+    return declare_config(CATALOGUE[name], name)
 
 
 def test_twenty_models_and_more() -> None:
@@ -202,7 +203,7 @@ def test_twenty_models_and_more() -> None:
 def test_parameters_and_bytes_by_hand(name: str) -> None:
     row, config = BY_HAND[name], CATALOGUE[name]
     assert row.published in (None, row.parameters), "the arithmetic of this file is wrong"
-    plain = read_blueprint({**config, "quantization_config": None}, name)
+    plain = declare_config({**config, "quantization_config": None}, name)
     weights = [weight for weight in plain.parameters() if weight.group != "mtp"]
     assert sum(prod(weight.shape) for weight in weights) == row.parameters
     in_float32 = sum(prod(weight.shape) for weight in weights if weight.dtype == "float32")
@@ -225,5 +226,5 @@ def test_parameters_and_bytes_by_hand(name: str) -> None:
     ],
 )
 def test_what_is_stored_in_fewer_bits_takes_what_its_files_take(name: str, num_bytes: float) -> None:
-    found = blueprint(name)
+    found = declared(name)
     assert found.weight_bytes(found.checkpoint_dtype) == pytest.approx(num_bytes, rel=0.005)

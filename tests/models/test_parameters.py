@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.models.blueprints.anatomy import Experts
+from holdfast.models.declaration import Experts
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import (
     LLAMA_NAMES,
@@ -185,7 +185,7 @@ def test_names_shapes_kinds_and_splits() -> None:
 
 @pytest.mark.parametrize("shared_size", [0, 7])
 def test_what_is_planned_for_other_models_is_the_same(shared_size: int) -> None:
-    """Names, order, shapes and kinds are those of models/blueprints/anatomy.py, which plans models that do not run."""
+    """Names, order, shapes and kinds are those of models/blueprints/declaration.py, which plans models that do not run."""
     spec = ExpertsSpec(3, 2, 5, shared_size, has_shared_gate=shared_size > 0)
     planned = Experts(3, 2, 5, shared_size, shared_size > 0).weights("layers.1.", HIDDEN, 1)
     parameters = list_experts(spec, ExpertNames(), HIDDEN, "layers.1.", "model.layers.1.")

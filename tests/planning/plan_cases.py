@@ -5,8 +5,9 @@ from functools import cache
 
 from holdfast.config import EngineConfig
 from holdfast.memory.devices import GPUS
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.alternatives import Alternative
 from holdfast.planning.fit import PlanRequest
 from holdfast.planning.target import Target, gpu_target
@@ -20,14 +21,14 @@ NUMBERS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
 @cache
-def blueprint(name: str) -> Blueprint:
-    return read_blueprint(CATALOGUE[name], name)
+def declared(name: str) -> DeclaredModel:
+    return declare_config(CATALOGUE[name], name)
 
 
 def plan_request(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> PlanRequest:
     """A request; options that no config has go beside it."""
     beside = {key: options.pop(key) for key in ("tensor_parallel_size", "staging") if key in options}
-    return PlanRequest(EngineConfig.from_options(**options), blueprint(name), target, **beside)  # type: ignore[arg-type]
+    return PlanRequest(EngineConfig.from_options(**options), declared(name), target, **beside)  # type: ignore[arg-type]
 
 
 def changed(request: PlanRequest, alternative: Alternative) -> PlanRequest:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.memory.devices import GPUS
-from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.alternatives import (
     GPU,
     KINDS,
@@ -22,7 +22,7 @@ from holdfast.planning.alternatives import (
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, try_fit
 from holdfast.planning.target import gpu_target, memory_target
 from holdfast.quant.formats import KV_FORMATS
-from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, changed, plan_request
+from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, changed, declared, plan_request
 
 QUANTIZED_FORMATS = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 REQUESTS = st.builds(
@@ -191,10 +191,10 @@ def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
     )
     whole = plan_request("Qwen3-8B", H200)
     assert context_note(whole, fit_runner(whole)) == ""
-    windowed = blueprint("Qwen3-8B").spec
+    windowed = declared("Qwen3-8B").spec
     assert windowed is not None
     narrow = replace(
-        whole, blueprint=spec_blueprint(replace(windowed, sliding_windows=(4096,) * windowed.num_layers), "narrow")
+        whole, declared=declare_decoder(replace(windowed, sliding_windows=(4096,) * windowed.num_layers), "narrow")
     )
     assert context_note(narrow, fit_runner(narrow)) == (
         "every layer attends to the last 4,096 tokens only, the model's own window"
@@ -264,9 +264,9 @@ def test_what_contradicts_another_option_is_not_offered() -> None:
 
 
 def test_heads_that_cannot_be_quantized_are_not_offered_codes() -> None:
-    odd = blueprint("Qwen3-8B").spec
+    odd = declared("Qwen3-8B").spec
     assert odd is not None
-    wanted = replace(plan_request(), blueprint=spec_blueprint(replace(odd, head_dim=120), "odd"))
+    wanted = replace(plan_request(), declared=declare_decoder(replace(odd, head_dim=120), "odd"))
     assert not [item for item in list_alternatives(wanted) if item.option == "kv_cache_dtype"]
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import GIB
 from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
 from holdfast.memory.sizes import format_bytes
-from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.disk_account import disk_account
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.resolve import resolve
@@ -60,12 +60,12 @@ def by_hand(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def default() -> Blueprint:
-    return open_blueprint(None)
+def default() -> DeclaredModel:
+    return open_declared(None)
 
 
-def account(blueprint: Blueprint, **options) -> DiskAccount:
-    found = disk_account(blueprint, resolve(EngineConfig(**options), blueprint, CPU))
+def account(declared: DeclaredModel, **options) -> DiskAccount:
+    found = disk_account(declared, resolve(EngineConfig(**options), declared, CPU))
     assert found is not None
     return found
 
@@ -118,8 +118,8 @@ def test_a_refusal_tells_why_a_small_file_does_not_fit(default):
 
 
 def test_a_folder_of_plain_weights_has_none():
-    blueprint = open_blueprint("Qwen3-8B")
-    assert disk_account(blueprint, resolve(EngineConfig(), blueprint, CPU)) is None
+    declared = open_declared("Qwen3-8B")
+    assert disk_account(declared, resolve(EngineConfig(), declared, CPU)) is None
 
 
 def test_the_table_stands_in_the_documents():

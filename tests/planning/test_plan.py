@@ -21,7 +21,7 @@ from holdfast.planning.target import memory_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from models.model_sample import SOME_MODELS
-from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint, plan_request
+from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, declared, plan_request
 
 
 def test_a_plan_of_a_model_that_runs() -> None:
@@ -48,7 +48,7 @@ def test_a_plan_of_a_model_that_does_not_run() -> None:
     assert plan.attention_specs == ()
     assert plan.kv_bytes_per_token == Fraction(15401, 4)
     assert plan.memory.page_bytes == 61604
-    assert plan.kv_bytes_per_sequence == blueprint("DeepSeek-V4-Flash").kv_bytes_per_sequence("fp8")
+    assert plan.kv_bytes_per_sequence == declared("DeepSeek-V4-Flash").kv_bytes_per_sequence("fp8")
     assert len(plan.not_in_this_version) == 1
     assert plan.resolved.limits.page_tokens == 16
 
@@ -57,11 +57,11 @@ def test_a_plan_of_a_model_that_does_not_run() -> None:
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_every_model_in_every_format(name: str, kv_format: str) -> None:
     wanted = plan_request(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
-    if blueprint(name).anatomy.unsupported_format(KV_FORMATS[kv_format]) is not None:
+    if declared(name).declaration.unsupported_format(KV_FORMATS[kv_format]) is not None:
         with pytest.raises(ConfigError, match=r"this model keeps .*; try bfloat16 or fp8"):
             fit_runner(wanted)
         return
-    model, plan = blueprint(name), fit_runner(wanted)
+    model, plan = declared(name), fit_runner(wanted)
     num_wide = len(plan.resolved.protected.layers)
     narrow, wide = (model.kv_bytes_per_token(each) / model.num_layers for each in (kv_format, "fp8"))
     assert plan.kv_bytes_per_token == (model.num_layers - num_wide) * narrow + num_wide * wide
@@ -176,11 +176,11 @@ REQUESTS = st.builds(
             memory_utilization=util,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
-            max_model_len=None if length is None else min(length, blueprint(name).max_position),
+            max_model_len=None if length is None else min(length, declared(name).max_position),
             page_tokens=page,
             enforce_eager=eager,
         ),
-        blueprint(name),
+        declared(name),
         memory_target(f"{gib}GiB"),
     ),
     MODELS,
@@ -239,7 +239,7 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
         "shortened from the model's own 131,072: no more fits 21.17 GiB (90% of the device's 23.52 GiB)"
     )
     assert plan.context_note == "", "the door to planning adds what would lift it"
-    told = plan_runner(PlanRequest(EngineConfig(), blueprint("Llama-3.1-8B"), RTX4090)).context_note
+    told = plan_runner(PlanRequest(EngineConfig(), declared("Llama-3.1-8B"), RTX4090)).context_note
     assert (
         f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in told
     )
@@ -359,10 +359,10 @@ def test_two_ranks_hold_half_each() -> None:
 
 
 def test_a_plan() -> None:
-    plan = plan_runner(PlanRequest(EngineConfig(), blueprint("Qwen3-8B"), H200))
+    plan = plan_runner(PlanRequest(EngineConfig(), declared("Qwen3-8B"), H200))
     assert isinstance(plan, RunnerPlan)
     assert plan.kv_tokens > 700_000
-    quantized = plan_runner(PlanRequest(EngineConfig(kv_cache_dtype="fp8"), blueprint("Qwen3-8B"), H200))
+    quantized = plan_runner(PlanRequest(EngineConfig(kv_cache_dtype="fp8"), declared("Qwen3-8B"), H200))
     assert quantized.kv_tokens > 1.9 * plan.kv_tokens
     assert quantized.not_in_this_version == ()
 
@@ -395,18 +395,18 @@ def test_a_plan() -> None:
 )
 def test_a_refusal_ends_with_the_smallest_changes(name, target, options, do) -> None:
     with pytest.raises(MemoryPlanError, match=do) as caught:
-        plan_runner(PlanRequest(EngineConfig(**options), blueprint(name), target))
+        plan_runner(PlanRequest(EngineConfig(**options), declared(name), target))
     error = caught.value
     assert error.args == (error.asked, error.has, error.do)
     assert error.table is not None, "the table comes along"
     assert error.table.short_bytes > 0
-    plan = unfitting_runner(PlanRequest(EngineConfig(**options), blueprint(name), target))
+    plan = unfitting_runner(PlanRequest(EngineConfig(**options), declared(name), target))
     assert plan.memory.peak_bytes - plan.memory.budget_bytes == error.table.short_bytes
 
 
 def test_pages_alone_that_are_too_few() -> None:
     with pytest.raises(MemoryPlanError, match="leave out kv_cache_memory, which fits"):
-        plan_runner(PlanRequest(EngineConfig(kv_cache_memory="1MiB", max_model_len=4096), blueprint("Qwen3-8B"), H200))
+        plan_runner(PlanRequest(EngineConfig(kv_cache_memory="1MiB", max_model_len=4096), declared("Qwen3-8B"), H200))
 
 
 def test_planning_imports_no_torch() -> None:
@@ -414,7 +414,7 @@ def test_planning_imports_no_torch() -> None:
 import json, sys
 from holdfast.config import EngineConfig
 from holdfast.errors import MemoryPlanError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import find_gpu
 from holdfast.planning.alternatives import list_alternatives
 from holdfast.planning.fit import PlanRequest
@@ -423,10 +423,10 @@ from holdfast.planning.target import cpu_target, gpu_target
 for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
     for target in (gpu_target(find_gpu("h200")), cpu_target()):
         try:
-            plan_runner(PlanRequest(EngineConfig(), open_blueprint(name), target))
+            plan_runner(PlanRequest(EngineConfig(), open_declared(name), target))
         except MemoryPlanError:
             pass
-        list_alternatives(PlanRequest(EngineConfig(), open_blueprint(name), target))
+        list_alternatives(PlanRequest(EngineConfig(), open_declared(name), target))
 print(json.dumps([name for name in ("torch", "triton", "numpy", "transformers") if name in sys.modules]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

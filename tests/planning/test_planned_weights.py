@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.families import FAMILIES, parameters
 from holdfast.models.parameters import Parameter
 from holdfast.planning.fit import PlanRequest, settle
@@ -52,10 +53,10 @@ RECIPES += [
 
 
 @cache
-def model(name: str) -> tuple[Blueprint, tuple[Parameter, ...]]:
-    blueprint = read_blueprint(MODELS[name], name)
-    assert blueprint.spec is not None, blueprint.not_runnable
-    return blueprint, parameters(blueprint.spec)
+def model(name: str) -> tuple[DeclaredModel, tuple[Parameter, ...]]:
+    declared = declare_config(MODELS[name], name)
+    assert declared.spec is not None, declared.not_runnable
+    return declared, parameters(declared.spec)
 
 
 LARGE = ("Qwen3-30B", "Qwen1.5-MoE")
@@ -67,22 +68,22 @@ LARGE = ("Qwen3-30B", "Qwen1.5-MoE")
     "recipe", RECIPES, ids=lambda recipe: f"{recipe.scheme.name if recipe.scheme else 'none'}-{recipe.embeddings}"
 )
 def test_planned_bytes_are_loaded_bytes(name: str, recipe: WeightRecipe) -> None:
-    blueprint, wanted = model(name)
+    declared, wanted = model(name)
     for dtype in ("float32", "bfloat16") if name.startswith("tiny") else ("bfloat16",):
         plan = plan_load(wanted, DummySource(wanted, "bfloat16"), dtype, recipe)
-        assert blueprint.weight_bytes(dtype, recipe) == plan.final_bytes
-        planned = {weight.name: weight.scheme(recipe) for weight in blueprint.parameters()}
+        assert declared.weight_bytes(dtype, recipe) == plan.final_bytes
+        planned = {weight.name: weight.scheme(recipe) for weight in declared.parameters()}
         assert planned == {weight.name: weight.scheme for weight in plan.weights}
     if recipe.scheme is not None and not recipe.ignore:
-        assert blueprint.review_recipe(recipe).num_quantized == plan.num_quantized > 0
+        assert declared.review_recipe(recipe).num_quantized == plan.num_quantized > 0
 
 
 def test_a_large_mixture_of_experts() -> None:
     """One scheme: it has 37 thousand tensors."""
-    blueprint, wanted = model("Qwen3-30B-A3B")
+    declared, wanted = model("Qwen3-30B-A3B")
     recipe = WeightRecipe(WEIGHT_SCHEMES["fp8_block"])
     plan = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16", recipe)
-    assert blueprint.weight_bytes("bfloat16", recipe) == plan.final_bytes
+    assert declared.weight_bytes("bfloat16", recipe) == plan.final_bytes
 
 
 STORED = {
@@ -109,8 +110,8 @@ def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp
     sizes = []
     for options in ({}, *({"quantization": scheme, "weight_cache": "off"} | more for more in OPTIONS)):
         config = EngineConfig.from_options(model=folder, device="cpu", **options)
-        _, resolved = settle(PlanRequest(config, open_blueprint(folder), HOST))
-        planned = open_blueprint(folder).weight_bytes(resolved.dtype, resolved.recipe)
+        _, resolved = settle(PlanRequest(config, open_declared(folder), HOST))
+        planned = open_declared(folder).weight_bytes(resolved.dtype, resolved.recipe)
         load, plan = plan_model(config, open_model(folder, "auto"), HOST)
         assert resolved.recipe == plan.resolved.recipe
         ledger = Ledger()
@@ -130,18 +131,18 @@ def test_a_checkpoint_that_stores_nothing_quantized_is_a_plain_one(said, load_fo
     folder = str(make_stored(tmp_path / "model", "fp8", ("model.",), said))
     for scheme in ("fp8", "int8"):
         config = EngineConfig.from_options(model=folder, device="cpu", quantization=scheme, weight_cache="off")
-        _, resolved = settle(PlanRequest(config, open_blueprint(folder), HOST))
+        _, resolved = settle(PlanRequest(config, open_declared(folder), HOST))
         load, plan = plan_model(config, open_model(folder, load_format), HOST)
         assert resolved.recipe == plan.resolved.recipe
-        assert open_blueprint(folder).weight_bytes(resolved.dtype, resolved.recipe) == load.plan.final_bytes
+        assert open_declared(folder).weight_bytes(resolved.dtype, resolved.recipe) == load.plan.final_bytes
         assert load.plan.num_quantized == 9
 
 
 def test_without_weights_the_settings_are_believed(tmp_path: Path) -> None:
     folder = make_stored(tmp_path / "model", "fp8_block", ("o_proj",), ("o_proj",))
-    known = open_blueprint(str(folder))
+    known = open_declared(str(folder))
     (folder / "model.safetensors").unlink()
-    alone = open_blueprint(str(folder))
+    alone = open_declared(str(folder))
     assert alone.weight_bytes("bfloat16") == known.weight_bytes("bfloat16")
     assert alone.open_weights == known.open_weights
     assert "layers.0.o.weight" not in alone.open_weights

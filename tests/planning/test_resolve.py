@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from holdfast.config import EngineConfig, Limits, parse_layers
 from holdfast.errors import ConfigError
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.planning.resolve import (
     CPU_KV_BYTES,
@@ -35,19 +36,19 @@ from holdfast.quant.weight_schemes import (
     QuantizedEmbeddings,
     WeightRecipe,
 )
-from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, blueprint
+from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, declared
 
-SMOL = blueprint("SmolLM2-135M")
+SMOL = declared("SmolLM2-135M")
 NARROW = "turboquant_4bit_nc"
 
 
-def chosen(model: Blueprint = SMOL, kv_format: str = NARROW, dtype: str = "bfloat16", **options) -> ProtectedLayers:
+def chosen(model: DeclaredModel = SMOL, kv_format: str = NARROW, dtype: str = "bfloat16", **options) -> ProtectedLayers:
     return choose_protected(EngineConfig(**options), model, KV_FORMATS[kv_format], dtype)
 
 
-def with_layers(num_layers: int) -> Blueprint:
+def with_layers(num_layers: int) -> DeclaredModel:
     assert SMOL.spec is not None
-    return spec_blueprint(replace(SMOL.spec, num_layers=num_layers), "a dummy")
+    return declare_decoder(replace(SMOL.spec, num_layers=num_layers), "a dummy")
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
@@ -85,7 +86,7 @@ def test_what_is_asked_is_taken(asked: object, layers: tuple[int, ...], reason: 
 
 
 def test_weights_have_the_last_word_where_there_are_key_biases() -> None:
-    biased = blueprint("Qwen2.5-7B-Instruct")
+    biased = declared("Qwen2.5-7B-Instruct")
     protected = chosen(biased)
     assert protected.is_open
     assert protected.reason == f"the default of {NARROW}; kept in fp8: those with the largest key biases"
@@ -145,7 +146,7 @@ def test_what_cannot_be_is_told_in_words(kv_format: str, options: dict, words: s
 
 
 def test_models_without_heads_protect_nothing() -> None:
-    latent = blueprint("DeepSeek-R1")
+    latent = declared("DeepSeek-R1")
     assert chosen(latent, "fp8") == ((), KV_FORMATS["fp8"], False, "")
     assert chosen(latent, "fp8", kv_protected_layers=0).layers == ()
     for asked in (1, "0,"):
@@ -206,8 +207,8 @@ def test_a_list_is_written_as_it_is_read(layers: list[int]) -> None:
 QUANTIZE_ACTIVATIONS = [name for name, scheme in WEIGHT_SCHEMES.items() if scheme.quantizes_activations]
 
 
-def choose(model: str | Blueprint = "Qwen3-8B", target: Target = H200, **options):
-    known = blueprint(model) if isinstance(model, str) else model
+def choose(model: str | DeclaredModel = "Qwen3-8B", target: Target = H200, **options):
+    known = declared(model) if isinstance(model, str) else model
     return choose_recipe(EngineConfig.from_options(**options), known, target)
 
 
@@ -283,7 +284,7 @@ STORED = {"layers.0.o.weight": FP8, "lm_head.weight": HEAD_SCHEME}
 )
 def test_what_cannot_be_had_of_saved_weights_is_refused_with_what_can(options, words: str) -> None:
     """Nothing of them is open. Each advice, typed, is heard."""
-    saved = replace(blueprint("Qwen3-8B"), stored=STORED)
+    saved = replace(declared("Qwen3-8B"), stored=STORED)
     with pytest.raises(ConfigError, match=words):
         choose(saved, **{"quantization": "fp8"} | options)
     if "quantized_embeddings" in options:
@@ -295,7 +296,7 @@ def test_what_cannot_be_had_of_saved_weights_is_refused_with_what_can(options, w
 
 
 def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
-    plain = blueprint("Qwen3-8B")
+    plain = declared("Qwen3-8B")
     left = frozenset(weight.name for weight in plain.parameters() if "layers.1." not in weight.name)
     stored = replace(plain, stored={"layers.0.o.weight": FP8}, open_weights=left)
     recipe, notes = choose(stored, quantization="fp8", quantization_ignore="model.layers.2.*")
@@ -308,7 +309,7 @@ def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
 
 
 def test_what_is_open_is_not_guessed() -> None:
-    plain = blueprint("Qwen3-8B")
+    plain = declared("Qwen3-8B")
     stored = replace(plain, stored={"layers.0.o.weight": FP8}, unread_pattern="re:(?!a)b")
     assert choose(stored)[0] == stored.stored_recipe
     with pytest.raises(
@@ -324,7 +325,7 @@ def test_embeddings_without_a_scheme_are_told() -> None:
 
 
 def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None:
-    stored = replace(blueprint("Qwen3-8B"), stored={"layers.0.o.weight": FP8})
+    stored = replace(declared("Qwen3-8B"), stored={"layers.0.o.weight": FP8})
     assert choose(stored)[0].scheme == FP8
     with pytest.raises(ConfigError, match=r"stored in fp8; .*8\.0.*; take the unquantized checkpoint"):
         choose(stored, A100)
@@ -354,8 +355,8 @@ FREE = Target("cuda", "cuda:1", 80 * GIB, 80 * GIB, GIB // 2, "")
 
 def settle(spec: ModelSpec = SPEC, target: Target = SMALL_HOST, **options: object) -> Resolved:
     resolved = resolve(EngineConfig.from_options(**options), spec, target)
-    blueprint = spec_blueprint(spec, "the same")
-    assert resolve(EngineConfig.from_options(**options), blueprint, target) == resolved
+    declared = declare_decoder(spec, "the same")
+    assert resolve(EngineConfig.from_options(**options), declared, target) == resolved
     return resolved
 
 
@@ -432,7 +433,7 @@ def test_pages_of_quantized_formats_are_a_tile_unless_somebody_says_otherwise() 
     asked = settle(kv_cache_dtype="fp8", block_size=16)
     assert asked.limits.page_tokens == 16
     assert "page_tokens" not in reasons(asked)
-    latent = resolve(EngineConfig(kv_cache_dtype="fp8"), read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), FREE)
+    latent = resolve(EngineConfig(kv_cache_dtype="fp8"), declare_config(CATALOGUE["DeepSeek-R1"], "x"), FREE)
     assert latent.limits.page_tokens == 16, "nothing is quantized by head there"
 
 
@@ -521,7 +522,7 @@ def test_a_context_beyond_the_model_s() -> None:
 
 
 def test_learned_positions_cannot_be_exceeded() -> None:
-    learned = read_blueprint(CATALOGUE["OPT-125m"], "opt")
+    learned = declare_config(CATALOGUE["OPT-125m"], "opt")
     for model, longest in ((replace(SPEC, rope=None), 512), (learned, 2048)):
         with pytest.raises(ConfigError, match=f"the model has learned {longest} positions; ask for at most {longest}"):
             resolve(EngineConfig(max_model_len=longest + 1), model, SMALL_HOST)
@@ -529,7 +530,7 @@ def test_learned_positions_cannot_be_exceeded() -> None:
 
 
 def test_a_model_that_does_not_run_is_settled_too() -> None:
-    resolved = resolve(EngineConfig(), read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), FREE)
+    resolved = resolve(EngineConfig(), declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x"), FREE)
     assert resolved.dtype == "bfloat16"
     assert resolved.limits.max_model_len == 2**20
 

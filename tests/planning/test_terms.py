@@ -15,7 +15,7 @@ from holdfast.config import EngineConfig, Limits
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
-from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
@@ -46,7 +46,7 @@ from holdfast.planning.terms import (
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from models.model_sample import SOME_MODELS
-from planning.plan_cases import H200, HOST, blueprint, plan_request
+from planning.plan_cases import H200, HOST, declared, plan_request
 
 INPUTS = ["inputs/token_ids", "inputs/positions", "inputs/slots", "inputs/logit_rows"]
 
@@ -205,12 +205,12 @@ def by_owner(found: Needs) -> dict[str, Term]:
 
 @pytest.mark.parametrize("name", SOME_MODELS)
 def test_weights_add_up_to_their_arena(name: str) -> None:
-    is_stored = blueprint(name).stored_recipe is not None
+    is_stored = declared(name).stored_recipe is not None
     for quantization in (None, *(() if is_stored else WEIGHT_SCHEMES)):
         wanted = plan_request(name, quantization=quantization)
         layout, resolved = settle(wanted)
         weights = [term for term in list_needs(layout, resolved).terms if term.group == "weights"]
-        assert sum(term.num_bytes for term in weights) == wanted.blueprint.weight_bytes(resolved.dtype, resolved.recipe)
+        assert sum(term.num_bytes for term in weights) == wanted.declared.weight_bytes(resolved.dtype, resolved.recipe)
         scheme = resolved.recipe.scheme
         assert scheme is None or any(scheme.name in term.reason for term in weights)
 
@@ -304,7 +304,7 @@ def test_planes_that_need_padding_say_so() -> None:
 def test_what_a_sequence_keeps_whatever_its_length() -> None:
     wanted = plan_request("DeepSeek-V4-Flash", H200, max_num_seqs=10)
     state = by_owner(list_needs(*settle(wanted)))["kv state"]
-    assert state.num_bytes == 10 * wanted.blueprint.kv_bytes_per_sequence("bfloat16")
+    assert state.num_bytes == 10 * wanted.declared.kv_bytes_per_sequence("bfloat16")
     assert state.phases == ("capture", "serve")
     assert "kv state" not in by_owner(needs("DeepSeek-R1", H200))
 
@@ -375,13 +375,13 @@ class Asked:
 )
 def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, layers) -> None:
     """Two layers without a window, two with one."""
-    spec = blueprint("Qwen3-8B").spec
+    spec = declared("Qwen3-8B").spec
     assert spec is not None
     spec = replace(spec, num_layers=4, sliding_windows=(None, None, 8, 8), **changes)
     asked = Asked()
     monkeypatch.setattr("holdfast.attention.declarations.DECLARATIONS", (asked,))
     config = EngineConfig(kv_cache_dtype=NARROW, **options)
-    list_needs(*settle(PlanRequest(config, spec_blueprint(spec, "x"), H200)))
+    list_needs(*settle(PlanRequest(config, declare_decoder(spec, "x"), H200)))
     assert asked.layers == layers
 
 

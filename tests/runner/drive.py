@@ -21,8 +21,8 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan
-from holdfast.models.blueprints.anatomy import StepShape
-from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.models.declaration import StepShape
+from holdfast.models.declared_model import declare_decoder
 from holdfast.models.decoder import Decoder
 from holdfast.models.rope import rope_tables
 from holdfast.models.spec import ModelSpec
@@ -191,7 +191,7 @@ def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[T
     logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
     step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, dtype)
     plan = WorkspacePlan()
-    for request in spec_blueprint(spec, "tiny").anatomy.requests(step, 1, scratch):
+    for request in declare_decoder(spec, "tiny").declaration.requests(step, 1, scratch):
         plan.reserve(request.owner, request.specs, request.lane)
     return plan
 

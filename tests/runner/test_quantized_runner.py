@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.planning.target import Target
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightScheme
 from holdfast.request.sampling_params import SamplingParams
@@ -143,7 +143,7 @@ def test_a_checkpoint_in_fp8_runs_as_it_is(build: TinyBuilder, tmp_path: Path) -
     assert tokens(stored, [5, 6, 7], [9] * 8) == wanted
     planned = sum(term.num_bytes for term in stored.plan.memory.terms if term.group == "weights")
     assert stored.ledger.group_bytes()["weights"] == planned
-    assert open_blueprint(str(tmp_path / "llama")).weight_bytes("float32") == planned
+    assert open_declared(str(tmp_path / "llama")).weight_bytes("float32") == planned
     with pytest.raises(ConfigError, match="has its weights in fp8_block already"):
         build(readable=False, quantization="int8", max_model_len=64)
 
@@ -180,4 +180,4 @@ def test_a_model_that_was_saved_quantized_is_a_model(build: TinyBuilder, tmp_pat
     weights = [plan.memory.phase_bytes["serve"] for plan in (first.plan, second.plan)]
     assert weights[0] == weights[1]
     assert second.load_report.read_bytes < 0.6 * first.load_report.read_bytes
-    assert open_blueprint(str(tmp_path / "saved")).weight_bytes("float32") == second.load_report.final_bytes
+    assert open_declared(str(tmp_path / "saved")).weight_bytes("float32") == second.load_report.final_bytes

@@ -28,12 +28,12 @@ from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, key_bias_norms, refuse_variant_products
 from kernels.exactness import random, require_native
 from loading.tiny_models import FAMILIES, save_tiny
-from planning.plan_cases import blueprint
+from planning.plan_cases import declared
 from runner.tiny_runners import TinyBuilder, held_storages
 
 
 def spec(**changes: object) -> ModelSpec:
-    found = blueprint("Qwen2.5-7B-Instruct").spec
+    found = declared("Qwen2.5-7B-Instruct").spec
     assert found is not None
     return replace(found, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=16, **changes)  # type: ignore[arg-type]
 

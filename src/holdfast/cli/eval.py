@@ -25,7 +25,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, PromptError, shown
 from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
 from holdfast.loading.planning.open_model import OpenModel
-from holdfast.models.blueprints.weights import BEFORE
+from holdfast.models.declared_weights import BEFORE
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 

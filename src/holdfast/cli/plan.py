@@ -8,13 +8,13 @@ from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.models.blueprints.blueprint import Blueprint
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
+from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.families import FAMILIES
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
@@ -59,7 +59,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         write_page(html, plan_page(view, cells))
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
-    notes = (*part_notes(request.blueprint), *name_notes(options, request))
+    notes = (*part_notes(request.declared), *name_notes(options, request))
     if options.gpu is None and options.memory is None:
         notes += (NO_DEVICE,)
     if options.as_json:
@@ -81,11 +81,11 @@ def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
     target = read_target(options)
     asked_ranks = _asked_ranks(options)
     ranks = read_count(asked_ranks)
-    blueprint = open_blueprint(options.model, config.revision)
+    declared = open_declared(options.model, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
-    blueprint.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
+    declared.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
     assert isinstance(ranks, int), f"{ranks=} was let through"
-    return PlanRequest(config, blueprint, target, ranks)
+    return PlanRequest(config, declared, target, ranks)
 
 
 def _asked_ranks(options: PlanOptions) -> str:
@@ -103,9 +103,9 @@ def _asked_ranks(options: PlanOptions) -> str:
     return asked
 
 
-def part_notes(blueprint: Blueprint) -> tuple[str, ...]:
+def part_notes(declared: DeclaredModel) -> tuple[str, ...]:
     """Which parts of a model are not loaded, in words."""
-    words = "" if blueprint.spec is None else FAMILIES[blueprint.spec.architecture].unread_words
+    words = "" if declared.spec is None else FAMILIES[declared.spec.architecture].unread_words
     return (f"the text model alone is planned and run: weights for {words} are left unread",) if words else ()
 
 
@@ -114,7 +114,7 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
     notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
     # A name that is no longer whole was found in the catalogue, which has shapes and not how a release stores them.
-    if options.model is None or request.blueprint.name not in (*CATALOGUE, *SAME):
+    if options.model is None or request.declared.name not in (*CATALOGUE, *SAME):
         return notes
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
     if stored is None and not unread:
@@ -124,7 +124,7 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     do = "pass the file or the folder for what it holds"
     if stored is not None and stored.scheme and scheme is None:
         do = f"add --quantization {stored.scheme} for about as few bits, or {do}"
-    planned = f"{request.blueprint.name} is planned with weights in {resolved.dtype if scheme is None else scheme.name}"
+    planned = f"{request.declared.name} is planned with weights in {resolved.dtype if scheme is None else scheme.name}"
     if not unread:
         assert stored is not None, "a name that says nothing has no note"
         return (*notes, f"{planned}, not {stored.word}: {do}")

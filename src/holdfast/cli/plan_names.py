@@ -9,9 +9,10 @@ from holdfast.cli.tables import show
 from holdfast.cli.terminal import dumps, write_answer
 from holdfast.memory.devices import GPUS, LEAST_CAPABILITY
 from holdfast.memory.sizes import format_bytes
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
-from holdfast.models.blueprints.grouped import GroupedAnatomy
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
+from holdfast.models.declared_model import DeclaredModel
+from holdfast.models.decoder_declaration import DecoderDeclaration
 
 PLANNED = " *"
 """Behind the name of a model that this version does not run."""
@@ -39,43 +40,45 @@ class ModelRow(NamedTuple):
 
 def model_rows() -> tuple[ModelRow, ...]:
     """Every model, in the catalogue's order."""
-    return tuple(_row(read_blueprint(config, name)) for name, config in CATALOGUE.items())
+    return tuple(_row(declare_config(config, name)) for name, config in CATALOGUE.items())
 
 
-def _row(blueprint: Blueprint) -> ModelRow:
-    parameters, weight_bytes = _sizes(blueprint)
+def _row(declared: DeclaredModel) -> ModelRow:
+    parameters, weight_bytes = _sizes(declared)
     return ModelRow(
-        blueprint.name,
-        blueprint.not_runnable is None,
+        declared.name,
+        declared.not_runnable is None,
         parameters,
         weight_bytes,
-        float(blueprint.kv_bytes_per_token(KV_FORMAT)),
-        blueprint.kv_bytes_per_sequence(KV_FORMAT),
-        blueprint.max_position,
-        SOURCES[blueprint.name],
+        float(declared.kv_bytes_per_token(KV_FORMAT)),
+        declared.kv_bytes_per_sequence(KV_FORMAT),
+        declared.max_position,
+        SOURCES[declared.name],
     )
 
 
-def _sizes(blueprint: Blueprint) -> tuple[int, int]:
+def _sizes(declared: DeclaredModel) -> tuple[int, int]:
     """Parameters and bytes. Where all layers are alike two are listed: large models have tens of thousands of tensors."""
-    anatomy = blueprint.anatomy
-    if not isinstance(anatomy, GroupedAnatomy) or (anatomy.decoder.experts and anatomy.decoder.experts.dense_layers):
-        return _listed(blueprint)
-    one, two = (_listed(replace(blueprint, anatomy=_first_layers(anatomy, number))) for number in (1, 2))
-    more = anatomy.decoder.num_layers - 1
+    declaration = declared.declaration
+    if not isinstance(declaration, DecoderDeclaration) or (
+        declaration.decoder.experts and declaration.decoder.experts.dense_layers
+    ):
+        return _listed(declared)
+    one, two = (_listed(replace(declared, declaration=_first_layers(declaration, number))) for number in (1, 2))
+    more = declaration.decoder.num_layers - 1
     return one[0] + more * (two[0] - one[0]), one[1] + more * (two[1] - one[1])
 
 
-def _first_layers(anatomy: GroupedAnatomy, num_layers: int) -> GroupedAnatomy:
-    spec = anatomy.decoder
+def _first_layers(declaration: DecoderDeclaration, num_layers: int) -> DecoderDeclaration:
+    spec = declaration.decoder
     windows = spec.sliding_windows[:num_layers]
-    return anatomy._replace(decoder=replace(spec, num_layers=num_layers, sliding_windows=windows))
+    return declaration._replace(decoder=replace(spec, num_layers=num_layers, sliding_windows=windows))
 
 
-def _listed(blueprint: Blueprint) -> tuple[int, int]:
-    weights = blueprint.parameters()
+def _listed(declared: DeclaredModel) -> tuple[int, int]:
+    weights = declared.parameters()
     parameters = sum(prod(weight.shape) for weight in weights if weight.group != "mtp")
-    return parameters, blueprint.weight_bytes(blueprint.checkpoint_dtype)
+    return parameters, declared.weight_bytes(declared.checkpoint_dtype)
 
 
 def show_names(*, as_json: bool) -> None:

@@ -43,7 +43,7 @@ def asked_words(request: PlanRequest, resolved: Resolved) -> str:
     limits, ranks, scheme = resolved.limits, request.tensor_parallel_size, resolved.recipe.scheme
     device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
     return (
-        f"{printable(request.blueprint.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
+        f"{printable(request.declared.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
         f"weights in {resolved.dtype if scheme is None else scheme.name}, KV pages in {format_words(request, resolved)}, "
         f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
         f"{_token_count_words(limits.max_num_batched_tokens)} a step"
@@ -55,7 +55,7 @@ def format_words(request: PlanRequest, resolved: Resolved) -> str:
     protected = resolved.protected
     if not protected.layers:
         return resolved.kv_format.name
-    count = f"{len(protected.layers)} of {request.blueprint.num_layers} layers"
+    count = f"{len(protected.layers)} of {request.declared.num_layers} layers"
     return f"{resolved.kv_format.name}, {count} in {protected.format.name}"
 
 
@@ -148,7 +148,7 @@ def _model_words(request: PlanRequest, model: str | None) -> list[str]:
         return []
     if Path(model).expanduser().exists() or parse_hub_name(model) is not None:
         return [model]
-    return [SOURCES.get(request.blueprint.name, f"path/to/{request.blueprint.name}")]
+    return [SOURCES.get(request.declared.name, f"path/to/{request.declared.name}")]
 
 
 def _typed(value: object) -> str:
@@ -309,7 +309,7 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
     smallest = next((item for item in listed if item.is_smallest), None)
     can_start = not plan.not_in_this_version and (fits or smallest is not None)
     return PlanView(
-        model=request.blueprint.name,
+        model=request.declared.name,
         target=request.target.name,
         asked=asked_words(request, resolved),
         budget_bytes=memory.budget_bytes,
@@ -323,7 +323,7 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         alternatives=listed,
         command=start_command(request, model, None if fits else smallest) if can_start else None,
         not_in_this_version=plan.not_in_this_version,
-        disk=disk_account(request.blueprint, resolved, request.tensor_parallel_size),
+        disk=disk_account(request.declared, resolved, request.tensor_parallel_size),
         context_note=context_note(request, plan, listed) if fits else "",
         commands=tuple(plan_command(request, model, item) for item in listed),
         groups=plan.groups,
@@ -384,7 +384,7 @@ def sweep(request: PlanRequest) -> tuple[Cell, ...]:
             scheme,
             _tokens(in_scheme(pages.request, scheme)),
             is_asked=(pages.name, scheme) == (asked, quantization),
-            runs=request.blueprint.not_runnable is None and request.tensor_parallel_size == 1,
+            runs=request.declared.not_runnable is None and request.tensor_parallel_size == 1,
             kv_protected_layers=pages.num_protected,
         )
         for pages in _formats(request, asked)

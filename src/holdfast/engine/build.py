@@ -68,7 +68,7 @@ def _engine(
     chat_template: ChatTemplate | None,
 ) -> Engine:
     limits = built.runner.limits
-    assert built.plan.cache is not None, f"{built.plan.blueprint.name} runs without a cache"
+    assert built.plan.cache is not None, f"{built.plan.declared.name} runs without a cache"
     scheduler = Scheduler(
         limits,
         built.runner.num_pages,
@@ -86,7 +86,7 @@ def _engine(
     )
     if plan.groups:
         report = replace(report, kv_tokens=plan.kv_tokens, kv_bytes_per_token=int(plan.kv_bytes_per_token))
-    disk = disk_account(plan.blueprint, plan.resolved)
+    disk = disk_account(plan.declared, plan.resolved)
     report = replace(report, disk=disk, context_note=plan.context_note, kv_note=plan.kv_note())
     return Engine(
         built.runner,

@@ -29,7 +29,7 @@ from holdfast.eval.kv_quality import (
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.quantized.source import QuantizedSource
-from holdfast.models.blueprints.blueprint import spec_blueprint
+from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.target import device_target
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.request.sequence import Step
@@ -178,7 +178,7 @@ def possible_schemes(
 
 def plain_bytes(model: OpenModel) -> int:
     """What the weights take in half precision."""
-    return spec_blueprint(model.spec, model.path.name).weight_bytes(HALF)
+    return declare_decoder(model.spec, model.path.name).weight_bytes(HALF)
 
 
 def compare_schemes(

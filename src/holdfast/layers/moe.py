@@ -46,7 +46,9 @@ class ExpertBuffers(NamedTuple):
         shared = ("shared_wide", "shared_active", "shared", "shared_logit")
         order = tuple(tensor for name, tensor in held.items() if name not in (*own, *shared))
         mlp = MLPBuffers(held["shared_wide"], held["shared_active"], quantized) if "shared_wide" in held else None
-        return cls(*(held[name] for name in own), order, mlp, held.get("shared"), held.get("shared_logit"), quantized)
+        logits_TE, ids_TS, shares_TS, active_PI, routed_PH = (held[name] for name in own)
+        routing = logits_TE, ids_TS, shares_TS, active_PI, routed_PH, order
+        return cls(*routing, mlp, held.get("shared"), held.get("shared_logit"), quantized)
 
 
 class SharedExpert:

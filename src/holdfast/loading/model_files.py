@@ -26,7 +26,7 @@ from holdfast.loading.sources.safetensors import (
     open_weight_files,
 )
 from holdfast.loading.sources.source import TensorEntry
-from holdfast.models.blueprints.blueprint import refuse_planned_only
+from holdfast.models.blueprints.read import refuse_planned_only
 from holdfast.models.families import FAMILIES, Family, model_settings, parameters, read_spec
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec

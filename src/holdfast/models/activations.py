@@ -7,6 +7,7 @@ fused decode     lives from start to end:    what GEMVs and small-batch GEMMs sh
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.kernels.geometry import (
     FUSED_DECODE_ROWS,
@@ -33,6 +34,32 @@ class Request:
     lane: str
     owner: str
     specs: tuple[TensorSpec, ...]
+
+
+class StepRequests(NamedTuple):
+    """What a step of some rows asks of the workspace; those that a model does without are empty."""
+
+    stream: Request
+    embed: Request
+    attention: Request
+    mlp: Request
+    experts: Request | None
+    codes: Request
+
+
+def step_requests(
+    spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...], recipe: WeightRecipe
+) -> StepRequests:
+    """All of them: a plan reserves those of the largest step, and every step acquires its own by the same names."""
+    experts = spec.experts
+    return StepRequests(
+        stream_request(spec, num_rows, dtype),
+        embed_request(spec, num_rows, dtype),
+        attention_request(spec, num_rows, dtype, scratch),
+        mlp_request(spec, num_rows, dtype),
+        None if experts is None else experts_request(experts, spec.hidden_size, num_rows, dtype),
+        quantized_rows_request(spec, num_rows, 0, recipe),
+    )
 
 
 def stream_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:

@@ -6,9 +6,9 @@ The residual stream is x, and what the last product computed is added to it by t
 for both. Small batches on a GPU take the fused decode path, whose products do this in their epilogue (fused_decode.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
-from holdfast.models.activations import Request
+from holdfast.models.activations import Request, StepRequests
 from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder, Weights
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
@@ -32,17 +32,6 @@ from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 log = get_logger(__name__)
-
-
-class StepRequests(NamedTuple):
-    """What a step of some rows asks of the workspace; those that a model does without are empty."""
-
-    stream: Request
-    embed: Request
-    attention: Request
-    mlp: Request
-    experts: Request | None
-    codes: Request
 
 
 class Decoder:
@@ -76,7 +65,9 @@ class Decoder:
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
         self.fused = self._fused_decode() if takes_fused_decode else None
         """The fused decode path; None where no step takes it."""
-        self._requests = cache(partial(_make_requests, spec, self._dtype, scratch, recipe))
+        self._requests: Callable[[int], StepRequests] = cache(
+            partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
+        )
 
     @property
     def num_layers(self) -> int:
@@ -230,17 +221,3 @@ class Decoder:
 def _rounded(number: float | None, dtype: str) -> float | None:
     """As a tensor of that type would hold it."""
     return None if number is None else torch.tensor(number, dtype=getattr(torch, dtype)).item()
-
-
-def _make_requests(
-    spec: ModelSpec, dtype: str, scratch: tuple[TensorSpec, ...], recipe: WeightRecipe, num_rows: int
-) -> StepRequests:
-    experts = spec.experts
-    return StepRequests(
-        activations.stream_request(spec, num_rows, dtype),
-        activations.embed_request(spec, num_rows, dtype),
-        activations.attention_request(spec, num_rows, dtype, scratch),
-        activations.mlp_request(spec, num_rows, dtype),
-        None if experts is None else activations.experts_request(experts, spec.hidden_size, num_rows, dtype),
-        activations.quantized_rows_request(spec, num_rows, 0, recipe),
-    )

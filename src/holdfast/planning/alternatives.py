@@ -182,8 +182,8 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
 
     `listed` are the changes where they are known already.
     """
-    limits, own = plan.resolved.limits, request.blueprint.max_position
-    heads = request.blueprint.anatomy.heads(1)
+    limits, own = plan.resolved.limits, request.declared.max_position
+    heads = request.declared.declaration.heads(1)
     windows = () if heads is None else heads.windows
     notes = []
     reason = next((choice.reason for choice in plan.resolved.choices if choice.name == "max_model_len"), "")
@@ -233,7 +233,7 @@ def _tried(change: _Change) -> Alternative:
 
 def _shortest_useful(request: PlanRequest) -> int:
     """The context that a change must give: what was asked, or one that is worth starting an engine for."""
-    return request.config.max_model_len or min(USEFUL_TOKENS, request.blueprint.max_position)
+    return request.config.max_model_len or min(USEFUL_TOKENS, request.declared.max_position)
 
 
 def _set(request: PlanRequest, words: str, kind: str, option: str, value: object) -> _Change:
@@ -353,7 +353,7 @@ def _context_changes(request: PlanRequest, fit: Fit | None) -> Iterator[_Change]
     if fit is None:
         low, high = 1, 0 if resolved.may_shorten else resolved.limits.max_model_len - 1
     else:
-        low, high = fit.resolved.limits.max_model_len + 1, 0 if resolved.may_shorten else request.blueprint.max_position
+        low, high = fit.resolved.limits.max_model_len + 1, 0 if resolved.may_shorten else request.declared.max_position
     longest = longest_that_fits(layout, resolved, low, high)
     if longest is None:
         return
@@ -368,7 +368,7 @@ def _context_changes(request: PlanRequest, fit: Fit | None) -> Iterator[_Change]
 def _format_changes(request: PlanRequest) -> Iterator[_Change]:
     """Half of float32, for pages or for everything; then pages in fewer and fewer bits."""
     resolved = settle(request)[1]
-    half = "float16" if request.blueprint.checkpoint_dtype == "float16" else "bfloat16"
+    half = "float16" if request.declared.checkpoint_dtype == "float16" else "bfloat16"
     current = resolved.kv_format.name
     if current not in ("float16", "bfloat16"):
         yield _pages_in(request, half)
@@ -459,7 +459,7 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
 def _later_changes(request: PlanRequest) -> Iterator[_Change]:
     """What this version does not have: several ranks."""
     for ranks in RANKS:
-        if ranks > request.tensor_parallel_size and request.blueprint.anatomy.indivisible(ranks) is None:
+        if ranks > request.tensor_parallel_size and request.declared.declaration.indivisible(ranks) is None:
             changed = replace(request, tensor_parallel_size=ranks, staging=request.known_staging)
             settings = (("tensor_parallel_size", str(ranks)),)
             yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, NO_RANKS)

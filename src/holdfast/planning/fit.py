@@ -15,7 +15,7 @@ from holdfast.memory.report import GroupAccount
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
-from holdfast.models.blueprints.blueprint import Blueprint
+from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
@@ -29,7 +29,7 @@ class PlanRequest:
     """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
 
     config: EngineConfig
-    blueprint: Blueprint
+    declared: DeclaredModel
     target: Target
     tensor_parallel_size: int = 1
     staging: Callable[[Resolved], Term | None] | Term | None = None
@@ -80,7 +80,7 @@ def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int)
 class RunnerPlan(NamedTuple):
     """What a runner is built from, or what a person reads instead."""
 
-    blueprint: Blueprint
+    declared: DeclaredModel
     resolved: Resolved
     cache: CacheSpec | None
     """None where the model keeps something else than keys and values by head."""
@@ -164,7 +164,7 @@ class RunnerPlan(NamedTuple):
     def with_protected(self, layers: tuple[int, ...], reason: str) -> "RunnerPlan":
         """The same bytes with as many other layers in the wider format."""
         protected = self.resolved.protected
-        assert self.cache is not None, f"{self.blueprint.name} has no layers to protect"
+        assert self.cache is not None, f"{self.declared.name} has no layers to protect"
         assert len(layers) == len(protected.layers), f"{layers} were not planned for, {protected.layers} were"
         assert len(self.cache.groups) == 1, f"{self.cache.groups} share columns, which layers cannot change"
         protected = protected._replace(layers=layers, is_open=False, reason=reason)
@@ -210,7 +210,7 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
         group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
         specs = tuple(layout.attention_spec(resolved, layer, heads, group_of[layer.layer]) for layer in cache.layers)
     return RunnerPlan(
-        blueprint=request.blueprint,
+        declared=request.declared,
         resolved=resolved,
         cache=cache,
         attention_specs=specs,
@@ -221,7 +221,7 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
         target=request.target,
         tensor_parallel_size=request.tensor_parallel_size,
         kv_bytes_per_token=layout.bytes_per_token(resolved),
-        kv_bytes_per_sequence=request.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
+        kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
         not_in_this_version=missing_here(request),
     )
 
@@ -239,7 +239,7 @@ def try_fit(request: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
     layout, resolved = settle(request)
     # Weights alone tell of most GPUs that are too small, and cost nothing to look at again.
-    if request.blueprint.weight_bytes(resolved.dtype, resolved.recipe, layout.num_ranks) > resolved.budget_bytes:
+    if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.num_ranks) > resolved.budget_bytes:
         return None
     if _room_bytes(layout, resolved) >= 0:
         return _fit_or_refuse(layout, resolved)
@@ -314,18 +314,18 @@ def _shortest(resolved: Resolved) -> Resolved:
 def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
     """Everything that does not depend on what fits, settled once; what cannot be planned at all raises."""
     if not request._settled:
-        request.blueprint.check_ranks(request.tensor_parallel_size)
-        resolved = resolve(request.config, request.blueprint, request.target)
+        request.declared.check_ranks(request.tensor_parallel_size)
+        resolved = resolve(request.config, request.declared, request.target)
         staging = request.staging(resolved) if callable(request.staging) else request.staging
         eager, ranks = request.config.enforce_eager, request.tensor_parallel_size
-        layout = Layout(request.blueprint, request.target, ranks, eager, staging)
+        layout = Layout(request.declared, request.target, ranks, eager, staging)
         request._settled.append((layout, resolved))
     return request._settled[0]
 
 
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
     """What of a request an engine of this version cannot do, in words."""
-    reasons = [] if request.blueprint.not_runnable is None else [request.blueprint.not_runnable]
+    reasons = [] if request.declared.not_runnable is None else [request.declared.not_runnable]
     if request.tensor_parallel_size > 1:
         reasons.append(NO_RANKS)
     too_old = too_old_words(request.target)

@@ -10,9 +10,9 @@ from holdfast.cache.spec import mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, EngineConfig, Limits, parse_layers
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
-from holdfast.models.blueprints.anatomy import HeadGeometry
-from holdfast.models.blueprints.blueprint import Blueprint, spec_blueprint
-from holdfast.models.blueprints.weights import BEFORE
+from holdfast.models.declaration import HeadGeometry
+from holdfast.models.declared_model import DeclaredModel, declare_decoder
+from holdfast.models.declared_weights import BEFORE
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.target import Target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat
@@ -99,10 +99,10 @@ class Resolved:
         return (*(other for other in self.choices if other.name != choice.name), choice)
 
 
-def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) -> Resolved:
+def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Target) -> Resolved:
     """Settle every open setting for a device that is settled already."""
     if isinstance(model, ModelSpec):
-        model = spec_blueprint(model, model.architecture)
+        model = declare_decoder(model, model.architecture)
     choices: list[Choice] = []
     dtype = _dtype(config, model, target.kind, choices)
     recipe, recipe_choices = choose_recipe(config, model, target)
@@ -135,7 +135,7 @@ def resolve(config: EngineConfig, model: Blueprint | ModelSpec, target: Target) 
     )
 
 
-def _dtype(config: EngineConfig, model: Blueprint, kind: str, choices: list[Choice]) -> str:
+def _dtype(config: EngineConfig, model: DeclaredModel, kind: str, choices: list[Choice]) -> str:
     if config.dtype != "auto":
         return config.dtype
     if kind == "cpu":
@@ -148,17 +148,17 @@ def _dtype(config: EngineConfig, model: Blueprint, kind: str, choices: list[Choi
     return dtype
 
 
-def _page_tokens(config: EngineConfig, model: Blueprint, kv_format: KVFormat, choices: list[Choice]) -> int:
+def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
     if config.page_tokens is not None:
         return config.page_tokens
-    if not kv_format.is_quantized or model.anatomy.heads(1) is None:
+    if not kv_format.is_quantized or model.declaration.heads(1) is None:
         return PAGE_TOKENS
     reason = f"attention over quantized pages works in tiles of {QUANTIZED_PAGE_TOKENS} tokens"
     choices.append(Choice("page_tokens", str(QUANTIZED_PAGE_TOKENS), reason))
     return QUANTIZED_PAGE_TOKENS
 
 
-def _limits(config: EngineConfig, model: Blueprint, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:
+def _limits(config: EngineConfig, model: DeclaredModel, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:
     max_model_len, longest = config.max_model_len, model.max_position
     if max_model_len is None:
         max_model_len = longest
@@ -233,10 +233,10 @@ def _bounded_reason(target: Target, wanted: str) -> str:
     return f"what others leave: they hold {held} of the device's {total}"
 
 
-def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat, dtype: str) -> ProtectedLayers:
+def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> ProtectedLayers:
     """What was asked, or the default of a format; by position until the weights are there."""
     asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
-    heads, num_layers = model.anatomy.heads(1), model.num_layers
+    heads, num_layers = model.declaration.heads(1), model.num_layers
     if asked in (0, None) and (heads is None or not kv_format.is_quantized):
         return ProtectedLayers((), kv_format, False, "")
     if heads is None:
@@ -267,14 +267,14 @@ def choose_protected(config: EngineConfig, model: Blueprint, kv_format: KVFormat
     return found
 
 
-def _num_groups(config: EngineConfig, model: Blueprint, heads: HeadGeometry) -> int:
+def _num_groups(config: EngineConfig, model: DeclaredModel, heads: HeadGeometry) -> int:
     """Cache groups of the longest context that may come of it."""
     longest = config.max_model_len or model.max_position
     return len({None if window is None or window >= longest else window for window in heads.windows})
 
 
 def _padding_share(
-    config: EngineConfig, model: Blueprint, heads: HeadGeometry, kv_format: KVFormat, protected: ProtectedLayers
+    config: EngineConfig, model: DeclaredModel, heads: HeadGeometry, kv_format: KVFormat, protected: ProtectedLayers
 ) -> float:
     """Of a page, what the group that leaves most of it has no layer for."""
     formats = protected.formats(kv_format, model.num_layers)
@@ -336,7 +336,7 @@ def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
         )
 
 
-def _wider_format(config: EngineConfig, model: Blueprint, kv_format: KVFormat, dtype: str) -> KVFormat:
+def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
     found = KV_FORMATS[dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype]
     sizes = {name: value.bytes_per_token(1, model.head_dim) for name, value in KV_FORMATS.items()}
     if sizes[found.name] > sizes[kv_format.name]:
@@ -351,7 +351,9 @@ def _wider_format(config: EngineConfig, model: Blueprint, kv_format: KVFormat, d
     )
 
 
-def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tuple[WeightRecipe, tuple[Choice, ...]]:
+def choose_recipe(
+    config: EngineConfig, model: DeclaredModel, target: Target
+) -> tuple[WeightRecipe, tuple[Choice, ...]]:
     """The recipe of a load, and what is worth telling of it; what cannot be done raises."""
     recipe = config.recipe
     if config.quantized_embeddings == AUTO_EMBEDDINGS:
@@ -384,7 +386,7 @@ def choose_recipe(config: EngineConfig, model: Blueprint, target: Target) -> tup
     return recipe, tuple(choices)
 
 
-def with_stored_embedding(recipe: WeightRecipe, model: Blueprint) -> WeightRecipe:
+def with_stored_embedding(recipe: WeightRecipe, model: DeclaredModel) -> WeightRecipe:
     """The recipe for the embedding too, where it is one of its own and the file has it quantized to begin with."""
     if recipe.scheme is None or model.on_disk is None or model.on_disk.embedding_type is None:
         return recipe
@@ -394,7 +396,7 @@ def with_stored_embedding(recipe: WeightRecipe, model: Blueprint) -> WeightRecip
 
 
 def _as_stored(
-    asked: WeightRecipe, stored: WeightRecipe, model: Blueprint, target: Target
+    asked: WeightRecipe, stored: WeightRecipe, model: DeclaredModel, target: Target
 ) -> tuple[WeightRecipe, tuple[Choice, ...]]:
     """A checkpoint that is quantized already stays as it is; its own scheme, where that is asked, is for what it left plain."""
     assert stored.scheme is not None, f"{model.name} is stored in no scheme"

@@ -28,9 +28,9 @@ from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIE
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
 from holdfast.models.activations import Request
-from holdfast.models.blueprints.anatomy import HeadGeometry, StepShape
-from holdfast.models.blueprints.blueprint import Blueprint
-from holdfast.models.blueprints.weights import WeightGroup
+from holdfast.models.declaration import HeadGeometry, StepShape
+from holdfast.models.declared_model import DeclaredModel
+from holdfast.models.declared_weights import WeightGroup
 from holdfast.planning.resolve import Resolved
 from holdfast.planning.target import Target
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
@@ -298,7 +298,7 @@ class Pages(NamedTuple):
 class Layout(NamedTuple):
     """How one rank keeps a model, and who attends: what a plan's terms follow from."""
 
-    blueprint: Blueprint
+    declared: DeclaredModel
     target: Target
     num_ranks: int
     enforce_eager: bool
@@ -306,19 +306,19 @@ class Layout(NamedTuple):
     """What loading holds beside the weights; None takes the most that it may."""
 
     def heads(self) -> HeadGeometry | None:
-        return self.blueprint.anatomy.heads(self.num_ranks)
+        return self.declared.declaration.heads(self.num_ranks)
 
     def formats(self, resolved: Resolved) -> tuple[KVFormat, ...]:
         """One entry a layer."""
-        return resolved.protected.formats(resolved.kv_format, self.blueprint.num_layers)
+        return resolved.protected.formats(resolved.kv_format, self.declared.num_layers)
 
     def bytes_per_token(self, resolved: Resolved) -> Fraction:
         """Of all layers; where formats are mixed they have the same heads, so that only the numbers of layers count."""
-        protected, num_layers = resolved.protected, self.blueprint.num_layers
-        token_bytes = self.blueprint.kv_bytes_per_token(resolved.kv_format, self.num_ranks)
+        protected, num_layers = resolved.protected, self.declared.num_layers
+        token_bytes = self.declared.kv_bytes_per_token(resolved.kv_format, self.num_ranks)
         if not protected.layers:
             return token_bytes
-        wider_bytes = self.blueprint.kv_bytes_per_token(protected.format, self.num_ranks)
+        wider_bytes = self.declared.kv_bytes_per_token(protected.format, self.num_ranks)
         return token_bytes + (wider_bytes - token_bytes) * len(protected.layers) / num_layers
 
     def page_bytes(self, resolved: Resolved) -> int:
@@ -347,7 +347,7 @@ class Layout(NamedTuple):
             cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len)
             return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
 
-        return self.blueprint.remembered((*key, outgrown), make)
+        return self.declared.remembered((*key, outgrown), make)
 
     def sequence_pages(self, resolved: Resolved, max_step_tokens: int) -> int:
         """Pages of one sequence of the longest context, at the most, in steps of so many tokens."""
@@ -359,21 +359,7 @@ class Layout(NamedTuple):
     def attention_spec(
         self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry, group: int = 0
     ) -> AttentionSpec:
-        return AttentionSpec(
-            cache=layer,
-            num_heads=heads.num_heads,
-            scale=heads.head_dim**-0.5 if heads.scale is None else heads.scale,
-            window=heads.windows[layer.layer],
-            group=group,
-            max_model_len=resolved.limits.max_model_len,
-            dtype=resolved.dtype,
-            device_kind=self.target.kind,
-            has_key_bias=self.blueprint.anatomy.rope_width > 0
-            and heads.has_separable_key_bias
-            and layer.format.is_quantized,
-            softcap=heads.softcap,
-            has_sinks=heads.has_sinks,
-        )
+        return heads.attention_spec(layer, group, resolved.limits.max_model_len, resolved.dtype, self.target.kind)
 
 
 class Needs(NamedTuple):
@@ -387,7 +373,7 @@ class Needs(NamedTuple):
 
 def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     """Every term, from shapes."""
-    blueprint, target, limits = layout.blueprint, layout.target, resolved.limits
+    declared, target, limits = layout.declared, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
     declaration = choose_declaration(specs) if specs else None
@@ -396,7 +382,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     step = StepShape(
         limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind, resolved.recipe
     )
-    requests = blueprint.anatomy.requests(step, layout.num_ranks, scratch)
+    requests = declared.declaration.requests(step, layout.num_ranks, scratch)
     workspace = WorkspacePlan()
     for request in requests:
         workspace.reserve(request.owner, request.specs, request.lane)
@@ -405,11 +391,11 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *_cache_terms(layout, resolved),
         *workspace.terms(),
         *batch_terms(limits, target.kind, _chunks_per_page(layout, resolved)),
-        *sampling_terms(limits.max_num_seqs, blueprint.vocab_size, target.kind),
+        *sampling_terms(limits.max_num_seqs, declared.vocab_size, target.kind),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),
-        *sink_terms(specs[:1] * blueprint.num_layers),
+        *sink_terms(specs[:1] * declared.num_layers),
         *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
     return Needs(declaration, requests, workspace, tuple(terms))
@@ -440,7 +426,7 @@ def _chunks_per_page(layout: Layout, resolved: Resolved) -> tuple[int, ...]:
 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    groups = layout.blueprint.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
+    groups = layout.declared.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
     return [Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items()]
 
 
@@ -468,7 +454,7 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
             num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
             reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
             terms.append(Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES))
-    sequence_bytes = layout.blueprint.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks)
+    sequence_bytes = layout.declared.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks)
     if sequence_bytes:
         num_seqs = resolved.limits.max_num_seqs
         reason = f"windows and unfinished entries of {num_seqs} sequences, whatever their length"
@@ -477,7 +463,7 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
 
 
 def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    width = layout.blueprint.anatomy.rope_width
+    width = layout.declared.declaration.rope_width
     if not width:
         return []
     table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width
@@ -521,7 +507,7 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     if layout.num_ranks > 1:
         terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
     if has_graphs and not layout.enforce_eager:
-        terms.append(graph_term(layout.blueprint.num_layers, limits.max_num_seqs, limits.max_num_batched_tokens))
+        terms.append(graph_term(layout.declared.num_layers, limits.max_num_seqs, limits.max_num_batched_tokens))
     if layout.staging is None:
         terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))
     return terms

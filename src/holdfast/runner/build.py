@@ -23,7 +23,7 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.native_library import compile_native
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
-from holdfast.loading.blueprints import opened_blueprint
+from holdfast.loading.declared import declare_opened
 from holdfast.loading.execution.execute import LoadReport
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.arena import is_out_of_memory
@@ -107,7 +107,7 @@ def build_runner(
     log.info("device=%s because %s", device, device_reason)
     if plan.context_note:
         log.warning("%s", plan.context_note)
-    assert plan.declaration is not None, f"{plan.blueprint.name} has no attention to run"
+    assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
     log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
     if config.is_quantized and load.plan.num_quantized == 0:
         log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
@@ -158,7 +158,7 @@ def plan_model(
         loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache))
         return loads[-1].staging(target.kind)
 
-    plan = plan_runner(PlanRequest(config, opened_blueprint(model, model.name), target, staging=staging))
+    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, staging=staging))
     _refuse_variance(config, plan)
     (load,) = loads
     return load, plan
@@ -234,7 +234,7 @@ class RunnerBuild:
         self._settle_layers()
         plan, spec, device, ledger = self._plan, self._model.spec, self._device, self._ledger
         limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
-        assert cache is not None and declaration is not None, f"{plan.blueprint.name} cannot run"  # noqa: PT018
+        assert cache is not None and declaration is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
         storage = self._storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
         self._releases.append(storage.release)

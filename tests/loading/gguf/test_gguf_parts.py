@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.errors import HoldfastError, ModelError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.gguf.parts import model_name, read_parts
 from holdfast.loading.model_files import open_gguf, open_model
@@ -84,8 +84,8 @@ def test_any_part_and_the_folder_open_the_whole_model(tmp_path, num_parts, small
         assert opened.gguf.disk_bytes == sum(part.stat().st_size for part in parts)
         assert opened.gguf.metadata["tokenizer.ggml.tokens"][5] == "token5"
         opened.source.close()
-        blueprint = open_blueprint(str(path))
-        assert (blueprint.name, blueprint.num_layers) == ("tiny", LAYERS)
+        declared = open_declared(str(path))
+        assert (declared.name, declared.num_layers) == ("tiny", LAYERS)
     assert loaded(folder).keys() == expected.keys()
     assert all(same_bits(weight, expected[name]) for name, weight in loaded(parts[-1]).items())
 

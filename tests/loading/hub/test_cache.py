@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelError, ModelNotFoundError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.hub.cache import cache_folder, cached_repos, find_snapshot, is_offline, known_revisions
 from holdfast.loading.hub.names import HubName
 from holdfast.loading.model_files import open_model
@@ -117,9 +117,9 @@ def test_a_model_is_opened_from_the_cache_without_the_client(cache, sharded):
     code = (
         "import sys, socket; sys.modules['huggingface_hub'] = None; socket.socket.connect = None\n"
         "from holdfast.loading.model_files import open_model\n"
-        "from holdfast.loading.blueprints import open_blueprint\n"
+        "from holdfast.loading.declared import open_declared\n"
         "opened = open_model('org/tiny', 'auto')\n"
-        "print(opened.path, opened.name, len(opened.source.entries), open_blueprint('hf.co/org/tiny').num_layers)\n"
+        "print(opened.path, opened.name, len(opened.source.entries), open_declared('hf.co/org/tiny').num_layers)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(folder), "tiny", "21", "2"], done
@@ -127,20 +127,20 @@ def test_a_model_is_opened_from_the_cache_without_the_client(cache, sharded):
 
 def test_a_plan_needs_the_config_alone(cache):
     put(cache, {"config.json": json.dumps(CONFIG).encode()})
-    blueprint = open_blueprint("org/tiny")
-    assert (blueprint.name, blueprint.num_layers) == ("tiny", 5)
-    assert open_blueprint("org/tiny", "main").num_layers == 5
+    declared = open_declared("org/tiny")
+    assert (declared.name, declared.num_layers) == ("tiny", 5)
+    assert open_declared("org/tiny", "main").num_layers == 5
     with pytest.raises(ModelError, match=r"half-downloaded, without tokenizer\.json, the weights, and HF_HUB_OFFLINE"):
         open_model("org/tiny", "auto")
 
 
 def test_a_cached_config_goes_before_the_catalogue_and_the_catalogue_before_an_error(cache):
-    assert open_blueprint("Qwen/Qwen3-8B").num_layers == 36
-    assert open_blueprint("unsloth/Qwen3-8B-GGUF:Q4_K_M").num_layers == 36
+    assert open_declared("Qwen/Qwen3-8B").num_layers == 36
+    assert open_declared("unsloth/Qwen3-8B-GGUF:Q4_K_M").num_layers == 36
     put(cache, {"config.json": json.dumps(CONFIG).encode()}, "Qwen/Qwen3-8B")
-    assert open_blueprint("Qwen/Qwen3-8B").num_layers == 5
+    assert open_declared("Qwen/Qwen3-8B").num_layers == 5
     with pytest.raises(ModelNotFoundError, match="known by name, nor in the Hugging Face cache"):
-        open_blueprint("nobody/nothing")
+        open_declared("nobody/nothing")
 
 
 def refusal(model: str, **options: str) -> str:

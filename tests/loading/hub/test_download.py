@@ -16,7 +16,7 @@ import pytest
 
 from cli.cli_models import finish, start
 from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.hub import download as downloads
 from holdfast.loading.hub.cache import find_snapshot
 from holdfast.loading.hub.names import HubName
@@ -69,7 +69,7 @@ def test_only_what_is_needed_is_fetched_and_then_found_in_the_cache(hub, cache, 
     assert watch.counts == sorted(watch.counts)
     num_asked = len(hub.asked)
     assert open_model("org/tiny@main", "auto").path == opened.path
-    assert open_blueprint("org/tiny").num_layers == 2
+    assert open_declared("org/tiny").num_layers == 2
     assert len(hub.asked) == num_asked
 
 
@@ -200,7 +200,7 @@ def test_no_network_and_a_server_that_is_silent(hub, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setattr(downloads, "SHORT_PATIENCE_SECONDS", 0.3)
         with pytest.raises(ModelNotFoundError, match="does not answer in time"):
-            open_blueprint("org/tiny")
+            open_declared("org/tiny")
 
 
 @contextmanager
@@ -216,19 +216,19 @@ def threading_server():
 
 def test_a_plan_fetches_the_config_alone_and_only_of_names_that_nobody_knows(hub, sharded):
     hub.repos["org/tiny"] = Repo(sharded)
-    assert open_blueprint("Qwen/Qwen3-8B").num_layers == 36
+    assert open_declared("Qwen/Qwen3-8B").num_layers == 36
     assert not hub.asked
-    assert open_blueprint("org/tiny").num_layers == 2
+    assert open_declared("org/tiny").num_layers == 2
     assert not hub.gets("/store/")
     num_asked = len(hub.asked)
-    assert open_blueprint("org/tiny").num_layers == 2
+    assert open_declared("org/tiny").num_layers == 2
     assert len(hub.asked) == num_asked
     assert open_model("org/tiny", "auto").spec.num_layers == 2
     hub.repos["org/gguf"] = Repo({"m-Q8_0.gguf": b"GGUF"})
     with pytest.raises(
         ModelNotFoundError, match=r"no config\.json of it, only GGUF files; plan the model that it was"
     ) as caught:
-        open_blueprint("org/gguf")
+        open_declared("org/gguf")
     assert caught.value.do.endswith(
         'or download it: hf download org/gguf --include "*Q8_0*.gguf" --include "*q8_0*.gguf"'
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_directory, open_directory_without_weights
 from holdfast.loading.planning.plan import plan_load
@@ -388,7 +388,7 @@ def test_what_was_left_out_has_to_be_known(tmp_path):
     """Headers would tell; without them a pattern that is not followed leaves nothing to go by, in a plan neither."""
     stored = {"quant_method": "fp8", "modules_to_not_convert": [r"re:model\.layers\.\d+\.mlp"]}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": stored}))
-    for use in (open_directory_without_weights, lambda folder: open_blueprint(str(folder))):
+    for use in (open_directory_without_weights, lambda folder: open_declared(str(folder))):
         with pytest.raises(UnsupportedModelError, match="is not followed here, and there are no weights"):
             use(tmp_path)
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError, ModelFormatError
-from holdfast.models.blueprints.anatomy import StepShape
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declaration import StepShape
+from holdfast.models.declared_model import DeclaredModel
 from models.meta_models import count_elements
 
 TINY: dict[str, Any] = {
@@ -40,16 +41,16 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-FLASH, PRO = (read_blueprint(CATALOGUE[name], name) for name in ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro"))
+FLASH, PRO = (declare_config(CATALOGUE[name], name) for name in ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro"))
 
 
-def elements(blueprint: Blueprint, num_ranks: int = 1) -> int:
-    return sum(prod(weight.shape) for weight in blueprint.parameters(num_ranks))
+def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
+    return sum(prod(weight.shape) for weight in declared.parameters(num_ranks))
 
 
 def test_as_many_parameters_as_transformers_has() -> None:
     counted = count_elements("DeepseekV4", TINY, ("e_score_correction_bias", "tid2eid"))
-    assert elements(read_blueprint(TINY, "tiny")) == counted
+    assert elements(declare_config(TINY, "tiny")) == counted
 
 
 def test_published_numbers_of_parameters() -> None:
@@ -62,9 +63,9 @@ def test_published_numbers_of_parameters() -> None:
 
 
 def test_layers_of_each_kind() -> None:
-    rows = {row.name: row.num_layers for row in FLASH.anatomy.cache_rows(FLASH.check_format("fp8"), 1)}
+    rows = {row.name: row.num_layers for row in FLASH.declaration.cache_rows(FLASH.check_format("fp8"), 1)}
     assert rows == {"compressed by 4": 21, "index": 21, "compressed by 128": 20}
-    rows = {row.name: row.num_layers for row in PRO.anatomy.cache_rows(PRO.check_format("fp8"), 1)}
+    rows = {row.name: row.num_layers for row in PRO.declaration.cache_rows(PRO.check_format("fp8"), 1)}
     assert rows == {"compressed by 4": 30, "index": 30, "compressed by 128": 31}
 
 
@@ -100,7 +101,7 @@ def test_experts_in_fp4_and_the_rest_in_fp8() -> None:
     }
     assert natives == {("linear", "fp8_block_e8m0"), ("expert", "mxfp4"), ("head", None)}
     base = {key: value for key, value in CATALOGUE["DeepSeek-V4-Flash"].items() if key != "expert_dtype"}
-    assert {weight.native for weight in read_blueprint(base, "base").parameters() if weight.kind == "expert"} == {
+    assert {weight.native for weight in declare_config(base, "base").parameters() if weight.kind == "expert"} == {
         "fp8_block_e8m0"
     }
 
@@ -109,7 +110,7 @@ def test_scores_of_the_index_do_not_grow_with_the_context() -> None:
     step = StepShape(8192, 64, 2**20, "bfloat16")
     bytes_by_length = []
     for length in (2**17, 2**20):
-        requests = FLASH.anatomy.requests(step._replace(max_model_len=length), 1, ())
+        requests = FLASH.declaration.requests(step._replace(max_model_len=length), 1, ())
         bytes_by_length.append(sum(spec.num_bytes for request in requests for spec in request.specs))
     assert bytes_by_length[0] == bytes_by_length[1]
 
@@ -117,16 +118,16 @@ def test_scores_of_the_index_do_not_grow_with_the_context() -> None:
 @pytest.mark.parametrize("ratios", [[0, 4], [0, 128, 4, 128, 5], "44444", [0, 128, 4, 128, "4"], {}])
 def test_ratios_that_make_no_sense(ratios) -> None:
     with pytest.raises(ModelFormatError, match="compress_ratios"):
-        read_blueprint(TINY | {"compress_ratios": ratios}, "tiny")
+        declare_config(TINY | {"compress_ratios": ratios}, "tiny")
 
 
 @pytest.mark.parametrize("key", ["compress_ratios", "o_groups", "hc_mult", "sliding_window", "index_n_heads"])
 def test_a_number_that_is_missing_is_not_guessed(key: str) -> None:
     config = {name: value for name, value in TINY.items() if name != key}
     with pytest.raises(ModelFormatError, match=f"config.json has no {key}"):
-        read_blueprint(config, "tiny")
+        declare_config(config, "tiny")
 
 
 def test_groups_must_divide_heads() -> None:
     with pytest.raises(ModelFormatError, match="o_groups = 3; a divisor of num_attention_heads = 4"):
-        read_blueprint(TINY | {"o_groups": 3}, "tiny")
+        declare_config(TINY | {"o_groups": 3}, "tiny")

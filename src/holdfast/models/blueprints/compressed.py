@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
-from holdfast.models.blueprints.anatomy import CacheRows, Experts, StepShape, needed, split
 from holdfast.models.blueprints.latent import INDEX_SCORE_BYTES, PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
-from holdfast.models.blueprints.weights import FP8_BLOCK_E8M0, Weight
+from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
+from holdfast.models.declared_weights import FP8_BLOCK_E8M0, Weight
 from holdfast.models.families import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.settings import Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
@@ -20,7 +20,7 @@ OVERLAPPED = 4
 RATIOS = (0, OVERLAPPED, 128)
 
 
-class CompressedAnatomy(NamedTuple):
+class CompressedBlueprint(NamedTuple):
     """One key that is also the value, shared by all heads; the residual stream is `num_streams` wide."""
 
     vocab_size: int
@@ -193,7 +193,7 @@ def _state_bytes(ratio: int, dim: int) -> int:
     return overlap * ratio * overlap * dim * 2 * 4
 
 
-def deepseek_v4(settings: Settings, native: str | None) -> CompressedAnatomy:
+def deepseek_v4(settings: Settings, native: str | None) -> CompressedBlueprint:
     """DeepSeek-V4; matrices in fp8 have scales of one byte, experts may be in fp4."""
     num_layers = needed(settings, "num_hidden_layers", MAX_LAYERS)
     ratios = settings.values.get("compress_ratios")
@@ -215,7 +215,7 @@ def deepseek_v4(settings: Settings, native: str | None) -> CompressedAnatomy:
         expert_native="mxfp4" if settings.text("expert_dtype", "") == "fp4" else native,
         shared_native=native,
     )
-    return CompressedAnatomy(
+    return CompressedBlueprint(
         vocab_size=needed(settings, "vocab_size", MAX_VOCAB),
         hidden_size=needed(settings, "hidden_size", MAX_WIDTH),
         num_heads=num_heads,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
-from holdfast.models.blueprints.anatomy import CacheRows, Experts, StepShape, needed, split
-from holdfast.models.blueprints.weights import Weight
+from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
+from holdfast.models.declared_weights import Weight
 from holdfast.models.families import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.settings import Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
@@ -22,7 +22,7 @@ PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
 """Head rows whose split results are kept at once: two waves over 132 multiprocessors, two tiles of 64 heads in each."""
 
 
-class LatentAnatomy(NamedTuple):
+class LatentBlueprint(NamedTuple):
     """Queries and keys meet in a latent of `kv_rank` elements, beside `rope_dim` rotated ones."""
 
     vocab_size: int
@@ -187,7 +187,7 @@ def head(step: StepShape, hidden_size: int, vocab_size: int) -> Request:
     return Request(LAYERS, "head", (hidden, TensorSpec("logits", (step.num_logit_rows, vocab_size), "float32")))
 
 
-def deepseek(settings: Settings, native: str | None) -> LatentAnatomy:
+def deepseek(settings: Settings, native: str | None) -> LatentBlueprint:
     """DeepSeek-V2 to V3.2, and those that took its architecture."""
     if settings.count("moe_layer_freq", 1, MAX_LAYERS) != 1:
         raise UnsupportedModelError(
@@ -211,7 +211,7 @@ def deepseek(settings: Settings, native: str | None) -> LatentAnatomy:
         expert_native=native,
         shared_native=native,
     )
-    return LatentAnatomy(
+    return LatentBlueprint(
         vocab_size=needed(settings, "vocab_size", MAX_VOCAB),
         hidden_size=needed(settings, "hidden_size", MAX_WIDTH),
         num_layers=num_layers,

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request
-from holdfast.models.blueprints.anatomy import CacheRows, Experts, HeadGeometry, StepShape, needed
-from holdfast.models.blueprints.grouped import GroupedAnatomy
 from holdfast.models.blueprints.latent import PARTIAL_HEAD_ROWS
-from holdfast.models.blueprints.weights import Weight
+from holdfast.models.declaration import CacheRows, Experts, HeadGeometry, StepShape, needed
+from holdfast.models.declared_weights import Weight
+from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.families import DTYPES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.parameters import LLAMA_NAMES, Kind
 from holdfast.models.settings import MAX_EXPERTS, MAX_POSITIONS, Settings
@@ -25,10 +25,10 @@ STAYS: Kind = "router"
 """The kind of weights that no scheme is for: towers are as they are stored."""
 
 
-class PlannedAnatomy(NamedTuple):
+class PlannedBlueprint(NamedTuple):
     """A decoder as the families that run have it, and what it has beside that."""
 
-    grouped: GroupedAnatomy
+    grouped: DecoderDeclaration
     rotated_dim: int
     """Elements of a head that positions rotate."""
     num_more_norms: int = 0
@@ -125,17 +125,17 @@ class PlannedAnatomy(NamedTuple):
         ]
 
 
-def planned(settings: Settings, native: str | None) -> PlannedAnatomy:
-    """The anatomy of an architecture in READERS."""
+def planned(settings: Settings, native: str | None) -> PlannedBlueprint:
+    """The declaration of an architecture in READERS."""
     architecture = (settings.texts("architectures") or ("",))[0]
     return READERS[architecture](settings, native)
 
 
-def _read_phi3(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_phi3(settings: Settings, native: str | None) -> PlannedBlueprint:
     return _anatomy(settings, _decoder(settings), native)
 
 
-def _read_mixtral(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_mixtral(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = _decoder(settings)
     num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
     top_k = needed(settings, "num_experts_per_tok", num_experts)
@@ -143,23 +143,23 @@ def _read_mixtral(settings: Settings, native: str | None) -> PlannedAnatomy:
     return _anatomy(settings, _with_experts(spec, experts), native)._replace(experts=experts)
 
 
-def _read_gemma2(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_gemma2(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = replace(_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh")
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     spec = replace(spec, sliding_windows=_windows(settings, spec, window, 2))
     return _anatomy(settings, spec, native)._replace(num_more_norms=2)
 
 
-def _read_glm(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_glm(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = replace(_decoder(settings, head_dim=128), qkv_bias=settings.flag("attention_bias", False))
     return _anatomy(settings, spec, native, rotated=0.5)
 
 
-def _read_glm4(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_glm4(settings: Settings, native: str | None) -> PlannedBlueprint:
     return _read_glm(settings, native)._replace(num_more_norms=2)
 
 
-def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = _decoder(settings, head_dim=128)
     num_experts, inner = (
         needed(settings, "n_routed_experts", MAX_EXPERTS),
@@ -181,15 +181,15 @@ def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedAnatomy:
         qk_norm=settings.flag("use_qk_norm", False),
     )
     num_drafts = settings.count("num_nextn_predict_layers", 0, MAX_LAYERS, low=0)
-    anatomy = _anatomy(settings, spec, native, rotated=0.5)
-    return anatomy._replace(experts=experts, num_draft_layers=num_drafts)
+    declaration = _anatomy(settings, spec, native, rotated=0.5)
+    return declaration._replace(experts=experts, num_draft_layers=num_drafts)
 
 
-def _read_mistral3(settings: Settings, native: str | None) -> PlannedAnatomy:
+def _read_mistral3(settings: Settings, native: str | None) -> PlannedBlueprint:
     text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
-    anatomy = _anatomy(text, _decoder(text), native)
+    declaration = _anatomy(text, _decoder(text), native)
     merged = settings.count("spatial_merge_size", 2, 64)
-    return anatomy._replace(tower=_pixtral(vision, anatomy.decoder.hidden_size, merged))
+    return declaration._replace(tower=_pixtral(vision, declaration.decoder.hidden_size, merged))
 
 
 READERS = {
@@ -252,9 +252,9 @@ def read_dtype(settings: Settings) -> str:
     return name
 
 
-def _anatomy(settings: Settings, spec: ModelSpec, native: str | None, rotated: float = 1.0) -> PlannedAnatomy:
+def _anatomy(settings: Settings, spec: ModelSpec, native: str | None, rotated: float = 1.0) -> PlannedBlueprint:
     share = settings.optional_number("partial_rotary_factor") or rotated
-    return PlannedAnatomy(GroupedAnatomy(spec, LLAMA_NAMES, native), int(spec.head_dim * share))
+    return PlannedBlueprint(DecoderDeclaration(spec, LLAMA_NAMES, native), int(spec.head_dim * share))
 
 
 def _windows(settings: Settings, spec: ModelSpec, window: int | None, every: int) -> tuple[int | None, ...]:

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.errors import ModelFormatError
 from holdfast.models.activations import experts_request
-from holdfast.models.blueprints.anatomy import CacheRows, Experts, StepShape, needed, split
+from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
 from holdfast.models.settings import Settings
 from holdfast.models.spec import ExpertsSpec
 

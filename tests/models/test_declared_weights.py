@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from holdfast.memory.workspace_plan import aligned
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint
-from holdfast.models.blueprints.weights import (
+from holdfast.models.blueprints.read import declare_config
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import DeclaredModel
+from holdfast.models.declared_weights import (
     FP8_BLOCK_E8M0,
     Review,
     Weight,
@@ -18,7 +20,6 @@ from holdfast.models.blueprints.weights import (
     weight_groups,
     weight_of,
 )
-from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, INT8, MXFP4, WEIGHT_SCHEMES, WeightRecipe
 
@@ -145,22 +146,22 @@ def test_groups_name_every_way_in_which_their_weights_are_stored() -> None:
     assert weight_groups((), "float16", AS_STORED) == {}
 
 
-def blueprint(name: str) -> Blueprint:
-    return read_blueprint(CATALOGUE[name], name)
+def declared(name: str) -> DeclaredModel:
+    return declare_config(CATALOGUE[name], name)
 
 
 def test_matrices_and_the_head_are_covered() -> None:
-    assert blueprint("Qwen3-8B").review_recipe(WeightRecipe(FP8)) == Review(399 - 108, 36 * 4 + 1, ())
-    assert blueprint("Qwen3-8B").review_recipe(WeightRecipe(FP8, "none")).num_quantized == 36 * 4
-    tied = blueprint("Qwen3-0.6B")
+    assert declared("Qwen3-8B").review_recipe(WeightRecipe(FP8)) == Review(399 - 108, 36 * 4 + 1, ())
+    assert declared("Qwen3-8B").review_recipe(WeightRecipe(FP8, "none")).num_quantized == 36 * 4
+    tied = declared("Qwen3-0.6B")
     assert tied.review_recipe(WeightRecipe(FP8)).num_quantized == 28 * 4 + 1, "the embedding is the head"
-    assert blueprint("Qwen3-8B").review_recipe(WeightRecipe(FP8, "all")).num_quantized == 36 * 4 + 2
-    experts = blueprint("Qwen1.5-MoE-A2.7B")
+    assert declared("Qwen3-8B").review_recipe(WeightRecipe(FP8, "all")).num_quantized == 36 * 4 + 2
+    experts = declared("Qwen1.5-MoE-A2.7B")
     assert experts.review_recipe(WeightRecipe(MXFP4)).num_quantized == 24 * 6 + 1
 
 
 def test_patterns_take_weights_out_and_idle_ones_are_told() -> None:
-    model = blueprint("Qwen3-8B")
+    model = declared("Qwen3-8B")
     recipe = WeightRecipe(FP8, "head", ("*down_proj*", "lm_head", "*norm*", "embed"))
     assert model.review_recipe(recipe) == Review(291, 36 * 3, ("*norm*", "embed"))
     assert model.review_recipe(WeightRecipe(FP8, "head", ("*",))).num_quantized == 0
@@ -180,7 +181,7 @@ def test_patterns_take_weights_out_and_idle_ones_are_told() -> None:
 def test_a_pattern_that_matches_nothing_is_a_slip_of_the_pen(name: str, pattern: str, do: str) -> None:
     asked = f"quantization_ignore: the pattern '{pattern}' was asked; none of the ".replace("*", r"\*")
     with pytest.raises(ConfigError, match=f"{asked}.*{do}") as caught:
-        blueprint(name).review_recipe(WeightRecipe(FP8, "head", (pattern,)))
+        declared(name).review_recipe(WeightRecipe(FP8, "head", (pattern,)))
     assert "\n" not in str(caught.value)
 
 
@@ -196,12 +197,12 @@ def test_columns_that_do_not_divide_are_named_with_what_works() -> None:
 
 
 def test_what_a_checkpoint_has_quantized() -> None:
-    assert blueprint("Qwen3-8B").stored_recipe is None
-    r1 = blueprint("DeepSeek-R1").stored_recipe
+    assert declared("Qwen3-8B").stored_recipe is None
+    r1 = declared("DeepSeek-R1").stored_recipe
     assert r1 is not None
     assert r1.scheme == FP8_BLOCK
     assert r1.embeddings == "none"
-    v4 = blueprint("DeepSeek-V4-Pro").stored_recipe
+    v4 = declared("DeepSeek-V4-Pro").stored_recipe
     assert v4 is not None
     assert v4.scheme is not None
     assert v4.scheme.quantizes_activations, "of fp8 and mxfp4 the one that needs more room"

@@ -1,12 +1,14 @@
-"""Anatomy: what a plan asks of one kind of model (weights, cache, workspace of a step), and its experts; no torch."""
+"""Declaration: what a plan asks of one kind of model (weights, cache, workspace of a step), and its experts; no torch."""
 
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
+from holdfast.attention.declarations import AttentionSpec
+from holdfast.cache.spec import LayerCache
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, experts_request
-from holdfast.models.blueprints.weights import Weight
+from holdfast.models.declared_weights import Weight
 from holdfast.models.settings import Settings
 from holdfast.models.spec import ExpertsSpec
 from holdfast.quant.formats import KVFormat
@@ -43,6 +45,26 @@ class HeadGeometry(NamedTuple):
     """cap * tanh(score / cap) in the place of every score; None: as they are."""
     has_sinks: bool = False
     """One logit a query head joins every softmax."""
+    is_rotated: bool = True
+    """Positions are rotated into keys and queries; else they are learned."""
+
+    def attention_spec(
+        self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str
+    ) -> AttentionSpec:
+        """What the attention of one layer computes, over what its cache keeps."""
+        return AttentionSpec(
+            cache=cache,
+            num_heads=self.num_heads,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window=self.windows[cache.layer],
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device_kind=device_kind,
+            has_key_bias=self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized,
+            group=group,
+            softcap=self.softcap,
+            has_sinks=self.has_sinks,
+        )
 
 
 class StepShape(NamedTuple):
@@ -57,7 +79,7 @@ class StepShape(NamedTuple):
     """Which weights are quantized: some schemes take the inputs of products as codes, which need room."""
 
 
-class Anatomy(Protocol):
+class Declaration(Protocol):
     """One kind of model. A rank is one of `num_ranks` that share every layer."""
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.models.catalogue import CATALOGUE
 from loading.tiny_models import save_tiny
 
@@ -22,43 +22,43 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_config_json_alone_is_enough(folder: Path) -> None:
-    blueprint = open_blueprint(str(folder))
-    assert blueprint.name == "my-qwen"
-    assert blueprint.weight_bytes("bfloat16") == 16_381_470_720
+    declared = open_declared(str(folder))
+    assert declared.name == "my-qwen"
+    assert declared.weight_bytes("bfloat16") == 16_381_470_720
 
 
 @pytest.mark.parametrize("name", ["Qwen1.5-MoE-A2.7B", "DeepSeek-R1", "DeepSeek-V4-Flash"])
 def test_a_folder_of_a_model_that_does_not_run(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(CATALOGUE[name]))
-    blueprint, known = open_blueprint(str(folder)), open_blueprint(name)
-    assert blueprint.not_runnable == known.not_runnable
-    assert blueprint.weight_bytes("bfloat16") == known.weight_bytes("bfloat16")
+    declared, known = open_declared(str(folder)), open_declared(name)
+    assert declared.not_runnable == known.not_runnable
+    assert declared.weight_bytes("bfloat16") == known.weight_bytes("bfloat16")
 
 
 @pytest.mark.parametrize("asked", ["Qwen3-8B", "Qwen/Qwen3-8B", "qwen3-8b"])
 def test_a_catalogue_name(asked: str) -> None:
-    assert open_blueprint(asked).name == "Qwen3-8B"
+    assert open_declared(asked).name == "Qwen3-8B"
 
 
 def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(CATALOGUE["Qwen3-0.6B"]))
-    assert open_blueprint("Qwen3-8B").num_layers == 28
+    assert open_declared("Qwen3-8B").num_layers == 28
 
 
 def test_the_default_model() -> None:
-    blueprint = open_blueprint(None)
-    assert blueprint.name.startswith("SmolLM2-135M")
-    assert blueprint.spec is not None
-    assert blueprint.kv_bytes_per_token("bfloat16") == open_blueprint("SmolLM2-135M").kv_bytes_per_token("bfloat16")
-    assert blueprint.weight_bytes("bfloat16") == open_blueprint("SmolLM2-135M").weight_bytes("bfloat16")
+    declared = open_declared(None)
+    assert declared.name.startswith("SmolLM2-135M")
+    assert declared.spec is not None
+    assert declared.kv_bytes_per_token("bfloat16") == open_declared("SmolLM2-135M").kv_bytes_per_token("bfloat16")
+    assert declared.weight_bytes("bfloat16") == open_declared("SmolLM2-135M").weight_bytes("bfloat16")
 
 
 def test_a_gguf_file_by_its_path() -> None:
     from holdfast.loading.model_files import find_default_model
 
-    assert open_blueprint(str(find_default_model())).num_layers == 30
+    assert open_declared(str(find_default_model())).num_layers == 30
 
 
 def test_a_config_without_a_type_leaves_it_to_the_weights(tmp_path: Path) -> None:
@@ -67,39 +67,39 @@ def test_a_config_without_a_type_leaves_it_to_the_weights(tmp_path: Path) -> Non
     for key in ("dtype", "torch_dtype"):
         config.pop(key, None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert open_blueprint(str(tmp_path)).checkpoint_dtype == "float16"
+    assert open_declared(str(tmp_path)).checkpoint_dtype == "float16"
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
-    assert open_blueprint(str(tmp_path)).checkpoint_dtype == "float32", "as transformers assumes"
+    assert open_declared(str(tmp_path)).checkpoint_dtype == "float32", "as transformers assumes"
 
 
 @pytest.mark.parametrize("asked", ["", " ", "no-such-model", "/no/such/path", "x" * 5000, "~nobody/x", "a\x00b"])
 def test_what_is_not_there(asked: str) -> None:
     with pytest.raises(ModelNotFoundError):
-        open_blueprint(asked)
+        open_declared(asked)
 
 
 def test_the_nearest_name_is_suggested() -> None:
     with pytest.raises(ModelNotFoundError, match=r"did you mean Qwen3-"):
-        open_blueprint("Qwen3-88B")
+        open_declared("Qwen3-88B")
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(
         ModelNotFoundError, match=r"has no config\.json; a folder is planned from that, .*; pass the folder"
     ):
-        open_blueprint(str(tmp_path))
+        open_declared(str(tmp_path))
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match=r"holds 2 GGUF models; they are a\.gguf, b\.gguf; pass .*a\.gguf"):
-        open_blueprint(str(tmp_path))
+        open_declared(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"architectures": 7}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
 def test_hostile_configs(folder: Path, text: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelFormatError):
-        open_blueprint(str(folder))
+        open_declared(str(folder))
 
 
 def test_a_config_that_leads_out_of_its_folder(folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_config_that_leads_out_of_its_folder(folder: Path) -> None:
     (folder / "config.json").rename(outside)
     (folder / "config.json").symlink_to(outside)
     with pytest.raises(ModelFormatError, match="leads out of"):
-        open_blueprint(str(folder))
+        open_declared(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_config_that_leads_out_of_its_folder(folder: Path) -> None:
 def test_files_that_are_no_models(tmp_path: Path, name: str, error: type[Exception]) -> None:
     (tmp_path / name).write_bytes(b"nothing")
     with pytest.raises(error):
-        open_blueprint(str(tmp_path / name))
+        open_declared(str(tmp_path / name))
 
 
 def test_a_file_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +125,12 @@ def test_a_file_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "exists", refuse)
     with pytest.raises(ModelNotFoundError, match="its folder may not be read"):
-        open_blueprint(str(folder))
+        open_declared(str(folder))
 
 
 def test_neither_torch_nor_numpy_nor_a_reader_of_files_for_a_name() -> None:
     code = (
-        "import sys; from holdfast.loading.blueprints import open_blueprint; open_blueprint('DeepSeek-V4-Pro');"
+        "import sys; from holdfast.loading.declared import open_declared; open_declared('DeepSeek-V4-Pro');"
         "print([name for name in ('torch', 'numpy', 'holdfast.loading.model_files') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

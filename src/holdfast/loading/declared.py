@@ -1,4 +1,4 @@
-"""The blueprint of whatever a person named: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
+"""The declared of whatever a person named: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
 
 What a name does not need is not imported: a plan from the catalogue answers before a reader of weights is loaded.
 """
@@ -13,7 +13,8 @@ from holdfast.errors import ModelError, ModelNotFoundError, UnsupportedModelErro
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import fetch_hub_config, locate_config
 from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, QUANTIZATION_KEY, read_json_object
-from holdfast.models.blueprints.blueprint import Blueprint, known_architectures, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.read import declare_config, known_architectures
+from holdfast.models.declared_model import DeclaredModel, declare_decoder
 
 if TYPE_CHECKING:
     from holdfast.loading.planning.open_model import OpenModel
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 GGUF_ENDING = "-gguf"
 
 
-def open_blueprint(model: str | None, revision: str | None = None) -> Blueprint:
+def open_declared(model: str | None, revision: str | None = None) -> DeclaredModel:
     """From config.json or a header alone, without weights; a path goes before a name.
 
     Of a model on the Hub the cache's config.json is read. Without one the catalogue is asked for a model of that name, and
@@ -52,7 +53,7 @@ def open_blueprint(model: str | None, revision: str | None = None) -> Blueprint:
         if located is None:
             raise ModelNotFoundError(error.asked, f"{error.has}, nor in the Hugging Face cache", error.do) from error
         return _read_folder(located.path, located.label)
-    return read_blueprint(config, name)
+    return declare_config(config, name)
 
 
 def _bare(model: str) -> str:
@@ -63,7 +64,7 @@ def _bare(model: str) -> str:
     return name.repo[: -len(GGUF_ENDING)] if name.repo.lower().endswith(GGUF_ENDING) else name.repo
 
 
-def _read_folder(folder: Path, label: str = "") -> Blueprint:
+def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
     from holdfast.loading.model_files import gguf_of
     from holdfast.loading.sources.safetensors import file_inside, has_file
 
@@ -87,10 +88,10 @@ def _read_folder(folder: Path, label: str = "") -> Blueprint:
         stored = _stored_in_headers(folder, name) or _stored_in_settings(config, name)
     if stored is not None:
         return stored
-    blueprint = read_blueprint(config, name)
-    if blueprint.spec is not None and not _names_type(config):
-        return _typed_by_weights(folder, blueprint)
-    return blueprint
+    declared = declare_config(config, name)
+    if declared.spec is not None and not _names_type(config):
+        return _typed_by_weights(folder, declared)
+    return declared
 
 
 def _names_type(config: dict[str, object]) -> bool:
@@ -101,7 +102,7 @@ def _names_type(config: dict[str, object]) -> bool:
     return values.get("dtype") is not None or values.get("torch_dtype") is not None
 
 
-def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:
+def _stored_in_headers(folder: Path, name: str) -> DeclaredModel | None:
     """A quantized model whose weights are there is planned by what their headers say; None: by its settings alone."""
     from holdfast.loading.model_files import open_directory
 
@@ -110,19 +111,19 @@ def _stored_in_headers(folder: Path, name: str) -> Blueprint | None:
     except (ModelError, OSError):
         return None
     try:
-        return opened_blueprint(opened, name)
+        return declare_opened(opened, name)
     finally:
         opened.source.close()
 
 
-def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
-    """The blueprint of a model whose headers have been read: with what it has quantized already, and what it left open."""
+def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
+    """The declared of a model whose headers have been read: with what it has quantized already, and what it left open."""
     from holdfast.loading.gguf.parts import on_disk
     from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load
     from holdfast.loading.quantized.source import QuantizedSource, plan_quantized
 
-    blueprint, source = spec_blueprint(opened.spec, name), opened.source
+    declared, source = declare_decoder(opened.spec, name), opened.source
     tensors: dict[str, list[str]] = {}
     if isinstance(source, QuantizedSource):  # nothing is open: all are as they will be
         plan = plan_quantized(opened.parameters, source, opened.spec.checkpoint_dtype)
@@ -131,14 +132,14 @@ def opened_blueprint(opened: OpenModel, name: str) -> Blueprint:
         fills = choose_all(opened.parameters, source.entries).fills
         tensors = {fill.parameter.name: [part.tensor for part in fill.whole_parts] for fill in fills}
     else:
-        return blueprint if opened.gguf is None else replace(blueprint, on_disk=on_disk(opened.gguf))
+        return declared if opened.gguf is None else replace(declared, on_disk=on_disk(opened.gguf))
     schemes = {weight.name: weight.scheme for weight in plan.weights if weight.scheme is not None}
     open_weights = frozenset(one for one in tensors if opened.stored and not opened.stored.leaves_alone(tensors[one]))
     unread = None if opened.stored is None else opened.stored.unread_pattern
-    return replace(blueprint, stored=schemes, open_weights=open_weights, unread_pattern=unread)
+    return replace(declared, stored=schemes, open_weights=open_weights, unread_pattern=unread)
 
 
-def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | None:
+def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel | None:
     """Without weights, the settings are believed."""
     from holdfast.loading.planning.stored_schemes import read_stored_schemes
     from holdfast.models.families import FAMILIES, named_architecture
@@ -149,11 +150,11 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
     if architecture not in FAMILIES or not isinstance(quantization, dict):
         return None
     stored = read_stored_schemes(quantization, CONFIG_FILE)
-    blueprint = read_blueprint({**config, QUANTIZATION_KEY: None}, name)
+    declared = declare_config({**config, QUANTIZATION_KEY: None}, name)
     if stored is None:
-        return blueprint
+        return declared
     stored.refuse_unread()
-    weights = blueprint.parameters()
+    weights = declared.parameters()
     said_stored = [weight for weight in weights if stored.is_said_of(weight.kind, weight.tensors)]
     for weight in said_stored:
         if (reason := stored.scheme.unsupported(weight.shape)) is not None:
@@ -164,22 +165,22 @@ def _stored_in_settings(config: dict[str, object], name: str) -> Blueprint | Non
             )
     schemes = {weight.name: stored.scheme for weight in said_stored}
     open_weights = frozenset(weight.name for weight in weights if not stored.leaves_alone(weight.tensors))
-    return replace(blueprint, stored=schemes, open_weights=open_weights)
+    return replace(declared, stored=schemes, open_weights=open_weights)
 
 
-def _typed_by_weights(folder: Path, blueprint: Blueprint) -> Blueprint:
+def _typed_by_weights(folder: Path, declared: DeclaredModel) -> DeclaredModel:
     """A config.json that names no type leaves it to the weights, if they are there."""
     from holdfast.loading.model_files import open_directory
 
     try:
         opened = open_directory(folder)
     except (ModelError, OSError):
-        return blueprint
+        return declared
     opened.source.close()
-    return spec_blueprint(opened.spec, blueprint.name)
+    return declare_decoder(opened.spec, declared.name)
 
 
-def _read_file(path: Path, label: str = "") -> Blueprint:
+def _read_file(path: Path, label: str = "") -> DeclaredModel:
     from holdfast.loading.gguf.parts import model_name
     from holdfast.loading.model_files import refuse_wrong_headers
 
@@ -193,4 +194,4 @@ def _read_file(path: Path, label: str = "") -> Blueprint:
         opened = open_model(str(path), "auto")
     opened.source.close()
     refuse_wrong_headers(opened)
-    return opened_blueprint(opened, label or model_name(opened.path))
+    return declare_opened(opened, label or model_name(opened.path))

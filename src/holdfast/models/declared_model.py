@@ -1,15 +1,14 @@
-"""Blueprint: what planning needs to know of a model, also of those that this version cannot run; no torch."""
+"""DeclaredModel: a model as planning sees it: what it declares, and what has been listed of that; also of those that cannot run here; no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeVar, cast
 
-from holdfast.errors import ConfigError, UnsupportedModelError, shown
+from holdfast.errors import ConfigError, shown
 from holdfast.memory.on_disk import OnDisk
-from holdfast.models.blueprints.anatomy import Anatomy
-from holdfast.models.blueprints.grouped import GroupedAnatomy
-from holdfast.models.blueprints.weights import (
+from holdfast.models.declaration import Declaration
+from holdfast.models.declared_weights import (
     Review,
     Weight,
     WeightGroup,
@@ -18,8 +17,8 @@ from holdfast.models.blueprints.weights import (
     stored_recipe,
     weight_groups,
 )
-from holdfast.models.families import DTYPES, FAMILIES, named_architecture, read_spec
-from holdfast.models.settings import MAX_POSITIONS, Settings, plain
+from holdfast.models.decoder_declaration import DecoderDeclaration
+from holdfast.models.families import FAMILIES
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KVFormat, kv_format
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
@@ -29,7 +28,7 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class DeclaredModel:
     """A model as numbers. Sizes are those of one rank of `tensor_parallel_size`."""
 
     name: str
@@ -47,7 +46,7 @@ class Blueprint:
     """1 where all query heads share what is kept."""
     head_dim: int
     """Of what is kept of a token: a key, or a latent with its rotated part."""
-    anatomy: Anatomy
+    declaration: Declaration
     stored: Mapping[str, WeightScheme] = field(default_factory=dict)
     """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
     open_weights: frozenset[str] = frozenset()
@@ -62,7 +61,7 @@ class Blueprint:
     @property
     def has_learned_positions(self) -> bool:
         """Positions beyond `max_position` do not exist."""
-        return self.anatomy.rope_width == 0
+        return self.declaration.rope_width == 0
 
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """What was made of this model for this key before, or is now."""
@@ -80,9 +79,9 @@ class Blueprint:
                 f"a whole number from 1 to {MAX_RANKS} works",
             )
             raise ConfigError(asked, has, "try 1")
-        reason = self.anatomy.indivisible(number)
+        reason = self.declaration.indivisible(number)
         if reason is not None:
-            works = [str(ranks) for ranks in range(1, 17) if self.anatomy.indivisible(ranks) is None]
+            works = [str(ranks) for ranks in range(1, 17) if self.declaration.indivisible(ranks) is None]
             raise ConfigError(f"tensor_parallel_size={number} was asked", reason, f"try {', '.join(works)}")
 
     def parameters(self, tensor_parallel_size: int = 1) -> tuple[Weight, ...]:
@@ -90,7 +89,7 @@ class Blueprint:
         self.check_ranks(tensor_parallel_size)
         key = ("weights", tensor_parallel_size)
         if key not in self._memo:
-            weights = self.anatomy.weights(tensor_parallel_size)
+            weights = self.declaration.weights(tensor_parallel_size)
             if self.stored:
                 weights = tuple(weight._replace(native=self.stored.get(weight.name)) for weight in weights)
             self._memo[key] = weights
@@ -145,74 +144,35 @@ class Blueprint:
         """Exact: a row of a compressed cache stands for several tokens."""
         found = self.check_format(format)
         self.check_ranks(tensor_parallel_size)
-        rows = self.anatomy.cache_rows(found, tensor_parallel_size)
+        rows = self.declaration.cache_rows(found, tensor_parallel_size)
         return sum((row.bytes_per_token for row in rows), Fraction(0))
 
     def kv_bytes_per_sequence(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> int:
         """What a sequence costs whatever its length: windows and the like; nothing in ordinary models."""
         found = self.check_format(format)
         self.check_ranks(tensor_parallel_size)
-        return self.anatomy.sequence_bytes(found, tensor_parallel_size)
+        return self.declaration.sequence_bytes(found, tensor_parallel_size)
 
     def check_format(self, format: KVFormat | str) -> KVFormat:
         """The format, by name or as it is, or an error where this model's cache cannot be kept in it."""
         found = kv_format(format) if isinstance(format, str) else format
-        reason = self.anatomy.unsupported_format(found)
+        reason = self.declaration.unsupported_format(found)
         if reason is not None:
-            works = [name for name in ("bfloat16", "fp8") if self.anatomy.unsupported_format(kv_format(name)) is None]
+            works = [
+                name for name in ("bfloat16", "fp8") if self.declaration.unsupported_format(kv_format(name)) is None
+            ]
             raise ConfigError(f"kv_cache_dtype={found.name} was asked", reason, f"try {' or '.join(works)}")
         return found
 
 
-def spec_blueprint(spec: ModelSpec, name: str) -> Blueprint:
-    """The blueprint of a decoder that runs: its parameters are those that an engine loads."""
-    return _grouped(name, GroupedAnatomy(spec, FAMILIES[spec.architecture].names), None)
+def declare_decoder(spec: ModelSpec, name: str) -> DeclaredModel:
+    """The declared of a decoder that runs: its parameters are those that an engine loads."""
+    return declare_named(name, DecoderDeclaration(spec, FAMILIES[spec.architecture].names), None)
 
 
-def read_blueprint(config: Mapping[str, object], name: str, file: str = "config.json") -> Blueprint:
-    """The blueprint of the model that a config.json describes; settings that nobody could plan raise."""
-    settings = Settings(config, file)
-    native = _native_scheme(settings)
-    reader = PLANNED_FAMILIES.get(named_architecture(settings, known_architectures()))
-    if reader is not None:
-        return reader(settings, name, native)
-    if native is None:
-        return spec_blueprint(_read_known_spec(config, file), name)
-    spec = _read_known_spec({**config, "quantization_config": None}, file)
-    return _grouped(name, GroupedAnatomy(spec, FAMILIES[spec.architecture].names, native), None)
-
-
-def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
-    known = known_architectures()
-    architecture = named_architecture(Settings(config, file), known)
-    if architecture not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{file} describes a {plain(architecture)}",
-            f"plans are made for {', '.join(known)}",
-            "use a model of one of these",
-        )
-    return read_spec(config, file)
-
-
-def known_architectures() -> tuple[str, ...]:
-    """All that can be planned; those that run come first."""
-    return (*FAMILIES, *PLANNED_FAMILIES)
-
-
-def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
-    """An error for a model that is to run and can only be planned; others are left to whoever reads the config."""
-    architecture = named_architecture(Settings(config, file), known_architectures())
-    if architecture in PLANNED_FAMILIES:
-        raise UnsupportedModelError(
-            f"{file} describes a {plain(architecture)}",
-            f"it can be planned and does not run in this version, in any format; what runs is {', '.join(FAMILIES)}",
-            "use a model of one of these, or see what it would take with holdfast plan",
-        )
-
-
-def _grouped(name: str, anatomy: GroupedAnatomy, not_runnable: str | None) -> Blueprint:
-    spec = anatomy.decoder
-    return Blueprint(
+def declare_named(name: str, declaration: DecoderDeclaration, not_runnable: str | None) -> DeclaredModel:
+    spec = declaration.decoder
+    return DeclaredModel(
         name=name,
         spec=spec if not_runnable is None else None,
         not_runnable=not_runnable,
@@ -224,99 +184,5 @@ def _grouped(name: str, anatomy: GroupedAnatomy, not_runnable: str | None) -> Bl
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        anatomy=anatomy,
+        declaration=declaration,
     )
-
-
-def _read_deepseek(settings: Settings, name: str, native: str | None) -> Blueprint:
-    from holdfast.models.blueprints.latent import deepseek  # a plan of another model does not wait for it
-
-    anatomy = deepseek(settings, native)
-    return Blueprint(
-        name=name,
-        spec=None,
-        not_runnable="latent attention (MLA) is not in this version",
-        max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
-        checkpoint_dtype=_dtype(settings),
-        vocab_size=anatomy.vocab_size,
-        hidden_size=anatomy.hidden_size,
-        num_layers=anatomy.num_layers,
-        num_heads=anatomy.num_heads,
-        num_kv_heads=1,
-        head_dim=anatomy.kv_rank + anatomy.rope_dim,
-        anatomy=anatomy,
-    )
-
-
-def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> Blueprint:
-    from holdfast.models.blueprints.compressed import deepseek_v4
-
-    anatomy = deepseek_v4(settings, native)
-    return Blueprint(
-        name=name,
-        spec=None,
-        not_runnable="compressed attention is not in this version",
-        max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
-        checkpoint_dtype=_dtype(settings),
-        vocab_size=anatomy.vocab_size,
-        hidden_size=anatomy.hidden_size,
-        num_layers=len(anatomy.ratios),
-        num_heads=anatomy.num_heads,
-        num_kv_heads=1,
-        head_dim=anatomy.head_dim,
-        anatomy=anatomy,
-    )
-
-
-def _read_planned(settings: Settings, name: str, native: str | None) -> Blueprint:
-    from holdfast.models.blueprints.planned import planned
-
-    anatomy = planned(settings, native)
-    architecture = (settings.texts("architectures") or ("",))[0]
-    blueprint = _grouped(name, anatomy.grouped, f"{architecture} is not in this version")
-    return replace(blueprint, anatomy=anatomy)
-
-
-def _native_scheme(settings: Settings) -> str | None:
-    """The scheme in which the checkpoint stores its matrices, from quantization_config."""
-    part = settings.part("quantization_config")
-    if part is None:
-        return None
-    method = part.text("quant_method", "")
-    if method == "mxfp4" and settings.texts("architectures") == ("GptOssForCausalLM",):
-        return method  # of its experts
-    if method != "fp8":
-        raise UnsupportedModelError(
-            f"{settings.file} says {part.section}quant_method = {shown(method)}",
-            "checkpoints in fp8, or not quantized, can be planned",
-            "use the model's checkpoint before it was quantized, and choose a quantization",
-        )
-    block = part.values.get("weight_block_size")
-    if block is None:
-        return "fp8_tensor"
-    if block != [128, 128]:
-        raise part.refuse("weight_block_size", block, "[128, 128]")
-    return "fp8_block"
-
-
-def _dtype(settings: Settings) -> str:
-    name = settings.text("dtype", settings.text("torch_dtype", "bfloat16")).removeprefix("torch.")
-    if name not in DTYPES:
-        raise settings.refuse("torch_dtype", name, f"one of {', '.join(DTYPES)}")
-    return name
-
-
-PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], Blueprint]] = {
-    "DeepseekV2ForCausalLM": _read_deepseek,
-    "DeepseekV3ForCausalLM": _read_deepseek,
-    "DeepseekV32ForCausalLM": _read_deepseek,
-    "DeepseekV4ForCausalLM": _read_deepseek_v4,
-    **dict.fromkeys(
-        (
-            *("MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Mistral3ForConditionalGeneration"),
-            *("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
-        ),
-        _read_planned,
-    ),
-}
-"""Architectures that can be planned and not run, by the name in config.json."""

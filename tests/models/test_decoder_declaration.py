@@ -18,9 +18,10 @@ from holdfast.models.activations import (
     quantized_rows_request,
     stream_request,
 )
-from holdfast.models.blueprints.anatomy import StepShape
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, find_model
+from holdfast.models.declaration import StepShape
+from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
@@ -40,7 +41,7 @@ TINY_MOE: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "tie_word_embeddings": False,
 }
-RUNNABLE = [name for name, config in CATALOGUE.items() if read_blueprint(config, name).spec is not None]
+RUNNABLE = [name for name, config in CATALOGUE.items() if declare_config(config, name).spec is not None]
 STEP = StepShape(num_rows=8, num_logit_rows=5, max_model_len=64, dtype="bfloat16")
 
 
@@ -52,8 +53,8 @@ def moe(family: str, **changes: object) -> dict[str, Any]:
     return TINY_MOE | names | changes
 
 
-def elements(blueprint: Blueprint, num_ranks: int = 1) -> int:
-    return sum(prod(weight.shape) for weight in blueprint.parameters(num_ranks))
+def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
+    return sum(prod(weight.shape) for weight in declared.parameters(num_ranks))
 
 
 @pytest.mark.parametrize(
@@ -69,14 +70,14 @@ def elements(blueprint: Blueprint, num_ranks: int = 1) -> int:
 )
 def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
     family = config["architectures"][0].removesuffix("ForCausalLM")
-    assert elements(read_blueprint(config, "tiny")) == count_elements(family, config)
+    assert elements(declare_config(config, "tiny")) == count_elements(family, config)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
     spec = read_spec({**CATALOGUE[name], "quantization_config": None})
     loaded = [(parameter.name, parameter.shape, parameter.kind) for parameter in parameters(spec)]
-    planned = spec_blueprint(spec, name).parameters()
+    planned = declare_decoder(spec, name).parameters()
     assert [(weight.name, weight.shape, weight.kind) for weight in planned] == loaded
 
 
@@ -88,11 +89,11 @@ def test_planned_bytes_of_experts_are_those_that_are_loaded(family: str, scheme:
     spec = read_spec(moe(family, **sizes, intermediate_size=160, mlp_only_layers=[1]))
     recipe, listed = WeightRecipe(scheme, "all"), parameters(spec)
     plan = plan_load(listed, DummySource(listed, "bfloat16"), "bfloat16", recipe)
-    assert spec_blueprint(spec, "x").weight_bytes("bfloat16", recipe) == plan.final_bytes
+    assert declare_decoder(spec, "x").weight_bytes("bfloat16", recipe) == plan.final_bytes
 
 
 def test_experts_of_gpt_oss_are_stored_in_mxfp4() -> None:
-    stored = read_blueprint(moe("GptOss", quantization_config={"quant_method": "mxfp4"}), "x")
+    stored = declare_config(moe("GptOss", quantization_config={"quant_method": "mxfp4"}), "x")
     schemes = {weight.kind: weight.native for weight in stored.parameters()}
     assert schemes["expert"] == "mxfp4"
     assert {schemes[kind] for kind in schemes if kind != "expert"} == {None}
@@ -101,7 +102,7 @@ def test_experts_of_gpt_oss_are_stored_in_mxfp4() -> None:
 
 def test_ranks_share_biases_and_sinks_with_their_weights() -> None:
     whole, half = (
-        {weight.name: weight.shape for weight in read_blueprint(moe("GptOss"), "x").parameters(ranks)}
+        {weight.name: weight.shape for weight in declare_config(moe("GptOss"), "x").parameters(ranks)}
         for ranks in (1, 2)
     )
     assert (whole["layers.0.sinks"], half["layers.0.sinks"]) == ((4,), (2,))
@@ -113,7 +114,7 @@ def test_ranks_share_biases_and_sinks_with_their_weights() -> None:
 def test_kinds() -> None:
     kinds: dict[str, set[str]] = {}
     for config in (CATALOGUE["OPT-125m"], CATALOGUE["Qwen3-8B"], CATALOGUE["Qwen2.5-7B-Instruct"]):
-        for weight in read_blueprint(config, "x").parameters():
+        for weight in declare_config(config, "x").parameters():
             kinds.setdefault(weight.kind, set()).add(weight.name.rpartition("layers.")[2].lstrip("0123456789."))
     assert kinds["embedding"] == {"embed.weight", "positions.weight"}
     assert kinds["head"] == {"lm_head.weight", "embed.weight"}, "an embedding that is the head is a head"
@@ -125,25 +126,25 @@ def test_kinds() -> None:
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_ranks_hold_everything_and_share_what_they_must(name: str, num_ranks: int) -> None:
-    blueprint = read_blueprint(CATALOGUE[name], name)
-    whole = {weight.name: prod(weight.shape) for weight in blueprint.parameters()}
-    sharded = {weight.name: weight for weight in blueprint.parameters(num_ranks)}
+    declared = declare_config(CATALOGUE[name], name)
+    whole = {weight.name: prod(weight.shape) for weight in declared.parameters()}
+    sharded = {weight.name: weight for weight in declared.parameters(num_ranks)}
     assert sharded.keys() == whole.keys(), "every rank holds something of everything"
-    num_copies = max(num_ranks - blueprint.num_kv_heads, 0)  # of keys' heads, and as many of values': one on each rank
+    num_copies = max(num_ranks - declared.num_kv_heads, 0)  # of keys' heads, and as many of values': one on each rank
     for part, weight in sharded.items():
         held = num_ranks * prod(weight.shape)
         if weight.kind in ("norm", "router"):
             assert held == num_ranks * whole[part], f"{part} is on every rank"
         elif ".qkv." in part:
             row = prod(weight.shape[1:])
-            assert held == whole[part] + 2 * num_copies * blueprint.head_dim * row, f"{part}: {num_copies=}"
+            assert held == whole[part] + 2 * num_copies * declared.head_dim * row, f"{part}: {num_copies=}"
         else:
             assert held == whole[part], part
 
 
 def test_key_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
-    blueprint = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x")
-    bytes_per_token = [blueprint.kv_bytes_per_token("bfloat16", ranks) for ranks in (1, 2, 4, 8, 16)]
+    declared = declare_config(CATALOGUE["Qwen3-30B-A3B"], "x")
+    bytes_per_token = [declared.kv_bytes_per_token("bfloat16", ranks) for ranks in (1, 2, 4, 8, 16)]
     assert bytes_per_token == [98304, 49152, 24576, 24576, 24576]
 
 
@@ -158,8 +159,8 @@ def test_key_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
     ],
 )
 def test_ranks_that_do_not_divide(name: str, num_ranks: int, reason: str) -> None:
-    blueprint = read_blueprint(CATALOGUE[find_model(name)[0]], name)
-    for ask in (blueprint.parameters, lambda ranks: blueprint.kv_bytes_per_token("bfloat16", ranks)):
+    declared = declare_config(CATALOGUE[find_model(name)[0]], name)
+    for ask in (declared.parameters, lambda ranks: declared.kv_bytes_per_token("bfloat16", ranks)):
         with pytest.raises(ConfigError, match=f"tensor_parallel_size={num_ranks} was asked; {reason}"):
             ask(num_ranks)
 
@@ -167,14 +168,14 @@ def test_ranks_that_do_not_divide(name: str, num_ranks: int, reason: str) -> Non
 @pytest.mark.parametrize("num_ranks", [0, -1, True, 2.0, "2", None, 10**9])
 def test_ranks_that_are_no_number(num_ranks) -> None:
     with pytest.raises(ConfigError, match="a whole number from 1 to 4096 works"):
-        read_blueprint(CATALOGUE["Qwen3-8B"], "x").parameters(num_ranks)
+        declare_config(CATALOGUE["Qwen3-8B"], "x").parameters(num_ranks)
 
 
 def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
-    blueprint = read_blueprint(CATALOGUE["Qwen3-0.6B"], "x")
-    spec = blueprint.spec
+    declared = declare_config(CATALOGUE["Qwen3-0.6B"], "x")
+    spec = declared.spec
     assert spec is not None
-    assert blueprint.anatomy.requests(STEP, 1, ()) == (
+    assert declared.declaration.requests(STEP, 1, ()) == (
         stream_request(spec, 8, "bfloat16"),
         attention_request(spec, 8, "bfloat16", ()),
         mlp_request(spec, 8, "bfloat16"),
@@ -183,8 +184,8 @@ def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
 
 
 def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
-    anatomy = read_blueprint(CATALOGUE["Qwen3-8B"], "x").anatomy
-    whole, part = ({request.owner: request for request in anatomy.requests(STEP, ranks, ())} for ranks in (1, 4))
+    declaration = declare_config(CATALOGUE["Qwen3-8B"], "x").declaration
+    whole, part = ({request.owner: request for request in declaration.requests(STEP, ranks, ())} for ranks in (1, 4))
     assert part["head"] == whole["head"]
     assert part["stream"] == whole["stream"]
     assert part["mlp"].specs[0].shape == (8, 2 * 12288 // 4)
@@ -193,19 +194,24 @@ def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
 
 @pytest.mark.parametrize("scheme", [FP8, INT8])
 def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
-    anatomy = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x").anatomy
+    declaration = declare_config(CATALOGUE["Qwen3-30B-A3B"], "x").declaration
     recipe = WeightRecipe(scheme)
-    requests = {request.owner: request for request in anatomy.requests(STEP._replace(recipe=recipe), 2, ())}
-    spec = anatomy.rank(2)  # type: ignore[attr-defined]
+    requests = {request.owner: request for request in declaration.requests(STEP._replace(recipe=recipe), 2, ())}
+    spec = declaration.rank(2)  # type: ignore[attr-defined]
     wanted = quantized_rows_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
     assert requests.get("quantized_rows") == (wanted if scheme is FP8 else None)
     assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)
 
 
 def test_experts_take_the_place_of_the_mlp() -> None:
-    anatomy = read_blueprint(CATALOGUE["Qwen3-30B-A3B"], "x").anatomy
-    assert [request.owner for request in anatomy.requests(STEP, 1, ())] == ["stream", "attention", "experts", "head"]
-    mixed = read_blueprint(moe("Qwen3Moe", mlp_only_layers=[1]), "x").anatomy
+    declaration = declare_config(CATALOGUE["Qwen3-30B-A3B"], "x").declaration
+    assert [request.owner for request in declaration.requests(STEP, 1, ())] == [
+        "stream",
+        "attention",
+        "experts",
+        "head",
+    ]
+    mixed = declare_config(moe("Qwen3Moe", mlp_only_layers=[1]), "x").declaration
     assert [request.owner for request in mixed.requests(STEP, 1, ())] == [
         "stream",
         "attention",
@@ -225,10 +231,10 @@ def test_experts_take_the_place_of_the_mlp() -> None:
 )
 def test_ranks_together_keep_at_least_the_whole_cache(heads, shared_by, layers, head_dim, ranks, format) -> None:
     spec = replace(SPEC, num_kv_heads=heads, num_heads=heads * shared_by, num_layers=layers, head_dim=head_dim)
-    blueprint = spec_blueprint(spec, "x")
-    if blueprint.anatomy.indivisible(ranks) is not None:
+    declared = declare_decoder(spec, "x")
+    if declared.declaration.indivisible(ranks) is not None:
         return
-    whole, part = blueprint.kv_bytes_per_token(format), blueprint.kv_bytes_per_token(format, ranks)
+    whole, part = declared.kv_bytes_per_token(format), declared.kv_bytes_per_token(format, ranks)
     assert part == whole / min(ranks, heads)
 
 
@@ -252,4 +258,4 @@ SPEC = ModelSpec(
 @pytest.mark.parametrize("value", ["1", [1, "2"], {"a": 1}])
 def test_dense_layers_must_be_a_list_of_numbers(value) -> None:
     with pytest.raises(ModelFormatError, match="mlp_only_layers"):
-        read_blueprint(moe("Qwen3Moe", mlp_only_layers=value), "x")
+        declare_config(moe("Qwen3Moe", mlp_only_layers=value), "x")

@@ -1,4 +1,4 @@
-"""Models that keep keys and values by head, which are the families that run; no torch."""
+"""DecoderDeclaration: what the decoder of models/decoder.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,25 +7,21 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import (
     Request,
-    attention_request,
-    embed_request,
-    experts_request,
     fused_decode_request,
     head_request,
-    mlp_request,
     quantized_rows_request,
-    stream_request,
+    step_requests,
     takes_fused_decode,
 )
-from holdfast.models.blueprints.anatomy import CacheRows, HeadGeometry, StepShape, indivisible_experts, split
-from holdfast.models.blueprints.weights import Weight, weight_of
+from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, indivisible_experts, split
+from holdfast.models.declared_weights import Weight, weight_of
 from holdfast.models.parameters import CheckpointNames, list_parameters
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
 from holdfast.quant.weight_schemes import MXFP4
 
 
-class GroupedAnatomy(NamedTuple):
+class DecoderDeclaration(NamedTuple):
     """A decoder as ranks share it."""
 
     decoder: ModelSpec
@@ -73,19 +69,14 @@ class GroupedAnatomy(NamedTuple):
         windows = spec.sliding_windows or (None,) * spec.num_layers
         biases = spec.qkv_bias, spec.has_separable_key_bias
         scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
-        return HeadGeometry(spec.num_heads, spec.num_kv_heads, spec.head_dim, windows, *biases, *scores)
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        return HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
 
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self.rank(num_ranks)
-        requests = [
-            stream_request(spec, step.num_rows, step.dtype),
-            embed_request(spec, step.num_rows, step.dtype),
-            attention_request(spec, step.num_rows, step.dtype, tuple(scratch)),
-        ]
-        if spec.has_mlp:
-            requests.append(mlp_request(spec, step.num_rows, step.dtype))
-        if spec.experts is not None:
-            requests.append(experts_request(spec.experts, spec.hidden_size, step.num_rows, step.dtype))
+        own = step_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
+        requests = [own.stream, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
+        requests += [] if own.experts is None else [own.experts]
         requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
         if takes_fused_decode(spec, step.dtype, step.device_kind, step.recipe):
             requests.append(fused_decode_request(spec, step.recipe))

@@ -6,8 +6,9 @@ import pytest
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
-from holdfast.models.blueprints.blueprint import PLANNED_FAMILIES, read_blueprint, refuse_planned_only, spec_blueprint
+from holdfast.models.blueprints.read import PLANNED_FAMILIES, declare_config, refuse_planned_only
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import declare_decoder
 from holdfast.models.families import FAMILIES, parameters, read_spec
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import AS_STORED, FP8, MXFP4, WeightRecipe
@@ -24,31 +25,31 @@ STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 def test_weight_bytes_are_those_of_the_arena_that_is_loaded_into(name: str, dtype: str) -> None:
     spec = read_spec(CATALOGUE[name])
     arena = arena_bytes(TensorSpec(parameter.name, parameter.shape, dtype) for parameter in parameters(spec))
-    blueprint = spec_blueprint(spec, name)
-    assert blueprint.weight_bytes(dtype) == arena
-    assert sum(group.num_bytes for group in blueprint.group_bytes(dtype).values()) == arena
-    assert sum(group.num_tensors for group in blueprint.group_bytes(dtype).values()) == len(parameters(spec))
+    declared = declare_decoder(spec, name)
+    assert declared.weight_bytes(dtype) == arena
+    assert sum(group.num_bytes for group in declared.group_bytes(dtype).values()) == arena
+    assert sum(group.num_tensors for group in declared.group_bytes(dtype).values()) == len(parameters(spec))
 
 
 def test_numbers_of_a_decoder() -> None:
-    blueprint = read_blueprint(QWEN, "Qwen3-8B")
-    assert blueprint.spec == read_spec(QWEN)
-    assert blueprint.not_runnable is None
-    numbers = (blueprint.num_layers, blueprint.num_heads, blueprint.num_kv_heads, blueprint.head_dim)
+    declared = declare_config(QWEN, "Qwen3-8B")
+    assert declared.spec == read_spec(QWEN)
+    assert declared.not_runnable is None
+    numbers = (declared.num_layers, declared.num_heads, declared.num_kv_heads, declared.head_dim)
     assert numbers == (36, 32, 8, 128)
-    assert (blueprint.vocab_size, blueprint.hidden_size, blueprint.max_position) == (151936, 4096, 40960)
-    assert blueprint.checkpoint_dtype == "bfloat16"
-    assert not blueprint.has_learned_positions
-    assert read_blueprint(CATALOGUE["OPT-125m"], "opt").has_learned_positions
+    assert (declared.vocab_size, declared.hidden_size, declared.max_position) == (151936, 4096, 40960)
+    assert declared.checkpoint_dtype == "bfloat16"
+    assert not declared.has_learned_positions
+    assert declare_config(CATALOGUE["OPT-125m"], "opt").has_learned_positions
 
 
 def test_halves_and_quarters() -> None:
-    blueprint = read_blueprint(QWEN, "x")
-    plain = blueprint.weight_bytes("bfloat16")
-    assert 0.53 < blueprint.weight_bytes("bfloat16", WeightRecipe(FP8)) / plain < 0.55, "the embedding stays"
-    assert 0.33 < blueprint.weight_bytes("bfloat16", WeightRecipe(MXFP4)) / plain < 0.35, "the head has eight bits"
-    assert blueprint.weight_bytes("bfloat16", AS_STORED) == plain
-    tied = read_blueprint(CATALOGUE["Qwen3-4B"], "x")
+    declared = declare_config(QWEN, "x")
+    plain = declared.weight_bytes("bfloat16")
+    assert 0.53 < declared.weight_bytes("bfloat16", WeightRecipe(FP8)) / plain < 0.55, "the embedding stays"
+    assert 0.33 < declared.weight_bytes("bfloat16", WeightRecipe(MXFP4)) / plain < 0.35, "the head has eight bits"
+    assert declared.weight_bytes("bfloat16", AS_STORED) == plain
+    tied = declare_config(CATALOGUE["Qwen3-4B"], "x")
     kept, quantized = (
         tied.group_bytes("bfloat16", WeightRecipe(MXFP4, own))["embed"].num_bytes for own in ("none", "head")
     )
@@ -57,19 +58,19 @@ def test_halves_and_quarters() -> None:
 
 
 def test_the_checkpoint_s_own_scheme_counts() -> None:
-    r1 = read_blueprint(CATALOGUE["DeepSeek-R1"], "r1")
+    r1 = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
     assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", AS_STORED, 1)
     assert abs(r1.weight_bytes("bfloat16") / 2**30 - 641.3) < 1
-    unpacked = read_blueprint({**CATALOGUE["DeepSeek-R1"], "quantization_config": None}, "r1")
+    unpacked = declare_config({**CATALOGUE["DeepSeek-R1"], "quantization_config": None}, "r1")
     assert abs(unpacked.weight_bytes("bfloat16") / r1.weight_bytes("bfloat16") - 2) < 0.02
 
 
 def test_a_quantized_checkpoint_of_a_family_that_runs_is_planned_as_it_is() -> None:
-    blueprint = read_blueprint({**QWEN, "quantization_config": STORED}, "Qwen3-8B-FP8")
-    assert blueprint.spec == read_spec(QWEN)
-    assert blueprint.not_runnable is None
-    assert blueprint.weight_bytes("bfloat16") < 0.6 * read_blueprint(QWEN, "x").weight_bytes("bfloat16")
-    assert blueprint.kv_bytes_per_token("bfloat16") == 147456
+    declared = declare_config({**QWEN, "quantization_config": STORED}, "Qwen3-8B-FP8")
+    assert declared.spec == read_spec(QWEN)
+    assert declared.not_runnable is None
+    assert declared.weight_bytes("bfloat16") < 0.6 * declare_config(QWEN, "x").weight_bytes("bfloat16")
+    assert declared.kv_bytes_per_token("bfloat16") == 147456
 
 
 @pytest.mark.parametrize(
@@ -86,26 +87,26 @@ def test_a_quantized_checkpoint_of_a_family_that_runs_is_planned_as_it_is() -> N
 )
 def test_other_quantized_checkpoints_are_refused(settings, error: str) -> None:
     with pytest.raises((UnsupportedModelError, ModelFormatError), match=error):
-        read_blueprint({**QWEN, "quantization_config": settings}, "x")
+        declare_config({**QWEN, "quantization_config": settings}, "x")
 
 
 def test_an_unknown_architecture_lists_what_can_be_planned() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"describes a MambaForCausalLM; plans are made for .*Qwen3ForCausalLM.*V4"
     ):
-        read_blueprint({"architectures": ["MambaForCausalLM"]}, "x")
+        declare_config({"architectures": ["MambaForCausalLM"]}, "x")
     with pytest.raises(ModelFormatError, match="has no architectures"):
-        read_blueprint({}, "x")
+        declare_config({}, "x")
     assert not set(FAMILIES) & set(PLANNED_FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "OPT-125m", "DeepSeek-V2-Lite", "DeepSeek-R1", "DeepSeek-V4-Flash"])
 def test_a_config_without_architectures_is_planned_by_its_type(name: str) -> None:
     known = CATALOGUE[name]
-    typed = read_blueprint({key: value for key, value in known.items() if key != "architectures"}, name)
-    assert typed == read_blueprint(known, name)
+    typed = declare_config({key: value for key, value in known.items() if key != "architectures"}, name)
+    assert typed == declare_config(known, name)
     with pytest.raises(UnsupportedModelError, match=r"the types here are llama, .*opt, deepseek_v2, .*deepseek_v4"):
-        read_blueprint({"model_type": "mamba"}, "x")
+        declare_config({"model_type": "mamba"}, "x")
 
 
 def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
@@ -116,38 +117,38 @@ def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
 
 
 def test_formats_by_name_or_as_values() -> None:
-    blueprint = read_blueprint(QWEN, "x")
+    declared = declare_config(QWEN, "x")
     for name, value in KV_FORMATS.items():
-        assert blueprint.kv_bytes_per_token(name) == blueprint.kv_bytes_per_token(value)
-        assert blueprint.kv_bytes_per_sequence(name) == 0
+        assert declared.kv_bytes_per_token(name) == declared.kv_bytes_per_token(value)
+        assert declared.kv_bytes_per_sequence(name) == 0
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp4' was asked"):
-        blueprint.kv_bytes_per_token("fp4")
+        declared.kv_bytes_per_token("fp4")
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
     """The advice is one that works."""
     quantized, turbo = KV_FORMATS[name].is_quantized, name.startswith("turboquant")
-    odd = read_blueprint({**QWEN, "head_dim": 72}, "x")
-    for blueprint, declines, advice in (
+    odd = declare_config({**QWEN, "head_dim": 72}, "x")
+    for declared, declines, advice in (
         (odd, quantized, "head_dim is 72, and heads of a multiple of 16 elements can be quantized; try bfloat16$"),
-        (read_blueprint(CATALOGUE["DeepSeek-R1"], "x"), turbo, "this model keeps latents; try bfloat16 or fp8$"),
-        (read_blueprint(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
+        (declare_config(CATALOGUE["DeepSeek-R1"], "x"), turbo, "this model keeps latents; try bfloat16 or fp8$"),
+        (declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
     ):
         if declines:
             with pytest.raises(ConfigError, match=f"kv_cache_dtype={name} was asked; .*{advice}"):
-                blueprint.check_format(name)
+                declared.check_format(name)
         else:
-            assert blueprint.check_format(name) is KV_FORMATS[name]
+            assert declared.check_format(name) is KV_FORMATS[name]
 
 
 def test_dtype_of_a_checkpoint_that_cannot_be_one() -> None:
     with pytest.raises(ModelFormatError, match="torch_dtype = 'int4'"):
-        read_blueprint({**CATALOGUE["DeepSeek-R1"], "torch_dtype": "int4"}, "x")
+        declare_config({**CATALOGUE["DeepSeek-R1"], "torch_dtype": "int4"}, "x")
 
 
 def test_asking_twice_lists_once() -> None:
-    blueprint = read_blueprint(QWEN, "x")
-    assert blueprint.parameters() is blueprint.parameters()
-    assert blueprint.group_bytes("bfloat16") is blueprint.group_bytes("bfloat16", AS_STORED)
-    assert replace(blueprint, name="y").parameters() == blueprint.parameters()
+    declared = declare_config(QWEN, "x")
+    assert declared.parameters() is declared.parameters()
+    assert declared.group_bytes("bfloat16") is declared.group_bytes("bfloat16", AS_STORED)
+    assert replace(declared, name="y").parameters() == declared.parameters()
