@@ -100,7 +100,7 @@ def test_every_shape_is_asked_once_and_vectors_not_at_all(monkeypatch):
 MIB = 1024**2
 ODD_HEADS = ("llama_bias", "llama_tied")
 """Heads of 24 and of 8 elements."""
-DISTINCT = ("llama", "llama_tied", "llama_bias", "qwen2_window", "qwen3", "opt")
+DISTINCT = ("llama", "llama_tied", "llama_bias", "qwen2_window", "qwen3", "gemma3", "opt")
 """One for each way of holding weights, pages and positions; the others hold what one of these holds, with other numbers."""
 SETTINGS = {
     "native": {"kv_cache_dtype": "float32"},
