@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from holdfast.api.llm import LLM
+from holdfast.engine.admission import Message
 from holdfast.request.sampling_params import SamplingParams
 from loading.tiny_models import save_tiny
 from text.tokenizer_cases import gemma, write_folder
@@ -22,7 +23,7 @@ TEMPLATE = (
     "{{ ns.first if loop.first else '' }}{{ message.content | trim + '<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
 )
-CHAT = [{"role": "system", "content": "this is a test"}, {"role": "user", "content": " hello  world "}]
+CHAT: list[Message] = [{"role": "system", "content": "this is a test"}, {"role": "user", "content": " hello  world "}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
 
@@ -73,7 +74,7 @@ def test_a_stream_writes_what_the_whole_answer_is(folder) -> None:
 
 def test_both_ends_stop_an_answer(folder) -> None:
     llm = LLM(model=str(folder[0]), **OPTIONS)
-    for end in (1, gemma().token_to_id("<end_of_turn>")):
+    for end in (1, gemma().token_to_id("<end_of_turn>") or 0):
         biased = SamplingParams(temperature=0.0, max_tokens=9, logit_bias={end: 100.0})
         output = llm.generate("hello", biased)[0].outputs[0]
         assert (output.finish_reason, output.text) == ("stop", "")

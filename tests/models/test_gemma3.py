@@ -265,10 +265,10 @@ def test_bfloat16_keeps_norms_in_float32() -> None:
     with TemporaryDirectory() as folder:
         theirs = save_tiny("gemma3", folder, dtype="bfloat16")
         ours = load_model(Path(folder), "bfloat16")
-    norms = {name: weight.dtype for name, weight in ours.weights.items() if "norm" in name}
-    assert set(norms.values()) == {torch.float32}
-    assert len(norms) == 6 * 4 + 1
-    assert ours.weights["embed.weight"].dtype == torch.bfloat16
+    dtypes = {name: getattr(weight, "dtype", None) for name, weight in ours.weights.items()}
+    norms = [dtype for name, dtype in dtypes.items() if "norm" in name]
+    assert norms == [torch.float32] * (6 * 4 + 1)
+    assert dtypes["embed.weight"] == torch.bfloat16
     from holdfast.config import Limits
     from runner.drive import Drive, Rig
 
