@@ -174,7 +174,28 @@ def _violations(result: Result) -> object:
     return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
 
 
+def _held_pages(phase: str) -> Callable[[Mapping[str, Any]], str]:
+    """Most pages of a sequence in each cache group, of what it may hold."""
+
+    def cell(result: Mapping[str, Any]) -> str:
+        return "; ".join(
+            f"{name}: {found[f'held in {phase}']} of {found[f'bound in {phase}']}"
+            for name, found in result["groups"].items()
+        )
+
+    return cell
+
+
 SECTIONS: Mapping[str, Columns] = {
+    "window-pages": {
+        "": _value("measure"),
+        "sequences at once": _value("values", "at once"),
+        "steps": _value("values", "steps"),
+        "pages": _value("values", "pages"),
+        "held at most": _value("values", "pages held"),
+        "of a sequence, in its prompt": _held_pages("a prompt"),
+        "and after": _held_pages("decode"),
+    },
     "gpu-memory": {
         "": _value("measure"),
         "planned, GiB": _value("values", "planned"),

@@ -21,6 +21,8 @@ from attention.steps import Geometry, build
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.cache.groups import CacheGroup
+from holdfast.config import Limits
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -38,6 +40,7 @@ gpu_load = import_module("gpu_load")
 gpu_quantized = import_module("gpu_quantized")
 dummy_models = import_module("dummy_models")
 gpu_before_after = import_module("gpu_before_after")
+window_pages = import_module("window_pages")
 MIB = 2**20
 
 
@@ -770,6 +773,26 @@ def test_a_section_without_records_says_so(tmp_path: Path, section: str) -> None
 def test_sampling_of_traffic_follows_from_numbers_alone() -> None:
     numbers = random.Random(0).sample(range(1000), 20)
     assert [gpu_steady.sampling(n, 5, 1) for n in numbers] == [gpu_steady.sampling(n, 5, 1) for n in numbers]
+
+
+# --- pages of windows
+
+
+def test_more_sequences_run_at_once_on_the_same_pages_of_windows() -> None:
+    traffic = window_pages.Traffic(num_requests=6, prompt_tokens=60, output_tokens=20)
+    limits = Limits(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=80, page_tokens=4)
+    groups = CacheGroup("whole context", 4), CacheGroup("window of 9", 4, window=9)
+    before, after = (window_pages.drive(limits, (group,), 40, traffic, every=10) for group in groups)
+    assert (before.most_running, after.most_running) == (2, 6)
+    assert after.num_steps < before.num_steps
+    assert (after.in_prompt, after.in_decode) == ([groups[1].most_held(16)], [3])
+    assert max(point["pages"]["window of 9"] for point in after.points) <= 40
+
+
+def test_the_plan_of_the_windows_has_the_model_and_its_memory() -> None:
+    plan = window_pages.make_plan("fp8", window_pages.Traffic())
+    assert [group.window for group in plan.cache.cache_groups()] == [4096]
+    assert plan.memory.budget_bytes < 24 * 2**30
 
 
 # --- before and after
