@@ -1,0 +1,56 @@
+"""CacheGroup: pages of a sequence by position, bounds against brute force, and the order in which pages are released."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, by_position
+
+
+@given(st.integers(1, 20), st.integers(1, 50), st.integers(0, 200), st.integers(1, 30))
+def test_the_bound_of_a_window_holds_wherever_a_step_begins(page_tokens: int, window: int, start: int, n: int) -> None:
+    group = CacheGroup("window", page_tokens, window)
+    seen = {position for row in range(start, start + n) for position in range(max(0, row - window + 1), row + 1)}
+    pages = {position // page_tokens for position in seen}
+    assert min(pages) == group.first_page(start)
+    assert len(pages) <= group.most_held(n)
+    assert len(pages) <= group.most_pages(start + n, n)
+    assert max(pages) + 1 == group.pages_for(start + n)
+
+
+def test_a_whole_context_and_a_state_by_hand() -> None:
+    whole, state = CacheGroup("whole", 4), CacheGroup("state", 0, state_pages=3, state_period=128)
+    assert [whole.pages_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert (whole.first_page(100), whole.most_pages(100, 8)) == (0, 25)
+    assert [state.pages_for(tokens) for tokens in (0, 1, 1000)] == [0, 3, 3]
+    assert (state.first_page(1000), state.most_pages(1000, 8)) == (0, 3)
+
+
+def test_a_block_has_whole_pages_of_every_group() -> None:
+    groups = CacheGroup("a", 16), CacheGroup("b", 96, window=100), CacheGroup("s", 0, state_pages=1)
+    assert block_tokens(groups) == 96
+    assert block_tokens(groups[:1]) == 16
+
+
+def test_pages_go_in_the_order_of_their_last_tokens_and_whole_contexts_after_windows() -> None:
+    groups = CacheGroup("whole", 4), CacheGroup("window", 8, window=9), CacheGroup("state", 0, state_pages=2)
+    tables = [[10, 11, 12, 13], [HOLE, 21], [30, 31]]
+    assert by_position(groups, tables) == [30, 31, 10, 11, 12, 21, 13]
+    assert by_position(groups[:1], [[5, 4, 3]]) == [5, 4, 3]
+    assert by_position(groups[1:2], [[HOLE, 4, 3]]) == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_tokens": 0},
+        {"page_tokens": 4, "window": 0},
+        {"page_tokens": 4, "state_pages": 1},
+        {"page_tokens": 0, "state_pages": 1, "window": 4},
+        {"page_tokens": 4, "state_period": 4},
+    ],
+    ids=["empty page", "window of 0", "rows and a state", "a state with a window", "rows with a period"],
+)
+def test_a_group_that_keeps_nothing_sensible_is_refused(options: dict) -> None:
+    with pytest.raises(AssertionError):
+        CacheGroup("odd", **options)

@@ -1,0 +1,157 @@
+"""PrefixCache with several groups: what every group can serve, holes and how they are filled, eviction, links and their bound."""
+
+from holdfast.cache.groups import HOLE, CacheGroup, by_position
+from holdfast.cache.pages import PagePool
+from holdfast.cache.prefix import ENTRIES_PER_PAGE, PrefixCache, PrefixChain, PrefixHit, can_hit
+
+WHOLE, WINDOW = CacheGroup("whole context", 4), CacheGroup("window of 5", 2, window=5)
+STATE = CacheGroup("state", 0, state_pages=1, state_period=8)
+
+
+class Bench:
+    """A pool, a cache, and sequences that compute all their tokens in one step, or in steps of a block."""
+
+    def __init__(self, *groups: CacheGroup, num_pages: int = 64) -> None:
+        self.groups = groups
+        self.pool = PagePool(num_pages)
+        self.cache = PrefixCache(self.pool, groups, b"root")
+
+    def match(self, tokens: list[int]) -> PrefixHit:
+        return self.cache.match(self.cache.chain(b""), tokens, len(tokens))
+
+    def compute(self, tokens: list[int], step: int = 1000) -> tuple[PrefixChain, list[list[int]]]:
+        """Takes hits, computes the rest and gives back what is behind its windows, as the scheduler does."""
+        chain = self.cache.chain(b"")
+        hit = self.cache.match(chain, tokens, len(tokens) - 1)
+        tables, computed = self.cache.share(chain, hit), hit.num_tokens
+        while computed < len(tokens):
+            computed = min(computed + step, len(tokens))
+            for group, table in zip(self.groups, tables, strict=True):
+                table += self.pool.allocate_many(group.pages_for(computed) - len(table))
+            self.cache.register(chain, tokens, tables, computed)
+            for group, table in zip(self.groups, tables, strict=True):
+                for place in range(group.first_page(computed)):
+                    if table[place] != HOLE:
+                        self.pool.release(table[place])
+                        table[place] = HOLE
+            self.check()
+        return chain, tables
+
+    def release(self, tables: list[list[int]]) -> None:
+        self.pool.release_many(by_position(self.groups, tables))
+        self.check()
+
+    def check(self) -> None:
+        self.pool.check()
+        self.cache.check()
+
+
+def test_a_hit_has_every_page_of_a_whole_context_and_those_that_a_window_sees() -> None:
+    bench = Bench(WHOLE, WINDOW)
+    tokens = list(range(14))
+    _, tables = bench.compute(tokens)
+    hit = bench.match(tokens)
+    assert (hit.num_tokens, hit.num_known) == (12, 3)
+    assert hit.tables[0] == tuple(tables[0][:3])
+    assert hit.tables[1][:4] == (HOLE,) * 4
+    assert hit.tables[1][5] == tables[1][5]
+    assert all(page != HOLE for page in hit.tables[1][4:])
+
+
+def test_what_a_window_no_longer_has_ends_a_hit_earlier() -> None:
+    bench = Bench(WHOLE, WINDOW)
+    tokens = list(range(16))
+    _, tables = bench.compute(tokens, step=4)
+    bench.release(tables)
+    newest = bench.match(tokens).tables[1][-1]
+    bench.cache._evict(newest)
+    bench.check()
+    hit = bench.match(tokens)
+    assert (hit.num_tokens, hit.num_known) == (12, 4), "the entry is still there, and its last page is not"
+
+
+def test_holes_are_filled_by_whoever_computes_the_block_again() -> None:
+    bench = Bench(WHOLE, WINDOW)
+    tokens = list(range(16))
+    _, tables = bench.compute(tokens, step=4)
+    bench.release(tables)
+    newest = bench.match(tokens).tables[1][-1]
+    bench.cache._evict(newest)
+    before = bench.cache.num_filled
+    _, again = bench.compute([*tokens, 99])
+    assert bench.cache.num_filled == before + 1
+    assert bench.match(tokens).num_tokens == 16
+    assert bench.match(tokens).tables[1][-1] in again[1]
+
+
+def test_a_page_of_a_whole_context_takes_everything_below_with_it() -> None:
+    bench = Bench(WHOLE, WINDOW)
+    tokens = list(range(16))
+    _, tables = bench.compute(tokens)
+    bench.release(tables)
+    bench.cache._evict(tables[0][1])
+    bench.check()
+    assert len(bench.cache) == 1
+    assert bench.match(tokens).num_known == 1
+
+
+def test_a_window_alone_keeps_links_while_something_hangs_below_and_no_longer() -> None:
+    bench = Bench(WINDOW)
+    tokens = list(range(12))
+    _, tables = bench.compute(tokens, step=2)
+    bench.release(tables)
+    assert len(bench.cache) == 6
+    pages = list(bench.match(tokens).tables[0])
+    for page in [page for entry in bench.match(tokens).entries[:4] for page in entry.slots]:
+        bench.cache._evict(page)
+    bench.check()
+    assert len(bench.cache) == 6, "links to what is left"
+    assert bench.match(tokens).num_tokens == 12
+    for page in reversed(pages[4:]):
+        bench.cache._evict(page)
+    bench.check()
+    assert len(bench.cache) == 0
+
+
+def test_links_are_bounded_and_a_chain_that_would_need_more_stops() -> None:
+    bench = Bench(CacheGroup("window of 1", 1, window=1), num_pages=2)
+    most = ENTRIES_PER_PAGE * 2
+    chain, tables = bench.compute(list(range(3 * most)), step=1)
+    assert len(bench.cache) <= most
+    assert chain.is_closed
+    bench.release(tables)
+    bench.compute(list(range(1000, 1004)), step=1)
+
+
+def test_a_state_is_hit_where_it_begins_anew_and_nowhere_else() -> None:
+    bench = Bench(WHOLE, STATE)
+    tokens = list(range(30))
+    bench.compute(tokens)
+    assert [bench.match(tokens[:length]).num_tokens for length in (4, 7, 8, 12, 15, 16, 29)] == [0, 0, 8, 8, 8, 16, 24]
+    assert bench.match(tokens).tables[1] == ()
+
+
+def test_a_state_of_all_tokens_is_never_hit() -> None:
+    forever = CacheGroup("state", 0, state_pages=1)
+    assert not can_hit((WHOLE, forever))
+    assert not can_hit((STATE,))
+    assert can_hit((WHOLE, STATE))
+    bench = Bench(WHOLE, forever)
+    bench.compute(list(range(20)))
+    assert len(bench.cache) == 0
+
+
+def test_a_window_wider_than_the_context_is_served_as_a_whole_one() -> None:
+    bench = Bench(CacheGroup("wide", 4, window=1000))
+    tokens = list(range(17))
+    _, tables = bench.compute(tokens)
+    assert bench.match(tokens).tables[0] == tuple(tables[0][:4])
+
+
+def test_a_window_of_one_needs_nothing_of_what_was() -> None:
+    bench = Bench(WHOLE, CacheGroup("window of 1", 4, window=1))
+    tokens = list(range(17))
+    bench.compute(tokens, step=3)
+    hit = bench.match(tokens)
+    assert hit.num_tokens == 16
+    assert hit.tables[1] == (HOLE,) * 4
