@@ -157,7 +157,7 @@ def main() -> None:
     record = {
         "section": "window-pages",
         "date": gpu_records.today(),
-        "machine": "any: the scheduler alone",
+        "machine": "any machine, the scheduler alone",
         "model": MODEL,
         "settings": f"{traffic.num_requests} requests of {traffic.prompt_tokens} + {traffic.output_tokens} tokens, {MEMORY}, fp8 weights",
         "results": results,

@@ -469,7 +469,7 @@ def test_a_wrong_kernel_is_not_right(device: torch.device, monkeypatch) -> None:
 def test_pages_of_a_rig_are_shuffled_and_apart() -> None:
     shape = gpu_attention.TINY._replace(dtype="float32")
     rig = gpu_attention.make_rig(shape, [(199, 1)] * 3, 2, torch.device("cpu"))
-    pages = [page for sequence in rig.batch.sequences for page in sequence.pages]
+    pages = [page for sequence in rig.batch.sequences for page in sequence.tables[0]]
     assert sorted(pages) == list(range(39))
     assert pages != sorted(pages)
     assert rig.stored(1, "k", rig.batch.sequences[2]).shape == (200, 2, 16)

@@ -1,7 +1,7 @@
 """Sequence: a completion as the scheduler sees it; Step: what runs next; StepResult: what came of it; no torch.
 
 token_ids   [ prompt ......................... | output ........ ]
-            [0, num_computed)  have their keys and values in `pages`
+            [0, num_computed)  have their keys and values on the pages of `tables`
             [num_computed, num_tokens)  still have to be computed; a step takes some or all of them from the left
 """
 
@@ -46,15 +46,6 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     num_preemptions: int = 0
-
-    @property
-    def pages(self) -> list[int]:
-        """The pages of the first group."""
-        return self.tables[0]
-
-    @pages.setter
-    def pages(self, pages: list[int]) -> None:
-        self.tables[0] = pages
 
     @property
     def num_tokens(self) -> int:
