@@ -1,0 +1,209 @@
+"""Plans of models whose layers have windows: pages by group, tokens that fit, the longest context, and nothing settled twice."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from counted_work import num_lines
+from holdfast.cache.spec import CacheSpec, mixed_cache
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, MemoryPlanError, ModelFormatError
+from holdfast.loading.blueprints import open_blueprint
+from holdfast.memory.planner import Term
+from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.planning import fit
+from holdfast.planning.alternatives import RANKS
+from holdfast.planning.fit import find_fit, fit_runner, settle, try_fit
+from holdfast.planning.plan import PlanRequest, plan_runner
+from holdfast.planning.resolve import Resolved
+from holdfast.planning.target import Target, memory_target
+from holdfast.planning.terms import batch_terms
+from holdfast.quant.formats import KV_FORMATS
+from planning.plan_cases import GIB, H200, blueprint, plan_request
+
+MISTRAL = "Mistral-7B-v0.1"
+
+
+def windowed(*windows: int | None, max_position: int = 65536, **changes: object) -> Blueprint:
+    """Qwen3-8B with so many layers and these windows."""
+    spec = blueprint("Qwen3-8B").spec
+    assert spec is not None
+    changes = {"num_layers": len(windows), "sliding_windows": windows, "max_position": max_position} | changes
+    return spec_blueprint(replace(spec, **changes), "windowed")
+
+
+ALTERNATING = windowed(*([1024] * 5 + [None]) * 4)
+
+
+def request_of(model: Blueprint, gib: float = 40, **options: object) -> PlanRequest:
+    return PlanRequest(EngineConfig.from_options(**options), model, memory_target(int(gib * GIB)))
+
+
+def test_a_window_is_counted_by_its_bound() -> None:
+    """Mistral-7B v0.1 with 32K: while a prompt is computed W - 1 tokens, a step and a page; then W - 1, one and a page."""
+    plan = fit_runner(plan_request(MISTRAL, memory_target("24GiB")))
+    assert [group.window for group in plan.cache_groups] == [4096]
+    (account,) = plan.groups
+    assert (account.num_layers, account.page_tokens, account.padding_bytes) == (32, 16, 0)
+    assert account.prompt_pages == -(-(4095 + 8192) // 16) + 1 == 769
+    assert account.decode_pages == 4096 // 16 + 1 == 257
+    assert plan.max_concurrency == plan.memory.num_pages / 257
+    assert plan.kv_tokens == int(plan.max_concurrency * 32768)
+    assert plan.tokens_without_groups == 16 * plan.memory.num_pages
+    assert {spec.group for spec in plan.attention_specs} == {0}
+    assert plan.memory.page_bytes == 16 * plan.kv_bytes_per_token
+    whole = fit_runner(plan_request(MISTRAL, memory_target("24GiB"), max_model_len=4096))
+    assert whole.groups == ()
+    assert whole.kv_tokens == 16 * whole.memory.num_pages
+
+
+def test_pages_of_several_groups() -> None:
+    plan = fit_runner(request_of(ALTERNATING, max_num_batched_tokens=2048))
+    cache, limits = plan.cache, plan.resolved.limits
+    assert cache is not None
+    assert [group.name for group in plan.groups] == ["whole context", "window of 1024"]
+    assert [(group.num_layers, group.page_tokens) for group in plan.groups] == [(4, 80), (20, 16)]
+    assert [group.padding_bytes for group in plan.groups] == [0, 0]
+    assert [spec.group for spec in plan.attention_specs] == ([1] * 5 + [0]) * 4
+    assert [spec.window for spec in plan.attention_specs] == ([1024] * 5 + [None]) * 4
+    assert plan.memory.page_bytes == cache.bytes_per_page == 16 * 20 * 4096
+    per_sequence = -(-limits.max_model_len // 80) + 1024 // 16 + 1
+    assert sum(group.decode_pages for group in plan.groups) == per_sequence
+    assert plan.max_concurrency == plan.memory.num_pages / per_sequence
+    assert plan.kv_tokens == plan.memory.num_pages * limits.max_model_len // per_sequence
+    planned = {term.owner: term.num_bytes for term in plan.memory.terms}
+    for term in batch_terms(limits, "cuda", (5, 1)):
+        assert planned[term.owner] == term.num_bytes
+    assert "inputs/slots.1" in planned
+
+
+def test_tokens_that_fit_without_groups_are_those_of_a_model_without_windows() -> None:
+    wanted = request_of(ALTERNATING, max_model_len=65536)
+    found, plain = fit_runner(wanted), fit_runner(request_of(windowed(*[None] * 24), max_model_len=65536))
+    assert abs(found.tokens_without_groups - plain.kv_tokens) < 0.002 * plain.kv_tokens, (
+        "tables differ, and little else"
+    )
+    assert found.kv_tokens > 4 * found.tokens_without_groups
+
+
+def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
+    wanted = request_of(ALTERNATING, gib=40, max_model_len=65536, max_num_seqs=1)
+    plan = fit_runner(wanted)
+    assert plan.memory.num_pages == sum(group.prompt_pages for group in plan.groups)
+    page_bytes = plan.memory.page_bytes
+    asked = plan.memory.num_pages * page_bytes
+    assert fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=asked)).memory.kv_bytes == asked
+    with pytest.raises(MemoryPlanError, match="one sequence of 65536 tokens takes"):
+        fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=asked - 1))
+
+
+@pytest.mark.parametrize("kib", [40, 300, 1500, 2600, 4100, 9000, 33_000])
+def test_the_longest_context_that_fits_is_the_longest(kib: int) -> None:
+    """Layers are grouped otherwise beyond each window: every length is tried."""
+    model = windowed(None, 100, 700, 700, 100, 100, max_position=1500)
+    options = {"kv_cache_memory": kib * 1024, "max_num_batched_tokens": 64, "page_tokens": 4}
+    lengths = [n for n in range(1, 1501) if try_fit(request_of(model, max_model_len=n, **options)) is not None]
+    found = try_fit(request_of(model, **options))
+    assert (None if found is None else found.resolved.limits.max_model_len) == (lengths[-1] if lengths else None)
+
+
+def test_padding_is_told_and_bounded_by_what_is_chosen() -> None:
+    """A prime number of layers: pages are made so that what no layer uses costs less than long blocks would."""
+    plan = fit_runner(request_of(windowed(*[512] * 11, *[None] * 2)))
+    assert plan.cache is not None
+    shares = [group.padding_share for group in plan.groups]
+    assert shares == [plan.cache.padding_bytes(group) / plan.memory.page_bytes for group in range(2)]
+    assert max(shares) < 0.1
+
+
+def test_everything_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a plan does not fit: each change that would help is a request of its own, and settled once too."""
+    settled: Counter[tuple[EngineConfig, Target]] = Counter()
+    resolve = fit.resolve
+
+    def counted(config: EngineConfig, model: Blueprint, target: Target) -> Resolved:
+        settled[config, target] += 1
+        return resolve(config, model, target)
+
+    monkeypatch.setattr(fit, "resolve", counted)
+    asked: list[Resolved] = []
+
+    def staging(resolved: Resolved) -> Term:
+        asked.append(resolved)
+        return Term("staging", 12345, "counted", ("load",))
+
+    plan = plan_runner(replace(plan_request("Qwen3-8B", H200, max_model_len=4096), staging=staging))
+    assert settled.total() == len(asked) == 1
+    assert asked[0] == plan.resolved
+    assert any(term.num_bytes == 12345 for term in plan.memory.terms)
+    settled.clear()
+    asked.clear()
+    short = replace(plan_request("Qwen3-8B", memory_target("20GiB")), staging=staging)
+    assert plan_runner(short).context_note
+    assert settled[short.config, short.target] == len(asked) == 1
+    settled.clear()
+    asked.clear()
+    refused = replace(plan_request("Llama-3.1-70B", memory_target("24GiB"), max_model_len=9000), staging=staging)
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_runner(refused)
+    assert caught.value.changes
+    assert len(asked) == 1
+    # Itself, each number of ranks, and the shortest useful context, which is the one that was asked.
+    assert settled[refused.config, refused.target] == 2 + len(RANKS)
+    assert len(settled) > 5, "other requests were tried"
+
+
+@pytest.mark.parametrize("window", [0, -8, 8.5, "8", True])
+def test_a_window_that_is_none_is_refused_before_anything_is_planned(window: object) -> None:
+    config = CATALOGUE[MISTRAL] | {"sliding_window": window}
+    with pytest.raises(ModelFormatError) as caught:
+        read_blueprint(config, "x")
+    words = str(caught.value)
+    assert "sliding_window" in words
+    assert words.count("\n") == 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32767, 32768, 40000])
+def test_any_other_window_is_planned(window: int) -> None:
+    plan = fit_runner(
+        PlanRequest(EngineConfig(), read_blueprint(CATALOGUE[MISTRAL] | {"sliding_window": window}, "x"), H200)
+    )
+    assert [group.window for group in plan.cache_groups] == [window if window < 32768 else None]
+    assert plan.max_concurrency >= 27
+
+
+def test_every_group_has_tokens_on_a_page() -> None:
+    """A page is never empty: the smallest group takes at least as many chunks as the largest."""
+    for few in range(1, 12):
+        spec = mixed_cache([KV_FORMATS["bfloat16"]] * 12, 2, 64, 16, [None] * few + [64] * (12 - few))
+        assert isinstance(spec, CacheSpec)
+        assert min(group.page_tokens for group in spec.cache_groups()) >= 16
+
+
+@pytest.mark.parametrize("page_tokens", [0, -16, 3, 48, 512])
+def test_pages_of_tokens_that_do_not_suit_are_refused(page_tokens: int) -> None:
+    with pytest.raises(ConfigError, match="page_tokens"):
+        EngineConfig(page_tokens=page_tokens)
+
+
+def test_groups_cost_a_search_little() -> None:
+    """In lines of Python, against the same model without windows; how pages are laid out is worked out once."""
+    config = EngineConfig(kv_cache_dtype="bfloat16")
+    target = memory_target("19GiB")
+    plain, grouped = (
+        windowed(*[None] * 36, max_position=131072),
+        windowed(*([512] * 5 + [None]) * 6, max_position=131072),
+    )
+    counts = []
+    for model in (plain, grouped):
+        find_fit(PlanRequest(config, model, target))
+        counts.append(num_lines(lambda model=model: find_fit(PlanRequest(config, model, target))))
+    assert counts[1] < 2.5 * counts[0], counts
+
+
+def test_a_plan_of_windows_by_name() -> None:
+    wanted = PlanRequest(EngineConfig(), open_blueprint(MISTRAL), H200)
+    assert settle(wanted)[0] is settle(wanted)[0]
+    assert fit_runner(wanted).kv_tokens == find_fit(wanted).kv_tokens
