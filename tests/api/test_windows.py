@@ -57,7 +57,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [1, 7, 128])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 128])
 def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
     llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=min(4, max_num_batched_tokens))
     assert answers(llm, PROMPTS) == case.answers
@@ -94,12 +94,12 @@ def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatc
         return schedule()
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
-    for number in range(1, 36):
+    for number in range(1, 36, 4):
         countdown = number
         llm.reset_prefix_cache()
-        chosen = [1, 4] if number % 2 else [5]
+        chosen = [1, 4] if number % 8 == 1 else [5]
         assert answers(llm, [PROMPTS[index] for index in chosen]) == [case.answers[index] for index in chosen]
-    assert scheduler.num_preemptions >= 30
+    assert scheduler.num_preemptions >= 7
 
 
 def test_pages_behind_a_window_are_given_back(case: Case) -> None:

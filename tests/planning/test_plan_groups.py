@@ -99,12 +99,12 @@ def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
         fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=asked - 1))
 
 
-@pytest.mark.parametrize("kib", [40, 300, 1500, 2600, 4100, 9000, 33_000])
+@pytest.mark.parametrize("kib", [40, 900, 1500, 2100])
 def test_the_longest_context_that_fits_is_the_longest(kib: int) -> None:
     """Layers are grouped otherwise beyond each window: every length is tried."""
-    model = windowed(None, 100, 700, 700, 100, 100, max_position=1500)
-    options = {"kv_cache_memory": kib * 1024, "max_num_batched_tokens": 64, "page_tokens": 4}
-    lengths = [n for n in range(1, 1501) if try_fit(request_of(model, max_model_len=n, **options)) is not None]
+    model = windowed(None, 30, 90, 90, 30, 30, max_position=200)
+    options = {"kv_cache_memory": kib * 1024, "max_num_batched_tokens": 16, "page_tokens": 4}
+    lengths = [n for n in range(1, 201) if try_fit(request_of(model, max_model_len=n, **options)) is not None]
     found = try_fit(request_of(model, **options))
     assert (None if found is None else found.resolved.limits.max_model_len) == (lengths[-1] if lengths else None)
 
