@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +22,18 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels import norm  # noqa: E402
+from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import deferred_rms_norm, small_batch  # noqa: E402
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows  # noqa: E402
+from holdfast.kernels.geometry import order_specs  # noqa: E402
+from holdfast.kernels.moe import expert_gemv, grouped_gemm, routing  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
+from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
+from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
@@ -78,7 +85,7 @@ def _check_assembler(program: str) -> None:
         assert found is not None, f"no layout in {line}"
         layout = layouts.get(found[1], found[1])
         operand = re.search(r"opIdx = 0, .*kWidth = (\d+)", layout)
-        row = re.search(r"sizePerThread = \[1, (\d+)\].*order = \[1, 0\]", layout)
+        row = re.search(r"sizePerThread = \[(?:1, )+(\d+)\].*order = \[(?:2, )?1, 0\]", layout)
         neighbours = int((operand or row or [0, 1])[1])
         assert neighbours % 4 == 0, f"four bytes of {layout}"
 
@@ -189,6 +196,41 @@ def quantized_attention_of(
     )
 
 
+def experts_of(
+    scheme: str | None, sizes: tuple[int, int], gated: bool, form: GateForm, num_rows: int, has_bias: bool = True
+) -> None:
+    """GEMVs of few tokens, or the grouped GEMM of many, over four experts."""
+    size_n, size_k = sizes
+    shape = (4, size_n * (2 if gated else 1), size_k)
+    weight: Any = torch.empty(shape, dtype=BF16)
+    rows = None
+    if scheme is not None:
+        chosen = WEIGHT_SCHEMES[scheme].with_parts((shape[1] if form.is_interleaved else size_n,))
+        planes = chosen.planes(shape)
+        codes, scales = (torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in planes)
+        weight = QuantizedWeight(chosen, shape, codes, scales)
+        if chosen.quantizes_activations:
+            num_blocks = -(-size_k // chosen.block_columns) if chosen.block_columns else 1
+            rows = QuantizedRows(
+                torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn), torch.empty(num_rows, num_blocks)
+            )
+    ids = torch.zeros(num_rows, 2, dtype=torch.int32)
+    tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 2, 4)]
+    order = routing.order_experts_reference(ids, 4, tensors)
+    launch = expert_gemv.expert_gemv if order.block_rows == 1 else grouped_gemm.grouped_gemm
+    out, bias = torch.empty(2 * num_rows, size_n, dtype=BF16), torch.empty(shape[:2], dtype=BF16)
+    launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
+
+
+GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
+EXPERT_CASES: dict[str, Callable[[], None]] = {
+    f"experts in {scheme or 'bfloat16'}, {num_rows} rows": partial(
+        experts_of, scheme, (2880, 2880), gated=True, form=GPT_OSS, num_rows=num_rows
+    )
+    for scheme in (None, "mxfp4")
+    for num_rows in (1, 8, 700)
+}
+"""In the widths of gpt-oss."""
 CASES: dict[str, Callable[[], None]] = {
     "one row": lambda: rows_of(1, BF16, gated=False),
     "one gated row": lambda: rows_of(1, BF16, gated=True),
@@ -228,6 +270,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 4/4 D128, both": lambda: quantized_attention_of(BF16, (4, 4), 8, 128, with_sinks=True, softcap=50.0),
     "quantized 3/3 D256, both": lambda: quantized_attention_of(BF16, (3, 3), 2, 256, 99, with_sinks=True, softcap=50.0),
     "layer norm": lambda: layer_norm_of(BF16),
+    **EXPERT_CASES,
 }
 
 
@@ -235,6 +278,8 @@ def main() -> None:
     """The cases that were named, with programmatic dependent launch (PDL)."""
     modules: list[ModuleType] = [
         deferred_rms_norm,
+        expert_gemv,
+        grouped_gemm,
         quantized_attention,
         norm,
         small_batch,

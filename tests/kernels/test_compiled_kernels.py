@@ -44,6 +44,12 @@ OTHER_CASES = (
     "quantized 4/4 D128, both",
     "quantized 3/3 D256, both",
     "layer norm",
+    "experts in bfloat16, 1 rows",
+    "experts in bfloat16, 8 rows",
+    "experts in bfloat16, 700 rows",
+    "experts in mxfp4, 1 rows",
+    "experts in mxfp4, 8 rows",
+    "experts in mxfp4, 700 rows",
 )
 
 

@@ -103,6 +103,12 @@ def test_widths_of_gpt_oss(device, scheme):
     judge(grouped_gemm, expert_case((5, 1, 2, 30, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
 
 
+def test_codes_of_four_bits_in_rows_of_half_blocks(device):
+    """Rows that 64 inputs divide and 128 do not."""
+    for size_k in (64, 192):
+        judge(grouped_gemm, expert_case((5, 2, 3, 9, size_k), True, "mxfp4", torch.float16, form=GPT_OSS), device)
+
+
 def test_what_is_not_finite_passes_the_clamp(device):
     case = expert_case((6, 1, 2, 5, 64), True, has_bias=True, form=GPT_OSS)
     clean = run_kernel(grouped_gemm, case, device)
