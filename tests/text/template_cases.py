@@ -211,6 +211,94 @@ CHAT_TEMPLATES = {
 {%- if loop.index > 50 %}{% break %}{% endif %}
 {%- endfor %}
 """,
+    "channels": """{#- In the manner of gpt-oss: macros that call themselves, several namespaces, thoughts that later turns drop. #}
+{%- macro shape(spec, needed, may_be_null=false) -%}
+    {%- if spec.type == "array" -%}
+        {%- if spec['items'] -%}
+            {%- set inner = shape(spec['items'], needed) -%}
+            {{- "any[]" if inner|length > 40 else inner + "[]" }}
+        {%- else -%}
+            {{- "any[]" }}
+        {%- endif -%}
+    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type is not mapping and spec.type[0] is defined -%}
+        {{- spec.type|join(" or ") }}
+    {%- elif spec.oneOf -%}
+        {%- for way in spec.oneOf -%}{{- shape(way, needed) -}}{%- if not loop.last %}{{- " or " }}{% endif -%}{%- endfor -%}
+    {%- elif spec.enum -%}
+        {{- '"' + spec.enum|join('" or "') + '"' -}}
+    {%- elif spec.type == "object" and spec.properties -%}
+        {{- "{" }}
+        {%- for name, own in spec.properties.items() -%}
+            {{- name -}}{%- if name not in (spec.required or []) -%}{{- "?" }}{%- endif -%}
+            {{- ": " }}{{ shape(own, spec.required or []) }}{%- if not loop.last -%}{{-", " }}{%- endif -%}
+        {%- endfor -%}
+        {{- "}" }}
+    {%- else -%}
+        {{- spec.type if spec.type is string else "any" }}
+    {%- endif -%}
+    {%- if may_be_null or spec.nullable %}{{- " or null" }}{%- endif -%}
+{%- endmacro -%}
+{%- macro listing(heading, tools) -%}
+    {{- "# " + heading + "\\n" }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- "// " + (tool.description or "-") + "\\n" + tool.name + "(" }}
+        {%- if tool.parameters and tool.parameters.properties -%}{{- shape(tool.parameters, []) }}{%- endif -%}
+        {{- ")\\n" }}
+    {%- endfor %}
+{%- endmacro -%}
+{%- macro preamble() -%}
+    {%- if identity is not defined %}{%- set identity = "A model." %}{%- endif %}
+    {{- identity + "\\nIn " + strftime_now("%Y") + ", effort " }}
+    {%- if reasoning_effort is not defined %}{%- set reasoning_effort = "some" %}{%- endif %}
+    {{- reasoning_effort + ".\\n" }}
+    {%- set found = namespace(browser=false) %}
+    {%- for tool in builtin_tools or [] %}{%- if tool == "browser" %}{%- set found.browser = true %}{%- endif %}{%- endfor %}
+    {%- if found.browser %}{{- "It browses.\\n" }}{%- endif %}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" }}{{- preamble() }}{{- "<|end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+    {%- set orders = messages[0].content %}{%- set turns = messages[1:] %}
+{%- else %}
+    {%- set orders = "" %}{%- set turns = messages %}
+{%- endif %}
+{%- if orders or tools %}
+    {{- "<|start|>developer<|message|>" + orders }}{%- if tools -%}{{- listing("functions", tools) }}{%- endif -%}{{- "<|end|>" }}
+{%- endif %}
+{%- set last_call = namespace(name=none) %}
+{%- for message in turns -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if "content" in message and "<|channel|>" in message.content %}{{- raise_exception("channels belong elsewhere") }}{%- endif %}
+        {%- if "tool_calls" in message %}
+            {%- set answered = namespace(later=false) %}
+            {%- for other in turns[loop.index:] %}
+                {%- if other.role == 'assistant' and "tool_calls" not in other %}{%- set answered.later = true %}{%- endif %}
+            {%- endfor %}
+            {%- set call = message.tool_calls[0] %}{%- if call.function %}{%- set call = call.function %}{%- endif %}
+            {%- if message.thinking and not answered.later %}
+                {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+            {%- endif %}
+            {{- "<|start|>assistant to=" + call.name + " " + (call.content_type if call.content_type is defined else "json") }}
+            {{- "<|message|>" }}{{- call.arguments|tojson }}{{- "<|call|>" }}
+            {%- set last_call.name = call.name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {%- if "thinking" in message %}{{- "<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}{%- endif %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|return|>" }}
+        {%- else %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+            {%- set last_call.name = none %}
+        {%- endif %}
+    {%- elif message.role == 'tool' -%}
+        {%- if last_call.name is none %}{{- raise_exception("nobody has called a tool") }}{%- endif %}
+        {{- "<|start|>" + last_call.name + " to=assistant<|message|>" + message.content|tojson + "<|end|>" }}
+    {%- elif message.role == 'user' -%}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|start|>assistant
+{%- endif -%}
+""",
 }
 """Each uses what is particular to its family."""
 SNIPPETS = {

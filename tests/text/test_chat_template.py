@@ -409,3 +409,43 @@ def test_whatever_is_given_there_is_a_copy_or_a_prompt_error(messages):
     except PromptError:
         return
     assert all(isinstance(message["role"], str) for message in copied)
+
+
+CALL = {"name": "look", "arguments": {"city": "Köln", "days": 2}}
+TYPED = {
+    "type": "object",
+    "required": ["city"],
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+        "tags": {"type": "array", "items": {"type": "string"}, "nullable": True},
+        "rows": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "number"}}}},
+        "one": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+        "two": {"type": ["string", "null"]},
+    },
+}
+
+
+def test_channels_of_gpt_oss():
+    """Schemas by a macro that calls itself, a thought that is kept until an answer follows it, and who may speak."""
+    template = ChatTemplate(CHAT_TEMPLATES["channels"], "x", {})
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "3", "thinking": "so"}
+    call = {"role": "assistant", "thinking": "hm", "tool_calls": [{"type": "function", "function": CALL}]}
+    result = {"role": "tool", "content": "3 degrees"}
+    tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": TYPED}}]
+    text = template.render([user, call, result], tools=tools, reasoning_effort="much", builtin_tools=["browser"])
+    assert "effort much.\nIt browses.\n<|end|>" in text
+    kinds = 'city: string, unit?: "c" or "f", tags?: string[] or null, rows?: {x?: number}[]'
+    assert f"look({{{kinds}, one?: string or integer, two?: string or null}})" in text
+    called = (
+        'to=look json<|message|>{"city": "Köln", "days": 2}<|call|><|start|>look to=assistant<|message|>"3 degrees"'
+    )
+    assert text.endswith(f"analysis<|message|>hm<|end|><|start|>assistant {called}<|end|><|start|>assistant")
+    later = template.render([user, call, result, answer, user])
+    assert "analysis" not in later
+    assert "final<|message|>3<|end|><|start|>user" in later
+    assert template.render([user, answer], add_generation_prompt=False).endswith(
+        "so<|end|><|start|>assistant<|channel|>final<|message|>3<|return|>"
+    )
+    with pytest.raises(TemplateError, match="nobody has called a tool"):
+        template.render([user, result])
