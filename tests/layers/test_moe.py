@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from holdfast.kernels.activation import GateForm
 from holdfast.kernels.geometry import order_specs
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
-from holdfast.layers.moe import ExpertBuffers, ExpertLayer, SharedExpert
+from holdfast.layers.moe import ExpertBiases, ExpertBuffers, ExpertLayer, SharedExpert
 from kernels.exactness import assert_as_exact_as_torch, companies, random, require_native, same_bits
 
 NAN = float("nan")
@@ -125,3 +126,36 @@ def test_tensors_that_are_missing_are_named():
         layer(x, buffers._replace(shared_TH=None), out)
     with pytest.raises(AssertionError, match="no place for the logit"):
         layer(x, buffers._replace(shared_logit_T1=None), out)
+
+
+ROUTER_BIAS, GATE_UP_BIAS, DOWN_BIAS = (
+    random(NUM_EXPERTS, seed=7, scale=3.0),
+    random(NUM_EXPERTS, 2 * INNER, seed=8),
+    random(NUM_EXPERTS, HIDDEN, seed=9),
+)
+
+
+def gpt_oss_by_hand(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Row by row: the choice and the softmax behind the bias, rows of gate and up in turn, and shares of biases too."""
+    weights = (ROUTER, GATE_UP, DOWN, ROUTER_BIAS, GATE_UP_BIAS, DOWN_BIAS)
+    router, gate_up, down, router_bias, gate_up_bias, down_bias = (weight.to(x.dtype) for weight in weights)
+    rows = []
+    for row in x:
+        largest, chosen = (F.linear(row, router) + router_bias).topk(TOP_K)
+        y = torch.zeros(HIDDEN, dtype=x.dtype)
+        for share, i in zip(largest.softmax(-1), chosen.tolist(), strict=True):
+            both = F.linear(row, gate_up[i]) + gate_up_bias[i]
+            gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+            active = gate * (1.702 * gate).sigmoid() * (up + 1)
+            y = y + share * (F.linear(active, down[i]) + down_bias[i])
+        rows.append(y)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
+def test_experts_of_gpt_oss(num_rows):
+    biases, form = ExpertBiases(ROUTER_BIAS, GATE_UP_BIAS, DOWN_BIAS), GateForm(is_interleaved=True, limit=1.5)
+    layer = ExpertLayer(ROUTER, GATE_UP, DOWN, True, None, biases, form)
+    x = random(num_rows, HIDDEN, seed=20 + num_rows)
+    in_torch, exact = (gpt_oss_by_hand(rows, 1.5) for rows in (x, x.double()))
+    assert_as_exact_as_torch(run(layer, x, "routed"), in_torch, exact)

@@ -323,6 +323,13 @@ def test_single_experts_are_declined_in_words():
         gguf_config(file("llama", tensors=(split,), expert_count=8))
 
 
+def test_a_family_that_runs_from_a_folder_alone_sends_people_there():
+    with pytest.raises(
+        UnsupportedModelError, match="that family runs from safetensors; use the GptOssForCausalLM folder"
+    ):
+        spec(general__architecture="gpt-oss")
+
+
 @pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("deepseek2", True)])
 def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
     with pytest.raises(UnsupportedModelError) as caught:

@@ -81,6 +81,8 @@ def test_what_is_not_understood_is_not_followed_and_matches_nothing(text):
 
 def test_names_are_always_followed():
     assert is_followed("model.layers.0(")
+    assert is_followed("model.layers.*.self_attn")
+    assert not is_followed("model.layers.*[01].self_attn")
     assert [module for module in MODULES if matches("mlp.gate", module)] == MODULES[1:2]
 
 
@@ -712,13 +714,16 @@ def test_codes_that_the_settings_call_unquantized_are_refused():
         ("re:.*zz.*gate", []),
         ("re:.*lm_head.*lm_head$", []),
         ("mode", []),
+        ("model.layers.*.mlp.gate", ["model.layers.1.mlp.gate.weight", "model.layers.11.mlp.gate.weight"]),
+        ("model.layers.*.self_attn", []),
+        ("*lm_head", []),
     ],
 )
 def test_patterns_of_modules(pattern, left_alone):
     tensors = ["lm_head.weight", "model.layers.1.mlp.gate.weight", "model.layers.11.mlp.gate.weight"]
     tensors.append("model.layers.1.mlp.gate_proj.weight")
     stored = StoredSchemes(FP8, ("_scale",), (pattern,))
-    if pattern in ("model.layers.1", r"re:^model\.layers\.1\."):
+    if pattern in ("model.layers.1", r"re:^model\.layers\.1\.", "model.layers.*.mlp.gate"):
         left_alone = [*left_alone, "model.layers.1.mlp.gate_proj.weight"]
     assert [tensor for tensor in tensors if stored.leaves_alone([tensor])] == left_alone
 

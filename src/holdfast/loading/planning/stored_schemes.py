@@ -534,8 +534,8 @@ def is_followed(pattern: str) -> bool:
 
 
 def _is_expression(pattern: str) -> bool:
-    """Behind "re:", or with a star in it: no module's name has one, and transformers matches all of them as expressions."""
-    return pattern.startswith(REGEX_PREFIX) or "*" in pattern
+    """Behind "re:", or with ".*" in it: no module's name has that, and transformers takes all of them for expressions."""
+    return pattern.startswith(REGEX_PREFIX) or ".*" in pattern
 
 
 @lru_cache(maxsize=256)
