@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows
 
@@ -202,3 +203,21 @@ def test_what_does_not_divide_is_said(parameter, mesh, heads, words):
 def test_a_mesh_is_checked(values):
     with pytest.raises(ConfigError, match="was asked"):
         Mesh(*values)
+
+
+def test_biases_and_sinks_of_gpt_oss_go_with_their_weights():
+    """Ranks of experts hold whole rows of biases; ranks of matrices hold the columns of their rows of gate and up, which alternate."""
+    config = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 1, "num_local_experts": 4}
+    listed = parameters(read_spec(config | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}))
+    mesh = Mesh(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2)
+    shared = {one.name: one for one in shard_parameters(listed, mesh, 8, 8)}
+    for one in shared.values():
+        one.check()
+    assert shared["layers.0.sinks"].shape == (4,)
+    assert shared["layers.0.experts.gate_up.weight"].shape == (2, 96, 64)
+    assert shared["layers.0.experts.gate_up.bias"].shape == (2, 96)
+    (bias,) = shared["layers.0.experts.gate_up.bias"].parts
+    assert (bias.rows, bias.columns) == ((2, 4), (96, 192))
+    assert [part.rows for part in shared["layers.0.experts.gate_up.weight"].parts] == [(480, 576), (672, 768)]
+    assert shared["layers.0.experts.down.bias"].shape == (2, 64)
+    assert shared["layers.0.router.bias"].shape == (4,)
