@@ -137,7 +137,7 @@ def test_room_for_codes_is_what_was_planned(name, scheme, embeddings, monkeypatc
     recipe = WeightRecipe(scheme, embeddings)
     rig = make_rig(quantized_model(name, recipe)[0], recipe, monkeypatch)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
-    rig.execute(make_step(90, num_groups=len(rig.groups)))
+    rig.execute(make_step(90, groups=rig.groups))
     with monkeypatch.context() as patch:
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         plan = workspace_plan(tiny(name).spec, LIMITS, "float32", ())

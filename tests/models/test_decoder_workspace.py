@@ -130,14 +130,14 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
     monkeypatch.setattr(rig.workspace, "acquire", smaller.acquire)
     rig.workspace = smaller
     with pytest.raises(WorkspaceError) as caught:
-        rig.execute(make_step(21, num_groups=len(rig.groups)))
+        rig.execute(make_step(21, groups=rig.groups))
     asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
     assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
     assert "decoder.py:" in caught.value.asked
     assert caught.value.asked.endswith(f"{asked} bytes")
     assert caught.value.has == f"{held} bytes are held for 'stream'"
     whole = make_rig(family)
-    step = make_step(13, 7, num_groups=len(rig.groups))
+    step = make_step(13, 7, groups=rig.groups)
     assert rig.execute(step) == whole.execute(step)
     assert all(same_bits(row, whole.logits[0][i]) for i, row in rig.logits[0].items())
 
@@ -194,7 +194,7 @@ def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
 def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
     """Without the garbage collector: what waits for that still holds the weights."""
     rig = make_rig("llama")
-    rig.execute(make_step(20, num_groups=len(rig.groups)))
+    rig.execute(make_step(20, groups=rig.groups))
     held = weakref.ref(rig.decoder)
     gc.collect()
     gc.disable()
