@@ -19,7 +19,7 @@ from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cli import bench_record
 from holdfast.config import EngineConfig, Limits
 from holdfast.engine.scheduler import Scheduler
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.planning.fit import PlanRequest, RunnerPlan
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.target import memory_target
@@ -49,7 +49,7 @@ def make_plan(kv_format: str, traffic: Traffic) -> RunnerPlan:
         max_model_len=traffic.prompt_tokens + traffic.output_tokens,
         max_num_seqs=traffic.num_requests,
     )
-    return plan_runner(PlanRequest(config, open_blueprint(MODEL, None), memory_target(MEMORY)))
+    return plan_runner(PlanRequest(config, open_declared(MODEL, None), memory_target(MEMORY)))
 
 
 class Watch:

@@ -9,10 +9,11 @@ from counted_work import num_lines
 from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, ModelFormatError
-from holdfast.loading.blueprints import open_blueprint
+from holdfast.loading.declared import open_declared
 from holdfast.memory.planner import Term
-from holdfast.models.blueprints.blueprint import Blueprint, read_blueprint, spec_blueprint
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.planning import fit
 from holdfast.planning.alternatives import RANKS
 from holdfast.planning.fit import find_fit, fit_runner, settle, try_fit
@@ -21,23 +22,23 @@ from holdfast.planning.resolve import Resolved
 from holdfast.planning.target import Target, memory_target
 from holdfast.planning.terms import batch_terms
 from holdfast.quant.formats import KV_FORMATS
-from planning.plan_cases import GIB, H200, blueprint, plan_request
+from planning.plan_cases import GIB, H200, declared, plan_request
 
 MISTRAL = "Mistral-7B-v0.1"
 
 
-def windowed(*windows: int | None, max_position: int = 65536, **changes: object) -> Blueprint:
+def windowed(*windows: int | None, max_position: int = 65536, **changes: object) -> DeclaredModel:
     """Qwen3-8B with so many layers and these windows."""
-    spec = blueprint("Qwen3-8B").spec
+    spec = declared("Qwen3-8B").spec
     assert spec is not None
     changes = {"num_layers": len(windows), "sliding_windows": windows, "max_position": max_position} | changes
-    return spec_blueprint(replace(spec, **changes), "windowed")
+    return declare_decoder(replace(spec, **changes), "windowed")
 
 
 ALTERNATING = windowed(*([1024] * 5 + [None]) * 4)
 
 
-def request_of(model: Blueprint, gib: float = 40, **options: object) -> PlanRequest:
+def request_of(model: DeclaredModel, gib: float = 40, **options: object) -> PlanRequest:
     return PlanRequest(EngineConfig.from_options(**options), model, memory_target(int(gib * GIB)))
 
 
@@ -123,7 +124,7 @@ def test_everything_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: Counter[tuple[EngineConfig, Target]] = Counter()
     resolve = fit.resolve
 
-    def counted(config: EngineConfig, model: Blueprint, target: Target) -> Resolved:
+    def counted(config: EngineConfig, model: DeclaredModel, target: Target) -> Resolved:
         settled[config, target] += 1
         return resolve(config, model, target)
 
@@ -159,7 +160,7 @@ def test_everything_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_window_that_is_none_is_refused_before_anything_is_planned(window: object) -> None:
     config = CATALOGUE[MISTRAL] | {"sliding_window": window}
     with pytest.raises(ModelFormatError) as caught:
-        read_blueprint(config, "x")
+        declare_config(config, "x")
     words = str(caught.value)
     assert "sliding_window" in words
     assert words.count("\n") == 0
@@ -168,7 +169,7 @@ def test_a_window_that_is_none_is_refused_before_anything_is_planned(window: obj
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32767, 32768, 40000])
 def test_any_other_window_is_planned(window: int) -> None:
     plan = fit_runner(
-        PlanRequest(EngineConfig(), read_blueprint(CATALOGUE[MISTRAL] | {"sliding_window": window}, "x"), H200)
+        PlanRequest(EngineConfig(), declare_config(CATALOGUE[MISTRAL] | {"sliding_window": window}, "x"), H200)
     )
     assert [group.window for group in plan.cache_groups] == [window if window < 32768 else None]
     assert plan.max_concurrency >= 27
@@ -204,6 +205,6 @@ def test_groups_cost_a_search_little() -> None:
 
 
 def test_a_plan_of_windows_by_name() -> None:
-    wanted = PlanRequest(EngineConfig(), open_blueprint(MISTRAL), H200)
+    wanted = PlanRequest(EngineConfig(), open_declared(MISTRAL), H200)
     assert settle(wanted)[0] is settle(wanted)[0]
     assert fit_runner(wanted).kv_tokens == find_fit(wanted).kv_tokens

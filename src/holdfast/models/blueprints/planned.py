@@ -132,7 +132,7 @@ def planned(settings: Settings, native: str | None) -> PlannedBlueprint:
 
 
 def _read_phi3(settings: Settings, native: str | None) -> PlannedBlueprint:
-    return _anatomy(settings, _decoder(settings), native)
+    return _blueprint(settings, _decoder(settings), native)
 
 
 def _read_mixtral(settings: Settings, native: str | None) -> PlannedBlueprint:
@@ -140,19 +140,19 @@ def _read_mixtral(settings: Settings, native: str | None) -> PlannedBlueprint:
     num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
     top_k = needed(settings, "num_experts_per_tok", num_experts)
     experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
-    return _anatomy(settings, _with_experts(spec, experts), native)._replace(experts=experts)
+    return _blueprint(settings, _with_experts(spec, experts), native)._replace(experts=experts)
 
 
 def _read_gemma2(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = replace(_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh")
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     spec = replace(spec, sliding_windows=_windows(settings, spec, window, 2))
-    return _anatomy(settings, spec, native)._replace(num_more_norms=2)
+    return _blueprint(settings, spec, native)._replace(num_more_norms=2)
 
 
 def _read_glm(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = replace(_decoder(settings, head_dim=128), qkv_bias=settings.flag("attention_bias", False))
-    return _anatomy(settings, spec, native, rotated=0.5)
+    return _blueprint(settings, spec, native, rotated=0.5)
 
 
 def _read_glm4(settings: Settings, native: str | None) -> PlannedBlueprint:
@@ -181,13 +181,13 @@ def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedBlueprint:
         qk_norm=settings.flag("use_qk_norm", False),
     )
     num_drafts = settings.count("num_nextn_predict_layers", 0, MAX_LAYERS, low=0)
-    declaration = _anatomy(settings, spec, native, rotated=0.5)
+    declaration = _blueprint(settings, spec, native, rotated=0.5)
     return declaration._replace(experts=experts, num_draft_layers=num_drafts)
 
 
 def _read_mistral3(settings: Settings, native: str | None) -> PlannedBlueprint:
     text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
-    declaration = _anatomy(text, _decoder(text), native)
+    declaration = _blueprint(text, _decoder(text), native)
     merged = settings.count("spatial_merge_size", 2, 64)
     return declaration._replace(tower=_pixtral(vision, declaration.decoder.hidden_size, merged))
 
@@ -252,7 +252,7 @@ def read_dtype(settings: Settings) -> str:
     return name
 
 
-def _anatomy(settings: Settings, spec: ModelSpec, native: str | None, rotated: float = 1.0) -> PlannedBlueprint:
+def _blueprint(settings: Settings, spec: ModelSpec, native: str | None, rotated: float = 1.0) -> PlannedBlueprint:
     share = settings.optional_number("partial_rotary_factor") or rotated
     return PlannedBlueprint(DecoderDeclaration(spec, LLAMA_NAMES, native), int(spec.head_dim * share))
 
