@@ -141,8 +141,8 @@ def _check(options: BenchOptions, given: Given) -> None:
 
 def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
     """Settle type and device for all engines; take as much context and as many sequences as the cases need."""
-    from holdfast.planning.resolve import resolve
-    from holdfast.planning.target import choose_device, device_target
+    from holdfast.planning.resolve import choose_dtype
+    from holdfast.planning.target import choose_device
 
     longest, most = max(case.longest for case in cases), max(len(case.prompts) for case in cases)
     config = replace(
@@ -152,8 +152,9 @@ def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -
         max_num_seqs=config.max_num_seqs or min(most, 64),
         max_queue=max(config.max_queue, most),
     )
-    resolved = resolve(config, opened.spec, device_target(choose_device(config)[0]))
-    return replace(config, dtype=resolved.dtype, device=resolved.device)
+    device = choose_device(config)[0]
+    dtype, _ = choose_dtype(config, opened.spec.checkpoint_dtype, device.partition(":")[0])
+    return replace(config, dtype=dtype, device=device)
 
 
 def _set_threads(threads: int | None) -> int:

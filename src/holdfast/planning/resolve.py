@@ -104,7 +104,9 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     if isinstance(model, ModelSpec):
         model = declare_decoder(model, model.architecture)
     choices: list[Choice] = []
-    dtype = _dtype(config, model, target.kind, choices)
+    dtype, reason = choose_dtype(config, model.checkpoint_dtype, target.kind)
+    if reason:
+        choices.append(Choice("dtype", dtype, reason))
     recipe, recipe_choices = choose_recipe(config, model, target)
     choices += recipe_choices
     if config.kv_cache_dtype == "auto":
@@ -135,17 +137,15 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     )
 
 
-def _dtype(config: EngineConfig, model: DeclaredModel, kind: str, choices: list[Choice]) -> str:
+def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tuple[str, str]:
+    """The type that is computed in, and why; no reason where it was asked for."""
     if config.dtype != "auto":
-        return config.dtype
+        return config.dtype, ""
     if kind == "cpu":
-        dtype, reason = "float32", "the fastest exact type on a CPU"
-    elif model.checkpoint_dtype in ("float16", "bfloat16"):
-        dtype, reason = model.checkpoint_dtype, "the checkpoint's own"
-    else:
-        dtype, reason = "bfloat16", f"the checkpoint is {model.checkpoint_dtype}, and half of that serves on a GPU"
-    choices.append(Choice("dtype", dtype, reason))
-    return dtype
+        return "float32", "the fastest exact type on a CPU"
+    if checkpoint_dtype in ("float16", "bfloat16"):
+        return checkpoint_dtype, "the checkpoint's own"
+    return "bfloat16", f"the checkpoint is {checkpoint_dtype}, and half of that serves on a GPU"
 
 
 def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
