@@ -104,10 +104,17 @@ class CacheSpec:
     def columns(self) -> dict[tuple[Plane, ...], int]:
         """How many columns a page has of each kind: as many as the group that takes most."""
         most: dict[tuple[Plane, ...], int] = {}
+        kinds = self._kinds()
         for group in self.groups:
-            for kind, count in Counter(self.layers[layer].kind for layer in group.layers).items():
+            for kind, count in Counter(map(kinds.__getitem__, group.layers)).items():
                 most[kind] = max(most.get(kind, 0), count * group.chunks_per_page)
         return most
+
+    def _kinds(self) -> list[tuple[Plane, ...]]:
+        """Of every layer. Many layers have few kinds, and to list the planes of one takes a while."""
+        shapes = [(layer.format, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+        kinds = {shape: shape[0].planes(*shape[1:]) for shape in dict.fromkeys(shapes)}
+        return [kinds[shape] for shape in shapes]
 
     @property
     def bytes_per_page(self) -> int:
@@ -116,7 +123,8 @@ class CacheSpec:
     def padding_bytes(self, group: int) -> int:
         """Of a page that a group has taken, what it has no layer for."""
         own = self.groups[group]
-        used = own.chunks_per_page * sum(self.layers[layer].bytes_per_token for layer in own.layers)
+        counts = Counter(map(self._kinds().__getitem__, own.layers))
+        used = own.chunks_per_page * sum(count * _token_bytes(kind) for kind, count in counts.items())
         return self.bytes_per_page - self.page_tokens * used
 
     def group_of(self, layer: int) -> int:
@@ -138,12 +146,14 @@ class CacheSpec:
                 for index, layer in enumerate(self.layers)
                 for plane in layer.planes
             )
-        chunks = {layer: group.chunks_per_page for group in self.groups for layer in group.layers}
-        found = []
+        kinds, found = self._kinds(), []
         for kind, num_columns in self.columns.items():
-            members = [index for index, layer in enumerate(self.layers) if layer.kind == kind]
-            columns = {layer: (self.column_of(layer), chunks[layer]) for layer in members}
-            first = self.layers[members[0]]
+            columns: dict[int, tuple[int, int]] = {}
+            for group in self.groups:
+                members = [layer for layer in group.layers if kinds[layer] is kind or kinds[layer] == kind]
+                size = group.chunks_per_page
+                columns |= {layer: (place * size, size) for place, layer in enumerate(members)}
+            first = self.layers[min(columns)]
             name = f"{first.format.name}.{first.num_kv_heads}x{first.head_dim}"
             found += (StoredPlane(f"{name}.{plane.name}", plane, num_columns, columns) for plane in kind)
         return tuple(found)
@@ -193,12 +203,18 @@ def _order(window: int | None) -> tuple[bool, int]:
 
 def _spread(page_tokens: int, layers: tuple[LayerCache, ...], groups: tuple[LayerGroup, ...], factor: int) -> CacheSpec:
     """Pages for `factor` chunks of each layer of the largest group, and as many of the others' as fit."""
-    sizes = [sum(layers[layer].bytes_per_token for layer in group.layers) for group in groups]
+    sizes = [_group_bytes(layers, group) for group in groups]
     spread = tuple(
         LayerGroup(group.window, group.layers, factor * max(sizes) // size)
         for group, size in zip(groups, sizes, strict=True)
     )
     return CacheSpec(page_tokens, layers, spread)
+
+
+def _group_bytes(layers: tuple[LayerCache, ...], group: LayerGroup) -> int:
+    """Of one token in all layers of a group."""
+    formats = Counter((layers[i].format, layers[i].num_kv_heads, layers[i].head_dim) for i in group.layers)
+    return sum(count * form.bytes_per_token(*shape) for (form, *shape), count in formats.items())
 
 
 def _cost(spec: CacheSpec) -> tuple[float, int]:
