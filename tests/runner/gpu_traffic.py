@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.attention.backend import Batch
+from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import EngineConfig, Limits
 from holdfast.loading.model_files import open_model
 from holdfast.request.sampling_params import SamplingParams
@@ -65,6 +67,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 192,
         "shared_expert_intermediate_size": 256,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "sliding_window": 100,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 192,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 300,
+        "sliding_window_pattern": 4,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
 }
 """Tiny, and wide enough for the fused decode path."""
 SMALL: dict[str, Any] = {
@@ -118,22 +143,41 @@ class Known:
     def is_done(self) -> bool:
         return self.position == len(self.tokens)
 
-    def schedule(self, num_tokens: int, pages_for: Callable[[int], list[int]]) -> ScheduledSequence:
-        """The next tokens, of the prompt at most to its end, on as many pages as they need."""
+    def schedule(self, num_tokens: int, grow: Callable[[Sequence, int, int], None]) -> ScheduledSequence:
+        """The next tokens, of the prompt at most to its end; `grow(sequence, start, end)` gives it the pages for them."""
         sequence, start = self.sequence, self.position
         if self.is_decoding:
             sequence.token_ids = self.tokens[: start + 1]
         end = min(start + num_tokens, sequence.num_tokens)
-        sequence.tables[0] += pages_for(end)
+        grow(sequence, start, end)
         self.position = sequence.num_computed = end
         return ScheduledSequence(sequence, start, end - start)
+
+
+GROUP_PAGES = 200
+"""Between the pages that the groups of one sequence have in a row."""
+
+
+def in_a_row(groups: SequenceABC[CacheGroup], first_page: int) -> Callable[[Sequence, int, int], None]:
+    """Gives a sequence neighbouring pages in each group, and takes none back."""
+
+    def grow(sequence: Sequence, start: int, end: int) -> None:
+        sequence.tables += [[] for _ in range(len(groups) - len(sequence.tables))]
+        for index, (group, table) in enumerate(zip(groups, sequence.tables, strict=True)):
+            base = first_page + GROUP_PAGES * index
+            table += range(base + len(table), base + group.pages_for(end))
+
+    return grow
 
 
 class Traffic:
     """Sequences that come and go; the company changes at every step, and pages change their owners."""
 
-    def __init__(self, limits: Limits, num_pages: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, vocab_size: int, seed: int
+    ) -> None:
         self._limits = limits
+        self._groups = groups
         self._vocab_size = vocab_size
         self._dice = Random(seed)
         self._free = list(range(num_pages))
@@ -168,23 +212,33 @@ class Traffic:
         return Step(tuple(items))
 
     def _schedule(self, known: Known, num_tokens: int) -> ScheduledSequence:
-        def pages_for(end: int) -> list[int]:
-            needed = -(-end // self._limits.page_tokens) - len(known.sequence.tables[0])
-            return [self._free.pop() for _ in range(needed)]
+        return known.schedule(num_tokens, self._grow)
 
-        return known.schedule(num_tokens, pages_for)
+    def _grow(self, sequence: Sequence, start: int, end: int) -> None:
+        """What lies behind a window goes back first, and may be somebody else's in the same step."""
+        sequence.tables += [[] for _ in range(len(self._groups) - len(sequence.tables))]
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            for place in range(min(group.first_page(start), len(table))):
+                if table[place] != HOLE:
+                    self._free.insert(0, table[place])
+                    table[place] = HOLE
+            table += [self._free.pop() for _ in range(group.pages_for(end) - len(table))]
+
+    def _most_pages(self, num_tokens: int) -> int:
+        budget = self._limits.max_num_batched_tokens
+        return sum(group.most_pages(num_tokens, budget) for group in self._groups)
 
     def _renew(self, asks_prompts: bool) -> None:
         """Who is done gives pages back and others come; a sequence comes only where all its pages are there."""
         for known in [known for known in self._live if known.is_done]:
             self._live.remove(known)
-            self._free[:0] = known.sequence.tables[0]
+            self._free[:0] = _held(known.sequence)
         while len(self._live) < self._limits.max_num_seqs:
             prompt_length = min(self._dice.choice(LENGTHS), self._limits.max_model_len - 50)
             length = prompt_length + self._dice.randint(1, 50)
-            promised = sum(-(-len(known.tokens) // self._limits.page_tokens) for known in self._live)
-            owned = sum(len(known.sequence.tables[0]) for known in self._live)
-            if -(-length // self._limits.page_tokens) > len(self._free) - (promised - owned):
+            promised = sum(self._most_pages(len(known.tokens)) for known in self._live)
+            owned = sum(len(_held(known.sequence)) for known in self._live)
+            if self._most_pages(length) > len(self._free) - (promised - owned):
                 return
             self._number += 1
             kind = dict(self._dice.choice(KINDS))
@@ -194,9 +248,13 @@ class Traffic:
             self._live.append(Known(self._number, prompt_length, length, self._vocab_size, params))
 
 
+def _held(sequence: Sequence) -> list[int]:
+    return [page for table in sequence.tables for page in table if page != HOLE]
+
+
 def traffic(built: BuiltRunner, seed: int = 1) -> Traffic:
     runner = built.runner
-    return Traffic(runner.limits, runner.num_pages, runner.vocab_size, seed)
+    return Traffic(runner.limits, runner.groups, runner.num_pages, runner.vocab_size, seed)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from runner.gpu_traffic import (
     CheckedReplays,
     Known,
     build_dummy,
+    in_a_row,
     num_compiled,
     recorded,
     traffic,
@@ -40,6 +41,8 @@ LARGE = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
 MODES = [
     pytest.param("qwen3", {}, id="qwen3"),
     pytest.param("windows", {}, id="windows"),
+    pytest.param("gpt_oss", {}, id="gpt-oss"),
+    pytest.param("gemma3", {}, id="gemma 3"),
     pytest.param("qwen3", {"dtype": "float16"}, id="float16, without the fused decode path"),
     pytest.param("experts", {}, id="experts"),
     pytest.param("qwen3", {"quantization": "fp8"}, id="fp8"),
@@ -86,11 +89,7 @@ def known(number: int, length: int, prompt_length: int | None = None) -> Known:
 
 def run(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> None:
     """A step of one sequence alone, on pages in a row."""
-
-    def pages_for(end: int) -> list[int]:
-        return list(range(first_page + len(one.sequence.tables[0]), first_page + -(-end // 16)))
-
-    built.runner.execute(Step((one.schedule(num_tokens, pages_for),)))
+    built.runner.execute(Step((one.schedule(num_tokens, in_a_row(built.runner.groups, first_page)),)))
 
 
 def fill_context(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> None:
@@ -156,7 +155,7 @@ def test_a_batch_that_shrinks_leaves_nothing_behind(build):
         items = []
         for one in everybody[:count]:
             one.position = 499
-            items.append(one.schedule(1, lambda end: []))
+            items.append(one.schedule(1, lambda sequence, start, end: None))
         with recorded(built) as kept:
             built.runner.execute(Step(tuple(items)))
         assert same_bits(seen.setdefault(count, kept[0]), kept[0])
@@ -204,8 +203,11 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     """
     runner: Any = built.runner
     torch.cuda.synchronize()
-    slots = torch.tensor(free_pages, device="cuda").unsqueeze(1) * 16 + torch.arange(16, device="cuda")
-    for layer in range(len(built.storage.spec.layers)):
+    spec, num_pages = built.storage.spec, built.storage.num_pages
+    for layer in range(len(spec.layers)):
+        num_chunks = spec.groups[spec.group_of(layer)].chunks_per_page
+        chunks = torch.tensor([j * num_pages + page for page in free_pages for j in range(num_chunks)], device="cuda")
+        slots = chunks.unsqueeze(1) * 16 + torch.arange(16, device="cuda")
         for plane in built.storage.planes(layer).values():
             plane[slots.flatten()] = float("nan")
     for lane, memory in runner.model.workspace.lanes.items():
@@ -403,10 +405,10 @@ def check_companies(folder: Path, dtype: str, enforce_eager: bool) -> None:
         expected = None
         for count in range(34):
             target.position = start
-            items = [_again(target, 700 - start, 0)]
+            items = [_again(built, target, 700 - start, 0)]
             for index, one in enumerate(others[:count]):
                 one.position = len(one.tokens) - 1
-                items.append(_again(one, 1, 60 + 60 * index))
+                items.append(_again(built, one, 1, 60 + 60 * index))
             place = count // 2
             items.insert(place, items.pop(0))
             with recorded(built) as kept:
@@ -416,8 +418,5 @@ def check_companies(folder: Path, dtype: str, enforce_eager: bool) -> None:
             assert same_bits(row, expected), f"in company of {count} from position {start} on"
 
 
-def _again(one: Known, num_tokens: int, first_page: int) -> ScheduledSequence:
-    def pages_for(end: int) -> list[int]:
-        return list(range(first_page + len(one.sequence.tables[0]), first_page + -(-end // 16)))
-
-    return one.schedule(num_tokens, pages_for)
+def _again(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> ScheduledSequence:
+    return one.schedule(num_tokens, in_a_row(built.runner.groups, first_page))

@@ -11,7 +11,11 @@ ON_CPU = {"device": "cpu", "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("windows", "shared"))) for name in MODELS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("windows", "shared", "gpt_oss", "gemma3")))
+        for name in MODELS
+    ],
 )
 def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name):
     require_native()

@@ -19,7 +19,7 @@ from holdfast.request.sequence import Step
 from holdfast.runner import build
 from holdfast.runner.graphs import step_form, warm_rows
 from holdfast.runner.runner import Runner
-from runner.gpu_traffic import Known, Traffic
+from runner.gpu_traffic import Known, Traffic, in_a_row
 from runner.launch_forms import Form, RecordedKernel, argument_form, recorded_runner
 
 pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed")
@@ -46,15 +46,16 @@ def run_every_size(runner: Runner) -> None:
     limits = runner.limits
     for num_rows in range(1, limits.max_num_batched_tokens + 1):
         known = Known(num_rows, num_rows, num_rows, runner.vocab_size, SamplingParams())
-        pages = list(range(-(-num_rows // limits.page_tokens)))
-        hidden_TH = runner.hidden_rows(Step((known.schedule(num_rows, lambda end, pages=pages: pages),)))
+        hidden_TH = runner.hidden_rows(Step((known.schedule(num_rows, in_a_row(runner.groups, 0)),)))
         if num_rows <= PROMPT_ROWS:
             runner.row_logits(hidden_TH)
 
 
 def run_traffic(runner: Runner, num_steps: int) -> None:
     """As the test that counts compiled kernels on a GPU does: every way of choosing tokens, prompts among decodes."""
-    for step in Traffic(runner.limits, runner.num_pages, runner.vocab_size, 1).steps(num_steps, 0.4, asks_prompts=True):
+    for step in Traffic(runner.limits, runner.groups, runner.num_pages, runner.vocab_size, 1).steps(
+        num_steps, 0.4, asks_prompts=True
+    ):
         runner.execute(step)
 
 
