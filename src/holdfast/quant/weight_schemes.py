@@ -13,10 +13,10 @@ mxfp4         e2m1    e8m0 (a power of two), one for every 32 columns    as they
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import reduce
+from fnmatch import translate
+from functools import lru_cache, reduce
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
@@ -169,7 +169,7 @@ class WeightRecipe:
         return self.head_scheme if kind == "head" else HEAD_SCHEME
 
     def is_ignored(self, names: Iterable[str]) -> bool:
-        return any(_matches(pattern, name) for pattern in self.ignore for name in names)
+        return bool(self.ignore) and any(map(_matcher(self.ignore), names))
 
 
 AS_STORED = WeightRecipe()
@@ -187,7 +187,25 @@ def _check_pattern(pattern: str) -> None:
         ) from error
 
 
-def _matches(pattern: str, name: str) -> bool:
+@lru_cache(maxsize=256)
+def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a name matches one of the patterns. Those of a stored checkpoint are hundreds of plain names, looked up at once."""
+    plain = frozenset(pattern for pattern in patterns if not _is_expression(pattern))
+    others = [re.compile(_as_regex(pattern)) for pattern in patterns if pattern not in plain]
+
+    def matches(name: str) -> bool:
+        if name in plain or name.removesuffix(".weight") in plain:
+            return True
+        return any(other.match(name) is not None for other in others)
+
+    return matches
+
+
+def _is_expression(pattern: str) -> bool:
+    return pattern.startswith(REGEX_PREFIX) or any(mark in pattern for mark in "*?[")
+
+
+def _as_regex(pattern: str) -> str:
     if pattern.startswith(REGEX_PREFIX):
-        return re.match(pattern.removeprefix(REGEX_PREFIX), name) is not None
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.weight")
+        return pattern.removeprefix(REGEX_PREFIX)
+    return f"{translate(pattern)}|{translate(f'{pattern}.weight')}"
