@@ -229,6 +229,15 @@ def test_every_owner_of_a_plan_has_a_colour_of_its_own(asked: tuple[str, str]) -
     assert len(found) == len(planned.rows) == len(set(found))
 
 
+def test_a_page_shows_cache_groups_where_layers_keep_other_things() -> None:
+    planned = view_of(plan_request("gemma-3-12b-it", "h200"), None)
+    text = plan_page(planned, ())
+    assert "by cache group" in text
+    assert all(group.name in text for group in planned.groups)
+    assert len(planned.groups) == 2
+    assert "by cache group" not in plan_page(view_of(plan_request("Qwen3-8B", "h200"), None), ())
+
+
 def test_the_bars_of_a_sweep_have_colours_that_no_owner_has() -> None:
     asked = plan_request("Qwen3-32B", "h200")
     cells = sweep(asked)

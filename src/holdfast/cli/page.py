@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli.plan_view import Cell, PlanView
 from holdfast.cli.tables import (
+    GROUP_HEADING,
     LATER,
     SERVE,
     UNACCOUNTED,
     EvalView,
     broken_words,
     concurrency_words,
+    group_rows,
     headings,
     held_words,
     kl_words,
@@ -466,6 +468,7 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         readout("a box"),
         tag("h2", "By owner and phase"),
         table(("owner", *PHASES, "why"), _owner_rows(view, colour), len(PHASES)),
+        *_group_parts(view),
         tag("h2", "Tokens by KV format and weights"),
         bars(_sweep_bars(cells, colour), "Tokens by format"),
         tag("h2", "What else would fit" if view.fits else "What would fit"),
@@ -474,6 +477,17 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         *start,
         *(tag("p", f"It cannot be started, and is planned only: {reason}") for reason in view.not_in_this_version),
     )
+
+
+def _group_parts(view: PlanView) -> list[Html]:
+    """Pages by cache group; nothing where all layers keep all tokens."""
+    if not view.groups:
+        return []
+    rows = [("", row) for row in group_rows(view.groups)]
+    return [
+        tag("h2", "Pages of one longest sequence, by cache group"),
+        table(GROUP_HEADING, rows, len(GROUP_HEADING) - 1),
+    ]
 
 
 def _phase_words(view: PlanView, phase: str) -> str:

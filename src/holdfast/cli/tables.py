@@ -233,11 +233,12 @@ def owner_lines(view: "PlanView") -> list[Line]:
     return [*lines, last if view.fits else replace(last, style="bold red")]
 
 
-def group_lines(groups: Sequence[GroupAccount]) -> list[Line]:
-    """Layers that share a page table, and what a page is to them; nothing where all layers keep all tokens."""
-    if not groups:
-        return []
-    rows = [
+GROUP_HEADING = ("cache group", "layers", "tokens a page", "in prefill", "in decode", "padding of a page")
+
+
+def group_rows(groups: Sequence[GroupAccount]) -> list[tuple[str, ...]]:
+    """Layers that share a page table, and what a page is to them."""
+    return [
         (
             group.name,
             str(group.num_layers),
@@ -248,8 +249,11 @@ def group_lines(groups: Sequence[GroupAccount]) -> list[Line]:
         )
         for group in groups
     ]
-    heading = ("cache group", "layers", "tokens a page", "in prefill", "in decode", "padding of a page")
-    return _table([heading, *rows], right=(1, 2, 3, 4, 5))
+
+
+def group_lines(groups: Sequence[GroupAccount]) -> list[Line]:
+    """The same as lines; nothing where all layers keep all tokens."""
+    return _table([GROUP_HEADING, *group_rows(groups)], right=(1, 2, 3, 4, 5)) if groups else []
 
 
 def alternative_lines(view: "PlanView") -> list[Line]:
