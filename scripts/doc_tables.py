@@ -186,7 +186,19 @@ def _held_pages(phase: str) -> Callable[[Mapping[str, Any]], str]:
     return cell
 
 
+def _listed_values(result: Mapping[str, Any]) -> str:
+    """Every value with its name."""
+    return result.get("error") or ", ".join(f"{name} {value:,}" for name, value in result["values"].items())
+
+
 SECTIONS: Mapping[str, Columns] = {
+    "gpu-groups": {
+        "": _value("measure"),
+        "found": _listed_values,
+        "unit": _value("unit"),
+        "% of the roof": _value("percent_of_roof"),
+        "its graph alone": _value("graph_alone"),
+    },
     "window-pages": {
         "": _value("measure"),
         "sequences at once": _value("values", "at once"),

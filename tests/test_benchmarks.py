@@ -32,6 +32,7 @@ gpu_insides = import_module("gpu_insides")
 gpu_memory = import_module("gpu_memory")
 gpu_decode = import_module("gpu_decode")
 gpu_steady = import_module("gpu_steady")
+gpu_groups = import_module("gpu_groups")
 gpu_attention = import_module("gpu_attention")
 checkpoints = import_module("checkpoints")
 memory_watch = import_module("memory_watch")
@@ -773,6 +774,29 @@ def test_a_section_without_records_says_so(tmp_path: Path, section: str) -> None
 def test_sampling_of_traffic_follows_from_numbers_alone() -> None:
     numbers = random.Random(0).sample(range(1000), 20)
     assert [gpu_steady.sampling(n, 5, 1) for n in numbers] == [gpu_steady.sampling(n, 5, 1) for n in numbers]
+
+
+# --- models with windows on a GPU
+
+
+def test_the_roof_counts_windows_and_the_experts_that_rows_take() -> None:
+    read = {"weight_bytes": 100, "num_experts": 0, "top_k": 0, "expert_bytes": 0, "kv_layers": [(1, None), (1, 10)]}
+    rate = gpu_decode.READ_BYTES_PER_SECOND
+    assert gpu_groups.roof_rate(1, 50, read) == pytest.approx(rate / (100 + 50 + 10))
+    assert gpu_groups.roof_rate(4, 5, read) == pytest.approx(4 * rate / (100 + 4 * 10))
+    experts = read | {"num_experts": 4, "top_k": 1, "expert_bytes": 80}
+    assert gpu_groups.roof_rate(1, 0, experts) == pytest.approx(rate / (20 + 20))
+    assert gpu_groups.roof_rate(2, 0, experts) == pytest.approx(2 * rate / (20 + 80 * (1 - 0.75**2)))
+
+
+def test_a_tiny_engine_with_windows_is_watched(tmp_path: Path) -> None:
+    case = gpu_groups.TINY_CASES["mistral-7b"]
+    found = json.loads(json.dumps(gpu_groups.run_case(case, True, "cpu")))
+    rows = {row["measure"]: row for row in gpu_groups.rows_of(case, found)}
+    assert rows["Mistral-7B-v0.1, decode, batch 1"]["values"]["holdfast"] > 0
+    assert rows["Mistral-7B-v0.1, sequences of 120"]["most_running"] == 3
+    assert rows["Mistral-7B-v0.1, after ready"]["values"]["num_compilations"] == 0
+    assert gpu_groups.rows_of(case, {"error": "no"})[0]["error"] == "no"
 
 
 # --- pages of windows
