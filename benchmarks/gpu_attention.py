@@ -77,7 +77,7 @@ class Rig:
     batch: Batch
     q_THD: torch.Tensor
     out_TX: torch.Tensor
-    scratch: tuple[torch.Tensor, ...]
+    scratch: dict[str, torch.Tensor]
     bounds: StepBounds
     num_sms: int
     key_biases: tuple[KeyBias, ...] | None = None
@@ -132,10 +132,10 @@ def make_rig(
     batch = Batch(rows_T, rows_T, rows_T.unsqueeze(0), tuple(sequences), None, (table_NP.to(device),))
     q_THD = torch.randn(len(rows_T), shape.num_heads, shape.head_dim, device=device).to(dtype)
     out_TX = torch.full((len(rows_T), shape.num_heads * shape.head_dim), float("nan"), dtype=dtype, device=device)
-    scratch = tuple(
-        torch.full(spec.shape, float("nan"), dtype=getattr(torch, spec.dtype), device=device)
+    scratch = {
+        spec.name: torch.full(spec.shape, float("nan"), dtype=getattr(torch, spec.dtype), device=device)
         for spec in TritonPagedDeclaration().scratch(specs, shape.bounds)
-    )
+    }
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     return Rig(storage, specs, batch, q_THD, out_TX, scratch, shape.bounds, num_sms)
 

@@ -12,7 +12,7 @@ precision is not even rounded here, and counts as two bytes an element.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.select import build_backend
 from holdfast.cache.storage import PageStorage
@@ -135,7 +135,7 @@ class VllmPages:
 
     name: ClassVar[str] = "vllm_pages"
 
-    def __init__(self, inner: AttentionBackend[Any], storage: PageStorage, vllm_format: VllmFormat) -> None:
+    def __init__(self, inner: GroupedAttention[Any], storage: PageStorage, vllm_format: VllmFormat) -> None:
         self._inner = inner
         self._storage = storage
         self._format = vllm_format
@@ -170,7 +170,7 @@ class VllmPages:
         q_THD: torch.Tensor,
         layer: int,
         plan: Any,  # noqa: ANN401 the backend's own type
-        scratch: tuple[torch.Tensor, ...],
+        scratch: Mapping[str, torch.Tensor],
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
@@ -190,6 +190,6 @@ class MakeVllmPages(NamedTuple):
         bounds: StepBounds,
         num_sms: int,
         batch_invariant: bool,
-    ) -> AttentionBackend[Any]:
+    ) -> GroupedAttention[Any]:
         inner = build_backend(declaration, specs, storage, bounds, num_sms, batch_invariant)
         return VllmPages(inner, storage, self.format)

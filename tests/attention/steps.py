@@ -266,10 +266,10 @@ def run_layer(
     return backend.attend(q, layer, plan or backend.plan(batch), scratch_for(geometry), out, wanted_only)
 
 
-def scratch_for(geometry: Geometry) -> tuple[torch.Tensor, ...]:
+def scratch_for(geometry: Geometry) -> dict[str, torch.Tensor]:
     """What Triton's declaration asks for, full of NaN; others do not look at it."""
     specs = TritonPagedDeclaration().scratch(geometry.specs, STEP_BOUNDS)
-    return tuple(torch.full(spec.shape, float("nan"), device=geometry.device) for spec in specs)
+    return {spec.name: torch.full(spec.shape, float("nan"), device=geometry.device) for spec in specs}
 
 
 def steps_of(made: list[Text], chunk: int, seed: int = 0) -> list[list[tuple[Text, int, int]]]:

@@ -138,7 +138,7 @@ def run(backend, batch: Batch, plan, layer: int, texts, items, specs) -> torch.T
     out = qkv.new_full((len(qkv), 96), float("nan"))
     backend.write(qkv, batch, None, None, layer, q)
     wanted = TritonPagedDeclaration().scratch(specs, STEP_BOUNDS)
-    scratch = tuple(torch.full(spec.shape, float("nan")) for spec in wanted)
+    scratch = {spec.name: torch.full(spec.shape, float("nan")) for spec in wanted}
     return backend.attend(q, layer, plan, scratch, out, False)
 
 

@@ -18,7 +18,7 @@ from attention.steps import (
     steps_of,
     texts,
 )
-from holdfast.attention.backend import AttentionBackend, Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, GroupedAttention, LogitRows, SequenceRows
 from holdfast.attention.declarations import DECLARATIONS
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
@@ -79,7 +79,7 @@ def test_every_declaration_stands_for_a_backend():
 @pytest.mark.parametrize("backend_type", BACKENDS, ids=lambda backend: backend.name)
 def test_the_verbs_of_the_contract_are_there_with_its_arguments(backend_type):
     for verb in ("plan", "write", "attend"):
-        wanted = list(inspect.signature(getattr(AttentionBackend, verb)).parameters)
+        wanted = list(inspect.signature(getattr(GroupedAttention, verb)).parameters)
         assert list(inspect.signature(getattr(backend_type, verb)).parameters) == wanted
 
 

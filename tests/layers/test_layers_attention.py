@@ -52,7 +52,7 @@ def parts():
 
 
 def buffers() -> AttentionBuffers:
-    scratch = (torch.empty(3), torch.empty(1))
+    scratch = {"partial_out": torch.empty(3), "partial_lse": torch.empty(1)}
     return AttentionBuffers(
         torch.full((NUM_ROWS, 24), NAN),
         torch.full((NUM_ROWS, HEADS, HEAD_DIM), NAN),

@@ -1,4 +1,4 @@
-"""The attention contract: the Batch of a step, and a backend that plans once a step, writes and attends once a layer.
+"""The attention contract: the Batch of a step, what every family of attention has, and the verbs of grouped attention.
 
 rows        sequence 0: positions [start, start + n)  |  sequence 1: ...  |  ...  |  padding      one row a token, T in all
 slot        chunk number * page_tokens + position % page_tokens: where a row's keys and values go; -1 for padding: nowhere
@@ -11,7 +11,7 @@ backend, because the formats and devices that matter do all of them in one pass.
 hold, is declared without building it (attention/declarations.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -70,10 +70,15 @@ class Batch:
 
 
 PlanT = TypeVar("PlanT")
+MadePlanT = TypeVar("MadePlanT", covariant=True)
 
 
-class AttentionBackend(Protocol[PlanT]):
-    """One way to attend to paged keys and values. Nothing outside it knows what the planes of a page mean."""
+class AttentionFamily(Protocol[MadePlanT]):
+    """What every family of attention has: what it takes is declared before it is built, and a step is planned once for all layers.
+
+    A plan is made by the host (ranges of tokens, as `plan` writes them) or on the device (lists of tokens that a layer chose,
+    in buffers that `plan` only hands over). Either lies in memory that stays where it is and is a line of the plan of memory.
+    """
 
     name: ClassVar[str]
 
@@ -81,12 +86,19 @@ class AttentionBackend(Protocol[PlanT]):
         """What it holds from start to end, by the owners that its declaration names."""
         ...
 
-    def plan(self, batch: Batch, captured: bool = False) -> PlanT:
+    def plan(self, batch: Batch, captured: bool = False) -> MadePlanT:
         """What attending to this step has in common in all layers, in memory that stays where it is.
 
         `captured`: the launches must not depend on the step's lengths, because a graph repeats them for other steps.
         """
         ...
+
+
+class GroupedAttention(AttentionFamily[PlanT], Protocol[PlanT]):
+    """Keys and values by head, query heads in groups over them (MHA, GQA, MQA). Nothing outside it knows what the planes of a page mean.
+
+    Sinks are part of the merge of partial results: one that is merged with nothing gets its own behind its loop.
+    """
 
     def write(
         self,
@@ -105,9 +117,12 @@ class AttentionBackend(Protocol[PlanT]):
         q_THD: torch.Tensor,
         layer: int,
         plan: PlanT,
-        scratch: tuple[torch.Tensor, ...],
+        scratch: Mapping[str, torch.Tensor],
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        """Attend to all that is stored: [T, H * D]; or only with the rows whose logits are wanted: [R, H * D]."""
+        """Attend to all that is stored: [T, H * D]; or only with the rows whose logits are wanted: [R, H * D].
+
+        `scratch` is what its declaration asked for, by name.
+        """
         ...

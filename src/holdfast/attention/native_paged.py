@@ -1,6 +1,6 @@
 """Attention over float32 pages on the CPU with the C kernel: bits independent of batch and chunking, no mask, no copy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,7 +53,7 @@ class NativePagedAttention(LayerPages):
         q_THD: torch.Tensor,
         layer: int,
         plan: NativePlan,
-        scratch: tuple[torch.Tensor, ...],
+        scratch: Mapping[str, torch.Tensor],
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:

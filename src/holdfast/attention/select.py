@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.backend import GroupedAttention
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.layer_pages import KeyBiases, KeyMeans, Sinks
 from holdfast.attention.native_paged import NativePagedAttention
@@ -22,7 +22,7 @@ def build_backend(
     k_means: KeyMeans | None = None,
     key_biases: KeyBiases | None = None,
     sinks: Sinks | None = None,
-) -> AttentionBackend[Any]:
+) -> GroupedAttention[Any]:
     """The backend over its storage.
 
     `k_means`: what is subtracted from the keys of each layer before they are quantized. `key_biases`: what keys are written

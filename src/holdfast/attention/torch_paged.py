@@ -11,7 +11,7 @@ key head at a time. A block begins with the first token that its first row sees,
 what later rows of it do not see is the sequence's own, because pages are given back by what a whole step sees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -100,7 +100,7 @@ class TorchPagedAttention(LayerPages):
         q_THD: torch.Tensor,
         layer: int,
         plan: TorchPlan,
-        scratch: tuple[torch.Tensor, ...],
+        scratch: Mapping[str, torch.Tensor],
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:

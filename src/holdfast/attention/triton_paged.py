@@ -1,6 +1,6 @@
 """Attention over half-precision and quantized pages on a GPU: a kernel for each kind of page, all over lists of tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -89,12 +89,12 @@ class TritonPagedAttention(LayerPages):
         q_THD: torch.Tensor,
         layer: int,
         plan: TritonPlan,
-        scratch: tuple[torch.Tensor, ...],
+        scratch: Mapping[str, torch.Tensor],
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
         spec, work = self._specs[layer], plan.work[self._keys[layer]]
-        partials = (scratch[0], scratch[1]) if scratch else (out_TX, out_TX)
+        partials = (scratch["partial_out"], scratch["partial_lse"]) if scratch else (out_TX, out_TX)
         self.pages[layer].attend_tiles(
             q_THD,
             plan.page_tables[spec.group],

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import Linear
@@ -17,15 +17,15 @@ class AttentionBuffers(NamedTuple):
     qkv_TX: torch.Tensor
     q_THD: torch.Tensor
     attended_TX: torch.Tensor
-    scratch: tuple[torch.Tensor, ...]
-    """The backend's own."""
+    scratch: Mapping[str, torch.Tensor]
+    """The backend's own, by name."""
     quantized: QuantizedRows | None = None
     """Room for the rows of either product as codes; None where no weight takes them so."""
 
     @classmethod
     def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "AttentionBuffers":
-        """From the tensors of `attention_request`, by name; those that it does not know are the backend's, in its order."""
-        scratch = tuple(tensor for name, tensor in held.items() if name not in ("qkv", "q", "attended"))
+        """From the tensors of `attention_request`, by name; those that it does not know are the backend's."""
+        scratch = {name: tensor for name, tensor in held.items() if name not in ("qkv", "q", "attended")}
         return cls(held["qkv"], held["q"], held["attended"], scratch, quantized)
 
 
@@ -39,7 +39,7 @@ class AttentionLayer:
         o: Linear,
         head_norm: HeadNorm | None,
         rotary: Rotary | None,
-        backend: AttentionBackend[Any],
+        backend: GroupedAttention[Any],
     ) -> None:
         self.qkv = qkv
         self.o = o

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
@@ -41,7 +41,7 @@ class Decoder:
         self,
         spec: ModelSpec,
         weights: Weights,
-        backend: AttentionBackend[Any],
+        backend: GroupedAttention[Any],
         rotaries: Sequence[Rotary | None],
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],

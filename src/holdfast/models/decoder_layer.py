@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.backend import GroupedAttention
 from holdfast.kernels.activation import GateForm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.layers.attention import AttentionLayer
@@ -45,7 +45,7 @@ class LayerBuilder:
     """Layers of one model over its final weights."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, backend: AttentionBackend[Any], rotaries: Sequence[Rotary | None]
+        self, spec: ModelSpec, weights: Weights, backend: GroupedAttention[Any], rotaries: Sequence[Rotary | None]
     ) -> None:
         self._spec = spec
         self._weights = weights

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.backend import GroupedAttention
 from holdfast.attention.declarations import StepBounds
 from holdfast.attention.select import build_backend
 from holdfast.cache.chunks import chunk_shapes
@@ -63,7 +63,7 @@ COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
-MakeBackend = Callable[..., AttentionBackend[Any]]
+MakeBackend = Callable[..., GroupedAttention[Any]]
 """What takes the place of build_backend, and its arguments."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
@@ -41,7 +41,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        backend: AttentionBackend[Any],
+        backend: GroupedAttention[Any],
         buffers: BatchBuffers,
         sampler: Sampler,
         limits: Limits,
