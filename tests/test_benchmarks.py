@@ -243,8 +243,8 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
         ("backend._lists[None].tensor", "attention"),
         ("buffers.page_table.table.tensor", "inputs"),
         ("sampler._chooser.argmax_S", "sampling"),
-        ("decoder._layers[0].attention._rotary.cos_LD", "rope"),
-        ("decoder._layers[0].attention.qkv.weight_NK", "weights"),
+        ("model._layers[0].attention._rotary.cos_LD", "rope"),
+        ("model._layers[0].attention.qkv.weight_NK", "weights"),
         ("_invented", "other"),
     ],
 )

@@ -54,7 +54,7 @@ RECIPES += [
 
 @cache
 def model(name: str) -> tuple[DeclaredModel, tuple[Parameter, ...]]:
-    declared = declare_config(MODELS[name], name)
+    declared = declare_config({**MODELS[name], "quantization_config": None}, name)  # as before it was quantized
     assert declared.spec is not None, declared.not_runnable
     return declared, parameters(declared.spec)
 

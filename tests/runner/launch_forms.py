@@ -137,7 +137,9 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
             monkeypatch.setattr(
                 building,
                 "BatchBuffers",
-                lambda limits, device, ledger, is_shared: BatchBuffers(limits, device, ledger, is_shared=False),
+                lambda limits, device, ledger, is_shared, shapes: BatchBuffers(
+                    limits, device, ledger, is_shared=False, shapes=shapes
+                ),
             )
             monkeypatch.setattr(sampling, "HostSampler", _device_sampler)
             monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)

@@ -149,7 +149,7 @@ def _slots_kernel(
     p_table, p_slots, p_pages, n, high, i_head, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr
 ):
     o_n = tl.arange(0, BLOCK_N)
-    page = pages_of(p_table, n, o_n, high, PAGE_TOKENS, BLOCK_N)
+    page = pages_of(p_table, n, o_n, 0, high, False, PAGE_TOKENS, BLOCK_N)
     tl.store(p_slots + o_n, slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N))
     tl.store(p_pages + o_n, tl.zeros((BLOCK_N,), tl.int32) + page)
 

@@ -199,7 +199,7 @@ def test_neutral_values_change_nothing():
 
 @pytest.mark.parametrize("arch", ["opt", "qwen3next", "gemma2", "", "x" * 500])
 def test_other_architectures_are_declined_with_the_list(arch):
-    with pytest.raises(UnsupportedModelError, match="llama, qwen2, qwen3, qwen2moe, qwen3moe") as caught:
+    with pytest.raises(UnsupportedModelError, match="llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe") as caught:
         gguf_config(file(arch))
     assert len(str(caught.value)) < 300
 
@@ -335,6 +335,6 @@ def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_plan
     with pytest.raises(UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     message = str(caught.value)
-    assert f"describes a {arch}; GGUF files of llama, qwen2, qwen3, qwen2moe, qwen3moe run" in message
+    assert f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe run" in message
     assert "a folder of the same model would not run either" in message
     assert ("holdfast plan" in message) is is_planned
