@@ -40,7 +40,7 @@ class Case(NamedTuple):
     """Long prompts that run together while pages are watched."""
     prompt_tokens: int = 512
     lengths: tuple[int, int] = (17, 81)
-    watch_seconds: float = 60.0
+    watch_seconds: float = 30.0
 
 
 CASES: Mapping[str, Case] = {
