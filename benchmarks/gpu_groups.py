@@ -221,7 +221,7 @@ def roof_rate(batch: int, context: float, read: Mapping[str, Any]) -> float:
 def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of one engine."""
     if "error" in found and "report" not in found:
-        return [{"measure": case.model, "unit": "", "values": {}, "error": found["error"]}]
+        return [{"measure": case.model, "unit": "count", "values": {}, "error": found["error"]}]
     rows, context = [], mean_context(case.prompt_tokens, case.lengths)
     planned, measured = found["planned_bytes"], found.get("measured_bytes")
     if measured:
@@ -247,9 +247,14 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         watched = found["watched"]
         values = {"most at once": watched["most_running"], "preemptions": watched["num_preemptions"]}
         rows.append(
-            {"measure": f"{case.model}, sequences of {case.prompt_tokens}", "unit": "", "values": values, **watched}
+            {
+                "measure": f"{case.model}, sequences of {case.prompt_tokens}",
+                "unit": "count",
+                "values": values,
+                **watched,
+            }
         )
-    rows.append({"measure": f"{case.model}, after ready", "unit": "", "values": found.get("after_ready", {})})
+    rows.append({"measure": f"{case.model}, after ready", "unit": "count", "values": found.get("after_ready", {})})
     return rows
 
 
