@@ -199,6 +199,9 @@ def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
     assert context_note(narrow, fit_runner(narrow)) == (
         "every layer attends to the last 4,096 tokens only, the model's own window"
     )
+    for name in ("Qwen3-8B", "gpt-oss-20b"):  # beyond what they were made for: layers without a window still see it all
+        longer = plan_request(name, H200, max_model_len=262144)
+        assert context_note(longer, fit_runner(longer)) == ""
 
 
 def test_a_refusal_tells_three_changes_on_one_line() -> None:

@@ -182,7 +182,7 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
 
     `listed` are the changes where they are known already.
     """
-    limits, own = plan.resolved.limits, request.declared.max_position
+    limits = plan.resolved.limits
     heads = request.declared.declaration.heads(1)
     windows = () if heads is None else heads.windows
     notes = []
@@ -195,9 +195,9 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
         best = longer[0] if longer and longer[0].kind == LEVER else max(longer, key=_length, default=None)
         lift = "" if best is None else f"; to lift it: {best.advice}, for {best.max_model_len:,}"
         notes.append(f"context of {limits.max_model_len:,} tokens, {reason}{lift}")
-    widest = max((window or own for window in windows), default=own)
-    if widest < limits.max_model_len:
-        notes.append(f"every layer attends to the last {widest:,} tokens only, the model's own window")
+    bounded = [window for window in windows if window is not None]
+    if bounded and len(bounded) == len(windows) and max(bounded) < limits.max_model_len:
+        notes.append(f"every layer attends to the last {max(bounded):,} tokens only, the model's own window")
     return "; ".join(notes)
 
 
