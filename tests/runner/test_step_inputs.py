@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cache.chunks import ChunkShape
-from holdfast.cache.groups import HOLE
+from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.memory.arena import MirroredTensor
@@ -712,3 +712,25 @@ def test_slots_of_all_groups_go_in_one_copy():
     buffers = BatchBuffers(limits(8192), CPU, Ledger(), is_shared=False, shapes=SHAPES)
     step = Step((ScheduledSequence(grouped_sequence(0, [3, 4], [1], [2]), 0, 5),))
     assert sent_ranges(buffers, step, [4], 8, 1) == [(0, 5 * 8192 + 1)]
+
+
+def test_a_sequence_that_starts_anew_without_a_preemption_has_its_new_pages():
+    """A step that was never completed may have moved a state on: its sequences get other pages, as many as before."""
+    limits = Limits(4, 64, 64, 4)
+    groups = (CacheGroup("whole context", 4), CacheGroup("state", 0, state_pages=1))
+    scheduler = Scheduler(limits, 30, False, 8, groups=groups)
+    table = PageTable(limits, CPU, Ledger(), (ChunkShape(), ChunkShape()))
+    people = [Sequence(index, [1] * 8, 8, SamplingParams(), seed=0, max_tokens=8) for index in range(2)]
+    for own in people:
+        scheduler.add(own)
+    scheduler.complete(scheduler.schedule(), [5, 6])
+    table.rows(people)
+    gone, own = people
+    before = own.tables
+    scheduler.schedule()  # and never completed
+    scheduler.finish(gone)
+    scheduler.schedule()
+    assert own.num_preemptions == 0
+    assert own.tables[0][:2] != before[0][:2]
+    table.rows([own])
+    table.check([own])

@@ -59,7 +59,8 @@ class _Row:
 
     row: int
     num_pages: list[int]
-    num_preemptions: int = -1
+    tables: list[list[int]] | None = None
+    """The sequence's own lists: they only grow, and one that starts anew, preempted or not, gets others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,7 @@ class PageTable:
         for sequence in sequences:
             own = self._rows[sequence.sequence_id]
             rows.append(own.row)
-            # Pages only grow, unless they were all given back in between.
-            is_known = own.num_preemptions == sequence.num_preemptions
+            is_known = own.tables is sequence.tables
             has_grown = not is_known
             for group, (known, pages) in enumerate(zip(own.num_pages, sequence.tables, strict=True)):
                 first = known if is_known else 0
@@ -189,7 +189,7 @@ class PageTable:
                 table.send(own_growths)
         for own, sequence in grown:  # last, so that what was interrupted is sent again
             own.num_pages = list(map(len, sequence.tables))
-            own.num_preemptions = sequence.num_preemptions
+            own.tables = sequence.tables
         return rows
 
     def num_chunks_by_row(self) -> list[dict[int, int]]:
