@@ -15,7 +15,8 @@ layer has one column, and chunk and page are the same.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -90,19 +91,20 @@ class CacheSpec:
     layers: tuple[LayerCache, ...]
     groups: tuple[LayerGroup, ...] = ()
     """Left out: all layers, for the whole context."""
+    columns: dict[tuple[Plane, ...], int] = field(init=False, compare=False, repr=False)
+    """How many columns a page has of each kind: as many as the group that takes most."""
 
     def __post_init__(self) -> None:
         if not self.groups:
             object.__setattr__(self, "groups", (LayerGroup(None, tuple(range(len(self.layers)))),))
+        object.__setattr__(self, "columns", self._count_columns())
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers, for a token that none of them has given back."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
-    @property
-    def columns(self) -> dict[tuple[Plane, ...], int]:
-        """How many columns a page has of each kind: as many as the group that takes most."""
+    def _count_columns(self) -> dict[tuple[Plane, ...], int]:
         most: dict[tuple[Plane, ...], int] = {}
         kinds = self._kinds()
         for group in self.groups:
@@ -181,14 +183,27 @@ def mixed_cache(
 
     A window that no context of `max_model_len` outgrows is none.
     """
-    layers = tuple(LayerCache(layer, "attention", form, num_kv_heads, head_dim) for layer, form in enumerate(formats))
-    seen = [
+    seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
-        for window in (windows or (None,) * len(layers))
-    ]
-    assert len(seen) == len(layers), f"{len(seen)} windows for {len(layers)} layers"
+        for window in (windows or (None,) * len(formats))
+    )
+    assert len(seen) == len(formats), f"{len(seen)} windows for {len(formats)} layers"
+    return _laid_out(tuple(formats), num_kv_heads, head_dim, page_tokens, seen)
+
+
+@lru_cache(maxsize=64)  # one plan tries many settings, and few of them change the geometry
+def _laid_out(
+    formats: tuple[KVFormat, ...],
+    num_kv_heads: int,
+    head_dim: int,
+    page_tokens: int,
+    windows: tuple[int | None, ...],
+) -> CacheSpec:
+    """Groups by window, on pages that leave the least unused."""
+    layers = tuple(LayerCache(layer, "attention", form, num_kv_heads, head_dim) for layer, form in enumerate(formats))
     members = {
-        window: tuple(i for i, own in enumerate(seen) if own == window) for window in sorted(set(seen), key=_order)
+        window: tuple(i for i, own in enumerate(windows) if own == window)
+        for window in sorted(set(windows), key=_order)
     }
     groups = tuple(LayerGroup(window, own) for window, own in members.items())
     if len(groups) == 1:
