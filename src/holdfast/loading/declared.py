@@ -1,4 +1,4 @@
-"""The declared of whatever a person named: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
+"""What is declared of the model that a person named: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
 
 What a name does not need is not imported: a plan from the catalogue answers before a reader of weights is loaded.
 """
@@ -117,7 +117,7 @@ def _stored_in_headers(folder: Path, name: str) -> DeclaredModel | None:
 
 
 def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
-    """The declared of a model whose headers have been read: with what it has quantized already, and what it left open."""
+    """What is declared of a model whose headers have been read: with what it has quantized already, and what it left open."""
     from holdfast.loading.gguf.parts import on_disk
     from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load

@@ -166,7 +166,7 @@ class DeclaredModel:
 
 
 def declare_decoder(spec: ModelSpec, name: str) -> DeclaredModel:
-    """The declared of a decoder that runs: its parameters are those that an engine loads."""
+    """What is declared of a decoder that runs: its parameters are those that an engine loads."""
     return declare_named(name, DecoderDeclaration(spec, FAMILIES[spec.architecture].names), None)
 
 

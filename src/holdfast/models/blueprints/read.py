@@ -12,7 +12,7 @@ from holdfast.models.spec import ModelSpec
 
 
 def declare_config(config: Mapping[str, object], name: str, file: str = "config.json") -> DeclaredModel:
-    """The declared of the model that a config.json describes; settings that nobody could plan raise."""
+    """What is declared of the model that a config.json describes; settings that nobody could plan raise."""
     settings = Settings(config, file)
     native = _native_scheme(settings)
     reader = PLANNED_FAMILIES.get(named_architecture(settings, known_architectures()))
