@@ -14,7 +14,7 @@ import torch
 from gpu_engines import OpenEngine, moved, pointers
 
 from holdfast.attention.backend import Batch
-from holdfast.request.sequence import Step, StepResult
+from holdfast.request.sequence import LiveStep, StepResult
 
 POISON_BYTE = 0xFF
 """Every float of such bytes is NaN."""
@@ -207,7 +207,7 @@ class Watch:
         found, places = Stillness(), pointers(self._runner)
         self._last_size = 0
 
-        def execute(step: Step) -> StepResult:
+        def execute(step: LiveStep) -> StepResult:
             before = self._counters()
             with warnings.catch_warnings(record=True) as caught, self._sync_mode(sync_mode):
                 warnings.simplefilter("always")
@@ -227,7 +227,7 @@ class Watch:
             replace(self._runner, "execute", self._execute)
         _note_moved(found, moved(places, pointers(self._runner)))
 
-    def _note(self, step: Step, found: Stillness) -> None:
+    def _note(self, step: LiveStep, found: Stillness) -> None:
         size = len(step.scheduled)
         found.num_steps += 1
         found.num_decode_steps += step.num_tokens == size

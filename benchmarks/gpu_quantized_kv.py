@@ -107,7 +107,7 @@ def one_stream(opened: "OpenEngine", shape: Shape) -> dict[str, Any]:
 def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) -> float:
     """Of a decode step with so many stored tokens in each sequence, on pages of their own in any order."""
     from holdfast.request.sampling_params import SamplingParams
-    from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+    from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 
     runner = opened.runner
     pages = list(range(runner.num_pages))
@@ -127,7 +127,7 @@ def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) 
         for sequence in items:
             del sequence.token_ids[position + 1 :]
             sequence.num_computed = position
-        made = Step(tuple(ScheduledSequence(sequence, position, 1) for sequence in items))
+        made = LiveStep(tuple(ScheduledSequence.of(sequence, position, 1) for sequence in items))
         start = time.perf_counter()
         runner.execute(made)
         times.append(time.perf_counter() - start)

@@ -24,7 +24,7 @@ from holdfast.planning.fit import PlanRequest, RunnerPlan
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.target import memory_target
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence, Step
+from holdfast.request.sequence import LiveStep, Sequence
 
 MODEL, MEMORY = "Mistral-7B-v0.1", "24GiB"
 FORMATS = ("bfloat16", "fp8")
@@ -65,7 +65,7 @@ class Watch:
         """... and in one of one token."""
         self.points: list[dict[str, Any]] = []
 
-    def see(self, step: Step) -> None:
+    def see(self, step: LiveStep) -> None:
         """A step that was scheduled: no sequence may hold more than its bounds."""
         scheduler = self._scheduler
         for item in step.scheduled:

@@ -16,6 +16,7 @@ HoldfastError
 ├── TransferError (TypeError)        a model was to be pickled or copied
 ├── NameAbsentError (AttributeError) a model has no method of that name, or not in this version
 ├── ForkError (RuntimeError)         a forked child asked a model of its parent
+├── MessageError                     a message between front, core and runner is broken, late or names what is not there
 └── EngineDeadError                  the engine stopped and cannot answer any more
 """
 
@@ -134,6 +135,10 @@ class NameAbsentError(HoldfastError, AttributeError):
 
 class ForkError(HoldfastError, RuntimeError):
     """A forked child asked a model of its parent: the threads that would answer did not come along."""
+
+
+class MessageError(HoldfastError):
+    """A message between front, core and runner is broken, late, or names what is not there; nothing has changed."""
 
 
 class EngineDeadError(HoldfastError):

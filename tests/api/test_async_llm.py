@@ -248,7 +248,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
 
             results = execute(step).results
             bad = [item.sequence.num_prompt_tokens == 3 for item in step.scheduled]
-            return StepResult(tuple(SequenceResult(NO_TOKEN) if b else r for b, r in zip(bad, results, strict=True)))
+            return StepResult(tuple(SequenceResult.of(NO_TOKEN) if b else r for b, r in zip(bad, results, strict=True)))
 
         engine.runner.execute = broken
         good, bad = await asyncio.gather(last(llm.generate("good", PARAMS)), last(llm.generate("bad", PARAMS)))

@@ -19,7 +19,7 @@ from holdfast.config import Limits
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.step_inputs import BatchBuffers
 
 GEOMETRY = Geometry(windows=(None, 6, 6, 11, 6, None, 6, 6), page_tokens=4)
@@ -109,8 +109,8 @@ def test_every_layer_attends_to_its_own_pages(backend_type):
             end = min(length, done[n] + dice.choice([1, 1, 3, 9, 17]))
             if end > done[n]:
                 pages.prepare(sequences[n], done[n], end)
-                items.append(ScheduledSequence(sequences[n], done[n], end - done[n]))
-        step = Step(tuple(items))
+                items.append(ScheduledSequence.of(sequences[n], done[n], end - done[n]))
+        step = LiveStep(tuple(items))
         batch = buffers.fill(step, list(range(step.num_tokens)))
         plan = backend.plan(batch)
         for layer in range(8):

@@ -19,7 +19,7 @@ from holdfast.config import Limits
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.outputs import CompletionDelta, RequestOutput
-from holdfast.request.sequence import ScheduledSequence, SequenceResult, Step, StepResult, TokenLogprobs
+from holdfast.request.sequence import LiveStep, ScheduledSequence, SequenceResult, StepResult, TokenLogprobs
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.detokenizer import byte_alphabet
 from holdfast.text.tokenizer import Tokenizer
@@ -69,12 +69,12 @@ class HashRunner:
         self.eos_token_ids = frozenset((EOS, OTHER_EOS))
         self.script: dict[str, list[int]] = {}
         """Prompt text -> tokens to say, in place of hashes; the last one repeats."""
-        self.on_step: Callable[[Step], None] = lambda step: None
+        self.on_step: Callable[[LiveStep], None] = lambda step: None
         self.steps: list[tuple[tuple[int, int, int], ...]] = []
         """(sequence id, start, number of tokens) of everything that ran."""
         self.shadow: dict[tuple[int, int], bytes] = {}
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: LiveStep) -> StepResult:
         assert len(step.scheduled) <= self.limits.max_num_seqs
         assert step.num_tokens <= self.limits.max_num_batched_tokens
         self.on_step(step)
@@ -96,10 +96,10 @@ class HashRunner:
             places = range(item.start + 1, min(end, sequence.num_prompt_tokens - 1) + 1)
             prompt_logprobs = tuple(logprobs_at(sequence.token_ids[p], p, params.prompt_logprobs) for p in places)
         if not item.samples:
-            return SequenceResult(None, None, prompt_logprobs)
+            return SequenceResult.of(None, None, prompt_logprobs)
         token = self._choose(item, prefix)
         logprobs = None if params.logprobs is None else logprobs_at(token, end, params.logprobs)
-        return SequenceResult(token, logprobs, prompt_logprobs)
+        return SequenceResult.of(token, logprobs, prompt_logprobs)
 
     def _choose(self, item: ScheduledSequence, prefix: bytes) -> int:
         sequence = item.sequence

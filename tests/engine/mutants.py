@@ -14,7 +14,7 @@ from holdfast.cache.pages import FreeRuns, PagePool
 from holdfast.cache.prefix import BlockPart, PrefixCache, PrefixEntry
 from holdfast.engine.scheduler import PageNeeds, Queues, Scheduler
 from holdfast.errors import RequestError
-from holdfast.request.sequence import ScheduledSequence, SequenceState, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, SequenceState
 
 
 class Mutant(NamedTuple):
@@ -121,7 +121,7 @@ def a_hit_counts_one_token_too_many(patch):
         if not hits or item.num_new_tokens < 2:
             return item
         sequence.num_computed += 1
-        return ScheduledSequence(sequence, item.start + 1, item.num_new_tokens - 1)
+        return ScheduledSequence.of(sequence, item.start + 1, item.num_new_tokens - 1)
 
     real = Scheduler._admit
     patch.setattr(Scheduler, "_admit", admit)
@@ -210,7 +210,7 @@ def a_preempted_sequence_stays_in_the_step(patch):
         victims = [sequence for sequence in running if sequence.state is SequenceState.WAITING]
         if not victims:
             return step
-        self._step = Step((*step.scheduled, ScheduledSequence(victims[0], 0, 1)))
+        self._step = LiveStep((*step.scheduled, ScheduledSequence.of(victims[0], 0, 1)))
         return self._step
 
     real = Scheduler.schedule

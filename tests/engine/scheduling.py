@@ -3,7 +3,7 @@
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence, Step
+from holdfast.request.sequence import LiveStep, Sequence
 
 PARAMS = SamplingParams()
 
@@ -27,7 +27,7 @@ def sequence(number: int, prompt: int | list[int], max_tokens: int = 8, **option
     return Sequence(number, tokens, len(tokens), PARAMS, 0, max_tokens, **options)
 
 
-def run(scheduler: Scheduler, token: int = 7) -> Step:
+def run(scheduler: Scheduler, token: int = 7) -> LiveStep:
     """One step; whoever has all its tokens is finished."""
     step = scheduler.schedule()
     scheduler.check()
@@ -48,5 +48,5 @@ def num_cached(scheduler: Scheduler) -> int:
     return scheduler.pool.num_available - scheduler.pool.num_free
 
 
-def shape(step: Step) -> list[tuple[int, int, int]]:
+def shape(step: LiveStep) -> list[tuple[int, int, int]]:
     return [(item.sequence.sequence_id, item.start, item.num_new_tokens) for item in step.scheduled]

@@ -21,7 +21,7 @@ from holdfast.cache.prefix import strong_hash
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 
 SALTS = (b"", b"", b"a", b"b")
 PARAMS = SamplingParams()
@@ -163,7 +163,7 @@ class Simulation:
         self._see_results(step, tokens, lengths, failed)
         scheduler.check()
 
-    def _lose(self, step: Step) -> None:
+    def _lose(self, step: LiveStep) -> None:
         """Where a state is kept, a step that was never completed takes everything from those that it ran."""
         for item in step.scheduled:
             client = self.alive.get(item.sequence.sequence_id)
@@ -172,7 +172,7 @@ class Simulation:
                 client.is_anew = True
         self._safe.clear()
 
-    def see_schedule(self, step: Step) -> None:
+    def see_schedule(self, step: LiveStep) -> None:
         """Checks what schedule() decided, then runs it: all writes, then all reads, as the attention of a layer does."""
         self._see_changes(step)
         self._check_step(step)
@@ -251,7 +251,7 @@ class Simulation:
         self._num_sequences += 1
         return Client(sequence, prompt, max_tokens, Truth(self.world.shadows), last_value=first_value(salt))
 
-    def _see_changes(self, step: Step) -> None:
+    def _see_changes(self, step: LiveStep) -> None:
         """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
         in_step = {item.sequence.sequence_id for item in step.scheduled}
         ran = [client.sequence for client in self.alive.values() if client.is_running]
@@ -327,7 +327,7 @@ class Simulation:
         ages = [self.page_epochs[page] for page in pages]
         assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
 
-    def _check_step(self, step: Step) -> None:
+    def _check_step(self, step: LiveStep) -> None:
         limits, pool = self.world.limits, self.scheduler.pool
         assert len(step.scheduled) <= limits.max_num_seqs, f"{len(step.scheduled)} sequences in a step"
         assert step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step"
@@ -365,7 +365,7 @@ class Simulation:
         for page in self.shadow.write(sequence.tables, start, values):
             self.page_epochs[page] = client.epoch
 
-    def _see_results(self, step: Step, tokens: list[int | None], lengths: list[int], failed: list[int]) -> None:
+    def _see_results(self, step: LiveStep, tokens: list[int | None], lengths: list[int], failed: list[int]) -> None:
         for index, (item, token, length) in enumerate(zip(step.scheduled, tokens, lengths, strict=True)):
             sequence = item.sequence
             client = self.alive.get(sequence.sequence_id)
@@ -383,7 +383,7 @@ class Simulation:
             self._finish(sequence)
             self.counts["finish"] += 1
 
-    def _record(self, step: Step, tokens: list[int | None]) -> None:
+    def _record(self, step: LiveStep, tokens: list[int | None]) -> None:
         numbers = [len(self.alive), self.scheduler.pool.num_available]
         for item, token in zip(step.scheduled, tokens, strict=True):
             numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, -1 if token is None else token)

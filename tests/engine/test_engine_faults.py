@@ -169,7 +169,7 @@ def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k)
         results = list(execute(step).results)
         for place, item in enumerate(step.scheduled):
             if item.sequence.params.n == 3 and item.sequence.sequence_id == 2 and item.sequence.num_output_tokens == k:
-                results[place] = SequenceResult(bad_token)
+                results[place] = SequenceResult.of(bad_token)
         return StepResult(tuple(results))
 
     engine.runner.execute = without_token
@@ -194,7 +194,7 @@ def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterward
     assert cached_tokens() == 0
     assert cached_tokens() == len(known) // 4 * 4
     execute = engine.runner.execute
-    engine.runner.execute = lambda step: StepResult((SequenceResult(NO_TOKEN),) * len(step.scheduled))
+    engine.runner.execute = lambda step: StepResult((SequenceResult.of(NO_TOKEN),) * len(step.scheduled))
     engine.add_request("victim", "another", PARAMS)
     assert run_all(engine)["victim", 0][-1].finish_reason == "error"
     engine.runner.execute = execute
@@ -233,7 +233,7 @@ def test_a_model_that_answers_for_the_wrong_number_ends_the_engine(results):
     engine = make_engine()
     for name in "ab":
         engine.add_request(name, "Q", PARAMS)
-    engine.runner.execute = lambda step: StepResult((SequenceResult(65),) * results)
+    engine.runner.execute = lambda step: StepResult((SequenceResult.of(65),) * results)
     assert [delta.finish_reason for delta in engine.step()] == ["error", "error"]
     assert engine.is_dead
 

@@ -20,7 +20,7 @@ def say(subject: Completion, tokens: bytes | list[int], now: float = 20.0):
     for token in tokens:
         assert ending is None, "it was asked to go on after its end"
         subject.sequence.token_ids.append(token)
-        result = SequenceResult(token, logprobs_at(token, 0, 1))
+        result = SequenceResult.of(token, logprobs_at(token, 0, 1))
         delta, ending = subject.advance(token, result, frozenset((EOS,)), now)
         deltas.append(delta)
     return deltas, ending
@@ -81,7 +81,7 @@ def test_missing_logprobs_are_an_error_of_this_request():
     subject = completion(logprobs=1)
     subject.sequence.token_ids.append(97)
     with pytest.raises(AssertionError, match="no logprobs"):
-        subject.advance(97, SequenceResult(97), frozenset(), 1.0)
+        subject.advance(97, SequenceResult.of(97), frozenset(), 1.0)
 
 
 TOP = ((98, -0.1), (97, -2.0), (99, -3.0))

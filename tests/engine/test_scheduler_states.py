@@ -9,7 +9,7 @@ from engine.simulation import PARAMS, Simulation
 from holdfast.cache.groups import HOLE
 from holdfast.config import Limits
 from holdfast.errors import QueueFullError, RequestError
-from holdfast.request.sequence import Sequence, SequenceState, Step
+from holdfast.request.sequence import LiveStep, Sequence, SequenceState
 
 POWERS_OF_TWO = st.sampled_from([1, 2, 4, 8])
 
@@ -42,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation = Simulation(0, World(limits, num_pages, 4, caches_prefixes, collides))
         self.scheduler = self.simulation.scheduler
         self.limits = limits
-        self.step: Step | None = None
+        self.step: LiveStep | None = None
         self.gone: list[Sequence] = []
 
     @rule(

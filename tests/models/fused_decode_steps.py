@@ -23,7 +23,7 @@ from holdfast.models.decoder import Decoder
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from kernels.quantized_cases import weight_on
 from runner import drive
 from runner.drive import CPU, LoadedModel, Rig
@@ -98,10 +98,10 @@ def decode(rig: Rig, num_rows: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
         tables = [list(range(first, first + 8))[::-1] for first in firsts]
         length = 3 + 2 * index
         sequences.append(Sequence(index, own[:length], length, SamplingParams(temperature=0.0), 0, 9, tables=tables))
-    rig.execute(Step(tuple(ScheduledSequence(sequence, 0, sequence.num_tokens) for sequence in sequences)))
+    rig.execute(LiveStep(tuple(ScheduledSequence.of(sequence, 0, sequence.num_tokens) for sequence in sequences)))
     for _ in range(num_steps):
         for sequence, own in zip(sequences, tokens, strict=True):
             sequence.token_ids.append(own[sequence.num_tokens])
-        rig.execute(Step(tuple(ScheduledSequence(one, one.num_tokens - 1, 1) for one in sequences)))
+        rig.execute(LiveStep(tuple(ScheduledSequence.of(one, one.num_tokens - 1, 1) for one in sequences)))
         found.append(torch.stack([rig.logits[one.sequence_id][one.num_tokens - 1] for one in sequences]))
     return torch.stack(found)

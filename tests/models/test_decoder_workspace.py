@@ -28,7 +28,7 @@ from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
@@ -50,7 +50,9 @@ def make_rig(family: str) -> Rig:
     return Rig(tiny(family), "native_paged", LIMITS, 100)
 
 
-def make_step(*lengths: int, params: SamplingParams = EVERY_ROW, groups: tuple[CacheGroup, ...] = ONE_GROUP) -> Step:
+def make_step(
+    *lengths: int, params: SamplingParams = EVERY_ROW, groups: tuple[CacheGroup, ...] = ONE_GROUP
+) -> LiveStep:
     """Prompts of these lengths on pages of their own."""
     items, dice, first = [], random.Random(sum(lengths)), 0
     for number, length in enumerate(lengths):
@@ -59,8 +61,8 @@ def make_step(*lengths: int, params: SamplingParams = EVERY_ROW, groups: tuple[C
         for group in groups:
             tables.append(list(range(first, first + group.pages_for(length) + 1)))
             first += len(tables[-1])
-        items.append(ScheduledSequence(Sequence(number, token_ids, length, params, 0, 9, tables=tables), 0, length))
-    return Step(tuple(items))
+        items.append(ScheduledSequence.of(Sequence(number, token_ids, length, params, 0, 9, tables=tables), 0, length))
+    return LiveStep(tuple(items))
 
 
 class WatchedWorkspace:

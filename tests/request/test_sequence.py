@@ -1,10 +1,10 @@
-"""Sequence and Step: the arithmetic of what is computed and what is sampled."""
+"""Sequence and LiveStep: the arithmetic of what is computed and what is sampled."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 
 
 def make(num_prompt: int, num_output: int = 0, sequence_id: int = 0) -> Sequence:
@@ -29,16 +29,18 @@ def test_prompt_and_output_make_up_the_tokens(num_prompt: int, num_output: int) 
 def test_a_chunked_prefill_samples_exactly_once(num_prompt: int, chunk: int) -> None:
     sequence = make(num_prompt)
     starts = range(0, num_prompt, chunk)
-    chunks = [ScheduledSequence(sequence, start, min(chunk, num_prompt - start)) for start in starts]
+    chunks = [ScheduledSequence.of(sequence, start, min(chunk, num_prompt - start)) for start in starts]
     assert [item.samples for item in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_a_step_counts_tokens_and_names_those_that_sample_in_order() -> None:
     first, second, third = make(8, sequence_id=1), make(4, 3, sequence_id=2), make(9, sequence_id=3)
-    step = Step((ScheduledSequence(first, 0, 5), ScheduledSequence(second, 6, 1), ScheduledSequence(third, 0, 9)))
+    step = LiveStep(
+        (ScheduledSequence.of(first, 0, 5), ScheduledSequence.of(second, 6, 1), ScheduledSequence.of(third, 0, 9))
+    )
     assert step.num_tokens == 15
     assert [item.sequence.sequence_id for item in step.sampling()] == [2, 3]
-    assert Step(()).num_tokens == 0
+    assert LiveStep(()).num_tokens == 0
 
 
 def test_sequences_are_told_apart_by_identity() -> None:

@@ -30,7 +30,7 @@ from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceState, Step, StepResult, TokenLogprobs
+from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.sampler import Sampler
@@ -169,7 +169,7 @@ class Rig:
                     )
                     chunks[:, page].fill_(float("nan"))
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: LiveStep) -> StepResult:
         """Run a step and file its logits. A position that is computed again replaces what was there."""
         self.sampler.sampled.clear()
         self.sampler.prompt.clear()
@@ -253,7 +253,7 @@ class Drive:
         now = zip(had, self._num_owners, strict=True)
         self.rig.poison_pages(page for page, (was, own) in enumerate(now) if was and not own and not pool.is_kept(page))
 
-    def _book(self, step: Step, result: StepResult) -> None:
+    def _book(self, step: LiveStep, result: StepResult) -> None:
         """As the engine does: a sequence whose numbers are not finite ends there."""
         token_ids = [own.token_id for own in result.results]
         for index, (item, token_id) in enumerate(zip(step.scheduled, token_ids, strict=True)):

@@ -16,7 +16,7 @@ from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import EngineConfig, Limits
 from holdfast.loading.model_files import open_model
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.build import BuiltRunner, build_runner
 from kernels.exactness import same_bits
 
@@ -151,7 +151,7 @@ class Known:
         end = min(start + num_tokens, sequence.num_tokens)
         grow(sequence, start, end)
         self.position = sequence.num_computed = end
-        return ScheduledSequence(sequence, start, end - start)
+        return ScheduledSequence.of(sequence, start, end - start)
 
 
 GROUP_PAGES = 200
@@ -189,7 +189,7 @@ class Traffic:
     def free_pages(self) -> list[int]:
         return list(self._free)
 
-    def steps(self, count: int, decode_share: float = 0.5, asks_prompts: bool = False) -> Iterator[Step]:
+    def steps(self, count: int, decode_share: float = 0.5, asks_prompts: bool = False) -> Iterator[LiveStep]:
         """Some with a row for each sequence, never as many as at the last step; the others with prompts among them."""
         size = 0
         for _ in range(count):
@@ -199,9 +199,9 @@ class Traffic:
                 yield self._mixed()
                 continue
             size = self._dice.choice([number for number in range(1, len(decoding) + 1) if number != size] or [1])
-            yield Step(tuple(self._schedule(known, 1) for known in self._dice.sample(decoding, size)))
+            yield LiveStep(tuple(self._schedule(known, 1) for known in self._dice.sample(decoding, size)))
 
-    def _mixed(self) -> Step:
+    def _mixed(self) -> LiveStep:
         """Everybody in some order, prompts in chunks of any size, as long as there are rows."""
         room = self._dice.choice((5, 64, 100, self._limits.max_num_batched_tokens))
         room, items = min(room, self._limits.max_num_batched_tokens), []
@@ -209,7 +209,7 @@ class Traffic:
             if room:
                 items.append(self._schedule(known, self._dice.randint(1, room)))
                 room -= items[-1].num_new_tokens
-        return Step(tuple(items))
+        return LiveStep(tuple(items))
 
     def _schedule(self, known: Known, num_tokens: int) -> ScheduledSequence:
         return known.schedule(num_tokens, self._grow)

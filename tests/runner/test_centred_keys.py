@@ -16,7 +16,7 @@ from holdfast.kernels.attention.key_bias import key_bias_rows
 from holdfast.loading.model_files import open_model
 from holdfast.models.rope import rope_table
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.key_bias import key_part
 from holdfast.runner.key_means import average_turn, warm_token_ids
 from holdfast.runner.variants import Variant, build_variants
@@ -49,10 +49,10 @@ def build(tmp_path: Path) -> TinyBuilder:
     return TinyBuilder(tmp_path)
 
 
-def step_of(ids: list[int], start: int, end: int, pages: list[int]) -> Step:
+def step_of(ids: list[int], start: int, end: int, pages: list[int]) -> LiveStep:
     own = Sequence(0, list(ids), len(ids), SamplingParams(temperature=0.0), seed=0, max_tokens=1)
     own.tables = [pages]
-    return Step((ScheduledSequence(own, start, end - start),))
+    return LiveStep((ScheduledSequence.of(own, start, end - start),))
 
 
 def logits_of(runner, ids: list[int], cuts: tuple[int, ...], pages: list[int]) -> torch.Tensor:

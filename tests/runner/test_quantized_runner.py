@@ -12,7 +12,7 @@ from holdfast.loading.declared import open_declared
 from holdfast.planning.target import Target
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightScheme
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, load_words
 from kernels.exactness import require_native
@@ -34,13 +34,13 @@ def tokens(built: BuiltRunner, *prompts: list[int]) -> list[int | None]:
     return [result.token_id for result in built.runner.execute(step_of(list(prompts))).results]
 
 
-def step_of(prompts: list[list[int]]) -> Step:
+def step_of(prompts: list[list[int]]) -> LiveStep:
     items = []
     for place, ids in enumerate(prompts):
         own = Sequence(place, list(ids), len(ids), SamplingParams(temperature=0.0), seed=0, max_tokens=1)
         own.tables[0] = list(range(4 * place, 4 * place + 4))
-        items.append(ScheduledSequence(own, 0, len(ids)))
-    return Step(tuple(items))
+        items.append(ScheduledSequence.of(own, 0, len(ids)))
+    return LiveStep(tuple(items))
 
 
 @pytest.mark.parametrize(

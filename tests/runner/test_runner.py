@@ -9,7 +9,7 @@ from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import NO_TOKEN, ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import NO_TOKEN, LiveStep, ScheduledSequence, Sequence
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
@@ -50,7 +50,7 @@ def make_sequence(number: int, num_tokens: int, first_page: int, num_prompt: int
 def run(rig: Rig, *parts: tuple[Sequence, int, int]):
     """One step over tokens [start, end) of each sequence."""
     return rig.execute(
-        Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))
+        LiveStep(tuple(ScheduledSequence.of(sequence, start, end - start) for sequence, start, end in parts))
     ).results
 
 
@@ -65,7 +65,7 @@ def test_only_those_at_their_last_token_choose_one(rig):
     assert results[0].token_id is None
     assert results[1].token_id == int(rig.logits[1][8].argmax())
     assert results[2].token_id == int(rig.logits[3][5].argmax())
-    assert all(result.logprobs is None and result.prompt_logprobs == () for result in results)
+    assert all(result.logprobs == () and result.prompt_logprobs == () for result in results)
     assert rig.logits[2] == {}
 
 
@@ -88,12 +88,12 @@ def test_logprobs_of_the_chosen_token_where_asked(rig):
     asking, quiet = make_sequence(1, 9, 0, logprobs=3), make_sequence(2, 9, 20)
     first, second = run(rig, (asking, 0, 9), (quiet, 0, 9))
     expected = rig.logits[1][8].double().log_softmax(-1)
-    assert second.logprobs is None
-    assert first.logprobs is not None
-    assert first.logprobs.token_id == first.token_id
-    assert first.logprobs.rank == 1
-    assert math.isclose(first.logprobs.logprob, float(expected.max()), abs_tol=1e-5)
-    assert [token_id for token_id, _ in first.logprobs.top] == expected.topk(3).indices.tolist()
+    assert second.logprobs == ()
+    (measured,) = first.logprobs
+    assert measured.token_id == first.token_id
+    assert measured.rank == 1
+    assert math.isclose(measured.logprob, float(expected.max()), abs_tol=1e-5)
+    assert [token_id for token_id, _ in measured.top] == expected.topk(3).indices.tolist()
 
 
 @pytest.mark.parametrize("cuts", [(12,), (1, 12), (5, 6, 12), (11, 12), (3, 7, 10, 12)], ids=str)
@@ -169,7 +169,7 @@ def test_a_sequence_that_is_not_finite_fails_alone(model):
     poisoned.token_ids[4] = 7
     failed, healthy = run(rigs[1], (poisoned, 0, 9), (make_sequence(2, 9, 20), 0, 9))
     assert failed.token_id == NO_TOKEN
-    assert failed.logprobs is None
+    assert failed.logprobs == ()
     assert len(failed.prompt_logprobs) == 8
     assert all(math.isfinite(row.logprob) for row in failed.prompt_logprobs[:4])
     assert healthy == expected[0]
@@ -233,7 +233,7 @@ def test_the_logits_of_every_row_come_without_a_choice(rig):
     pieces = []
     for start, end in ((0, 60), (60, 100)):
         rig.poison()
-        hidden_TH = rig.runner.hidden_rows(Step((ScheduledSequence(other, start, end - start),)))
+        hidden_TH = rig.runner.hidden_rows(LiveStep((ScheduledSequence.of(other, start, end - start),)))
         assert hidden_TH.shape[0] == end - start
         pieces += [rig.runner.row_logits(rows_RH).clone() for rows_RH in hidden_TH.split(PROMPT_ROWS // 3)]
     found_TV = torch.cat(pieces)
@@ -244,7 +244,7 @@ def test_the_logits_of_every_row_come_without_a_choice(rig):
 
 def test_rows_of_padding_are_not_among_those_that_are_given(model):
     rig, plain = (Rig(model, "torch_paged", LIMITS, num_pages=100, min_rows=rows) for rows in (16, 1))
-    step = Step((ScheduledSequence(make_sequence(1, 5, 0), 0, 5),))
+    step = LiveStep((ScheduledSequence.of(make_sequence(1, 5, 0), 0, 5),))
     padded_TH, alone_TH = rig.runner.hidden_rows(step), plain.runner.hidden_rows(step)
     assert padded_TH.shape == alone_TH.shape
     assert close(padded_TH, alone_TH)
@@ -252,7 +252,7 @@ def test_rows_of_padding_are_not_among_those_that_are_given(model):
 
 def test_more_rows_than_are_planned_are_refused(rig):
     hidden_TH = rig.runner.hidden_rows(
-        Step((ScheduledSequence(make_sequence(1, PROMPT_ROWS + 1, 0), 0, PROMPT_ROWS + 1),))
+        LiveStep((ScheduledSequence.of(make_sequence(1, PROMPT_ROWS + 1, 0), 0, PROMPT_ROWS + 1),))
     )
     with pytest.raises(WorkspaceError, match="head"):
         rig.runner.row_logits(hidden_TH)

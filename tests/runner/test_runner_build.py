@@ -23,7 +23,7 @@ from holdfast.memory.workspace_plan import aligned
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner import build as building
 from holdfast.runner.build import BuiltRunner, key_bias_norms, refuse_variant_products
 from kernels.exactness import random, require_native
@@ -180,7 +180,7 @@ def scheduled(built, number, num_tokens, params, first_page=0):
     sequence = Sequence(number, [5 + number] * num_tokens, num_tokens, params, seed=0, max_tokens=1)
     tables = ring_tables(built.runner.groups, num_tokens, num_tokens)
     sequence.tables = [[first_page + page for page in table] for table in tables]
-    return ScheduledSequence(sequence, 0, num_tokens)
+    return ScheduledSequence.of(sequence, 0, num_tokens)
 
 
 @pytest.mark.parametrize("family", DISTINCT)
@@ -197,7 +197,7 @@ def test_the_largest_step_stays_within_the_terms(build, family):
         parameters = SamplingParams(temperature=0.0, **params)
         long = scheduled(built, 0, 50, parameters)
         num_pages = sum(map(len, long.sequence.tables))
-        step = Step((long, scheduled(built, 1, 8, parameters, num_pages)))
+        step = LiveStep((long, scheduled(built, 1, 8, parameters, num_pages)))
         built.runner.execute(step)
         gc.collect()
         with PeakBytes(set(held_storages(built.runner))) as live:

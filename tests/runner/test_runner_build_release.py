@@ -17,7 +17,7 @@ from holdfast.memory import arena
 from holdfast.memory.profiler import measure
 from holdfast.planning.target import Target
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
@@ -145,7 +145,7 @@ def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatc
 def run(built: BuiltRunner) -> int | None:
     sequence = Sequence(1, [5, 6, 7], 3, SamplingParams(temperature=0.0), seed=0, max_tokens=1)
     sequence.tables = ring_tables(built.runner.groups, 3, 3)
-    return built.runner.execute(Step((ScheduledSequence(sequence, 0, 3),))).results[0].token_id
+    return built.runner.execute(LiveStep((ScheduledSequence.of(sequence, 0, 3),))).results[0].token_id
 
 
 def test_a_refusal_is_not_told_as_a_lack_of_memory(build, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from holdfast.errors import MemoryPlanError
 from holdfast.planning.terms import LIBRARY_BYTES
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence
 from holdfast.runner import build as building
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
@@ -89,7 +89,7 @@ def known(number: int, length: int, prompt_length: int | None = None) -> Known:
 
 def run(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> None:
     """A step of one sequence alone, on pages in a row."""
-    built.runner.execute(Step((one.schedule(num_tokens, in_a_row(built.runner.groups, first_page)),)))
+    built.runner.execute(LiveStep((one.schedule(num_tokens, in_a_row(built.runner.groups, first_page)),)))
 
 
 def fill_context(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> None:
@@ -157,7 +157,7 @@ def test_a_batch_that_shrinks_leaves_nothing_behind(build):
             one.position = 499
             items.append(one.schedule(1, lambda sequence, start, end: None))
         with recorded(built) as kept:
-            built.runner.execute(Step(tuple(items)))
+            built.runner.execute(LiveStep(tuple(items)))
         assert same_bits(seen.setdefault(count, kept[0]), kept[0])
     assert {size for size, _ in checked.sizes} == {1, 4, 8}
 
@@ -412,7 +412,7 @@ def check_companies(folder: Path, dtype: str, enforce_eager: bool) -> None:
             place = count // 2
             items.insert(place, items.pop(0))
             with recorded(built) as kept:
-                built.runner.execute(Step(tuple(items)))
+                built.runner.execute(LiveStep(tuple(items)))
             row = kept[0][place]
             expected = row if expected is None else expected
             assert same_bits(row, expected), f"in company of {count} from position {start} on"

@@ -13,7 +13,7 @@ import torch
 from holdfast.config import Limits
 from holdfast.kernels.triton_compat import triton
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.graphs import StepGraphs
 from kernels.exactness import same_bits
 from loading.tiny_models import VOCAB, save_tiny
@@ -127,8 +127,8 @@ def make_sequence(number: int, num_tokens: int) -> Sequence:
     return Sequence(next(IDS), token_ids, num_tokens, params, 0, max_tokens=9, tables=[pages])
 
 
-def step(*parts: tuple[Sequence, int, int]) -> Step:
-    return Step(tuple(ScheduledSequence(sequence, start, end - start) for sequence, start, end in parts))
+def step(*parts: tuple[Sequence, int, int]) -> LiveStep:
+    return LiveStep(tuple(ScheduledSequence.of(sequence, start, end - start) for sequence, start, end in parts))
 
 
 def test_which_graph_a_step_takes(captured):

@@ -11,7 +11,7 @@ from attention.steps import Geometry
 from holdfast.attention.layer_pages import LayerPages, QuantizedPages
 from holdfast.cache.chunks import ring_tables
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.sinks import copy_sinks, sinks_name
 from kernels.exactness import random
 from loading.tiny_models import save_tiny
@@ -64,7 +64,7 @@ def logits_of(runner, cuts: tuple[int, ...] = ()) -> torch.Tensor:
     own.tables = ring_tables(runner.groups, len(TEXT), len(TEXT))
     hidden = torch.empty(0)
     for start, end in zip((0, *cuts), (*cuts, len(TEXT)), strict=True):
-        hidden = runner.hidden_rows(Step((ScheduledSequence(own, start, end - start),)))
+        hidden = runner.hidden_rows(LiveStep((ScheduledSequence.of(own, start, end - start),)))
     return runner.row_logits(hidden[-1:]).clone().float().cpu()
 
 

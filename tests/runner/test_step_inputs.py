@@ -15,7 +15,7 @@ from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import LISTED_PAGES, batch_terms
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.step_inputs import MAX_GAP_BYTES, MAX_SINGLE_COPIES, BatchBuffers, GroupTable, PageTable
 
 CPU = torch.device("cpu")
@@ -275,7 +275,7 @@ def scheduled(start, num_new_tokens, pages, num_tokens=None, first_token=100, se
     token_ids = list(range(first_token, first_token + (num_tokens or start + num_new_tokens)))
     sequence_id = hash((start, tuple(pages))) if sequence_id is None else sequence_id
     sequence = Sequence(sequence_id, token_ids, len(token_ids), SamplingParams(), seed=0, max_tokens=8, tables=[pages])
-    return ScheduledSequence(sequence, start, num_new_tokens)
+    return ScheduledSequence.of(sequence, start, num_new_tokens)
 
 
 def tensors(batch):
@@ -293,7 +293,7 @@ def plain(step, page_tokens=4):
 @BOTH
 def test_rows_lie_one_sequence_behind_the_other(is_shared):
     buffers = buffers_of(is_shared)
-    step = Step((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7], first_token=300), scheduled(3, 2, [0, 4])))
+    step = LiveStep((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7], first_token=300), scheduled(3, 2, [0, 4])))
     batch = buffers.fill(step, [5, 6, 8])
     assert batch.token_ids_T.tolist() == [100, 101, 102, 103, 104, 105, 309, 103, 104]
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 9, 3, 4]
@@ -326,23 +326,23 @@ def test_slots_of_any_part_of_any_sequence(page_tokens, seed):
         pages = dice.sample(range(1000), num_pages)
         items.append(scheduled(start, count, pages))
         expected += [pages[i // page_tokens] * page_tokens + i % page_tokens for i in range(start, start + count)]
-    batch = buffers.fill(Step(tuple(items)), [0])
+    batch = buffers.fill(LiveStep(tuple(items)), [0])
     assert batch.slots_GT[0].tolist() == expected
 
 
 @BOTH
 def test_every_row_wanted_needs_no_list(is_shared):
     buffers = buffers_of(is_shared)
-    assert buffers.fill(Step((scheduled(0, 3, [0]),)), [0, 1, 2]).logits is None
-    assert buffers.fill(Step((scheduled(7, 1, [0, 1]), scheduled(0, 1, [2]))), [0, 1]).logits is None
-    batch = buffers.fill(Step((scheduled(0, 3, [0]),)), [0, 1, 2], num_padded_rows=8, num_padded_logit_rows=4)
+    assert buffers.fill(LiveStep((scheduled(0, 3, [0]),)), [0, 1, 2]).logits is None
+    assert buffers.fill(LiveStep((scheduled(7, 1, [0, 1]), scheduled(0, 1, [2]))), [0, 1]).logits is None
+    batch = buffers.fill(LiveStep((scheduled(0, 3, [0]),)), [0, 1, 2], num_padded_rows=8, num_padded_logit_rows=4)
     assert batch.logits is None
     assert batch.num_rows == 8
 
 
 @BOTH
 def test_no_row_wanted(is_shared):
-    buffers, step = buffers_of(is_shared), Step((scheduled(0, 3, [0], num_tokens=9),))
+    buffers, step = buffers_of(is_shared), LiveStep((scheduled(0, 3, [0], num_tokens=9),))
     batch = buffers.fill(step, [])
     assert batch.logits is not None
     assert batch.logits.rows_R.tolist() == []
@@ -354,7 +354,7 @@ def test_no_row_wanted(is_shared):
 
 @BOTH
 def test_nothing_but_padding(is_shared):
-    batch = buffers_of(is_shared).fill(Step(()), [], num_padded_rows=5)
+    batch = buffers_of(is_shared).fill(LiveStep(()), [], num_padded_rows=5)
     assert [tensor.tolist() for tensor in tensors(batch)] == [[0] * 5, [0] * 5, [-1] * 5]
     assert batch.sequences == ()
 
@@ -362,8 +362,8 @@ def test_nothing_but_padding(is_shared):
 @BOTH
 def test_padding_hides_what_a_larger_step_left(is_shared):
     buffers = buffers_of(is_shared)
-    buffers.fill(Step((scheduled(0, 64, list(range(16))),)), list(range(1, 64)))
-    step = Step((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7])))
+    buffers.fill(LiveStep((scheduled(0, 64, list(range(16))),)), list(range(1, 64)))
+    step = LiveStep((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7])))
     batch = buffers.fill(step, [5, 6], num_padded_rows=16, num_padded_logit_rows=4)
     ids, positions, slots = plain(step)
     assert batch.token_ids_T.tolist() == ids + [0] * 9
@@ -377,7 +377,7 @@ def test_padding_hides_what_a_larger_step_left(is_shared):
 
 @pytest.mark.parametrize(("num_padded_rows", "num_padded_logit_rows"), [(6, 2), (65, 2), (8, 1), (8, 65)])
 def test_padding_to_less_than_there_is_or_more_than_has_room_is_a_mistake(num_padded_rows, num_padded_logit_rows):
-    step = Step((scheduled(0, 7, [9, 2]),))
+    step = LiveStep((scheduled(0, 7, [9, 2]),))
     with pytest.raises(AssertionError, match="num_rows"):
         buffers_of(is_shared=True).fill(step, [5, 6], num_padded_rows, num_padded_logit_rows)
 
@@ -398,7 +398,7 @@ def test_any_steps_one_after_the_other(is_shared, data):
             start = data.draw(st.integers(0, 128 - count))
             items.append(scheduled(start, count, pages, 128, sequence_id=index, first_token=1000 * index))
             num_rows += count
-        step = Step(tuple(items))
+        step = LiveStep(tuple(items))
         wanted = [row for row in range(num_rows) if data.draw(st.booleans())]
         padded = data.draw(st.none() | st.integers(num_rows, max_rows))
         padded_wanted = data.draw(st.none() | st.integers(len(wanted), max_rows))
@@ -432,7 +432,7 @@ def test_addresses_never_change_and_nothing_of_the_last_step_remains(is_shared):
     dice = random.Random(0)
     for _ in range(50):
         count = dice.choice([1, 2, 17, 64])
-        step = Step((scheduled(0, count, list(range(16)), num_tokens=70),))
+        step = LiveStep((scheduled(0, count, list(range(16)), num_tokens=70),))
         batch = buffers.fill(step, [0] if count > 1 else [], dice.choice([None, 64]), dice.choice([None, 5]))
         assert batch.logits is not None
         pointers = [tensor.data_ptr() for tensor in (*tensors(batch), batch.logits.rows_R) if tensor.numel()]
@@ -444,7 +444,7 @@ def test_addresses_never_change_and_nothing_of_the_last_step_remains(is_shared):
 @BOTH
 def test_a_step_as_large_as_allowed(is_shared):
     buffers = buffers_of(is_shared)
-    batch = buffers.fill(Step((scheduled(0, 64, list(range(16))),)), list(range(63)))
+    batch = buffers.fill(LiveStep((scheduled(0, 64, list(range(16))),)), list(range(63)))
     assert batch.num_rows == 64
     assert batch.logits is not None
     assert batch.logits.rows_R.tolist() == list(range(63))
@@ -470,7 +470,7 @@ def test_buffers_hold_what_was_planned(max_num_batched_tokens):
 
 def test_a_batch_is_what_the_device_has_and_not_what_the_host_writes_next():
     buffers = buffers_of(is_shared=False)
-    step = Step((scheduled(0, 6, [9, 2]),))
+    step = LiveStep((scheduled(0, 6, [9, 2]),))
     batch = buffers.fill(step, [5])
     buffers.inputs.host[:] = 77
     assert [tensor.tolist() for tensor in tensors(batch)] == list(plain(step))
@@ -488,14 +488,14 @@ def sent_ranges(buffers, step, *arguments):
 
 
 def test_one_copy_of_no_more_than_what_is_used_and_between():
-    step = Step((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
+    step = LiveStep((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
     assert sent_ranges(buffers_of(False, 8192), step, [0, 1, 2]) == [(0, 2 * 8192 + 3)]
     assert sent_ranges(buffers_of(False, 8192), step, [1, 2], 16, 4) == [(0, 3 * 8192 + 4)]
 
 
 def test_a_copy_for_each_where_the_gaps_are_wide():
     n = MAX_GAP_BYTES // 2 // 8 + 32
-    step = Step((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
+    step = LiveStep((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
     rows = [(start, start + 16) for start in (0, n, 2 * n)]
     assert sent_ranges(buffers_of(False, n), step, [0, 1, 2], 16) == rows
     assert sent_ranges(buffers_of(False, n), step, [1, 2], 16, 4) == [*rows, (3 * n, 3 * n + 4)]
@@ -515,7 +515,7 @@ def one_token_more(item):
     sequence.token_ids.append(len(sequence.token_ids))
     if len(sequence.tables[0]) * 4 < len(sequence.token_ids):
         sequence.tables[0].append(7 * len(sequence.token_ids))
-    return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1)
+    return ScheduledSequence.of(sequence, len(sequence.token_ids) - 1, 1)
 
 
 @pytest.mark.gpu
@@ -524,7 +524,7 @@ def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
     buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 20))
     addresses = set()
-    buffers.fill(Step((scheduled(0, 6, [9, 2]),)), [5], 8, 4)
+    buffers.fill(LiveStep((scheduled(0, 6, [9, 2]),)), [5], 8, 4)
     torch.cuda.synchronize()
     num_allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -534,7 +534,7 @@ def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
             for index in chosen:
                 items[index] = one_token_more(items[index])
             chunk = scheduled(0, 20, list(range(5)), num_tokens=21)
-            step = Step(tuple(items[index] for index in chosen[:7]) + (chunk,) * dice.randrange(2))
+            step = LiveStep(tuple(items[index] for index in chosen[:7]) + (chunk,) * dice.randrange(2))
             num_rows = step.num_tokens
             wanted = list(range(min(num_rows, 7)))
             batch = buffers.fill(step, wanted, dice.choice([None, 32]), dice.choice([None, 8]))
@@ -551,7 +551,7 @@ def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
 def test_a_captured_graph_reads_every_later_step(device):
     buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 8))
-    first = buffers.fill(Step(tuple(items)), list(range(8)), num_padded_rows=8)
+    first = buffers.fill(LiveStep(tuple(items)), list(range(8)), num_padded_rows=8)
     out = torch.zeros(3, 8, dtype=torch.int64, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -559,7 +559,7 @@ def test_a_captured_graph_reads_every_later_step(device):
             out[row].copy_(tensor)
     for num_rows in (8, 3, 1, 7):
         items = [one_token_more(item) for item in items]
-        step = Step(tuple(items[:num_rows]))
+        step = LiveStep(tuple(items[:num_rows]))
         buffers.fill(step, list(range(num_rows)), num_padded_rows=8)
         graph.replay()
         padding = 8 - num_rows
@@ -575,7 +575,7 @@ def test_a_host_far_ahead_of_the_device_spoils_no_batch(device):
     for _ in range(10):
         torch.cuda._sleep(10_000_000)
         items = [one_token_more(item) for item in items]
-        step = Step(tuple(items))
+        step = LiveStep(tuple(items))
         batch = buffers.fill(step, list(range(8)))
         seen.append([tensor.clone() for tensor in tensors(batch)])
         expected.append(list(plain(step)))
@@ -673,7 +673,7 @@ def test_rows_of_a_step_have_a_slot_in_every_group(is_shared):
     buffers = BatchBuffers(bounds, CPU, Ledger(), is_shared=is_shared, shapes=SHAPES)
     first = grouped_sequence(0, [HOLE, HOLE, 9, 2, 6], [HOLE, 5], [7])
     second = grouped_sequence(1, [3], [4], [8])
-    step = Step((ScheduledSequence(first, 13, 7), ScheduledSequence(second, 2, 1)))
+    step = LiveStep((ScheduledSequence.of(first, 13, 7), ScheduledSequence.of(second, 2, 1)))
     batch = buffers.fill(step, [6], num_padded_rows=9)
     rows = [(first, position) for position in range(13, 20)] + [(second, 2)]
     for group, shape in enumerate(SHAPES):
@@ -710,7 +710,7 @@ def test_buffers_of_groups_hold_what_was_planned(is_shared):
 
 def test_slots_of_all_groups_go_in_one_copy():
     buffers = BatchBuffers(limits(8192), CPU, Ledger(), is_shared=False, shapes=SHAPES)
-    step = Step((ScheduledSequence(grouped_sequence(0, [3, 4], [1], [2]), 0, 5),))
+    step = LiveStep((ScheduledSequence.of(grouped_sequence(0, [3, 4], [1], [2]), 0, 5),))
     assert sent_ranges(buffers, step, [4], 8, 1) == [(0, 5 * 8192 + 1)]
 
 

@@ -15,7 +15,7 @@ from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.planning.target import Target
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner import variants as module
 from holdfast.runner.build import build_runner
 from holdfast.runner.runner import Runner
@@ -48,10 +48,10 @@ def model_of(folder: Path) -> Iterator[OpenModel]:
         model.source.close()
 
 
-def step_of(num_tokens: int = 20) -> Step:
+def step_of(num_tokens: int = 20) -> LiveStep:
     ids = [(7 * place) % 250 + 8 for place in range(num_tokens)]
     sequence = Sequence(1, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=[[0, 1]])
-    return Step((ScheduledSequence(sequence, 0, num_tokens),))
+    return LiveStep((ScheduledSequence.of(sequence, 0, num_tokens),))
 
 
 def logits(runner: Runner) -> torch.Tensor:

@@ -15,7 +15,7 @@ from holdfast.models.spec import ExpertsSpec
 from holdfast.observability.preparing import Preparing
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Step
+from holdfast.request.sequence import LiveStep
 from holdfast.runner import build
 from holdfast.runner.graphs import step_form, warm_rows
 from holdfast.runner.runner import Runner
@@ -46,7 +46,7 @@ def run_every_size(runner: Runner) -> None:
     limits = runner.limits
     for num_rows in range(1, limits.max_num_batched_tokens + 1):
         known = Known(num_rows, num_rows, num_rows, runner.vocab_size, SamplingParams())
-        hidden_TH = runner.hidden_rows(Step((known.schedule(num_rows, in_a_row(runner.groups, 0)),)))
+        hidden_TH = runner.hidden_rows(LiveStep((known.schedule(num_rows, in_a_row(runner.groups, 0)),)))
         if num_rows <= PROMPT_ROWS:
             runner.row_logits(hidden_TH)
 

@@ -34,7 +34,7 @@ from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, Step, StepResult
+from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceResult, StepResult
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ class StepRunner(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: LiveStep) -> StepResult:
         """Run a step and choose its tokens. An exception ends the engine; a step cut short by Ctrl-C may come again."""
         ...
 
@@ -363,7 +363,7 @@ class Engine:
         assert len(result.results) == len(step.scheduled), f"{len(result.results)} results for {len(step.scheduled)}"
         self._book(step, result.results)
 
-    def _book(self, step: Step, results: tuple[SequenceResult, ...]) -> None:
+    def _book(self, step: LiveStep, results: tuple[SequenceResult, ...]) -> None:
         """Give every sequence its token, and tell."""
         token_ids: list[int | None] = []
         for item, result in zip(step.scheduled, results, strict=True):

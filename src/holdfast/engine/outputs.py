@@ -109,8 +109,8 @@ class Completion:
         logprobs = None
         num_top = self.sequence.params.logprobs
         if num_top is not None:
-            assert result.logprobs is not None, f"sequence {self.sequence.sequence_id} has no logprobs for {token_id=}"
-            logprobs = (position_logprobs(result.logprobs, num_top, self._tokenizer),)
+            assert result.logprobs, f"sequence {self.sequence.sequence_id} has no logprobs for {token_id=}"
+            logprobs = (position_logprobs(result.logprobs[-1], num_top, self._tokenizer),)
         delta = CompletionDelta(
             request_id=self.request_id,
             index=self.index,

@@ -53,7 +53,7 @@ from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
 from holdfast.errors import QueueFullError, RequestError
-from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceState, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class Scheduler:
         self._queues = Queues()
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
-        self._step: Step | None = None
+        self._step: LiveStep | None = None
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         """Tokens of sequences that asked the prefix cache at their first admission."""
@@ -325,7 +325,7 @@ class Scheduler:
         chain = self.prefix.chain(sequence.cache_salt)
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
-    def schedule(self) -> Step:
+    def schedule(self) -> LiveStep:
         """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow."""
         if self._step is not None and self._has_states:
             self._start_anew(self._step)
@@ -344,14 +344,14 @@ class Scheduler:
             end = start + num_new_tokens
             if end > self._tracks[sequence.sequence_id].capacity and not self._grow(sequence, end):
                 break
-            scheduled.append(ScheduledSequence(sequence, start, num_new_tokens))
+            scheduled.append(ScheduledSequence.of(sequence, start, num_new_tokens))
             budget -= num_new_tokens
         if self.num_waiting and self.num_preemptions == num_preemptions:
             self._admit_waiting(scheduled, budget)
-        self._step = Step(tuple(scheduled))
+        self._step = LiveStep(tuple(scheduled))
         return self._step
 
-    def complete(self, step: Step, token_ids: SequenceABC[int | None]) -> None:
+    def complete(self, step: LiveStep, token_ids: SequenceABC[int | None]) -> None:
         """Books a step that has run: its tokens are computed, and each sampled one is appended.
 
         `token_ids` has one entry for each scheduled sequence; None where none was sampled. Sequences that were finished
@@ -418,7 +418,7 @@ class Scheduler:
                 table[place] = HOLE
                 place -= 1
 
-    def _start_anew(self, step: Step) -> None:
+    def _start_anew(self, step: LiveStep) -> None:
         """A step that was never completed may have moved states on, and no state can be computed from its middle."""
         for item in step.scheduled:
             if item.sequence.state is SequenceState.RUNNING:
@@ -481,7 +481,7 @@ class Scheduler:
         num_new_tokens = min(len(sequence.token_ids) - start, max_new_tokens)
         has_grown = self._grow(sequence, start + num_new_tokens)
         assert has_grown, f"{named(sequence)} was admitted without room"
-        return ScheduledSequence(sequence, start, num_new_tokens)
+        return ScheduledSequence.of(sequence, start, num_new_tokens)
 
     def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
         track = self._tracks[sequence.sequence_id]

@@ -28,7 +28,7 @@ from holdfast.planning.target import choose_device, device_target
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence
 from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.build import plan_model
 from holdfast.runner.runner import Runner
@@ -191,7 +191,7 @@ def measure(
     return [tally.quality(contender) for contender, tally in zip(contenders, tallies, strict=True)]
 
 
-def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[Step]:
+def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[LiveStep]:
     """One sequence on the first pages, in chunks."""
     limits, num_tokens = runner.limits, len(token_ids)
     chunk = limits.max_num_batched_tokens
@@ -199,10 +199,10 @@ def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[Step
     tables = ring_tables(runner.groups, num_tokens, chunk)
     sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
     starts = range(0, num_tokens, chunk)
-    return [Step((ScheduledSequence(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
+    return [LiveStep((ScheduledSequence.of(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
 
 
-def pieces_of(step: Step, vocab_size: int) -> Iterator[tuple[int, slice, list[int]]]:
+def pieces_of(step: LiveStep, vocab_size: int) -> Iterator[tuple[int, slice, list[int]]]:
     """Rows of a step that predict a token, a few at a time: the place of the first, which they are, what follows each."""
     (item,) = step.scheduled
     num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
@@ -215,7 +215,7 @@ def pieces_of(step: Step, vocab_size: int) -> Iterator[tuple[int, slice, list[in
 
 def _compare(
     window: int,
-    step: Step,
+    step: LiveStep,
     contenders: Sequence[Contender],
     tallies: Sequence[Tally],
     hidden: Sequence[torch.Tensor],

@@ -32,7 +32,7 @@ from holdfast.loading.quantized.source import QuantizedSource
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.target import device_target
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
-from holdfast.request.sequence import Step
+from holdfast.request.sequence import LiveStep
 from holdfast.runner.build import plan_model
 from holdfast.runner.variants import Variant, build_variants
 
@@ -53,7 +53,7 @@ class ReferenceReading:
         """Of each window."""
         return len(self.windows[0]) - 1
 
-    def steps(self) -> Iterator[tuple[int, Step]]:
+    def steps(self) -> Iterator[tuple[int, LiveStep]]:
         """Every chunk of every window."""
         for index, token_ids in enumerate(self.windows):
             for step in steps_of(index, token_ids, self.reference.runner):
@@ -74,7 +74,7 @@ class ReferenceReading:
             on_tokens(step.num_tokens)
         return tally.quality(self.reference)
 
-    def pieces(self, index: int, step: Step) -> Iterator[tuple[int, slice, ReferencePiece, torch.Tensor]]:
+    def pieces(self, index: int, step: LiveStep) -> Iterator[tuple[int, slice, ReferencePiece, torch.Tensor]]:
         """A few rows of a step at a time: their first place, which rows they are, what the reference says, its logits."""
         runner = self.reference.runner
         hidden_TH = self._hidden[index, step.scheduled[0].start].to(runner.device)

@@ -1,8 +1,13 @@
-"""Sequence: a completion as the scheduler sees it; Step: what runs next; StepResult: what came of it; no torch.
+"""Sequence: a completion as scheduler and runner see it, each its own; LiveStep: a step over them; StepResult; no torch.
 
-token_ids   [ prompt ......................... | output ........ ]
+token_ids   [ prompt ......................... | output ........ ] coming ...
             [0, num_computed)  have their keys and values on the pages of `tables`
-            [num_computed, num_tokens)  still have to be computed; a step takes some or all of them from the left
+            [num_computed, num_scheduled)  are computed by steps in flight
+            [num_scheduled, num_tokens + num_coming)  still have to be computed; a step takes some or all from the left
+
+A token that is *coming* is chosen by a step in flight: the device has it before the host does. What travels between
+scheduler and runner is the `Step` of request/step.py, which names slots; a `LiveStep` is that step with one's own
+sequences in place of slots.
 """
 
 from collections.abc import Iterator
@@ -10,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.step import NO_STEP, Step
 
 
 class SequenceState(Enum):
@@ -40,7 +46,13 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Tokens in a row that the output must not hold: the last of them is ruled out behind the others."""
     state: SequenceState = SequenceState.WAITING
+    slot: int = -1
+    """The runner's place for it while it runs."""
     num_computed: int = 0
+    num_scheduled: int = 0
+    """Positions that were given to steps, those in flight included."""
+    num_coming: int = 0
+    """Tokens that steps in flight will bring."""
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     """The pages of each cache group by place; HOLE where a page was given back (cache/groups.py)."""
     num_cached_tokens: int = 0
@@ -55,6 +67,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def num_tokens_coming(self) -> int:
+        """Its tokens once every step in flight has ended."""
+        return len(self.token_ids) + self.num_coming
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -63,18 +80,29 @@ class ScheduledSequence:
     sequence: Sequence
     start: int
     num_new_tokens: int
+    samples: bool
+    """True when the step reaches the last token, known or coming, so that the next one can be chosen."""
+    proposals: tuple[int, ...] = ()
+    """What is guessed to follow that token. They are the last of the new tokens; each that is chosen too is accepted."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, start: int, num_new_tokens: int) -> "ScheduledSequence":
+        """Positions of a sequence with no step in flight, without proposals."""
+        return cls(sequence, start, num_new_tokens, start + num_new_tokens == sequence.num_tokens)
 
     @property
-    def samples(self) -> bool:
-        """True when the step reaches the last token, so that the next one can be chosen."""
-        return self.start + self.num_new_tokens == self.sequence.num_tokens
+    def num_tokens(self) -> int:
+        """Tokens of the sequence before this step chooses, proposals left out; the position of the first chosen one."""
+        return self.start + self.num_new_tokens - len(self.proposals)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LiveStep:
     """One run of the model: who, and which of their tokens."""
 
     scheduled: tuple[ScheduledSequence, ...]
+    step: Step = NO_STEP
+    """The same as a value."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,16 +132,33 @@ class TokenLogprobs:
 class SequenceResult:
     """One sequence's part of a step."""
 
-    token_id: int | None
-    """The chosen token, NO_TOKEN, or None where the step did not reach the sequence's last token."""
-    logprobs: TokenLogprobs | None = None
-    """Of the chosen token, where the request asked."""
+    token_ids: tuple[int, ...] = ()
+    """The accepted proposals and one token more, or that one alone, which may be NO_TOKEN; none where the step did not
+    reach the sequence's last token."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of these but NO_TOKEN, where the request asked."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of prompt positions start + 1 ... start + num_new_tokens (as far as the prompt goes), where the request asked."""
+
+    @classmethod
+    def of(
+        cls,
+        token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> "SequenceResult":
+        """That of a step without proposals."""
+        token_ids = () if token_id is None else (token_id,)
+        return cls(token_ids, () if logprobs is None else (logprobs,), prompt_logprobs)
+
+    @property
+    def token_id(self) -> int | None:
+        """The last of the tokens, if there are any."""
+        return self.token_ids[-1] if self.token_ids else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of Step.scheduled."""
+    """Results in the order of LiveStep.scheduled."""
 
     results: tuple[SequenceResult, ...]

@@ -28,7 +28,7 @@ from holdfast.kernels.norm import rms_norm_reference
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Step
+from holdfast.request.sequence import LiveStep, ScheduledSequence
 from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.key_bias import key_part
 from holdfast.runner.runner import Runner
@@ -139,9 +139,9 @@ def _average(table_LD: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).sum(0) / len(table_LD)
 
 
-def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> Step:
+def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> LiveStep:
     """One sequence on the first pages, which nobody has yet."""
     num_tokens = len(token_ids)
     tables = ring_tables(groups, num_tokens, num_tokens)
     sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
-    return Step((ScheduledSequence(sequence, 0, num_tokens),))
+    return LiveStep((ScheduledSequence.of(sequence, 0, num_tokens),))

@@ -19,7 +19,7 @@ from holdfast.config import Limits
 from holdfast.models.model import Model
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, Sequence, SequenceResult, Step, StepResult, TokenLogprobs
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceResult, StepResult, TokenLogprobs
 from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.sampling.batch import SequenceSample
 from holdfast.runner.sampling.sampler import Sampler
@@ -70,7 +70,7 @@ class Runner:
         self._dummy_ids = count(-1, -1)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: LiveStep) -> StepResult:
         """Run one step."""
         with self._on_stream():
             logit_rows, wanted = _wanted_rows(step)
@@ -80,11 +80,11 @@ class Runner:
         results = []
         for rows in wanted:
             token_id, logprobs = next(samples) if rows.sample is not None else (None, None)
-            results.append(SequenceResult(token_id, logprobs, ()))
+            results.append(SequenceResult.of(token_id, logprobs, ()))
         return StepResult(tuple(results))
 
     @torch.inference_mode()
-    def hidden_rows(self, step: Step) -> torch.Tensor:
+    def hidden_rows(self, step: LiveStep) -> torch.Tensor:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
@@ -136,7 +136,7 @@ class Runner:
 
     def _warm_rows(self, num_rows: int) -> None:
         """Both ways that so many rows can go: a small batch takes the fused decode path where all of its logits are wanted."""
-        batch = self.buffers.fill(Step(()), [], num_rows)
+        batch = self.buffers.fill(LiveStep(()), [], num_rows)
         plan = self.backend.plan(batch, captured=True)
         hidden_TH = self.model.hidden(batch, plan)
         if num_rows <= max(self.limits.max_num_seqs, PROMPT_ROWS):
@@ -166,12 +166,12 @@ class Runner:
             yield
         outside.wait_stream(self._stream)
 
-    def _fill(self, step: Step, logit_rows: list[int]) -> Batch:
+    def _fill(self, step: LiveStep, logit_rows: list[int]) -> Batch:
         """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
         num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
         return self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0)
 
-    def _samples(self, step: Step, logit_rows: list[int]) -> SequenceABC[SequenceSample]:
+    def _samples(self, step: LiveStep, logit_rows: list[int]) -> SequenceABC[SequenceSample]:
         """Run the model for a step that wants one row of each sequence that samples, and choose."""
         num_rows, num_logits = step.num_tokens, len(logit_rows)
         is_decode = num_logits == num_rows == len(step.scheduled)
@@ -193,7 +193,7 @@ class Runner:
         argmax_S = self.sampler.argmax_S[:num_logits]
         return self.sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, argmax_S)
 
-    def _with_prompt_logprobs(self, step: Step, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
+    def _with_prompt_logprobs(self, step: LiveStep, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
         batch = self._fill(step, logit_rows)
         hidden_RH = self.model.hidden(batch, self.backend.plan(batch))
         prompts = [
@@ -206,7 +206,7 @@ class Runner:
             if rows.sample is not None:
                 logits_1V = self.model.logits(hidden_RH[rows.sample : rows.sample + 1])
                 ((token_id, logprobs),) = self.sampler.sample(logits_1V, [item.sequence], self.eos_token_ids)
-            results.append(SequenceResult(token_id, logprobs, prompt))
+            results.append(SequenceResult.of(token_id, logprobs, prompt))
         return StepResult(tuple(results))
 
     def _prompt_logprobs(
@@ -227,11 +227,11 @@ class Runner:
     def _capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
         """A step of this shape: padding alone, or a dummy prompt whose last rows are wanted."""
         if is_decode:
-            return self.buffers.fill(Step(()), [], size)
+            return self.buffers.fill(LiveStep(()), [], size)
         step, logit_rows = self._dummy_step(size)
         return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode))
 
-    def _dummy_step(self, num_rows: int) -> tuple[Step, list[int]]:
+    def _dummy_step(self, num_rows: int) -> tuple[LiveStep, list[int]]:
         """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
         longest = self.limits.max_model_len
         items, logit_rows, row = [], [], 0
@@ -239,14 +239,14 @@ class Runner:
             length = min(longest, num_rows - row)
             sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
             sequence.tables = ring_tables(self.groups, length, length)
-            items.append(ScheduledSequence(sequence, 0, length))
+            items.append(ScheduledSequence.of(sequence, 0, length))
             row += length
             if len(logit_rows) < num_rows - 1:
                 logit_rows.append(row - 1)
-        return Step(tuple(items)), logit_rows
+        return LiveStep(tuple(items)), logit_rows
 
 
-def _wanted_rows(step: Step) -> tuple[list[int], list[_WantedRows]]:
+def _wanted_rows(step: LiveStep) -> tuple[list[int], list[_WantedRows]]:
     """Rows of the step whose logits are wanted, and whose they are."""
     logit_rows: list[int] = []
     wanted: list[_WantedRows] = []

@@ -43,7 +43,7 @@ from holdfast.kernels.attention.write_kv import BLOCK, PADDING, scatter_pages
 from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import input_specs, input_term, listed_entries, page_table_specs
-from holdfast.request.sequence import Sequence, Step
+from holdfast.request.sequence import LiveStep, Sequence
 
 MAX_SINGLE_COPIES = 3
 """Up to this many short ranges of the page table go by a copy each."""
@@ -264,7 +264,7 @@ class BatchBuffers:
 
     def fill(
         self,
-        step: Step,
+        step: LiveStep,
         logit_rows: list[int],
         num_padded_rows: int | None = None,
         num_padded_logit_rows: int | None = None,
@@ -296,7 +296,7 @@ class BatchBuffers:
             None if self.page_table is None else self.page_table.tables,
         )
 
-    def _write_rows(self, step: Step) -> list[SequenceRows]:
+    def _write_rows(self, step: LiveStep) -> list[SequenceRows]:
         ids, positions = self._host[:2]
         table_rows = [-1] * len(step.scheduled)
         if self.page_table is not None:

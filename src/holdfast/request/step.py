@@ -1,0 +1,193 @@
+"""Step: what the scheduler tells the runner, as a value that can travel; no torch.
+
+    Step    released   slots whose sequence has ended or was preempted; they are free before anything below
+            admitted   sequences that take a slot, once, with all that will ever be told of them but their pages
+            items      who runs: slot, positions, pages that are new since its last step
+
+The runner keeps the rest: tokens (it chooses them), page tables, sampling. So a step of 256 decoding sequences is a few
+KiB. A preempted sequence is released, and admitted again with the tokens it has by then.
+
+Steps are numbered from 1 without a gap. One that is repeated, late, or names what the receiver does not know is refused
+there (runner/slots.py) before anything has changed.
+"""
+
+import json
+from dataclasses import MISSING, dataclass, fields
+
+from holdfast.errors import MessageError, RequestError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.wire import Reader, Writer, open_frame, refuse
+
+STEP_KIND = 1
+MAX_TOKEN_ID = 2**31 - 1
+_WORD = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence that takes a slot."""
+
+    slot: int
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    """The prompt, and what came out before a preemption."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """Positions [start, start + num_new_tokens) of the sequence in a slot."""
+
+    slot: int
+    start: int
+    num_new_tokens: int
+    samples: bool
+    """The step reaches its last token, known or coming, so that the next one is chosen."""
+    pages: tuple[tuple[int, ...], ...] = ()
+    """By cache group, what is new at the end of each page table; () where no group has anything new. HOLE (-1) stands for
+    a place behind a window."""
+    proposals: tuple[int, ...] = ()
+    """What is guessed to follow the last token: the last of the new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of the model."""
+
+    number: int
+    released: tuple[int, ...] = ()
+    admitted: tuple[Admitted, ...] = ()
+    items: tuple[StepItem, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_new_tokens for item in self.items)
+
+
+NO_STEP = Step(0)
+"""In place of the value where a live step is made by hand."""
+
+
+def encode_step(step: Step) -> bytes:
+    """A step as one message."""
+    writer = Writer()
+    writer.int(step.number)
+    writer.ints(step.released)
+    writer.int(len(step.admitted))
+    for admitted in step.admitted:
+        _write_admitted(writer, admitted)
+    items = step.items
+    writer.ints([number for item in items for number in (item.slot, item.start, item.num_new_tokens, item.samples)])
+    # Few sequences bring pages or proposals in a step, so these are listed by the place of their item.
+    grown = [place for place, item in enumerate(items) if item.pages]
+    writer.ints(grown)
+    for place in grown:
+        writer.int(len(items[place].pages))
+        for pages in items[place].pages:
+            writer.ints(pages)
+    guessed = [place for place, item in enumerate(items) if item.proposals]
+    writer.ints(guessed)
+    for place in guessed:
+        writer.ints(items[place].proposals)
+    return writer.frame(STEP_KIND)
+
+
+def decode_step(frame: bytes) -> Step:
+    """The same step, or MessageError."""
+    kind, reader = open_frame(frame)
+    if kind != STEP_KIND:
+        refuse(f"it is of kind {kind}, and a step is of kind {STEP_KIND}")
+    number = reader.int(1)
+    released = reader.ints(0, MAX_TOKEN_ID)
+    admitted = tuple(_read_admitted(reader) for _ in range(reader.int(0, MAX_TOKEN_ID)))
+    numbers = reader.ints(0, MAX_TOKEN_ID)
+    if len(numbers) % 4:
+        refuse(f"{len(numbers)} numbers describe its sequences, and each takes 4")
+    num_items = len(numbers) // 4
+    pages = {
+        place: tuple(reader.ints(-1, MAX_TOKEN_ID) for _ in range(reader.int(1, 64)))
+        for place in _places(reader, num_items)
+    }
+    proposals = {place: reader.ints(0, MAX_TOKEN_ID) for place in _places(reader, num_items)}
+    reader.end()
+    items = []
+    for place in range(num_items):
+        slot, start, num_new_tokens, samples = numbers[4 * place : 4 * place + 4]
+        if samples > 1:
+            refuse(f"its sequence in slot {slot} samples {samples} times")
+        items.append(
+            StepItem(slot, start, num_new_tokens, bool(samples), pages.get(place, ()), proposals.get(place, ()))
+        )
+    return Step(number, released, admitted, tuple(items))
+
+
+def _places(reader: Reader, num_items: int) -> tuple[int, ...]:
+    places = reader.ints(0, max(num_items - 1, 0))
+    if list(places) != sorted(set(places)) or (places and not num_items):
+        refuse(f"it lists places {list(places)[:8]} of {num_items} sequences out of order")
+    return places
+
+
+def _write_admitted(writer: Writer, admitted: Admitted) -> None:
+    writer.int(admitted.slot)
+    writer.int(admitted.sequence_id)
+    writer.ints(admitted.token_ids)
+    writer.int(admitted.num_prompt_tokens)
+    write_params(writer, admitted.params)
+    writer.int(admitted.seed - _WORD)
+    write_words(writer, admitted.bad_word_ids)
+
+
+def _read_admitted(reader: Reader) -> Admitted:
+    slot, sequence_id = reader.int(0, MAX_TOKEN_ID), reader.int()
+    token_ids = reader.ints(0, MAX_TOKEN_ID)
+    num_prompt_tokens = reader.int(1, max(len(token_ids), 1))
+    if not token_ids:
+        refuse(f"the sequence of slot {slot} has no tokens")
+    params = read_params(reader)
+    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, reader.int() + _WORD, read_words(reader))
+
+
+def write_words(writer: Writer, words: tuple[tuple[int, ...], ...]) -> None:
+    """Token sequences one behind the other, and how long each is."""
+    writer.ints([len(word) for word in words])
+    writer.ints([token_id for word in words for token_id in word])
+
+
+def read_words(reader: Reader) -> tuple[tuple[int, ...], ...]:
+    """The same back."""
+    lengths, token_ids = reader.ints(1, MAX_TOKEN_ID), reader.ints(0, MAX_TOKEN_ID)
+    if sum(lengths) != len(token_ids):
+        refuse(f"its words have {sum(lengths)} tokens, and {len(token_ids)} follow")
+    words, place = [], 0
+    for length in lengths:
+        words.append(token_ids[place : place + length])
+        place += length
+    return tuple(words)
+
+
+def write_params(writer: Writer, params: SamplingParams) -> None:
+    """The fields that differ from their defaults, as JSON."""
+    own = {field.name: getattr(params, field.name) for field in fields(params)}
+    defaults = {field.name: field.default for field in fields(params) if field.default is not MISSING}
+    told = {name: value for name, value in own.items() if value != defaults.get(name)}
+    if params.logit_bias is not None:
+        told["logit_bias"] = list(params.logit_bias.items())
+    writer.text(json.dumps(told, separators=(",", ":")))
+
+
+def read_params(reader: Reader) -> SamplingParams:
+    """Checked by their own constructor."""
+    text = reader.text()
+    try:
+        told = json.loads(text)
+        if "logit_bias" in told:
+            told["logit_bias"] = dict(told["logit_bias"])
+        return SamplingParams(**told)
+    except (RequestError, TypeError, ValueError, KeyError) as error:
+        raise MessageError(
+            "a message came", f"its sampling parameters are not sound ({error})", "send it again"
+        ) from error

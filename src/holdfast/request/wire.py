@@ -1,0 +1,147 @@
+"""Wire: values as bytes and back, with the standard library alone; what arrives is checked before it is believed; no torch.
+
+frame    magic (4) | version (2) | kind (2) | length of the body (4) | checksum of the body (4) | body
+body     int    8 bytes, signed, little-endian
+         ints   an int, how many, then 4 bytes each where all of them fit (a flag says so), else 8
+         text   an int, how many bytes, then UTF-8
+
+Nothing in here runs code out of data: a reader gives integers, floats, bytes and text, and whoever asks for them makes
+values of those through constructors that check.
+"""
+
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable
+from typing import NoReturn
+
+from holdfast.errors import MessageError
+
+MAGIC = b"HFST"
+VERSION = 1
+MAX_BODY_BYTES = 2**30
+_HEADER = struct.Struct("<4sHHII")
+HEADER_BYTES = _HEADER.size
+_INT = struct.Struct("<q")
+_FLOAT = struct.Struct("<d")
+
+
+class Writer:
+    """Collects a body."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def int(self, number: int) -> None:
+        self._parts.append(_INT.pack(number))
+
+    def float(self, number: float) -> None:
+        self._parts.append(_FLOAT.pack(number))
+
+    def ints(self, numbers: Iterable[int]) -> None:
+        """A list of integers below 2**63 either way."""
+        try:
+            packed = array("i", numbers if isinstance(numbers, list | tuple) else list(numbers))
+        except OverflowError:
+            packed = array("q", numbers)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        self._parts.append(_INT.pack(2 * len(packed) + (packed.itemsize == 8)))
+        self._parts.append(packed.tobytes())
+
+    def bytes(self, data: bytes) -> None:
+        self._parts.append(_INT.pack(len(data)))
+        self._parts.append(data)
+
+    def text(self, text: str) -> None:
+        self.bytes(text.encode())
+
+    def frame(self, kind: int) -> bytes:
+        """Everything so far as a whole message."""
+        body = b"".join(self._parts)
+        return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
+
+
+class Reader:
+    """Takes a body apart, in the order in which it was written; never past its end."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._place = 0
+
+    def int(self, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+        (number,) = _INT.unpack(self._take(_INT.size))
+        if not low <= number <= high:
+            refuse(f"it holds {number} where {low} to {high} are possible")
+        return number
+
+    def float(self) -> float:
+        return _FLOAT.unpack(self._take(_FLOAT.size))[0]
+
+    def ints(self, low: int = -(2**63), high: int = 2**63 - 1) -> tuple[int, ...]:
+        """A list of integers, each within the bounds."""
+        count, is_wide = divmod(self.int(0, 2 * MAX_BODY_BYTES), 2)
+        packed = array("q" if is_wide else "i")
+        packed.frombytes(self._take(count * packed.itemsize))
+        if sys.byteorder == "big":
+            packed.byteswap()
+        if packed and not (low <= min(packed) and max(packed) <= high):
+            refuse(f"it lists {min(packed)} to {max(packed)} where {low} to {high} are possible")
+        return tuple(packed)
+
+    def bytes(self) -> bytes:
+        return self._take(self.int(0, MAX_BODY_BYTES))
+
+    def text(self) -> str:
+        try:
+            return self.bytes().decode()
+        except UnicodeDecodeError as error:
+            raise MessageError("a message came", "its text is not UTF-8", "send it again") from error
+
+    def end(self) -> None:
+        """Everything was read."""
+        if self._place != len(self._body):
+            refuse(f"{len(self._body) - self._place} bytes follow its end")
+
+    def _take(self, count: int) -> bytes:
+        end = self._place + count
+        if end > len(self._body):
+            refuse("it ends before what it announces")
+        taken = self._body[self._place : end]
+        self._place = end
+        return taken
+
+
+def body_length(header: bytes) -> tuple[int, int]:
+    """The kind of a message and the bytes that follow its first HEADER_BYTES, once these are found sound."""
+    if len(header) < HEADER_BYTES:
+        refuse(f"it has {len(header)} bytes, and a header alone has {HEADER_BYTES}")
+    magic, version, kind, length, _ = _HEADER.unpack_from(header)
+    if magic != MAGIC:
+        refuse("it does not begin as one of Holdfast's")
+    if version != VERSION:
+        raise MessageError(
+            f"a message of version {version} came",
+            f"version {VERSION} is spoken here",
+            "run the same release on both sides",
+        )
+    if length > MAX_BODY_BYTES:
+        refuse(f"it announces {length} bytes, and at most {MAX_BODY_BYTES} are taken")
+    return kind, length
+
+
+def open_frame(frame: bytes) -> tuple[int, Reader]:
+    """The kind and the body of a whole message."""
+    kind, length = body_length(frame)
+    body = frame[HEADER_BYTES:]
+    if len(body) != length:
+        refuse(f"it has {len(body)} bytes where it announces {length}")
+    if zlib.crc32(body) != _HEADER.unpack_from(frame)[4]:
+        refuse("its checksum is another one")
+    return kind, Reader(body)
+
+
+def refuse(has: str) -> NoReturn:
+    """No: the sentence says what is wrong with a message."""
+    raise MessageError("a message came", has, "send it again, whole and as it was made")
