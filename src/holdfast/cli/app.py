@@ -171,6 +171,10 @@ def _discard_unwritten() -> None:
         number = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):
         return  # no stdout, or one that is not a file
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # no file can be opened any more: this one makes room
+        os.close(number)
+        return
     os.dup2(nowhere, number)
     os.close(nowhere)

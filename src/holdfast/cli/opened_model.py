@@ -2,11 +2,12 @@
 
 import gc
 import math
+import os
 import select
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +38,10 @@ MAX_STDIN_BYTES = 64 * 2**20
 PATIENCE_SECONDS = 3.0
 """How long piped input may stay silent before somebody is told that it is waited for."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LEAST_ADDRESS_SPACE = 2**29
+"""Torch and its libraries map more than this before a model is opened."""
+LEAST_FILES = 8
+"""Files that are open at once, at the least, while libraries are imported and weights read."""
 CHOOSING = ("top_p", "top_k", "min_p", "n")
 """Options that mean nothing unless tokens are drawn at random."""
 
@@ -57,8 +62,24 @@ class OpenedModel:
         return min(self.memory.max_model_len, self.memory.kv_tokens)
 
 
+def refuse_small_limits() -> None:
+    """Fail here where a limit of the process is too small for the libraries: they would say so in lines of their own, or
+    end the process."""
+    try:
+        import resource
+    except ImportError:
+        return
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY and address_space < LEAST_ADDRESS_SPACE:
+        raise MemoryError("libraries alone map more than this process may")
+    with ExitStack() as held:
+        for _ in range(LEAST_FILES):
+            held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+
+
 def import_torch() -> None:
     """Import all that a model needs; the end of the time in which Ctrl-C may simply leave."""
+    refuse_small_limits()
     import holdfast.engine.build  # noqa: F401
 
     raise_interrupts()
@@ -89,6 +110,7 @@ def _collections_paused() -> Iterator[None]:
 def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
     """Load a model and say nothing."""
     log_plainly()
+    refuse_small_limits()
     started = time.monotonic()
     model = open_headers(config, quiet_download)
     import_torch()
@@ -102,6 +124,7 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
 def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
     """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
     log_plainly()
+    refuse_small_limits()
     started = time.monotonic()
     model = open_headers(config, shown_download)
     if is_watched():
