@@ -102,8 +102,9 @@ def drive(limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, traff
         scheduler.add(Sequence(number, tokens, len(tokens), SamplingParams(), 0, traffic.output_tokens))
     while scheduler.num_running + scheduler.num_waiting:
         step = scheduler.schedule()
+        assert step is not None, "nothing is in flight, and the scheduler waits"
         watch.see(step)
-        scheduler.complete(step, [0 if item.samples else None for item in step.scheduled])
+        scheduler.complete(step, [(0,) if item.samples else () for item in step.scheduled])
         for item in step.scheduled:
             if item.sequence.num_output_tokens == traffic.output_tokens:
                 scheduler.finish(item.sequence)

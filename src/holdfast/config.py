@@ -36,12 +36,19 @@ ALIASES = ENGINE_ALIASES
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The three bounds that hold at every step, and the page size they are counted in."""
+    """The bounds that hold at every step, and the page size they are counted in."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     page_tokens: int
+    max_sampled_rows: int = 0
+    """Most positions of a step that choose a token: one of each sequence that samples, and one more for each proposal; 0 is
+    max_num_seqs."""
+
+    @property
+    def num_sampled_rows(self) -> int:
+        return self.max_sampled_rows or self.max_num_seqs
 
 
 @dataclass(frozen=True, kw_only=True)

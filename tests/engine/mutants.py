@@ -12,7 +12,9 @@ import holdfast.engine.scheduler
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.pages import FreeRuns, PagePool
 from holdfast.cache.prefix import BlockPart, PrefixCache, PrefixEntry
-from holdfast.engine.scheduler import PageNeeds, Queues, Scheduler
+from holdfast.engine.page_needs import PageNeeds
+from holdfast.engine.queues import Queues
+from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import RequestError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, SequenceState
 

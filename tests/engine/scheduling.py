@@ -31,7 +31,9 @@ def run(scheduler: Scheduler, token: int = 7) -> LiveStep:
     """One step; whoever has all its tokens is finished."""
     step = scheduler.schedule()
     scheduler.check()
-    scheduler.complete(step, [token if item.samples else None for item in step.scheduled])
+    assert step is not None, "nothing is in flight, and the scheduler waits"
+    if step.scheduled:
+        scheduler.complete(step, [(token,) if item.samples else () for item in step.scheduled])
     for item in step.scheduled:
         if item.sequence.num_output_tokens >= item.sequence.max_tokens:
             scheduler.finish(item.sequence)

@@ -237,7 +237,7 @@ class Drive:
                 is_idle = False
                 live.append(self._add(waiting.pop(0)))
             step = self.scheduler.schedule()
-            assert step.scheduled, "nobody is scheduled, and somebody waits"
+            assert step and step.scheduled, "nobody is scheduled, and somebody waits"
             self._poison_given_back()
             result = self.rig.execute(step)
             self._book(step, result)
@@ -260,7 +260,7 @@ class Drive:
             if token_id == NO_TOKEN:
                 self.scheduler.finish(item.sequence)
                 token_ids[index] = None
-        self.scheduler.complete(step, token_ids)
+        self.scheduler.complete(step, [() if token_id is None else (token_id,) for token_id in token_ids])
 
     def _add(self, request: Request) -> Sequence:
         request.sequence = Sequence(

@@ -79,7 +79,7 @@ def test_sequences_of_a_scheduler_that_preempts_and_shares(seed):
     while scheduler.num_waiting or scheduler.num_running:
         step = scheduler.schedule()
         run(table, [item.sequence for item in step.scheduled])
-        scheduler.complete(step, [dice.randrange(9) if item.samples else None for item in step.scheduled])
+        scheduler.complete(step, [(dice.randrange(9),) if item.samples else () for item in step.scheduled])
         for item in step.scheduled:
             if item.sequence.num_output_tokens == item.sequence.max_tokens or dice.random() < 0.01:
                 scheduler.finish(item.sequence)
@@ -723,12 +723,13 @@ def test_a_sequence_that_starts_anew_without_a_preemption_has_its_new_pages():
     people = [Sequence(index, [1] * 8, 8, SamplingParams(), seed=0, max_tokens=8) for index in range(2)]
     for own in people:
         scheduler.add(own)
-    scheduler.complete(scheduler.schedule(), [5, 6])
+    scheduler.complete(scheduler.schedule(), [(5,), (6,)])
     table.rows(people)
     gone, own = people
     before = own.tables
     scheduler.schedule()  # and never completed
     scheduler.finish(gone)
+    scheduler.forget_steps()
     scheduler.schedule()
     assert own.num_preemptions == 0
     assert own.tables[0][:2] != before[0][:2]

@@ -350,6 +350,7 @@ class Engine:
     def _step(self, shield: InterruptShield) -> None:
         """Schedule, execute, book."""
         step = self.scheduler.schedule()
+        assert step is not None, "nothing is in flight, and the scheduler waits"
         if not step.scheduled:
             assert not self._by_sequence, f"nobody is scheduled of {len(self._by_sequence)} that want to run"
             return
@@ -358,8 +359,14 @@ class Engine:
             completion = self._by_sequence[item.sequence.sequence_id]
             if completion.scheduled_at is None:
                 completion.scheduled_at = now
-        with shield.lifted():
-            result = self._runner.execute(step)
+        try:
+            with shield.lifted():
+                result = self._runner.execute(step)
+        except Exception:
+            raise
+        except BaseException:
+            self.scheduler.forget_steps()
+            raise
         assert len(result.results) == len(step.scheduled), f"{len(result.results)} results for {len(step.scheduled)}"
         self._book(step, result.results)
 
@@ -376,7 +383,7 @@ class Engine:
                 self.scheduler.reset_prefix_cache()
                 token_id = None
             token_ids.append(token_id)
-        self.scheduler.complete(step, token_ids)
+        self.scheduler.complete(step, [() if token_id is None else (token_id,) for token_id in token_ids])
         self._num_steps += 1
         now = self._clock()
         for item, result, token_id in zip(step.scheduled, results, token_ids, strict=True):

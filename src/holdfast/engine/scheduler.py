@@ -3,214 +3,81 @@
 Laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the border one to
 the right, preemption one to the left; besides that, sequences only join at the right end and leave from anywhere.
 
-    add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> gone
+    add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> [ quarantine ] --> gone
                     ^                          |
                     '------- preempt ----------'   the youngest, when an older one needs its pages
 
+**Steps in flight.** schedule() may be called again before the step that it gave has ended. A step in flight is believed
+as far as positions go: `num_scheduled` is behind its last one, and a token that it chooses is *coming*, so that a
+sequence goes on from there without anybody knowing the token. complete() books steps in the order in which they were
+given. What is not known is never acted upon: prefixes are registered, window pages given back and tokens appended when a
+step is booked, and whoever is preempted has nothing in flight.
+
+    position    0 ......... num_computed ......... num_scheduled ......... tokens, known and coming
+                [ booked   )[ steps in flight     )[ the next steps       )
+
+A sequence that ends with steps in flight leaves surplus behind: those steps still write its pages and its slot. Both
+stay in *quarantine*, owned by nobody who runs and given to nobody, until the last of these steps is booked. Its surplus
+tokens are dropped there. An end by max_tokens leaves none: nobody is scheduled past it.
+
 **Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
 `start` on needs, in a group with a window, only the pages from `first_page(start)` on: once a step is booked, those
-before that are given back and their places become holes. So between steps such a group holds at most W - 1 tokens and
-one page, and in a step of n tokens at most W - 1 + n and one page. Whole contexts only grow; a state is held whole from
-the first token on.
+before the first position that is not are given back and their places become holes; steps in flight start there or
+later. So with nothing in flight such a group holds at most W - 1 tokens and one page, and with n tokens in flight at
+most W - 1 + n and one page, where n is never more than max_num_batched_tokens: a sequence with windows is not scheduled
+further ahead. Whole contexts only grow; a state is held whole from the first token on.
 
 **Order.** Every running sequence arrived before every waiting one, and both queues are in order of arrival. Admission
 takes the oldest that waits and makes it the youngest that runs; preemption does the reverse. Nothing else moves. So
 among those that run, admissions happened in order of arrival too.
 
 **Admission.** A waiting sequence starts only when its *claim* fits beside the claims of all that run. A claim is what a
-sequence may still take out of the pool, at the most, until every token known so far is computed and, in each group, one
-page of tokens more (where it may ever need that). In a group with a window this is no more than its bound less what
+sequence may still take out of the pool, at the most, until every token known or coming is computed and, in each group,
+one page of tokens more (where it may ever need that). In a group with a window this is no more than its bound less what
 it holds, because each page behind the window comes back; except one that somebody else holds too, which comes back to
-nobody, and therefore is claimed again. So between an admission and the moment a sequence has filled its extra page
-nobody is preempted: at least a page of tokens each, of the group with the smallest pages. In a step that preempted
-someone nobody is admitted.
+nobody, and therefore is claimed again. Proposals take pages only beside all claims. So between an admission and the
+moment a sequence has filled its extra page nobody is preempted: at least a page of tokens each, of the group with the
+smallest pages. In a step that preempted someone nobody is admitted.
 
-**Preemption frees memory at once.** A sequence that is admitted on a hit of h tokens takes a new page in every group
-that keeps rows, because h ends a page in all of them and the token at h is never part of a hit, and its states are its
-own. What it computed can be shared only with sequences admitted later, which are preempted first. So each preemption
-makes pages available, as long as some group still holds the newest token, or a state, between steps: every one but a
-window of 1, which at the end of a page holds nothing. Where all groups are such, a preemption may free nothing, and the
-next one follows; nothing below needs more.
+**Preemption frees memory at once**, because it happens only with nothing in flight. A sequence that is admitted on a hit
+of h tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is
+never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later, which
+are preempted first. So each preemption makes pages available, as long as some group still holds the newest token, or a
+state, between steps: every one but a window of 1, which at the end of a page holds nothing. Where all groups are such,
+a preemption may free nothing, and the next one follows; nothing below needs more.
 
-**Liveness.** The oldest sequence advances by at least one token in every step, so N sequences finish within
-N * max_model_len steps once they stop arriving:
-1. If it waits, nothing runs (order), so every page is available. What it starts on and what it claims then are
-   together no more than the sum of its groups' bounds, with or without a hit, and add() has checked that this fits: admitted.
-2. If it runs, it is served first, with the whole token budget. If a page is missing, those behind it are preempted; at
-   the latest when it is alone every page that it does not hold is available. What it holds once it has grown is in
-   each group within the bound that add() has summed up, so these suffice.
-3. It is never preempted, because only the youngest is, and only for one that is at least as old.
+**Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the
+oldest sequence advances by at least one token in every step that is given with nothing in flight, and in between it
+goes on or waits for what is in flight: N sequences finish within N * max_model_len such steps once they stop arriving:
+1. If it waits, nothing runs (order), so once the steps in flight are booked nothing is in quarantine and every page and
+   slot is available. What it starts on and what it claims then are together no more than the sum of its groups' bounds,
+   with or without a hit, and add() has checked that this fits: admitted.
+2. If it runs and has positions left that are not in flight, it is served first, with the whole token budget. If a page
+   is missing, schedule() gives None until nothing is in flight; then those behind it are preempted; at the latest when
+   it is alone every page that it does not hold is available. What it holds once it has grown is in each group within
+   the bound that add() has summed up, so these suffice.
+3. If it runs and has none left, what it needs is in flight, and booking brings its token.
+4. It is never preempted, because only the youngest is, and only for one that is at least as old.
 This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.cache.groups import HOLE, CacheGroup, by_position
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
-from holdfast.errors import QueueFullError, RequestError
+from holdfast.engine.page_needs import PageNeeds
+from holdfast.engine.queues import Queues, SlotPool, named
+from holdfast.errors import QueueFullError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
+from holdfast.request.step import Admitted, Step, StepItem
 
-
-@dataclass(frozen=True, slots=True)
-class PageNeeds:
-    """The arithmetic of one engine: its limits, its number of pages and its cache groups."""
-
-    limits: Limits
-    num_pages: int
-    groups: tuple[CacheGroup, ...]
-
-    def missing(self, tables: SequenceABC[SequenceABC[int]], num_tokens: int) -> list[int]:
-        """Pages that each group lacks for the first `num_tokens` of a sequence."""
-        return [group.pages_for(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)]
-
-    def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
-        """Tokens that there are places for in every group."""
-        most = self.limits.max_model_len
-        pairs = zip(self.groups, tables, strict=True)
-        return min(
-            (most if table else 0) if group.is_state else len(table) * group.page_tokens for group, table in pairs
-        )
-
-    def claim(
-        self,
-        sequence: Sequence,
-        tables: SequenceABC[SequenceABC[int]],
-        num_computed: int,
-        longest: int,
-        is_shared: Callable[[int], bool],
-    ) -> int:
-        """Pages that it may still take, in all groups, until its known tokens and a page more of each are computed.
-
-        `is_shared` says of a page whether it has other owners, so that giving it back makes nothing available.
-        """
-        num_tokens, budget = len(sequence.token_ids), self.limits.max_num_batched_tokens
-        total = 0
-        for group, table in zip(self.groups, tables, strict=True):
-            end = min(num_tokens + group.page_tokens, longest)
-            claim = group.pages_for(end) - len(table)
-            if group.window is not None and claim > 0:
-                first, last = group.first_page(num_computed), group.first_page(end - 1)
-                num_stuck = sum(map(is_shared, table[first:last]))
-                most = group.most_pages(end, min(budget, max(num_tokens - num_computed, 1)))
-                claim = min(claim, most - (len(table) - first) + num_stuck)
-            total += max(claim, 0)
-        return total
-
-    def longest(self, sequence: Sequence) -> int:
-        """Tokens that are computed of it at the most: its last one never is."""
-        longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, len(sequence.token_ids))
-        return min(longest, self.limits.max_model_len)
-
-    def max_pages(self, sequence: Sequence) -> int:
-        """Pages that it holds at the most, in all groups; refuses one that can never run."""
-        num_tokens, max_model_len = len(sequence.token_ids), self.limits.max_model_len
-        if not 1 <= num_tokens <= max_model_len:
-            raise RequestError(
-                f"a sequence of {num_tokens} tokens was asked",
-                f"1 to max_model_len={max_model_len} work",
-                "change the prompt or max_model_len",
-            )
-        longest, budget = self.longest(sequence), self.limits.max_num_batched_tokens
-        max_pages = sum(group.most_pages(longest, budget) for group in self.groups)
-        if max_pages > self.num_pages:
-            raise RequestError(
-                f"{sequence.num_prompt_tokens} prompt and {sequence.max_tokens} output tokens were asked",
-                self._capacity_in_words(max_pages),
-                "shorten the prompt, lower max_tokens or give the KV cache more memory",
-            )
-        return max_pages
-
-    def _capacity_in_words(self, max_pages: int) -> str:
-        first = self.groups[0]
-        if len(self.groups) == 1 and first.window is None and not first.is_state:
-            return f"the KV cache holds {self.num_pages * first.page_tokens} tokens"
-        return f"the KV cache holds {self.num_pages} pages, and one such sequence takes {max_pages}"
-
-
-def named(sequence: Sequence) -> str:
-    """How messages call a sequence: never by its tokens, which are many and private."""
-    return f"sequence {sequence.sequence_id}"
-
-
-class Queues:
-    """Holds each sequence in exactly one place and keeps its state in step. Every move is O(1)."""
-
-    def __init__(self) -> None:
-        self._running: dict[int, Sequence] = {}
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._arrivals: dict[int, int] = {}
-        self._num_arrived = 0
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._arrivals
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def running(self) -> list[Sequence]:
-        """A copy, oldest first."""
-        return list(self._running.values())
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """A copy, oldest first."""
-        return list(self._waiting.values())
-
-    @property
-    def oldest_waiting(self) -> Sequence:
-        return next(iter(self._waiting.values()))
-
-    def append(self, sequence: Sequence) -> None:
-        """A new sequence waits, behind all others."""
-        is_new = sequence not in self and sequence.state is SequenceState.WAITING and not any(sequence.tables)
-        assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.tables=}"
-        self._arrivals[sequence.sequence_id] = self._num_arrived
-        self._num_arrived += 1
-        self._waiting[sequence.sequence_id] = sequence
-
-    def admit(self) -> Sequence:
-        """The oldest that waits becomes the youngest that runs."""
-        sequence_id, sequence = self._waiting.popitem(last=False)
-        self._running[sequence_id] = sequence
-        sequence.state = SequenceState.RUNNING
-        return sequence
-
-    def preempt(self) -> Sequence:
-        """The youngest that runs becomes the oldest that waits."""
-        sequence_id, sequence = self._running.popitem()
-        self._waiting[sequence_id] = sequence
-        self._waiting.move_to_end(sequence_id, last=False)
-        sequence.state = SequenceState.WAITING
-        return sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out for good, wherever it is; nothing happens when it is not here."""
-        sequence.state = SequenceState.FINISHED
-        self._arrivals.pop(sequence.sequence_id, None)
-        self._waiting.pop(sequence.sequence_id, None)
-        self._running.pop(sequence.sequence_id, None)
-
-    def check(self) -> None:
-        """Every sequence once, in its state, in order of arrival."""
-        ids = [*self._running, *self._waiting]
-        assert sorted(ids) == sorted(self._arrivals), f"queues hold {ids}, known are {sorted(self._arrivals)}"
-        arrivals = [self._arrivals[sequence_id] for sequence_id in ids]
-        assert arrivals == sorted(arrivals), f"running and waiting are out of order of arrival: {arrivals}"
-        for queue, state in ((self._running, SequenceState.RUNNING), (self._waiting, SequenceState.WAITING)):
-            for sequence_id, sequence in queue.items():
-                assert sequence.sequence_id == sequence_id, f"{named(sequence)} is listed as {sequence_id}"
-                assert sequence.state is state, f"{named(sequence)} is listed as {state.value}"
+Propose = Callable[[Sequence], SequenceABC[int]]
+"""Tokens that may follow a sequence's last one, the nearest first; as many as one likes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -226,6 +93,14 @@ class Track:
     """Tokens that its tables have places for."""
     end: int = 0
     """Where the farthest step ended that it was given pages for."""
+    last_step: int = 0
+    """The number of the latest step that it is in."""
+    is_told: bool = False
+    """The runner has it in its slot."""
+    is_grown: bool = False
+    """Its tables have pages that no step has told of."""
+    num_told: list[int] = field(default_factory=list)
+    """Places of each table that steps have told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +116,48 @@ class Blocked:
     """Blocks of its prefix that were entries."""
     num_filled: int
     """Holes of the prefix cache that had been filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """What a finished sequence leaves to steps in flight."""
+
+    last_step: int
+    """Once this one is booked nobody writes here any more."""
+    slot: int
+    tables: list[list[int]]
+
+
+@dataclass(eq=False, slots=True)
+class Guesses:
+    """What one step still has for proposals."""
+
+    propose: Propose
+    num_rows: int
+    """Positions that may choose a token beside one of each sequence."""
+    num_claimed: int | None = None
+    """Pages that are for those that run, once somebody has asked for more."""
+
+
+def _admitted(sequence: Sequence) -> Admitted:
+    return Admitted(
+        sequence.slot,
+        sequence.sequence_id,
+        tuple(sequence.token_ids),
+        sequence.num_prompt_tokens,
+        sequence.params,
+        sequence.seed,
+        sequence.bad_word_ids,
+    )
+
+
+def _new_pages(sequence: Sequence, track: Track) -> tuple[tuple[int, ...], ...]:
+    """What no step has told of; by now one does."""
+    tables, num_told = sequence.tables, track.num_told
+    pages = tuple(tuple(table[told:]) for table, told in zip(tables, num_told, strict=True))
+    track.num_told = [len(table) for table in tables]
+    track.is_grown = False
+    return pages if any(pages) else ()
 
 
 class Scheduler:
@@ -263,6 +180,7 @@ class Scheduler:
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_tokens"):
             assert getattr(limits, name) >= 1, f"{name}={getattr(limits, name)}"
+        assert limits.num_sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
         self.limits = limits
         self.max_queue = max_queue
         self.pool = PagePool(num_pages)
@@ -273,9 +191,15 @@ class Scheduler:
         self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
         self._has_states = any(group.is_state for group in self.groups)
         self._queues = Queues()
+        self._slots = SlotPool(limits.max_num_seqs)
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
-        self._step: LiveStep | None = None
+        self._in_flight: deque[LiveStep] = deque()
+        """Steps that were given and not booked, the oldest first."""
+        self._quarantine: list[Quarantined] = []
+        self._released: list[int] = []
+        """Slots that the next step tells to be free."""
+        self._num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         """Tokens of sequences that asked the prefix cache at their first admission."""
@@ -291,6 +215,11 @@ class Scheduler:
         return self._queues.num_running
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that were given and not booked."""
+        return len(self._in_flight)
+
+    @property
     def running(self) -> list[Sequence]:
         """A copy, oldest first."""
         return self._queues.running
@@ -302,14 +231,15 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pages that sequences hold."""
+        """Share of the pages that sequences hold, those in quarantine included."""
         return 1.0 - self.pool.num_available / self.pool.num_pages
 
     def pages_by_group(self) -> dict[str, int]:
         """Pages that sequences hold now, by the name of the group; one that several hold counts once."""
         held: dict[str, int] = {}
+        holders = [sequence.tables for sequence in self.running] + [left.tables for left in self._quarantine]
         for index, group in enumerate(self.groups):
-            pages = dict.fromkeys(page for sequence in self.running for page in sequence.tables[index] if page != HOLE)
+            pages = dict.fromkeys(page for tables in holders for page in tables[index] if page != HOLE)
             held[group.name] = held.get(group.name, 0) + len(pages)
         return held
 
@@ -325,80 +255,184 @@ class Scheduler:
         chain = self.prefix.chain(sequence.cache_salt)
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
-    def schedule(self) -> LiveStep:
-        """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow."""
-        if self._step is not None and self._has_states:
-            self._start_anew(self._step)
-        scheduled: list[ScheduledSequence] = []
+    def schedule(self, propose: Propose | None = None) -> LiveStep | None:
+        """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow.
+
+        Steps may be in flight. None where only booking one of them can show how to go on: pages are missing, or are in
+        quarantine. Without items where there is nothing to run now; such a step has no number and is not in flight.
+        With `propose`, sequences that may speculate are given proposals, and wait for their tokens to be booked.
+        """
+        items: list[ScheduledSequence] = []
         budget = self.limits.max_num_batched_tokens
-        max_model_len = self.limits.max_model_len
         num_preemptions = self.num_preemptions
-        for sequence in self._queues.running:
+        running = self._queues.running
+        guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
+        for num_before, sequence in enumerate(running):
             # Victims are the youngest, so everybody after the first victim is one too, and nobody before it.
             if budget == 0 or sequence.state is not SequenceState.RUNNING:
                 break
-            start = sequence.num_computed
-            num_new_tokens = min(min(len(sequence.token_ids), max_model_len) - start, budget)
-            if num_new_tokens <= 0:
+            track = self._tracks[sequence.sequence_id]
+            start, num_tokens = sequence.num_scheduled, len(sequence.token_ids) + sequence.num_coming
+            num_new_tokens = min(num_tokens, track.longest) - start
+            num_new_tokens = min(num_new_tokens, budget, self._most_ahead(sequence))
+            if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
-            if end > self._tracks[sequence.sequence_id].capacity and not self._grow(sequence, end):
+            if end > track.capacity and not self._grow(sequence, end):
+                if self._in_flight:
+                    return None
                 break
-            scheduled.append(ScheduledSequence.of(sequence, start, num_new_tokens))
-            budget -= num_new_tokens
+            proposals = ()
+            if guesses is not None and sequence.may_speculate and num_new_tokens == 1 and end == num_tokens:
+                # One token is left for each of those behind, so that nobody waits for somebody else's guesses.
+                proposals = self._proposals(sequence, guesses, budget - (len(running) - num_before))
+            items.append(
+                ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
+            )
+            budget -= num_new_tokens + len(proposals)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(scheduled, budget)
-        self._step = LiveStep(tuple(scheduled))
-        return self._step
+            self._admit_waiting(items, budget)
+        if items:
+            return self._launched(items)
+        is_stuck = self._in_flight and self._quarantine and self.num_waiting
+        return None if is_stuck else LiveStep(())
 
-    def complete(self, step: LiveStep, token_ids: SequenceABC[int | None]) -> None:
-        """Books a step that has run: its tokens are computed, and each sampled one is appended.
+    def complete(self, step: LiveStep, token_ids: SequenceABC[SequenceABC[int]]) -> None:
+        """Books the oldest step in flight: its tokens are computed, and those that it chose are appended.
 
-        `token_ids` has one entry for each scheduled sequence; None where none was sampled. Sequences that were finished
-        since schedule() are passed over.
+        `token_ids` has one entry for each scheduled sequence: none where none was chosen, one, or the accepted proposals
+        and one. Sequences that were finished since schedule() are passed over, their tokens with them.
         """
-        assert step is self._step, "only the latest step can be completed, and only once"
-        assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} tokens for {len(step.scheduled)} sequences"
-        self._step = None
-        block_tokens = self.prefix.block_tokens
-        for item, token_id in zip(step.scheduled, token_ids, strict=True):
-            sequence = item.sequence
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            num_computed = item.start + item.num_new_tokens
-            if self._caches_prefixes and num_computed // block_tokens > item.start // block_tokens:
-                chain = self._tracks[sequence.sequence_id].chain
-                self.prefix.register(chain, sequence.token_ids, sequence.tables, num_computed)
-            sequence.num_computed = num_computed
-            if self._windows:
-                self._give_back(sequence)
-            if token_id is not None:
-                assert num_computed == len(sequence.token_ids), f"{named(sequence)} sampled before its last token"
-                sequence.token_ids.append(token_id)
+        is_oldest = bool(self._in_flight) and step is self._in_flight[0]
+        assert is_oldest, "only the oldest step in flight can be completed, and only once"
+        assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} results for {len(step.scheduled)} sequences"
+        self._in_flight.popleft()
+        for item, chosen in zip(step.scheduled, token_ids, strict=True):
+            if item.sequence.state is SequenceState.RUNNING:
+                self._book(item, chosen)
+        if self._quarantine:
+            self._leave_quarantine(step.step.number)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out and releases its pages; legal in any state, at any moment, and any number of times.
 
-        Between schedule() and complete() too: nobody is given its pages before the next schedule().
+        Where steps in flight may still write them, pages and slot are released once the last of those is booked.
         """
         self._queues.remove(sequence)
-        if self._tracks.pop(sequence.sequence_id, None) is not None:
-            self._release_pages(sequence)
+        track = self._tracks.pop(sequence.sequence_id, None)
+        if track is None:
+            return
+        if sequence.num_scheduled > sequence.num_computed:
+            self._quarantine.append(Quarantined(track.last_step, sequence.slot, sequence.tables))
+            sequence.tables, sequence.slot = [[] for _ in self.groups], -1
+            sequence.num_scheduled, sequence.num_coming = sequence.num_computed, 0
+            return
+        self._release_pages(sequence)
+        self._release_slot(sequence, track)
+
+    def forget_steps(self) -> None:
+        """The runner has dropped everything in flight: it is scheduled again, from the last booked position on.
+
+        What those steps told stays told: admissions, pages and releases; numbers go on. A state may have been moved on,
+        and none can be computed from its middle: its sequence starts anew, released and admitted again.
+        """
+        steps, self._in_flight = self._in_flight, deque()
+        self._leave_quarantine(self._num_steps)
+        self._blocked = None
+        for item in (item for step in steps for item in step.scheduled):
+            sequence = item.sequence
+            if sequence.state is not SequenceState.RUNNING or sequence.num_scheduled == sequence.num_computed:
+                continue
+            sequence.num_scheduled, sequence.num_coming = sequence.num_computed, 0
+            if self._has_states:
+                self._start_anew(sequence)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix, for instance because the weights have changed."""
         self.prefix.reset()
 
+    def _most_ahead(self, sequence: Sequence) -> int:
+        """Tokens that may be added to what is in flight of it: a window is sized for a step's."""
+        most = self.limits.max_num_batched_tokens
+        return most - (sequence.num_scheduled - sequence.num_computed) if self._windows else most
+
+    def _launched(self, items: list[ScheduledSequence]) -> LiveStep:
+        """From now on these are in flight; the step says what the runner does not know yet."""
+        self._num_steps += 1
+        admitted: list[Admitted] = []
+        told: list[StepItem] = []
+        for item in items:
+            sequence = item.sequence
+            track = self._tracks[sequence.sequence_id]
+            sequence.num_scheduled = item.start + item.num_new_tokens
+            sequence.num_coming += item.samples
+            track.last_step = self._num_steps
+            if not track.is_told:
+                admitted.append(_admitted(sequence))
+                track.is_told = True
+            pages = _new_pages(sequence, track) if track.is_grown else ()
+            told.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
+        step = Step(self._num_steps, tuple(self._released), tuple(admitted), tuple(told))
+        self._released.clear()
+        live = LiveStep(tuple(items), step)
+        self._in_flight.append(live)
+        return live
+
+    def _book(self, item: ScheduledSequence, chosen: SequenceABC[int]) -> None:
+        """What a step did for a sequence that still runs."""
+        sequence, proposals = item.sequence, item.proposals
+        num_accepted = max(len(chosen) - 1, 0)
+        num_computed = item.num_tokens + num_accepted
+        if chosen:
+            assert item.samples, f"{named(sequence)} sampled before its last token"
+            accepted = tuple(chosen[:num_accepted])
+            assert accepted == proposals[:num_accepted], f"{named(sequence)} got {len(chosen)} tokens, unproposed"
+        is_next = item.start == sequence.num_computed and item.num_tokens <= len(sequence.token_ids)
+        assert is_next, f"{named(sequence)} goes on at {item.start} without the token that it did not get"
+        sequence.token_ids += chosen
+        sequence.num_coming -= item.samples
+        if proposals:
+            # Nothing of it was scheduled behind its guesses.
+            sequence.num_scheduled = num_computed
+        block_tokens = self.prefix.block_tokens
+        if self._caches_prefixes and num_computed // block_tokens > item.start // block_tokens:
+            chain = self._tracks[sequence.sequence_id].chain
+            self.prefix.register(chain, sequence.token_ids, sequence.tables, num_computed)
+        sequence.num_computed = num_computed
+        if self._windows:
+            self._give_back(sequence)
+
+    def _leave_quarantine(self, number: int) -> None:
+        """Step `number` was the last to write some of what is there."""
+        left = [held for held in self._quarantine if held.last_step <= number]
+        if not left:
+            return
+        self._quarantine = [held for held in self._quarantine if held.last_step > number]
+        for held in left:
+            self.pool.release_many(by_position(self.groups, held.tables))
+            self._slots.put(held.slot)
+            self._released.append(held.slot)
+        # Pages have come back that no claim had counted on.
+        self._blocked = None
+
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives a running sequence pages for its first `num_tokens`; False when it had to be preempted itself."""
+        """Gives a running sequence pages for its first `num_tokens`.
+
+        False when it had to be preempted itself, or when somebody would have to be and steps are in flight.
+        """
+        missing = self._needs.missing(sequence.tables, num_tokens)
+        while sum(missing) > self.pool.num_available:
+            if self._in_flight or self._preempt_youngest() is sequence:
+                return False
+        self._extend(sequence, num_tokens, missing)
+        return True
+
+    def _extend(self, sequence: Sequence, num_tokens: int, missing: SequenceABC[int]) -> None:
+        """Takes what is missing of each group."""
         track = self._tracks[sequence.sequence_id]
         assert num_tokens <= track.longest, (
             f"{named(sequence)} goes on after max_tokens: {num_tokens=} {track.longest=}"
         )
-        missing = self._needs.missing(sequence.tables, num_tokens)
-        while sum(missing) > self.pool.num_available:
-            if self._preempt_youngest() is sequence:
-                return False
         num_known, budget = len(sequence.token_ids), self.limits.max_num_batched_tokens
         for group, table, num_missing in zip(self.groups, sequence.tables, missing, strict=True):
             after = table[-1] if table and table[-1] != HOLE else None
@@ -406,7 +440,31 @@ class Scheduler:
             table += self.pool.allocate_many(num_missing, after, num_expected)
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = max(track.end, num_tokens)
-        return True
+        track.is_grown = True
+
+    def _spare_rows(self) -> int:
+        """Positions that may choose a token when everybody who could be in the step has chosen one."""
+        num_sequences = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
+        return self.limits.num_sampled_rows - num_sequences
+
+    def _proposals(self, sequence: Sequence, guesses: Guesses, most: int) -> tuple[int, ...]:
+        """What is guessed to follow the last token: at most `most`, none of no use, on pages that nobody claims."""
+        track, num_tokens = self._tracks[sequence.sequence_id], len(sequence.token_ids)
+        most = min(most, guesses.num_rows, track.longest - num_tokens)
+        if most <= 0:
+            return ()
+        proposals = tuple(guesses.propose(sequence)[:most])
+        end = num_tokens + len(proposals)
+        if end > track.capacity:
+            if guesses.num_claimed is None:
+                guesses.num_claimed = sum(map(self._claim, self._queues.running))
+            missing = self._needs.missing(sequence.tables, end)
+            if sum(missing) + guesses.num_claimed <= self.pool.num_available:
+                self._extend(sequence, end, missing)
+            else:
+                proposals = proposals[: track.capacity - num_tokens]
+        guesses.num_rows -= len(proposals)
+        return proposals
 
     def _give_back(self, sequence: Sequence) -> None:
         """Releases what no later token sees: in each group with a window the pages behind it, the last of them first."""
@@ -418,24 +476,27 @@ class Scheduler:
                 table[place] = HOLE
                 place -= 1
 
-    def _start_anew(self, step: LiveStep) -> None:
-        """A step that was never completed may have moved states on, and no state can be computed from its middle."""
-        for item in step.scheduled:
-            if item.sequence.state is SequenceState.RUNNING:
-                self._release_pages(item.sequence)
-                self._start(item.sequence, self.prefix.miss())
+    def _start_anew(self, sequence: Sequence) -> None:
+        """From its first token on, in its slot."""
+        track = self._tracks[sequence.sequence_id]
+        self._release_pages(sequence)
+        self._released.append(sequence.slot)
+        track.is_told = False
+        self._start(sequence, self.prefix.miss())
 
     def _preempt_youngest(self) -> Sequence:
+        assert not self._in_flight, f"a sequence is preempted with {self.num_in_flight} steps in flight"
         sequence = self._queues.preempt()
         self._release_pages(sequence)
-        sequence.num_computed = 0
+        self._release_slot(sequence, self._tracks[sequence.sequence_id])
+        sequence.num_computed = sequence.num_scheduled = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         return sequence
 
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
-        while self.num_waiting and budget > 0 and self.num_running < self.limits.max_num_seqs:
+        while self.num_waiting and budget > 0 and self._slots.num_free:
             sequence = self._queues.oldest_waiting
             if self._is_still_blocked(sequence):
                 return
@@ -471,6 +532,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, hit: PrefixHit, max_new_tokens: int) -> ScheduledSequence:
         self._queues.admit()
+        sequence.slot = self._slots.take()
         self._blocked = None
         self._start(sequence, hit)
         start = hit.num_tokens
@@ -486,7 +548,9 @@ class Scheduler:
     def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
         track = self._tracks[sequence.sequence_id]
         sequence.tables = self.prefix.share(track.chain, hit)
-        sequence.num_computed = hit.num_tokens
+        sequence.num_computed = sequence.num_scheduled = hit.num_tokens
+        track.num_told = [0] * len(self.groups)
+        track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = hit.num_tokens
 
@@ -525,8 +589,17 @@ class Scheduler:
 
     def _release_pages(self, sequence: Sequence) -> None:
         self.pool.release_many(by_position(self.groups, sequence.tables))
-        # Not cleared in place: a step in flight may still be looking at the old lists.
+        # Not cleared in place: somebody may still be looking at the old lists.
         sequence.tables = [[] for _ in self.groups]
+
+    def _release_slot(self, sequence: Sequence, track: Track) -> None:
+        """Where it has one; the runner hears of it if it knew."""
+        if sequence.slot >= 0:
+            self._slots.put(sequence.slot)
+            if track.is_told:
+                self._released.append(sequence.slot)
+        track.is_told = False
+        sequence.slot = -1
 
     def check(self) -> None:
         """All pages accounted for from their owners, every sequence in one place, in order, and within the limits."""
@@ -539,22 +612,57 @@ class Scheduler:
         max_num_seqs = self.limits.max_num_seqs
         assert len(running) <= max_num_seqs, f"{len(running)} sequences run, {max_num_seqs=}"
         for sequence in waiting:
-            is_idle = not any(sequence.tables) and sequence.num_computed == 0
-            assert is_idle, f"{named(sequence)} waits: {sequence.tables=} {sequence.num_computed=}"
-        num_owners = [0] * self.pool.num_pages
+            is_idle = not any(sequence.tables) and sequence.num_computed == sequence.num_scheduled == 0
+            is_idle = is_idle and sequence.slot < 0 and sequence.num_coming == 0
+            assert is_idle, f"{named(sequence)} waits: {sequence.tables=} {sequence.num_computed=} {sequence.slot=}"
+        self._check_in_flight(running)
         for sequence in running:
             self._check_running(sequence)
-            for table in sequence.tables:
+        num_owners = [0] * self.pool.num_pages
+        for tables in (*(sequence.tables for sequence in running), *(held.tables for held in self._quarantine)):
+            for table in tables:
                 for page in table:
                     if page != HOLE:
                         num_owners[page] += 1
         counted = self.pool.owner_counts()
         assert num_owners == counted, f"sequences hold pages {num_owners} times, the pool counts {counted}"
 
+    def _check_in_flight(self, running: list[Sequence]) -> None:
+        """Steps in flight are the latest, add up to what is scheduled and coming, and keep what they write."""
+        numbers = [step.step.number for step in self._in_flight]
+        latest = list(range(self._num_steps - len(numbers) + 1, self._num_steps + 1))
+        assert numbers == latest, f"steps {numbers} are in flight, of {self._num_steps}"
+        self._slots.check([sequence.slot for sequence in running] + [held.slot for held in self._quarantine])
+        for held in self._quarantine:
+            assert held.last_step in numbers, f"slot {held.slot} is kept for step {held.last_step}, of {numbers}"
+        ends = {sequence.sequence_id: sequence.num_computed for sequence in running}
+        coming = dict.fromkeys(ends, 0)
+        for item in (item for step in self._in_flight for item in step.scheduled):
+            sequence = item.sequence
+            assert sequence.state is not SequenceState.WAITING, f"{named(sequence)} waits and is in flight"
+            if sequence.state is SequenceState.RUNNING:
+                end = ends[sequence.sequence_id]
+                assert item.start == end, f"{named(sequence)} has a step in flight from {item.start} on, behind {end}"
+                ends[sequence.sequence_id] += item.num_new_tokens
+                coming[sequence.sequence_id] += item.samples
+        for sequence in running:
+            is_right = (sequence.num_scheduled, sequence.num_coming) == (
+                ends[sequence.sequence_id],
+                coming[sequence.sequence_id],
+            )
+            assert is_right, (
+                f"{named(sequence)} has {sequence.num_scheduled=} {sequence.num_coming=}, in flight are "
+                f"{coming[sequence.sequence_id]} tokens up to {ends[sequence.sequence_id]}"
+            )
+
     def _check_running(self, sequence: Sequence) -> None:
         track, tables = self._tracks[sequence.sequence_id], sequence.tables
         most = min(self._needs.capacity(tables), self.limits.max_model_len, len(sequence.token_ids))
         assert sequence.num_computed <= most, f"{named(sequence)} has more computed tokens than {most}"
+        num_told = [min(told, len(table)) for told, table in zip(track.num_told, tables, strict=True)]
+        assert num_told == track.num_told, f"{named(sequence)} has {tables}, told are {track.num_told}"
+        is_grown = any(told < len(table) for told, table in zip(num_told, tables, strict=True))
+        assert track.is_grown >= is_grown, f"{named(sequence)} has new pages in {tables}, told are {num_told}"
         pages = [page for table in tables for page in table if page != HOLE]
         assert len(pages) <= track.max_pages, f"{named(sequence)} holds more than {track.max_pages} pages"
         assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"

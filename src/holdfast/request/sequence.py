@@ -45,6 +45,8 @@ class Sequence:
     """False where every prompt position must be computed (prompt logprobs)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Tokens in a row that the output must not hold: the last of them is ruled out behind the others."""
+    may_speculate: bool = False
+    """Proposals may follow its last token: nothing in its choices needs the tokens before them on the host."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The runner's place for it while it runs."""

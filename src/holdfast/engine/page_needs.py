@@ -1,0 +1,86 @@
+"""PageNeeds: pages that a sequence lacks, may still take, and holds at the most, in every cache group; no torch."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+from holdfast.cache.groups import CacheGroup
+from holdfast.config import Limits
+from holdfast.errors import RequestError
+from holdfast.request.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PageNeeds:
+    """The arithmetic of one engine: its limits, its number of pages and its cache groups."""
+
+    limits: Limits
+    num_pages: int
+    groups: tuple[CacheGroup, ...]
+
+    def missing(self, tables: SequenceABC[SequenceABC[int]], num_tokens: int) -> list[int]:
+        """Pages that each group lacks for the first `num_tokens` of a sequence."""
+        return [group.pages_for(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)]
+
+    def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
+        """Tokens that there are places for in every group."""
+        most = self.limits.max_model_len
+        pairs = zip(self.groups, tables, strict=True)
+        return min(
+            (most if table else 0) if group.is_state else len(table) * group.page_tokens for group, table in pairs
+        )
+
+    def claim(
+        self,
+        sequence: Sequence,
+        tables: SequenceABC[SequenceABC[int]],
+        num_computed: int,
+        longest: int,
+        is_shared: Callable[[int], bool],
+    ) -> int:
+        """Pages that it may still take, in all groups, until its tokens, known and coming, and a page more are computed.
+
+        `is_shared` says of a page whether it has other owners, so that giving it back makes nothing available.
+        """
+        num_tokens, budget = sequence.num_tokens_coming, self.limits.max_num_batched_tokens
+        total = 0
+        for group, table in zip(self.groups, tables, strict=True):
+            end = min(num_tokens + group.page_tokens, longest)
+            claim = group.pages_for(end) - len(table)
+            if group.window is not None and claim > 0:
+                first, last = group.first_page(num_computed), group.first_page(end - 1)
+                num_stuck = sum(map(is_shared, table[first:last]))
+                most = group.most_pages(end, min(budget, max(num_tokens - num_computed, 1)))
+                claim = min(claim, most - (len(table) - first) + num_stuck)
+            total += max(claim, 0)
+        return total
+
+    def longest(self, sequence: Sequence) -> int:
+        """Tokens that are computed of it at the most: its last one never is."""
+        longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, len(sequence.token_ids))
+        return min(longest, self.limits.max_model_len)
+
+    def max_pages(self, sequence: Sequence) -> int:
+        """Pages that it holds at the most, in all groups; refuses one that can never run."""
+        num_tokens, max_model_len = len(sequence.token_ids), self.limits.max_model_len
+        if not 1 <= num_tokens <= max_model_len:
+            raise RequestError(
+                f"a sequence of {num_tokens} tokens was asked",
+                f"1 to max_model_len={max_model_len} work",
+                "change the prompt or max_model_len",
+            )
+        longest, budget = self.longest(sequence), self.limits.max_num_batched_tokens
+        max_pages = sum(group.most_pages(longest, budget) for group in self.groups)
+        if max_pages > self.num_pages:
+            raise RequestError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_tokens} output tokens were asked",
+                self._capacity_in_words(max_pages),
+                "shorten the prompt, lower max_tokens or give the KV cache more memory",
+            )
+        return max_pages
+
+    def _capacity_in_words(self, max_pages: int) -> str:
+        first = self.groups[0]
+        if len(self.groups) == 1 and first.window is None and not first.is_state:
+            return f"the KV cache holds {self.num_pages * first.page_tokens} tokens"
+        return f"the KV cache holds {self.num_pages} pages, and one such sequence takes {max_pages}"
