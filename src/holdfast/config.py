@@ -43,11 +43,11 @@ class Limits:
     max_model_len: int
     page_tokens: int
     max_sampled_rows: int = 0
-    """Most positions of a step that choose a token: one of each sequence that samples, and one more for each proposal; 0 is
-    max_num_seqs."""
+    """Rows of a step whose logits are chosen from: more than one of a sequence with proposals. 0: max_num_seqs."""
 
     @property
-    def num_sampled_rows(self) -> int:
+    def sampled_rows(self) -> int:
+        """max_sampled_rows, or what stands for it."""
         return self.max_sampled_rows or self.max_num_seqs
 
 

@@ -180,7 +180,7 @@ class Scheduler:
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_tokens"):
             assert getattr(limits, name) >= 1, f"{name}={getattr(limits, name)}"
-        assert limits.num_sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
+        assert limits.sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
         self.limits = limits
         self.max_queue = max_queue
         self.pool = PagePool(num_pages)
@@ -445,7 +445,7 @@ class Scheduler:
     def _spare_rows(self) -> int:
         """Positions that may choose a token when everybody who could be in the step has chosen one."""
         num_sequences = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
-        return self.limits.num_sampled_rows - num_sequences
+        return self.limits.sampled_rows - num_sequences
 
     def _proposals(self, sequence: Sequence, guesses: Guesses, most: int) -> tuple[int, ...]:
         """What is guessed to follow the last token: at most `most`, none of no use, on pages that nobody claims."""
