@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from holdfast.config import ALIASES, EngineConfig, parse_layers, parse_patterns
+from holdfast.config import ALIASES, EngineConfig, parse_layers, parse_patterns, parse_speculative
 from holdfast.errors import ConfigError, shown
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import INT8, WEIGHT_SCHEMES, WeightRecipe
@@ -86,6 +86,18 @@ WRONG = [
     ("enable_prefix_caching", 1),
     ("batch_invariant", "yes"),
     ("enforce_eager", 0),
+    ("speculative", ""),
+    ("speculative", "ngram:"),
+    ("speculative", "ngram:0"),
+    ("speculative", "ngram:17"),
+    ("speculative", "ngram:4.5"),
+    ("speculative", "ngram:٣"),
+    ("speculative", "ngram:" + "9" * 5000),
+    ("speculative", "NGRAM:4:4"),
+    ("speculative", "eagle:4"),
+    ("speculative", 4),
+    ("speculative", True),
+    ("speculative", ["ngram"]),
     ("device", "tpu"),
     ("device", "cuda:"),
     ("device", "cuda:-1"),
@@ -221,10 +233,26 @@ def test_a_wrong_choice_suggests_the_nearest() -> None:
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_names_that_other_engines_use_are_understood(alias: str, name: str) -> None:
-    value = {"memory_utilization": 0.5, "page_tokens": 32, "kv_cache_memory": "1GiB"}[name]
+    value = {"memory_utilization": 0.5, "page_tokens": 32, "kv_cache_memory": "1GiB", "speculative": "ngram:3"}[name]
     assert getattr(EngineConfig.from_options(**{alias: value}), name) == value
     with pytest.raises(ConfigError, match="same option"):
         EngineConfig.from_options(**{alias: value, name: value})
+
+
+@pytest.mark.parametrize(
+    ("asked", "number"), [(None, 0), ("ngram", 4), ("ngram:1", 1), ("ngram:16", 16), (" ngram:7 ", 7)]
+)
+def test_how_many_tokens_are_proposed(asked: str | None, number: int) -> None:
+    assert parse_speculative(EngineConfig(speculative=asked).speculative) == number
+
+
+def test_a_wrong_method_is_told_what_works() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(speculative="eagle:4")
+    assert str(caught.value) == (
+        "speculative='eagle:4' was asked; ngram:K with K from 1 to 16 works, and ngram for ngram:4; "
+        "try ngram:4, or leave it out"
+    )
 
 
 def test_the_defaults_are_sound_and_frozen() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError, shown
@@ -18,6 +19,7 @@ from holdfast.request.vllm_names import (
     NOT_HERE,
     STORED_AS_IS,
     Foreign,
+    own_speculative,
     quiet_line,
     settle,
 )
@@ -29,6 +31,9 @@ AUTO_EMBEDDINGS = "auto"
 """What of the vocabulary is quantized is left to the file that the model comes from."""
 MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
+NGRAM = "ngram"
+DEFAULT_PROPOSALS = 4
+MAX_PROPOSALS = 16
 PAGE_TOKENS = tuple(2**power for power in range(9))
 ALIASES = ENGINE_ALIASES
 """Names that vLLM's users type, and ours."""
@@ -106,6 +111,9 @@ class EngineConfig:
     """Keep the pages of finished prompts and share them with requests that start alike."""
     batch_invariant: bool = False
     """Refuse to start unless every logit is independent, to the bit, of what else runs in the step."""
+    speculative: str | None = None
+    """Guess tokens ahead and check several in one step: ngram:K (K from 1 to 16; ngram alone is ngram:4) copies up to K from where
+    the last tokens stood before. Answers are the same; text that repeats its input comes faster. None: off."""
     enforce_eager: bool = False
     """Never capture graphs."""
     device: str = "auto"
@@ -122,6 +130,7 @@ class EngineConfig:
         self._check_quantization()
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
             _count(name, getattr(self, name))
+        parse_speculative(self.speculative)
         _page_size("page_tokens", self.page_tokens)
         _share("memory_utilization", self.memory_utilization)
         for name in ("memory_limit", "kv_cache_memory"):
@@ -216,6 +225,8 @@ def _own_value(name: str, value: object) -> object:
     """A value as our option takes it: paths as strings, types of torch and other names of vLLM by their own."""
     if name in ("model", "tokenizer", "chat_template", "save_quantized") and isinstance(value, os.PathLike):
         return os.fspath(value)
+    if name == "speculative" and (isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))):
+        return own_speculative(value)
     key = str(value) if name == "dtype" and type(value).__name__ == "dtype" else value
     if not isinstance(key, str | int | None):
         return value
@@ -286,6 +297,22 @@ def parse_layers(value: object, name: str) -> int | tuple[int, ...] | None:
             'try 4, or "0,1,30,31", or leave it out',
         )
     return tuple(sorted(layers))
+
+
+def parse_speculative(value: object) -> int:
+    """Most tokens that are proposed for a sequence in a step; 0 where nothing is."""
+    if value is None:
+        return 0
+    method, colon, number = value.strip().partition(":") if isinstance(value, str) else ("", "", "")
+    if method == NGRAM and not colon:
+        return DEFAULT_PROPOSALS
+    if method == NGRAM and re.fullmatch(r"[0-9]{1,9}", number) and 1 <= int(number) <= MAX_PROPOSALS:
+        return int(number)
+    raise ConfigError(
+        f"speculative={shown(value)} was asked",
+        f"{NGRAM}:K with K from 1 to {MAX_PROPOSALS} works, and {NGRAM} for {NGRAM}:{DEFAULT_PROPOSALS}",
+        f"try {NGRAM}:{DEFAULT_PROPOSALS}, or leave it out",
+    )
 
 
 def _revision(value: object) -> None:

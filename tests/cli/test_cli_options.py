@@ -75,7 +75,7 @@ def test_the_help_of_quantization_names_every_scheme() -> None:
 )
 def test_every_other_engine_option_reaches_its_field(setting) -> None:
     values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
-    values["LAYERS"] = "0,1,30,31"
+    values |= {"LAYERS": "0,1,30,31", "METHOD": "ngram:3"}
     flag = f"--{setting.name.replace('_', '-')}"
     arguments = [flag] if setting.is_switch else [flag, values[setting.metavar]]
     engine, sampling = parsed(*arguments)
@@ -109,8 +109,9 @@ def test_sampling_options_reach_their_fields(arguments: tuple[str, ...], params:
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_spellings_of_vllm_are_understood(alias: str) -> None:
-    value = {"gpu_memory_utilization": "0.5", "block_size": "32", "kv_cache_memory_bytes": "1GiB"}[alias]
-    engine, _ = parsed(f"--{alias.replace('_', '-')}", value)
+    values = {"gpu_memory_utilization": "0.5", "block_size": "32", "kv_cache_memory_bytes": "1GiB"}
+    values["speculative_config"] = '{"method": "ngram", "num_speculative_tokens": 3}'
+    engine, _ = parsed(f"--{alias.replace('_', '-')}", values[alias])
     assert getattr(EngineConfig.from_options(**engine), ALIASES[alias]) != getattr(EngineConfig(), ALIASES[alias])
 
 

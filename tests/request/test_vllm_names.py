@@ -75,6 +75,22 @@ def test_names_without_effect_are_taken_with_one_line(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"method": "ngram", "model": "ngram", "num_speculative_tokens": 3},
+        {"model": "[ngram]", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2},
+        {"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": None},
+        '{"method": "ngram", "num_speculative_tokens": 3}',
+    ],
+)
+def test_proposals_by_ngram_are_asked_for_in_vllms_words(asked: object) -> None:
+    assert EngineConfig.from_options(speculative_config=asked) == EngineConfig(speculative="ngram:3")
+    assert EngineConfig.from_options(speculative=asked) == EngineConfig(speculative="ngram:3")
+    assert EngineConfig.from_options(speculative_config=None) == EngineConfig()
+
+
 @pytest.mark.parametrize("name", sorted(ENGINE_NAMES))
 def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
     foreign = ENGINE_NAMES[name]
@@ -91,7 +107,16 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
         ({"tensor_parallel_size": 2}, "one GPU runs a model here"),
         ({"tensor_parallel_size": True}, "not in this version"),
         ({"enable_lora": True}, "merge the adapter"),
-        ({"speculative_config": {"model": "x"}}, "leave it out"),
+        ({"speculative_config": {"model": "x"}}, "proposals come from n-grams alone here"),
+        ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, "n-grams alone"),
+        ({"speculative_config": {"method": "ngram", "model": "x", "num_speculative_tokens": 3}}, "'model' is not in"),
+        ({"speculative_config": {"method": "ngram"}}, "does not say how many"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "4"}}, "is a whole number"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 99}}, "ngram:K with K from 1 to 16"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 0}}, "from 1 on"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "x\n": 0}}, "is not in this version"),
+        ({"speculative_config": "{nonsense"}, "it is no JSON"),
+        ({"num_speculative_tokens": 4}, "use speculative: ngram:4"),
         ({"cpu_offload_gb": 4}, "memory_limit"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "use fp8, which is e4m3"),
         ({"dtype": "fp8"}, "dtype='fp8' was asked; the choices are auto, float32, float16, bfloat16"),

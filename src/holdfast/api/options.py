@@ -45,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_memory: str | int | None
     enable_prefix_caching: bool
     batch_invariant: bool
+    speculative: str | None
     enforce_eager: bool
     device: str
     seed: int
@@ -54,6 +55,8 @@ class EngineOptions(TypedDict, total=False):
     """vLLM's name of page_tokens."""
     kv_cache_memory_bytes: str | int | None
     """vLLM's name of kv_cache_memory."""
+    speculative_config: Mapping[str, object] | None
+    """vLLM's name of speculative, as its dict: {"method": "ngram", "num_speculative_tokens": 4}."""
 
 
 def takes_vllm_names(call: Callable[_Call, _Result]) -> Callable[_Call, _Result]:

@@ -79,6 +79,16 @@ def longest_sequence(groups: Sequence[CacheGroup], num_pages: int, most: int, ma
     return low
 
 
+def unrewindable(groups: Sequence[CacheGroup]) -> str | None:
+    """None where a sequence can go back to a shorter one (what lay behind is written again), or what cannot, in words."""
+    for group in groups:
+        if group.is_state:
+            return (
+                f"the cache group {group.name} keeps one state of a sequence, which holds every token that was written"
+            )
+    return None
+
+
 def block_tokens(groups: Sequence[CacheGroup]) -> int:
     """Tokens of a block of the prefix cache: whole pages of every group."""
     return lcm(*(group.page_tokens for group in groups if not group.is_state))

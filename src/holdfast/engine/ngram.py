@@ -9,7 +9,7 @@ the row of a table before this one). A copy that reaches the end of the sequence
 tokens is proposed in full where p is less than `num_proposals`.
 
 Each sequence has an index of its own, n-gram to the place behind its latest occurrence, by hash and believed by comparison.
-A token costs one entry for each n, once. It holds the n-grams of the last MAX_INDEXED tokens at least and of twice as many at
+A token costs one entry for each n, once. It holds the n-grams of the last max_indexed tokens at least and of twice as many at
 most: entries are kept in two generations, and the older one is dropped when the younger is full.
 
 A proposal that is rejected costs a row of a step, so a sequence backs off: after `misses` proposals in a row of which nothing
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 LONGEST = 4
 SHORTEST = 2
 MAX_INDEXED = 2**15
-"""Tokens in a generation of an index. An index takes about 350 bytes a token, less than a hundredth of its keys and values."""
+"""An index takes about 350 bytes a token, less than a hundredth of its keys and values."""
 MAX_WAIT = 31
 """Most tokens that a sequence goes without a proposal while there is something to propose."""
 
@@ -50,6 +50,8 @@ class NgramProposer:
     """Most tokens in a proposal."""
     longest: int = LONGEST
     shortest: int = SHORTEST
+    max_indexed: int = MAX_INDEXED
+    """Tokens in a generation of an index."""
     _indexes: dict[int, _Index] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -102,13 +104,15 @@ class NgramProposer:
     def _extend(self, index: _Index, token_ids: Tokens[int]) -> None:
         """Enter every n-gram that ends before the last token, so that the sequence's own last n-gram is not among them."""
         while index.num_indexed < len(token_ids) - 1:
-            if index.num_young == MAX_INDEXED:
+            if index.num_young == self.max_indexed:
                 index.old, index.young, index.num_young = index.young, self._empty(), 0
-            end = min(len(token_ids) - 1, index.num_indexed + MAX_INDEXED - index.num_young)
+            end = min(len(token_ids) - 1, index.num_indexed + self.max_indexed - index.num_young)
             for n, entries in enumerate(index.young, self.shortest):
-                # Of n-grams that end behind token num_indexed, ..., end - 1.
-                first = max(index.num_indexed + 1 - n, 0)
+                first = max(index.num_indexed + 1 - n, 0)  # n-grams from here on end behind token num_indexed or later
                 part = token_ids[first:end]
+                if len(part) == n:  # a decoding sequence has one new token
+                    entries[hash(tuple(part))] = end
+                    continue
                 grams = zip(*(part[offset:] for offset in range(n)), strict=False)
                 entries.update(zip(map(hash, grams), range(first + n, end + 1), strict=False))
             index.num_young += end - index.num_indexed

@@ -6,10 +6,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
-from holdfast.cache.groups import CacheGroup
+from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.cache.spec import CacheSpec
-from holdfast.config import EngineConfig, Limits
-from holdfast.errors import MemoryPlanError
+from holdfast.config import NGRAM, EngineConfig, Limits
+from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
 from holdfast.memory.report import GroupAccount
 from holdfast.memory.sizes import format_bytes
@@ -319,8 +319,17 @@ def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
         staging = request.staging(resolved) if callable(request.staging) else request.staging
         eager, ranks = request.config.enforce_eager, request.tensor_parallel_size
         layout = Layout(request.declared, request.target, ranks, eager, staging)
+        _check_rewinding(layout, resolved)
         request._settled.append((layout, resolved))
     return request._settled[0]
+
+
+def _check_rewinding(layout: Layout, resolved: Resolved) -> None:
+    """Proposals are rejected by going back, which every cache group must be able to do."""
+    pages = layout.pages(resolved) if resolved.num_proposals else None
+    reason = None if pages is None else unrewindable(pages.groups)
+    if reason is not None:
+        raise ConfigError(f"speculative={NGRAM}:{resolved.num_proposals} was asked", reason, "leave speculative out")
 
 
 def missing_here(request: PlanRequest) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.cache.spec import mixed_cache
-from holdfast.config import AUTO_EMBEDDINGS, EngineConfig, Limits, parse_layers
+from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.declaration import HeadGeometry
@@ -33,6 +33,8 @@ FP8_PRODUCTS = (8, 9)
 """The compute capability from which on a GPU multiplies e4m3 by e4m3."""
 
 
+SPECULATED_ROWS = 128
+"""Rows that a step chooses from for proposals, unless sequences alone are more: beyond it computing costs more than reading weights."""
 MOST_PADDING = 0.05
 """Of a page of a cache group that protected layers may leave unused, unless they were asked for."""
 
@@ -83,6 +85,8 @@ class Resolved:
     max_kv_bytes: int | None
     max_kv_reason: str
     choices: tuple[Choice, ...]
+    num_proposals: int = 0
+    """Most tokens that are proposed for a sequence in a step."""
 
     def with_max_model_len(self, max_model_len: int, reason: str) -> "Resolved":
         """The same with a shorter context."""
@@ -121,6 +125,9 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
     if config.max_num_seqs is None:
         limits = _fewer_windows(limits, model.kv_bytes_per_sequence(kv_format), budget_bytes, choices)
+    num_proposals = parse_speculative(config.speculative)
+    if num_proposals:
+        limits = _with_proposals(limits, num_proposals, model, kv_format, choices)
     return Resolved(
         target.name,
         dtype,
@@ -134,6 +141,7 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
         max_kv_bytes,
         _max_kv_reason(config, max_kv_bytes),
         tuple(choices),
+        num_proposals,
     )
 
 
@@ -185,6 +193,41 @@ def _fewer_windows(limits: Limits, sequence_bytes: int, budget_bytes: int, choic
     reason = f"a sequence keeps {format_bytes(sequence_bytes)} in windows, which get 1/{WINDOW_SHARE} of the memory"
     choices.append(Choice("max_num_seqs", str(fewer), reason))
     return dataclasses.replace(limits, max_num_seqs=fewer)
+
+
+def _with_proposals(
+    limits: Limits, num_proposals: int, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]
+) -> Limits:
+    """More rows to choose from: up to SPECULATED_ROWS, or one a sequence where that is more."""
+    asked = f"speculative={NGRAM}:{num_proposals} was asked"
+    reason = _unrewindable(model, kv_format)
+    if reason is not None:
+        raise ConfigError(asked, reason, "leave speculative out")
+    most = limits.max_num_batched_tokens
+    if most <= num_proposals:
+        raise ConfigError(
+            asked,
+            f"a sequence takes {1 + num_proposals} tokens of a step, and max_num_batched_tokens is {most}",
+            f"set max_num_batched_tokens to {1 + num_proposals} or more"
+            + (f", or ask for {NGRAM}:{most - 1}" if most > 1 else ""),
+        )
+    wanted = limits.max_num_seqs * (1 + num_proposals)
+    rows = min(wanted, max(limits.max_num_seqs, SPECULATED_ROWS), most)
+    reason = f"asked: up to {num_proposals} tokens more a sequence in a step, checked in {rows} rows of logits together"
+    choices.append(Choice("speculative", f"{NGRAM}:{num_proposals}", reason))
+    return dataclasses.replace(limits, max_sampled_rows=rows)
+
+
+def _unrewindable(model: DeclaredModel, kv_format: KVFormat) -> str | None:
+    """None, or what of a model does not go back behind a proposal that was rejected, in words."""
+    if model.not_runnable is not None:
+        return f"{model.name} is planned, not run: {model.not_runnable}"
+    if model.kv_bytes_per_sequence(kv_format):
+        return f"{model.name} keeps a state of a sequence, which cannot go back behind a rejected token"
+    for rows in model.declaration.cache_rows(kv_format, 1):
+        if rows.ratio > 1:
+            return f"{model.name} keeps one row for {rows.ratio} tokens ({rows.name}), which cannot go back behind one"
+    return None
 
 
 def _max_kv_reason(config: EngineConfig, max_kv_bytes: int | None) -> str:

@@ -110,9 +110,9 @@ GRAPH_BYTES_PER_LAYER = 38_800
 """What the driver keeps on the device for one layer's kernels in one graph; measured on an H200."""
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes of decode steps that are captured: close together where a padded row costs most."""
-    largest = min(max_num_seqs, MAX_GRAPH_ROWS)
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Rows of decode steps that are captured, all of which are chosen from: close together where a padded row costs most."""
+    largest = min(max_rows, MAX_GRAPH_ROWS)
     ladder = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32))
     sizes = [size for size in ladder if size <= largest]
     return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
@@ -128,9 +128,9 @@ def graph_bytes(num_layers: int, num_graphs: int) -> int:
     return max(LEAST_BYTES, num_graphs * num_layers * GRAPH_BYTES_PER_LAYER - PRESENT_BYTES)
 
 
-def graph_term(num_layers: int, max_num_seqs: int, max_num_batched_tokens: int) -> Term:
+def graph_term(num_layers: int, max_rows: int, max_num_batched_tokens: int) -> Term:
     """The line of the plan."""
-    num_decode = len(graph_sizes(min(max_num_seqs, max_num_batched_tokens)))
+    num_decode = len(graph_sizes(min(max_rows, max_num_batched_tokens)))
     num_mixed = len(mixed_sizes(max_num_batched_tokens))
     reason = f"{num_decode} decode and {num_mixed} mixed sizes of {num_layers} layers, one pool"
     return Term("cuda graphs", graph_bytes(num_layers, num_decode + num_mixed), reason, PAGE_PHASES)
@@ -188,14 +188,14 @@ def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
     return min(max_rows, MAX_LOGIT_ROWS, max(1, EDITED_ELEMENTS // vocab_size))
 
 
-def sampling_terms(max_num_seqs: int, vocab_size: int, device_kind: str) -> tuple[Term, ...]:
-    """What a step of `max_num_seqs` sequences needs at its largest; `device_kind` is cpu or cuda."""
+def sampling_terms(max_rows: int, vocab_size: int, device_kind: str) -> tuple[Term, ...]:
+    """What a step that chooses from `max_rows` rows needs at its largest; `device_kind` is cpu or cuda."""
     if device_kind != "cpu":
         return tuple(
             Term(f"sampling/{spec.name}", spec.aligned_bytes, _SAMPLING_REASONS[spec.name], PAGE_PHASES)
-            for spec in device_specs(max_num_seqs, vocab_size)
+            for spec in device_specs(max_rows, vocab_size)
         )
-    rows = rows_per_block(vocab_size, max_num_seqs)
+    rows = rows_per_block(vocab_size, max_rows)
     return (
         Term("sampling/block", rows * _row_bytes(vocab_size), f"temporaries of {rows} rows at a time"),
         Term(
@@ -205,7 +205,7 @@ def sampling_terms(max_num_seqs: int, vocab_size: int, device_kind: str) -> tupl
         ),
         Term(
             "sampling/results",
-            vocab_size * _INT32 + max_num_seqs * _result_bytes(),
+            vocab_size * _INT32 + max_rows * _result_bytes(),
             "token ids, parameters and log-probabilities",
         ),
     )
@@ -378,7 +378,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     specs = _distinct_specs(layout, resolved)
     declaration = choose_declaration(specs) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
-    logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
+    logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(
         limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind, resolved.recipe
     )
@@ -391,7 +391,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *_cache_terms(layout, resolved),
         *workspace.terms(),
         *batch_terms(limits, target.kind, _chunks_per_page(layout, resolved)),
-        *sampling_terms(limits.max_num_seqs, declared.vocab_size, target.kind),
+        *sampling_terms(limits.sampled_rows, declared.vocab_size, target.kind),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),
@@ -507,7 +507,7 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     if layout.num_ranks > 1:
         terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
     if has_graphs and not layout.enforce_eager:
-        terms.append(graph_term(layout.declared.num_layers, limits.max_num_seqs, limits.max_num_batched_tokens))
+        terms.append(graph_term(layout.declared.num_layers, limits.sampled_rows, limits.max_num_batched_tokens))
     if layout.staging is None:
         terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))
     return terms

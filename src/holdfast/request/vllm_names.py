@@ -6,11 +6,12 @@ docs/from_vllm.md has the same tables for people; a test compares them.
 """
 
 import difflib
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from holdfast.errors import HoldfastError, NameAbsentError, shown
+from holdfast.errors import ConfigError, HoldfastError, NameAbsentError, shown
 
 NOT_HERE = "it is not in this version"
 
@@ -46,6 +47,7 @@ ENGINE_ALIASES: Mapping[str, str] = {
     "gpu_memory_utilization": "memory_utilization",
     "block_size": "page_tokens",
     "kv_cache_memory_bytes": "kv_cache_memory",
+    "speculative_config": "speculative",
 }
 """vLLM's names of engine options, and ours."""
 
@@ -60,7 +62,7 @@ _LOG = "statistics are asked for: llm.stats(), llm.memory"
 _ONE = "one GPU runs a model here: take quantization, a KV format or a larger GPU (holdfast plan tells what fits)"
 _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
-_DRAFT = "leave it out: answers are the same without a draft model"
+_DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
 _GRAMMAR = "leave it out, and check answers in your program; allowed_token_ids narrows a choice"
 _POOL = "text generation alone is here: leave it out"
 _MAMBA = "no model with such layers runs here"
@@ -116,8 +118,8 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only("write what you need with the streams of AsyncLLM", "", names="worker_extension_cls"),
     **_only(
         _DRAFT,
-        names="speculative_config speculative_model num_speculative_tokens ngram_prompt_lookup_max "
-        "ngram_prompt_lookup_min speculative_max_model_len",
+        names="speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
+        "speculative_max_model_len",
     ),
     **_only(_LORA, False, names="enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter"),
     **_same("there is no LoRA here", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
@@ -325,6 +327,42 @@ def settle(
             raise refuse(f"{name}={shown(value)} was asked", NOT_HERE, known.words)
         quiet[name] = value
     return Settled(left, quiet)
+
+
+_AS_DICT = 'try {"method": "ngram", "num_speculative_tokens": 4}, or speculative=ngram:4'
+
+
+def own_speculative(told: Mapping[Any, object] | str) -> str:
+    """vLLM's speculative_config, a dict or the JSON of one, as our own option where both mean the same: proposals by n-gram.
+
+    Which n-grams are looked up changes no answer, so bounds of their lengths are taken as they are.
+    """
+    try:
+        asked = json.loads(told) if isinstance(told, str) else told
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"speculative_config={shown(told)} was asked", f"it is no JSON ({error})", _AS_DICT
+        ) from error
+    given = {name: value for name, value in asked.items() if value is not None}
+    method = given.pop("method", None) or given.pop("model", None)
+    if method == "ngram" and given.get("model") == "ngram":
+        del given["model"]  # vLLM fills both
+    words = f"speculative_config={shown(dict(asked))} was asked"
+    if method not in ("ngram", "[ngram]"):
+        raise ConfigError(words, "proposals come from n-grams alone here", _AS_DICT)
+    number = given.pop("num_speculative_tokens", None)
+    bounds = [given.pop(name, 1) for name in ("prompt_lookup_min", "prompt_lookup_max")]
+    if any(isinstance(bound, bool) or not isinstance(bound, int) or bound < 1 for bound in bounds):
+        raise ConfigError(
+            words, "lengths of n-grams are whole numbers from 1 on", "leave out prompt_lookup_min and _max"
+        )
+    if given:
+        raise ConfigError(words, f"{shown(next(iter(given)))} is not in this version", "leave that out")
+    if number is None:
+        raise ConfigError(words, "it does not say how many tokens", _AS_DICT)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(words, "num_speculative_tokens is a whole number", _AS_DICT)
+    return f"ngram:{number}"
 
 
 def missing_attribute(owner: object, name: str) -> object:

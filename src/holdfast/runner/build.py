@@ -270,7 +270,7 @@ class RunnerBuild:
             ),
             backend,
             BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes),
-            Sampler(spec.vocab_size, device, limits.max_num_seqs, ledger),
+            Sampler(spec.vocab_size, device, limits.sampled_rows, ledger),
             limits,
             cache.cache_groups(),
             plan.memory.num_pages,
@@ -339,10 +339,10 @@ class RunnerBuild:
         if not enforce_eager and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
-                max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+                max(size, least) for size in graph_sizes(min(limits.sampled_rows, limits.max_num_batched_tokens))
             )
             mixed = mixed_sizes(limits.max_num_batched_tokens)
-            graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.max_num_seqs, least))
+            graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.sampled_rows, least))
         rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, self._model.spec.experts)
         _warm(runner, rows, graphs, on_prepare)
         log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)

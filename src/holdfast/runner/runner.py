@@ -139,7 +139,7 @@ class Runner:
         batch = self.buffers.fill(LiveStep(()), [], num_rows)
         plan = self.backend.plan(batch, captured=True)
         hidden_TH = self.model.hidden(batch, plan)
-        if num_rows <= max(self.limits.max_num_seqs, PROMPT_ROWS):
+        if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
             self.model.logits(hidden_TH)
             self.sampler.warm(self.model.step_logits(batch, plan))
 

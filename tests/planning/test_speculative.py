@@ -1,0 +1,120 @@
+"""Proposals in a plan: how many rows are chosen from, which terms grow by it, and what is declined in words."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from holdfast.cache.groups import CacheGroup, unrewindable
+from holdfast.errors import ConfigError
+from holdfast.models.declaration import CacheRows
+from holdfast.planning.fit import settle
+from holdfast.planning.terms import graph_term, list_needs, sampling_terms
+from planning.plan_cases import H200, HOST, declared, plan_request
+
+
+@pytest.mark.parametrize(
+    ("speculative", "max_num_seqs", "max_num_batched_tokens", "rows"),
+    [
+        (None, 64, 2048, 0),
+        ("ngram", 1, 2048, 5),
+        ("ngram:16", 1, 2048, 17),
+        ("ngram:4", 20, 2048, 100),
+        ("ngram:4", 64, 2048, 128),
+        ("ngram:1", 64, 2048, 128),
+        ("ngram:4", 256, 2048, 256),
+        ("ngram:4", 64, 40, 40),
+        ("ngram:4", 1, 5, 5),
+    ],
+)
+def test_rows_that_are_chosen_from(speculative, max_num_seqs, max_num_batched_tokens, rows) -> None:
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    _, resolved = settle(plan_request(speculative=speculative, **options))
+    assert resolved.limits.max_sampled_rows == rows
+    assert resolved.limits.sampled_rows == (rows or max_num_seqs)
+    assert resolved.limits.max_num_seqs == max_num_seqs
+    told = {choice.name: (choice.value, choice.reason) for choice in resolved.choices}
+    if speculative is None:
+        assert "speculative" not in told
+        assert resolved.num_proposals == 0
+    else:
+        assert told["speculative"][0] == f"ngram:{resolved.num_proposals}"
+        assert f"{rows} rows" in told["speculative"][1]
+
+
+@pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
+def test_the_terms_of_choosing_grow_to_these_rows_and_no_others_do(target) -> None:
+    plain, guessing = (
+        list_needs(*settle(plan_request("Qwen3-8B", target, max_num_seqs=20, speculative=asked)))
+        for asked in (None, "ngram:4")
+    )
+    before, after = ({term.owner: term.num_bytes for term in found.terms} for found in (plain, guessing))
+    assert before.keys() == after.keys()
+    grown = {owner for owner in before if before[owner] != after[owner]}
+    expected = {term.owner: term.num_bytes for term in sampling_terms(100, 151936, target.kind)}
+    assert {owner: after[owner] for owner in expected} == expected
+    allowed = {*expected, "cuda graphs", "workspace/layers"}
+    assert grown <= allowed, grown - allowed
+    assert "sampling/results" in grown or "sampling/rows" in grown
+    if target.kind == "cuda":
+        assert after["cuda graphs"] == graph_term(36, 100, 8192).num_bytes > before["cuda graphs"]
+    logits = [
+        next(spec.shape for request in found.requests for spec in request.specs if spec.name == "logits")
+        for found in (plain, guessing)
+    ]
+    assert logits == [(64, 151936), (100, 151936)]
+
+
+def test_steps_that_are_too_short_are_refused_with_what_works() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle(plan_request(speculative="ngram:4", max_num_batched_tokens=4))
+    assert str(caught.value) == (
+        "speculative=ngram:4 was asked; a sequence takes 5 tokens of a step, and max_num_batched_tokens is 4; "
+        "set max_num_batched_tokens to 5 or more, or ask for ngram:3"
+    )
+    with pytest.raises(ConfigError, match="set max_num_batched_tokens to 2 or more$"):
+        settle(plan_request(speculative="ngram:1", max_num_batched_tokens=1))
+
+
+def test_models_that_are_only_planned_are_declined() -> None:
+    with pytest.raises(ConfigError, match=r"speculative=ngram:4 was asked; .* is planned, not run: .*; leave specul"):
+        settle(plan_request("DeepSeek-V4-Pro", speculative="ngram"))
+
+
+class Kept:
+    """A declaration that keeps something else."""
+
+    def __init__(self, declaration, rows: tuple[CacheRows, ...] = (), sequence_bytes: int = 0) -> None:
+        self._declaration, self._rows, self._sequence_bytes = declaration, rows, sequence_bytes
+
+    def __getattr__(self, name: str):
+        return getattr(self._declaration, name)
+
+    def cache_rows(self, kv_format, num_ranks):
+        return self._rows or self._declaration.cache_rows(kv_format, num_ranks)
+
+    def sequence_bytes(self, kv_format, num_ranks):
+        return self._sequence_bytes
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        ({"rows": (CacheRows("compressed", 2, 64, 4),)}, "keeps one row for 4 tokens (compressed)"),
+        ({"sequence_bytes": 4096}, "keeps a state of a sequence"),
+    ],
+)
+def test_what_cannot_go_back_is_declined(kept, words: str) -> None:
+    model = declared("Qwen3-8B")
+    request = plan_request(speculative="ngram", max_num_seqs=4)
+    settle(request)
+    other = replace(request, declared=replace(model, declaration=Kept(model.declaration, **kept)))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        settle(other)
+    settle(replace(other, config=replace(request.config, speculative=None)))
+
+
+def test_groups_with_a_state_do_not_go_back() -> None:
+    whole, window = CacheGroup("all", 16), CacheGroup("window", 16, 64)
+    assert unrewindable((whole, window)) is None
+    assert "cache group memory keeps one state" in str(unrewindable((whole, CacheGroup("memory", 0, state_pages=2))))
