@@ -2,6 +2,7 @@
 
 import random
 import time
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def test_a_rejected_sequence_proposes_rarely_and_an_accepted_token_ends_that():
         else:
             assert proposer.is_waiting(1, len(token_ids))
             token_ids.append(1)
-    gaps = [later - earlier for earlier, later in zip(asked, asked[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(asked)]
     assert gaps[:6] == [1, 2, 4, 8, 16, 32]
     assert set(gaps[6:]) == {MAX_WAIT + 1}
     proposer.book(1, 1, len(token_ids))

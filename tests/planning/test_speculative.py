@@ -72,7 +72,7 @@ def test_steps_that_are_too_short_are_refused_with_what_works() -> None:
         "speculative=ngram:4 was asked; a sequence takes 5 tokens of a step, and max_num_batched_tokens is 4; "
         "set max_num_batched_tokens to 5 or more, or ask for ngram:3"
     )
-    with pytest.raises(ConfigError, match="set max_num_batched_tokens to 2 or more$"):
+    with pytest.raises(ConfigError, match=r"set max_num_batched_tokens to 2 or more$"):
         settle(plan_request(speculative="ngram:1", max_num_batched_tokens=1))
 
 
