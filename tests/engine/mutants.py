@@ -123,6 +123,7 @@ def a_hit_counts_one_token_too_many(patch):
         if not hits or item.num_new_tokens < 2:
             return item
         sequence.num_computed += 1
+        sequence.num_scheduled += 1
         return ScheduledSequence.of(sequence, item.start + 1, item.num_new_tokens - 1)
 
     real = Scheduler._admit
@@ -206,14 +207,14 @@ def the_oldest_is_preempted(patch):
 
 @mutant("was preempted and is in the step")
 def a_preempted_sequence_stays_in_the_step(patch):
-    def schedule(self):
+    def schedule(self, propose=None):
         running = self._queues.running
-        step = real(self)
+        step = real(self, propose)
         victims = [sequence for sequence in running if sequence.state is SequenceState.WAITING]
         if not victims:
             return step
-        self._step = LiveStep((*step.scheduled, ScheduledSequence.of(victims[0], 0, 1)))
-        return self._step
+        self._in_flight[-1] = LiveStep((*step.scheduled, ScheduledSequence.of(victims[0], 0, 1)), step.step)
+        return self._in_flight[-1]
 
     real = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
@@ -233,8 +234,8 @@ def pages_are_registered_before_they_are_computed(patch):
 
 @mutant("is written and holds a registered prefix")
 def pages_are_registered_at_schedule(patch):
-    def schedule(self):
-        step = real(self)
+    def schedule(self, propose=None):
+        step = real(self, propose)
         for item in step.scheduled:
             chain = self._tracks[item.sequence.sequence_id].chain
             end = item.start + item.num_new_tokens
@@ -390,9 +391,9 @@ def the_queue_holds_one_too_many(patch):
 def aborted_sequences_still_get_their_token(patch):
     def complete(self, step, token_ids):
         real(self, step, token_ids)
-        for item, token_id in zip(step.scheduled, token_ids, strict=True):
-            if item.sequence.state is SequenceState.FINISHED and token_id is not None:
-                item.sequence.token_ids.append(token_id)
+        for item, chosen in zip(step.scheduled, token_ids, strict=True):
+            if item.sequence.state is SequenceState.FINISHED:
+                item.sequence.token_ids += chosen
 
     real = Scheduler.complete
     patch.setattr(Scheduler, "complete", complete)
@@ -432,14 +433,15 @@ def young_sequences_overtake_the_queue(patch):
 
 @mutant(r"has not the \d+ positions of its account")
 def what_a_failed_step_computed_is_believed(patch):
-    def schedule(self):
-        for item in () if self._step is None else self._step.scheduled:  # it was never completed
+    def forget_steps(self):
+        steps = list(self._in_flight)
+        real(self)
+        for item in (item for step in steps for item in step.scheduled):
             if item.sequence.state is SequenceState.RUNNING:
-                item.sequence.num_computed = item.start + item.num_new_tokens
-        return real(self)
+                item.sequence.num_computed = item.sequence.num_scheduled = item.start + item.num_new_tokens
 
-    real = Scheduler.schedule
-    patch.setattr(Scheduler, "schedule", schedule)
+    real = Scheduler.forget_steps
+    patch.setattr(Scheduler, "forget_steps", forget_steps)
 
 
 @mutant("which can never run")
@@ -682,7 +684,7 @@ def states_are_not_released(patch):
 
 @mutant(r"has not the \d+ positions of its account|has another state than its own")
 def a_state_goes_on_after_a_step_that_failed(patch):
-    patch.setattr(Scheduler, "_start_anew", lambda self, step: None)
+    patch.setattr(Scheduler, "_start_anew", lambda self, sequence: None)
 
 
 @mutant(r"has not \d+ pages for \d+ tokens")

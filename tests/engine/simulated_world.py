@@ -1,6 +1,6 @@
 """The world that a simulation runs in: limits and pool from a seed, the fake model, and what a client knows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from random import Random
 
@@ -59,6 +59,14 @@ class World:
     """In how many rounds somebody goes away, once before the step and once inside it."""
     shadows: tuple[ShadowGroup, ...] = ()
     """Left out: one group, whole contexts, of pages of limits.page_tokens."""
+    run_ahead: int = 0
+    """Steps that are launched before the oldest is collected, at the most, beside that one."""
+    is_late: bool = False
+    """Steps run at any moment before they are collected, stops are learned late, and everything is forgotten at times."""
+    guess_share: float = 0.0
+    """How many sequences may speculate."""
+    travels: bool = False
+    """Steps go through bytes."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -101,6 +109,21 @@ class World:
         # Some pools hold several of the longest sequences, some not even one.
         num_pages = int(world.most_pages(max_model_len) * rng.choice((0.7, 1, 1, 1.5, 2, 4)))
         return replace(world, num_pages=max(num_pages, 4))
+
+    @classmethod
+    def late(cls, seed: int) -> "World":
+        """The same with results that come late: up to two steps ahead; in half of those that can rewind, with proposals."""
+        world, rng = cls.from_seed(seed), Random(f"late {seed}")
+        run_ahead = rng.choice((0, 1, 1, 1, 2, 2))
+        can_rewind = not any(group.is_state for group in world.groups)
+        guess_share = rng.choice((0.0, 0.0, 0.3, 1.0)) if can_rewind else 0.0
+        limits = world.limits
+        if guess_share:
+            limits = replace(limits, max_sampled_rows=limits.max_num_seqs + rng.choice((0, 1, 4, 64)))
+        travels = rng.random() < 0.25
+        return replace(
+            world, limits=limits, run_ahead=run_ahead, is_late=True, guess_share=guess_share, travels=travels
+        )
 
     @classmethod
     def plain(cls, seed: int) -> "World":
@@ -168,8 +191,22 @@ class Client:
     truth: Truth
     last_value: int = 0
     """Of the last token that the truth knows."""
-    written: int = 0
-    """Of the last position that a step computed, as the fake model came to it."""
+    tokens: list[int] = field(default_factory=list)
+    """Those that the truth knows: the prompt, and what the model says."""
+    lag: int = 0
+    """Rounds between its last token and the moment when somebody learns that it was the last."""
+    num_rounds_left: int | None = None
+    """Of these, once it has that token."""
+    num_final: int | None = None
+    """Its tokens, once it has ended."""
+    num_flying: int = 0
+    """Positions in flight."""
+    num_coming: int = 0
+    """Tokens that steps in flight choose."""
+    guesses: tuple[int, ...] = ()
+    """What was last proposed."""
+    is_placed: bool = False
+    """The device has it in a slot."""
     is_running: bool = False
     num_preemptions: int = 0
     epoch: int = 0
@@ -190,8 +227,10 @@ class Client:
         """Positions that are there for it now."""
         return self.num_run + self.num_found - self.num_lost
 
-    def learn(self) -> None:
-        """Extends the truth to all of its tokens."""
-        for token_id in self.sequence.token_ids[len(self.truth.values) :]:
-            self.last_value = mix(self.last_value, token_id)
+    def learn(self, num_tokens: int) -> None:
+        """Extends the truth to so many tokens."""
+        for position in range(len(self.tokens), num_tokens):
+            is_prompt = position < len(self.prompt)
+            self.tokens.append(self.prompt[position] if is_prompt else next_token(self.last_value))
+            self.last_value = mix(self.last_value, self.tokens[-1])
             self.truth.append(self.last_value)

@@ -9,19 +9,22 @@ mixed in too, so a page that crosses salts is a wrong read. Pages that nobody ho
 
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence as SequenceABC
 from hashlib import sha256
 from random import Random
 from time import process_time
 
+from engine.fake_device import FakeDevice
 from engine.shadow import Shadow, Truth
-from engine.simulated_world import VOCABULARY, Client, World, colliding_hash, first_value, mix, next_token, solo_run
+from engine.simulated_world import VOCABULARY, Client, World, colliding_hash, first_value, solo_run
 from holdfast.cache.groups import HOLE
 from holdfast.cache.prefix import strong_hash
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
+from holdfast.request.step import decode_step, encode_step
 
 SALTS = (b"", b"", b"a", b"b")
 PARAMS = SamplingParams()
@@ -49,10 +52,17 @@ class Simulation:
         self.epoch = 0
         self.alive: dict[int, Client] = {}
         """In order of arrival."""
+        self.clients: dict[int, Client] = {}
+        """Those that are gone too."""
+        self.flights: deque[LiveStep] = deque()
+        self.late_rng = Random(f"late events {seed}")
+        self.device = FakeDevice(self.world, self.shadow, self.clients.__getitem__, self._see_pages, self.late_rng)
         self.history: list[list[int]] = []
         longest = max(limits.max_model_len, 1)
         self.bases = [[self.rng.randrange(VOCABULARY) for _ in range(longest)] for _ in range(2)]
         self.counts: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
+        """What is no event of its own."""
         self.worst_preemptions = 0
         self.num_hit_tokens = 0
         self._safe: dict[int, int] = {}
@@ -87,9 +97,9 @@ class Simulation:
             if rng.random() < 0.01:
                 self.reset()
             self.step()
-        max_steps = len(self.alive) * self.world.limits.max_model_len
-        for _ in range(max_steps):
-            if not self.alive:
+        max_steps = len(self.alive) * self.world.limits.max_model_len * (1 + self.world.run_ahead)
+        for _ in range(max_steps + 1 + self.world.run_ahead):
+            if not self.alive and not self.flights:
                 break
             self.step(interrupted=False)
         assert not self.alive, f"{len(self.alive)} sequences are left after {max_steps} steps without arrivals"
@@ -125,8 +135,7 @@ class Simulation:
         """A client goes away: any one, in any state, sometimes twice."""
         if not self.alive:
             return
-        sequence = self.alive.pop(self.rng.choice(list(self.alive))).sequence
-        self._finish(sequence)
+        self._leave(self.alive[self.rng.choice(list(self.alive))])
         self.counts["abort"] += 1
 
     def reset(self) -> None:
@@ -137,12 +146,18 @@ class Simulation:
         self.scheduler.check()
 
     def step(self, interrupted: bool = True) -> None:
-        """One step of the engine, with aborts, resets and failures at the worst moment."""
-        rng, scheduler = self.rng, self.scheduler
-        step = scheduler.schedule()
-        self.see_schedule(step)
-        tokens = [self.sampled(item) if item.samples else None for item in step.scheduled]
-        self._record(step, tokens)
+        """One round of the engine: launch ahead, book the oldest, with aborts, resets and failures at the worst moment."""
+        rng, scheduler, late = self.rng, self.scheduler, self.late_rng
+        self._stop_late()
+        while len(self.flights) <= self.world.run_ahead:
+            step = scheduler.schedule(self.propose if self.world.guess_share else None)
+            self.see_schedule(step)
+            if step is None or not step.scheduled:
+                break
+            if interrupted and self.world.is_late and late.random() < self.world.abort_share / 2:
+                self.abort()
+        self.device.run(late.randint(0, len(self.flights)) if self.world.is_late else 1)
+        step = self.flights[0] if self.flights else LiveStep(())
         self.counts["step"] += 1
         if interrupted and rng.random() < self.world.abort_share:
             for _ in range(rng.choice((1, 1, 2))):
@@ -151,46 +166,85 @@ class Simulation:
                 self.reset()
             scheduler.check()
             if rng.random() < 0.05:
-                self.counts["failed step"] += 1
-                if any(group.is_state for group in self.groups):
-                    self._lose(step)
+                self.forget()
                 return
-        failed = [index for index, token in enumerate(tokens) if token is not None and rng.random() < 0.01]
-        for index in failed:
-            tokens[index] = None
-        lengths = [item.sequence.num_tokens for item in step.scheduled]
-        scheduler.complete(step, tokens)
-        self._see_results(step, tokens, lengths, failed)
+        if self.flights:
+            self.collect(step)
         scheduler.check()
 
-    def _lose(self, step: LiveStep) -> None:
-        """Where a state is kept, a step that was never completed takes everything from those that it ran."""
-        for item in step.scheduled:
-            client = self.alive.get(item.sequence.sequence_id)
-            if client is not None:
+    def forget(self) -> None:
+        """Everything in flight is dropped, though some of it may have run."""
+        self.counts["failed step"] += 1
+        self.device.cancel()
+        self.scheduler.forget_steps()
+        has_states = any(group.is_state for group in self.groups)
+        for item in (item for step in self.flights for item in step.scheduled):
+            client = self.clients[item.sequence.sequence_id]
+            is_alive, client.num_flying, client.num_coming = client.num_final is None, 0, 0
+            if not is_alive:
+                client.is_placed = False
+            elif has_states and not client.is_anew:
+                # A step that was never completed takes everything from those that it ran.
                 client.num_lost += client.num_held
-                client.is_anew = True
-        self._safe.clear()
+                client.is_anew, client.is_placed = True, False
+                self._safe.clear()
+        self.flights.clear()
+        self.scheduler.check()
 
-    def see_schedule(self, step: LiveStep) -> None:
-        """Checks what schedule() decided, then runs it: all writes, then all reads, as the attention of a layer does."""
-        self._see_changes(step)
+    def collect(self, step: LiveStep) -> None:
+        """Books the oldest step."""
+        chosen = self.device.collect()
+        self._record(step, chosen)
+        failed = [index for index, tokens in enumerate(chosen) if tokens and self.rng.random() < 0.01]
+        for index in failed:
+            chosen[index] = ()
+        self.flights.popleft()
+        self.scheduler.complete(step, chosen)
+        self._see_results(step, chosen, failed)
+
+    def propose(self, sequence: Sequence) -> list[int]:
+        """What may follow, right or not; more than anybody may use."""
+        client, late = self.clients[sequence.sequence_id], self.late_rng
+        num_tokens = sequence.num_tokens
+        assert client.num_coming == 0, f"{sequence} is asked for guesses behind tokens that nobody knows"
+        client.learn(num_tokens + 6)
+        guesses = client.tokens[num_tokens : num_tokens + late.choice((0, 1, 2, 4, 6))]
+        if guesses and late.random() < 0.5:
+            guesses[late.randrange(len(guesses))] = late.randrange(VOCABULARY)
+        client.guesses = tuple(guesses)
+        return guesses
+
+    def see_schedule(self, step: LiveStep | None) -> None:
+        """Checks what schedule() decided, then launches it."""
+        if step is None:
+            assert self.flights, "nothing is in flight, and nobody is scheduled"
+            self.seen["drain"] += 1
+        items = () if step is None else step.scheduled
+        self._see_changes(items)
         self._check_step(step)
         self.shadow.poison(self.scheduler.pool.owner_counts(), self.scheduler.pool.kept_pages())
-        for item in step.scheduled:
-            self._write(item)
-        for item in step.scheduled:
-            client, end = self.alive[item.sequence.sequence_id], item.start + item.num_new_tokens
-            self.shadow.read(item.sequence.tables, item.start, end, client.truth, item.sequence)
+        if step is None or not items:
+            return
+        for item in items:
+            client = self.alive[item.sequence.sequence_id]
+            client.num_flying += item.num_new_tokens
+            client.num_coming += item.samples
+            client.is_placed = True
+        self.flights.append(step)
+        told = step.step
+        if self.world.travels:
+            told = decode_step(encode_step(told))
+            assert told == step.step, f"{step.step} came as {told}"
+        self.device.launch(told)
+        self._check_mirror(items)
 
-    def sampled(self, item: ScheduledSequence) -> int:
-        """What the fake model chooses from the last position that the step computed."""
-        return next_token(self.alive[item.sequence.sequence_id].written)
-
-    def book(self, client: Client, item: ScheduledSequence, token: int | None) -> None:
+    def book(self, client: Client, item: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         """Enters what a completed step did for a client, and looks whether the sequence has just that."""
-        client.num_given += token is not None
-        client.num_run += item.num_new_tokens
+        num_accepted = max(len(tokens) - 1, 0)
+        client.num_given += len(tokens)
+        client.num_run += item.num_new_tokens - len(item.proposals) + num_accepted
+        self.seen["proposals"] += len(item.proposals)
+        self.seen["accepted"] += num_accepted
         self._check_account(client)
 
     def check_against_solo(self, client: Client) -> None:
@@ -234,6 +288,12 @@ class Simulation:
         client = self.new_client(prompt, max_tokens, salt, use_prefix_cache=rng.random() < 0.9)
         if rng.random() >= self.world.long_share:
             client.num_outputs = rng.randint(1, min(max_tokens, 6))
+        if self.world.is_late:
+            late = self.late_rng
+            if late.random() < 0.3:  # ends by a token that nobody foresees
+                client.num_outputs = late.randint(1, max_tokens)
+            client.lag = late.choice((0, 0, 1, 3))
+            client.sequence.may_speculate = late.random() < self.world.guess_share
         return client
 
     def new_client(self, prompt: list[int], max_tokens: int, salt: bytes, use_prefix_cache: bool) -> Client:
@@ -249,11 +309,13 @@ class Simulation:
             use_prefix_cache=use_prefix_cache,
         )
         self._num_sequences += 1
-        return Client(sequence, prompt, max_tokens, Truth(self.world.shadows), last_value=first_value(salt))
+        client = Client(sequence, prompt, max_tokens, Truth(self.world.shadows), last_value=first_value(salt))
+        self.clients[sequence.sequence_id] = client
+        return client
 
-    def _see_changes(self, step: LiveStep) -> None:
+    def _see_changes(self, items: SequenceABC[ScheduledSequence]) -> None:
         """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
-        in_step = {item.sequence.sequence_id for item in step.scheduled}
+        in_step = {item.sequence.sequence_id for item in items}
         ran = [client.sequence for client in self.alive.values() if client.is_running]
         num_preempted, num_admitted = self.counts["preempt"], 0
         for sequence_id, client in self.alive.items():
@@ -264,7 +326,9 @@ class Simulation:
                 assert client.is_running, f"{sequence} was preempted and did not run"
                 assert not is_running, f"{sequence} runs in the step that preempted it"
                 assert sequence_id not in in_step, f"{sequence} was preempted and is in the step"
+                assert not self.flights, f"{sequence} was preempted with {len(self.flights)} steps in flight"
                 client.num_preemptions += 1
+                client.is_placed = False
                 client.num_lost += client.num_held
                 self.counts["preempt"] += 1
             elif is_running and not client.is_running:
@@ -287,7 +351,11 @@ class Simulation:
             assert has_outgrown, f"preempted though none of {self._safe} has outgrown what admission promised"
         if num_admitted:
             smallest = min((group.page_tokens for group in self.groups if not group.is_state), default=0)
-            self._safe = {one.sequence_id: one.num_tokens + smallest for one in self.scheduler.running}
+            # What this step itself brings is not part of the promise.
+            self._safe = {
+                one.sequence_id: one.num_tokens + self.clients[one.sequence_id].num_coming + smallest
+                for one in self.scheduler.running
+            }
 
     def _see_eviction(self, page: int) -> None:
         """A page of a window leaves a hole: its entry stays, as long as it is of use."""
@@ -306,6 +374,22 @@ class Simulation:
         assert sequence.num_computed == client.num_held, (
             f"{sequence} has not the {client.num_held} positions of its account"
         )
+
+    def _check_mirror(self, items: SequenceABC[ScheduledSequence]) -> None:
+        """In the device's slots are those who run and those who have something in flight, with the pages they have here."""
+        held = {slot: one.sequence_id for slot, one in self.device.slots.items()}
+        placed = {client.sequence.slot: number for number, client in self.alive.items() if client.is_placed}
+        found = {slot: number for slot, number in held.items() if number in self.alive}
+        assert found == placed, f"the device has {found} in its slots, they are in {placed}"
+        for number in held.values():
+            client = self.clients[number]
+            assert client.num_final is None or client.num_flying, f"the device was not told that {number} has ended"
+        for item in items:
+            tables = self.device.slots[item.sequence.slot].tables
+            for group, table, own in zip(self.groups, tables, item.sequence.tables, strict=True):
+                same = [page for page, right in zip(table, own, strict=False) if right in (HOLE, page)]
+                is_same = len(table) == len(own) == len(same)
+                assert is_same, f"{item.sequence} has other pages in its slot: {group.name} {table}"
 
     def _check_hit(self, sequence: Sequence) -> None:
         start = sequence.num_computed
@@ -327,89 +411,142 @@ class Simulation:
         ages = [self.page_epochs[page] for page in pages]
         assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
 
-    def _check_step(self, step: LiveStep) -> None:
+    def _check_step(self, step: LiveStep | None) -> None:
+        if step is None:
+            return
         limits, pool = self.world.limits, self.scheduler.pool
         assert len(step.scheduled) <= limits.max_num_seqs, f"{len(step.scheduled)} sequences in a step"
         assert step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step"
         order = [item.sequence.sequence_id for item in step.scheduled]
         assert order == [number for number in self.alive if number in order], f"{order} is not the order of arrival"
-        if self.alive:
+        if self._must_run():
             oldest = next(iter(self.alive))
             assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
+        num_rows = sum(1 + len(item.proposals) for item in step.scheduled if item.samples)
+        assert num_rows <= limits.num_sampled_rows, f"{num_rows} rows choose in a step"
         for item in step.scheduled:
+            self._check_item(item)
             sequence, end = item.sequence, item.start + item.num_new_tokens
-            assert item.start == sequence.num_computed, f"{sequence} starts at {item.start}"
-            assert item.num_new_tokens >= 1, f"{sequence} runs {item.num_new_tokens} tokens"
-            assert end <= min(sequence.num_tokens, limits.max_model_len), f"{sequence} runs up to {end}"
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 num_pages = group.state_pages if group.is_state else -(-end // group.page_tokens)
-                assert len(table) == num_pages, f"{sequence} has not {num_pages} pages for {end} tokens"
+                # What a longer step was given, that was then not taken or was forgotten, is kept.
+                is_enough = len(table) == num_pages or (self.world.is_late and len(table) > num_pages)
+                assert is_enough, f"{sequence} has not {num_pages} pages for {end} tokens"
                 for page in table if group.is_state else table[item.start // group.page_tokens :]:
                     assert page != HOLE, f"{sequence} writes into a hole of {group.name}"
                     assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
                     assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
 
-    def _write(self, item: ScheduledSequence) -> None:
-        sequence, start = item.sequence, item.start
-        client = self.alive[sequence.sequence_id]
-        client.learn()
-        value: int | None = first_value(sequence.cache_salt)
-        if start > 0:
-            value = self.shadow.value_before(sequence.tables, start, client.truth, sequence)
-            value = client.truth.values[start - 1] if value is None else value
-        values: list[int] = []
-        for token_id in sequence.token_ids[start : start + item.num_new_tokens]:
-            value = mix(value, token_id)
-            values.append(value)
-        client.written = values[-1]
-        for page in self.shadow.write(sequence.tables, start, values):
-            self.page_epochs[page] = client.epoch
-
-    def _see_results(self, step: LiveStep, tokens: list[int | None], lengths: list[int], failed: list[int]) -> None:
-        for index, (item, token, length) in enumerate(zip(step.scheduled, tokens, lengths, strict=True)):
+    def _see_results(self, step: LiveStep, chosen: list[tuple[int, ...]], failed: list[int]) -> None:
+        for index, (item, tokens) in enumerate(zip(step.scheduled, chosen, strict=True)):
             sequence = item.sequence
-            client = self.alive.get(sequence.sequence_id)
-            if client is None:
-                assert sequence.num_tokens == length, f"{sequence} was finished and got a token"
+            client = self.clients[sequence.sequence_id]
+            client.num_flying -= item.num_new_tokens
+            client.num_coming -= item.samples
+            if client.num_final is not None:
+                assert sequence.num_tokens == client.num_final, f"{sequence} was finished and got a token"
                 assert not any(sequence.tables), f"{sequence} was finished and got pages"
+                self.seen["surplus tokens"] += len(tokens)
                 continue
-            assert sequence.num_tokens == length + (token is not None), f"{sequence} has not got its token"
-            self.book(client, item, token)
-            if index not in failed and sequence.num_output_tokens < client.num_outputs:
+            self.book(client, item, tokens)
+            if index not in failed and not self._has_ended(client):
                 continue
             if index not in failed:
                 self.check_against_solo(client)
-            del self.alive[sequence.sequence_id]
-            self._finish(sequence)
+            self._leave(client)
             self.counts["finish"] += 1
 
-    def _record(self, step: LiveStep, tokens: list[int | None]) -> None:
+    def _has_ended(self, client: Client) -> bool:
+        """It has its last token, and that is known."""
+        num_outputs = client.sequence.num_output_tokens
+        if num_outputs >= client.num_outputs and client.lag and client.num_rounds_left is None:
+            client.num_rounds_left = client.lag
+        is_last = num_outputs >= client.num_outputs and client.num_rounds_left is None
+        return is_last or num_outputs >= client.sequence.max_tokens
+
+    def _stop_late(self) -> None:
+        """Whoever reads the text tells of an end that was some tokens ago."""
+        for client in [client for client in self.alive.values() if client.num_rounds_left is not None]:
+            assert client.num_rounds_left is not None, "just looked"
+            client.num_rounds_left -= 1
+            if client.num_rounds_left == 0:
+                self.check_against_solo(client)
+                self._leave(client)
+                self.counts["finish"] += 1
+                self.seen["late stop"] += 1
+
+    def _leave(self, client: Client) -> None:
+        """Ends a client, in flight or not."""
+        sequence = client.sequence
+        del self.alive[sequence.sequence_id]
+        client.num_final = sequence.num_tokens
+        if client.num_flying:
+            self.seen["quarantined pages"] += sum(page != HOLE for table in sequence.tables for page in table)
+            self.seen["quarantined sequences"] += 1
+        self._finish(sequence)
+
+    def _must_run(self) -> bool:
+        """The oldest has something left to compute that is not in flight, and nothing to wait for."""
+        if not self.alive:
+            return False
+        client = next(iter(self.alive.values()))
+        sequence, limits = client.sequence, self.world.limits
+        if not self.flights:
+            return True
+        if not client.is_running or (sequence.may_speculate and client.num_coming):
+            return False
+        longest = min(len(client.prompt) + sequence.max_tokens - 1, limits.max_model_len)
+        has_windows = any(group.window is not None for group in self.groups)
+        is_far = has_windows and client.num_flying >= limits.max_num_batched_tokens
+        num_tokens = min(sequence.num_tokens + client.num_coming, longest)
+        return num_tokens > client.num_held + client.num_flying and not is_far
+
+    def _check_item(self, item: ScheduledSequence) -> None:
+        """Positions from the right one on, none of no use, and a token chosen behind the last."""
+        sequence, client = item.sequence, self.alive[item.sequence.sequence_id]
+        start, num_guessed = client.num_held + client.num_flying, len(item.proposals)
+        assert item.start == start, f"{sequence} starts at {item.start}"
+        assert item.num_new_tokens > num_guessed, f"{sequence} runs {item.num_new_tokens} tokens"
+        num_tokens, end = sequence.num_tokens + client.num_coming, item.start + item.num_new_tokens
+        assert end - num_guessed <= min(num_tokens, self.world.limits.max_model_len), f"{sequence} runs up to {end}"
+        longest = min(len(client.prompt) + sequence.max_tokens - 1, self.world.limits.max_model_len)
+        assert end <= longest, f"{sequence} runs up to {end}, and of {longest} tokens something comes"
+        assert item.samples == (end - num_guessed == num_tokens), f"{sequence} samples at {end} of {num_tokens}"
+        is_asked = item.proposals == client.guesses[:num_guessed] and (sequence.may_speculate or not num_guessed)
+        assert is_asked, f"{sequence} is given {item.proposals} of {client.guesses}"
+
+    def _see_pages(self, client: Client, pages: list[int]) -> None:
+        for page in pages:
+            self.page_epochs[page] = client.epoch
+
+    def _record(self, step: LiveStep, chosen: list[tuple[int, ...]]) -> None:
         numbers = [len(self.alive), self.scheduler.pool.num_available]
-        for item, token in zip(step.scheduled, tokens, strict=True):
-            numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, -1 if token is None else token)
+        for item, tokens in zip(step.scheduled, chosen, strict=True):
+            numbers += (item.sequence.sequence_id, item.start, item.num_new_tokens, *tokens)
             for table in item.sequence.tables:
                 numbers += table
         self._trace.update(array("q", numbers).tobytes())
 
 
-def main(num_worlds: int, num_events: int) -> None:
-    """For a longer run by hand: PYTHONPATH=tests python tests/engine/simulation.py 1000 10000."""
+def main(num_worlds: int, num_events: int, kind: str = "") -> None:
+    """For a longer run by hand: PYTHONPATH=tests python tests/engine/simulation.py 1000 10000 late."""
     counts: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     num_reads = worst = num_hit_tokens = 0
     start = process_time()
     for seed in range(num_worlds):
-        simulation = Simulation(seed)
+        simulation = Simulation(seed, World.late(seed) if kind == "late" else None)
         simulation.run(num_events)
         counts += simulation.counts
+        seen += simulation.seen
         num_reads += simulation.num_reads
         num_hit_tokens += simulation.num_hit_tokens
         worst = max(worst, simulation.worst_preemptions)
     seconds = process_time() - start
     print(f"{counts.total():,} events in {num_worlds} worlds, {counts.total() / seconds:,.0f} a second: {dict(counts)}")
-    print(
-        f"{num_reads:,} rows read back; {num_hit_tokens:,} tokens of hits; at worst {worst} preemptions of one sequence; no violation"
-    )
+    print(f"{num_reads:,} rows read back; {num_hit_tokens:,} tokens of hits; {dict(seen)}")
+    print(f"at worst {worst} preemptions of one sequence; no violation")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

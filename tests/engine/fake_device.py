@@ -1,0 +1,207 @@
+"""A device for simulations: the runner's slots as steps tell them, and steps that run between launch and collect.
+
+It knows of the scheduler only what `Step` values say: who is in which slot, the pages at the end of each table, positions.
+Launched steps run in order, each at the latest when it is collected. What a step writes for a sequence that has ended
+since, its rows and its slot's last token, may come later still: at the collect. So a page or a slot that is given away
+too early is overwritten under its new owner, and what that one reads is wrong.
+
+The last token of each slot is kept on the device: a row whose token was not known when its step was launched takes it
+from there, whoever wrote it last.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from engine.shadow import Shadow
+from engine.simulated_world import Client, World, first_value, mix, next_token
+from holdfast.request.step import Admitted, Step, StepItem
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A sequence in a slot, as the runner knows it."""
+
+    sequence_id: int
+    token_ids: list[int]
+    tables: list[list[int]]
+    num_computed: int = -1
+    """Collected; -1 before its first step, which may start on cached pages."""
+    num_scheduled: int = -1
+    num_coming: int = 0
+    num_late: int = 0
+    """Launched parts that run at their collect."""
+
+
+@dataclass(eq=False, slots=True)
+class Launched:
+    """What a step does for one sequence."""
+
+    held: Held
+    client: Client
+    item: StepItem
+    tokens: list[int | None]
+    """Of its positions; None where it was coming at the launch."""
+    tables: list[list[int]]
+    chosen: tuple[int, ...] | None = None
+    """Once it has run."""
+    is_late: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A launched step."""
+
+    parts: list[Launched] = field(default_factory=list)
+    has_run: bool = False
+
+
+class FakeDevice:
+    """launch(), run() any number of times, collect() or cancel()."""
+
+    def __init__(
+        self, world: World, shadow: Shadow, client_of: Callable[[int], Client], see_pages: Callable, rng: Random
+    ) -> None:
+        self.slots: dict[int, Held] = {}
+        self.flights: deque[Flight] = deque()
+        self.num_steps = 0
+        self.num_late = 0
+        """Parts whose writes came as late as they could."""
+        self._limits = world.limits
+        self._groups = world.groups
+        self._shadow = shadow
+        self._client_of = client_of
+        self._see_pages = see_pages
+        self._rng = rng
+        self._last_tokens = [-1] * world.limits.max_num_seqs
+
+    def launch(self, step: Step) -> None:
+        """Takes in what the step tells."""
+        assert step.number == self.num_steps + 1, f"step {step.number} came behind step {self.num_steps}"
+        self.num_steps = step.number
+        for slot in step.released:
+            assert slot in self.slots, f"slot {slot} is released, and nobody is in it"
+            del self.slots[slot]
+        for admitted in step.admitted:
+            self._admit(admitted)
+        flight = Flight()
+        for item in step.items:
+            assert item.slot in self.slots, f"slot {item.slot} runs, and nobody is in it"
+            flight.parts.append(self._accept(item, self.slots[item.slot]))
+        slots = [item.slot for item in step.items]
+        assert len(set(slots)) == len(slots), f"slots {slots} run in one step"
+        self.flights.append(flight)
+
+    def run(self, num_flights: int) -> None:
+        """The oldest so many steps have run, at the latest now."""
+        for flight in list(self.flights)[:num_flights]:
+            if flight.has_run:
+                continue
+            flight.has_run = True
+            now = []
+            for part in flight.parts:
+                is_surplus = part.client.num_final is not None
+                part.is_late = bool(part.held.num_late) or (is_surplus and self._rng.random() < 0.7)
+                part.held.num_late += part.is_late
+                if not part.is_late:
+                    now.append(part)
+            self._compute(now)
+
+    def collect(self) -> list[tuple[int, ...]]:
+        """Ends the oldest step; its tokens."""
+        self.run(1)
+        flight = self.flights.popleft()
+        late = [part for part in flight.parts if part.is_late]
+        self._compute(late)
+        self.num_late += len(late)
+        for part in late:
+            part.held.num_late -= 1
+        results = []
+        for part in flight.parts:
+            held, item, chosen = part.held, part.item, part.chosen
+            assert chosen is not None, f"a part of step in slot {item.slot} has not run"
+            num_rejected = len(item.proposals) - max(len(chosen) - 1, 0)
+            held.num_computed = item.start + item.num_new_tokens - num_rejected
+            if item.proposals:
+                held.num_scheduled = held.num_computed
+            held.num_coming -= item.samples
+            held.token_ids += chosen
+            results.append(chosen)
+        return results
+
+    def cancel(self) -> None:
+        """Forgets what was launched, whether it has run or not; what it told stays."""
+        for flight in self.flights:
+            for part in flight.parts:
+                held = part.held
+                held.num_scheduled, held.num_coming, held.num_late = held.num_computed, 0, 0
+        self.flights.clear()
+
+    def _admit(self, admitted: Admitted) -> None:
+        slot = admitted.slot
+        assert 0 <= slot < len(self._last_tokens), f"slot {slot} is given, of {len(self._last_tokens)}"
+        assert slot not in self.slots, f"slot {slot} is given, and somebody is in it"
+        ids = [held.sequence_id for held in self.slots.values()]
+        assert admitted.sequence_id not in ids, f"sequence {admitted.sequence_id} has two slots"
+        tables: list[list[int]] = [[] for _ in self._groups]
+        self.slots[slot] = Held(admitted.sequence_id, list(admitted.token_ids), tables)
+
+    def _accept(self, item: StepItem, held: Held) -> Launched:
+        name = f"sequence {held.sequence_id}"
+        client, end = self._client_of(held.sequence_id), item.start + item.num_new_tokens
+        if held.num_scheduled < 0:
+            held.num_computed = held.num_scheduled = item.start
+        assert item.start == held.num_scheduled, f"{name} goes on at {item.start}, it was at {held.num_scheduled}"
+        for table, pages in zip(held.tables, item.pages or [()] * len(held.tables), strict=True):
+            table += pages
+        for group, table in zip(self._groups, held.tables, strict=True):
+            num_places = group.pages_for(end)
+            assert len(table) >= num_places, f"{name} was told {len(table)} of {num_places} places in {group.name}"
+        num_known, num_guessed = len(held.token_ids) + held.num_coming, len(item.proposals)
+        assert end - num_guessed <= num_known, f"{name} runs up to {end}, and {num_known} tokens are known or coming"
+        assert item.samples == (end - num_guessed == num_known), f"{name} samples at {end} of {num_known}"
+        tokens: list[int | None] = list(held.token_ids[item.start : end - num_guessed])
+        tokens += [None] * (end - num_guessed - item.start - len(tokens))
+        tokens += item.proposals
+        held.num_scheduled = end
+        held.num_coming += item.samples
+        tables = [table[: group.pages_for(end)] for group, table in zip(self._groups, held.tables, strict=True)]
+        return Launched(held, client, item, tokens, tables)
+
+    def _compute(self, parts: list[Launched]) -> None:
+        """All writes, then all reads, as the attention of a layer does."""
+        ends = [self._write(part) for part in parts]
+        for part, end in zip(parts, ends, strict=True):
+            self._shadow.read(part.tables, part.item.start, end, part.client.truth, part.client.sequence)
+
+    def _write(self, part: Launched) -> int:
+        """Computes its rows and chooses; where the positions end that a later step may read."""
+        client, item = part.client, part.item
+        client.learn(item.start + item.num_new_tokens)
+        value: int | None = first_value(client.sequence.cache_salt)
+        if item.start > 0:
+            value = self._shadow.value_before(part.tables, item.start, client.truth, client.sequence)
+            value = client.truth.values[item.start - 1] if value is None else value
+        values: list[int] = []
+        for token_id in part.tokens:
+            value = mix(value, self._last_tokens[item.slot] if token_id is None else token_id)
+            values.append(value)
+        self._see_pages(client, self._shadow.write(part.tables, item.start, values))
+        part.chosen = self._chosen(item, values)
+        if part.chosen:
+            self._last_tokens[item.slot] = part.chosen[-1]
+        return item.start + item.num_new_tokens - len(item.proposals) + max(len(part.chosen) - 1, 0)
+
+    @staticmethod
+    def _chosen(item: StepItem, values: list[int]) -> tuple[int, ...]:
+        """The proposals that the model would have chosen itself, and one more."""
+        if not item.samples:
+            return ()
+        chosen: list[int] = []
+        rows = values[len(values) - len(item.proposals) - 1 :]
+        for value, guess in zip(rows, (*item.proposals, None), strict=True):
+            chosen.append(next_token(value))
+            if chosen[-1] != guess:
+                break
+        return tuple(chosen)
