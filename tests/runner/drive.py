@@ -32,7 +32,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampling.batch import SequenceSample
+from holdfast.runner.sampling.batch import Choice, Choosing
+from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.sinks import copy_sinks
 from holdfast.runner.step_inputs import BatchBuffers
@@ -69,15 +70,21 @@ class RecordingSampler(Sampler):
         self.sampled: list[torch.Tensor] = []
         self.prompt: list[torch.Tensor] = []
 
-    def sample(
+    def take_device_sampler(self, max_rows: int) -> None:
+        """Choose as a GPU does, by the references of its kernels."""
+        self._chooser = DeviceSampler(self._vocab_size, CPU, max_rows, Ledger())
+        self.argmax_S = self._chooser.argmax_S
+
+    def launch(
         self,
-        logits_SV: torch.Tensor,
-        sequences: SequenceABC[Sequence],
+        logits_SV: torch.Tensor | None,
+        choices: SequenceABC[Choice],
         eos_token_ids: frozenset[int],
         chosen_by_graph: torch.Tensor | None = None,
-    ) -> list[SequenceSample]:
-        self.sampled += logits_SV.clone()
-        return super().sample(logits_SV, sequences, eos_token_ids, chosen_by_graph)
+        keep_slots_S: torch.Tensor | None = None,
+    ) -> Choosing:
+        self.sampled += [] if logits_SV is None else logits_SV.clone()
+        return super().launch(logits_SV, choices, eos_token_ids, chosen_by_graph, keep_slots_S)
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
@@ -102,7 +109,9 @@ class Rig:
         kv_dtype: str = "float32",
         dtype: str = "float32",
         min_rows: int = 1,
+        keeps_tokens: bool = False,
     ) -> None:
+        """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses."""
         spec = model.spec
         heads = spec.num_kv_heads, spec.head_dim
         formats = (KV_FORMATS[kv_dtype],) * spec.num_layers
@@ -134,9 +143,11 @@ class Rig:
         sinks = {"sinks": copy_sinks(model.weights, specs)} if spec.has_sinks else {}
         self.backend = build_backend(declaration, specs, self.storage, bounds, 1, batch_invariant=False, **sinks)
         rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
-        self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.max_num_seqs, Ledger())
+        self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.sampled_rows, Ledger())
+        if keeps_tokens:
+            self.sampler.take_device_sampler(limits.sampled_rows)
         self.decoder = Decoder(spec, model.weights, self.backend, rotaries, self.workspace, scratch, dtype=dtype)
-        shapes, is_shared = chunk_shapes(cache, num_pages), backend != "triton_paged"
+        shapes, is_shared = chunk_shapes(cache, num_pages), backend != "triton_paged" and not keeps_tokens
         self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes)
         self.groups = cache.cache_groups()
         self.runner = Runner(
@@ -188,7 +199,7 @@ class Rig:
 
 def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[TensorSpec, ...]) -> WorkspacePlan:
     """What the largest step of a model asks for, and nothing more."""
-    logit_rows = max(limits.max_num_seqs, PROMPT_ROWS)
+    logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, dtype)
     plan = WorkspacePlan()
     for request in declare_decoder(spec, "tiny").declaration.requests(step, 1, scratch):

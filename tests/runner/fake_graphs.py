@@ -86,4 +86,5 @@ def pretend_to_have_a_stream(rig: Rig) -> FakeStream:
         step_logits=captured(rig.decoder.step_logits), hidden=rig.decoder.hidden, logits=rig.decoder.logits
     )
     rig.sampler.find_argmax = captured(rig.sampler.find_argmax)  # type: ignore[method-assign]
+    rig.sampler.resolve = captured(rig.sampler.resolve)  # type: ignore[method-assign]
     return stream

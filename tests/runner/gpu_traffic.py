@@ -262,17 +262,18 @@ def recorded(built: BuiltRunner) -> Iterator[list[torch.Tensor]]:
     """Inside, every row of logits that is sampled from is kept, one tensor a step that samples."""
     sampler: Any = built.runner.sampler
     kept: list[torch.Tensor] = []
-    sample = sampler.sample
+    launch = sampler.launch
 
-    def sample_and_keep(logits_SV: torch.Tensor, *arguments: Any) -> Any:
-        kept.append(logits_SV.clone())
-        return sample(logits_SV, *arguments)
+    def launch_and_keep(logits_SV: torch.Tensor | None, *arguments: Any) -> Any:
+        if logits_SV is not None:
+            kept.append(logits_SV.clone())
+        return launch(logits_SV, *arguments)
 
-    sampler.sample = sample_and_keep
+    sampler.launch = launch_and_keep
     try:
         yield kept
     finally:
-        del sampler.sample
+        del sampler.launch
 
 
 class CheckedReplays:

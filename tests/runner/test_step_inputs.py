@@ -436,7 +436,7 @@ def test_addresses_never_change_and_nothing_of_the_last_step_remains(is_shared):
         batch = buffers.fill(step, [0] if count > 1 else [], dice.choice([None, 64]), dice.choice([None, 5]))
         assert batch.logits is not None
         pointers = [tensor.data_ptr() for tensor in (*tensors(batch), batch.logits.rows_R) if tensor.numel()]
-        addresses.add(tuple(pointers) if len(pointers) == 4 else (*pointers, buffers.inputs.tensor[3].data_ptr()))
+        addresses.add(tuple(pointers) if len(pointers) == 4 else (*pointers, buffers.inputs.tensor[-1].data_ptr()))
         assert batch.positions_T.tolist() == [*range(count)] + [0] * (batch.num_rows - count)
     assert len(addresses) == 1
 
@@ -460,7 +460,8 @@ def test_buffers_hold_what_was_planned(max_num_batched_tokens):
         assert {entry.owner: entry.num_bytes for entry in ledger} == planned
         held = buffers.inputs.tensor.untyped_storage().nbytes()
         assert held == sum(num_bytes for owner, num_bytes in planned.items() if "page" not in owner)
-        assert 4 * 8 * max_num_batched_tokens <= held < 4 * (8 * max_num_batched_tokens + 256)
+        num_buffers = 4 if is_shared else 5
+        assert num_buffers * 8 * max_num_batched_tokens <= held < num_buffers * (8 * max_num_batched_tokens + 256)
         address = buffers.inputs.host.__array_interface__["data"][0]
         assert (address == buffers.inputs.tensor.data_ptr()) is is_shared
         assert all(
@@ -489,16 +490,73 @@ def sent_ranges(buffers, step, *arguments):
 
 def test_one_copy_of_no_more_than_what_is_used_and_between():
     step = LiveStep((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
-    assert sent_ranges(buffers_of(False, 8192), step, [0, 1, 2]) == [(0, 2 * 8192 + 3)]
-    assert sent_ranges(buffers_of(False, 8192), step, [1, 2], 16, 4) == [(0, 3 * 8192 + 4)]
+    assert sent_ranges(buffers_of(False, 8192), step, [0, 1, 2]) == [(0, 3 * 8192 + 3)]
+    assert sent_ranges(buffers_of(False, 8192), step, [1, 2], 16, 4) == [(0, 4 * 8192 + 4)]
 
 
 def test_a_copy_for_each_where_the_gaps_are_wide():
     n = MAX_GAP_BYTES // 2 // 8 + 32
     step = LiveStep((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
     rows = [(start, start + 16) for start in (0, n, 2 * n)]
-    assert sent_ranges(buffers_of(False, n), step, [0, 1, 2], 16) == rows
-    assert sent_ranges(buffers_of(False, n), step, [1, 2], 16, 4) == [*rows, (3 * n, 3 * n + 4)]
+    assert sent_ranges(buffers_of(False, n), step, [0, 1, 2], 16) == [*rows, (3 * n, 3 * n + 16)]
+    assert sent_ranges(buffers_of(False, n), step, [1, 2], 16, 4) == [*rows, (3 * n, 3 * n + 4), (4 * n, 4 * n + 4)]
+
+
+def coming(slot: int, num_known: int, pages: list[int], sequence_id: int = 0) -> ScheduledSequence:
+    """The token behind the known ones, which a step in flight is choosing."""
+    sequence = scheduled(num_known - 1, 1, pages, sequence_id=sequence_id).sequence
+    sequence.slot = slot
+    return ScheduledSequence(sequence, num_known, 1, samples=True)
+
+
+def test_a_token_that_is_coming_is_named_by_its_slot():
+    buffers = buffers_of(is_shared=False)
+    known = scheduled(9, 1, [5, 1, 7], sequence_id=1)
+    batch = buffers.fill(LiveStep((coming(3, 6, [9, 2]), known, coming(0, 4, [8, 6], 2))), [0, 1, 2], 4)
+    assert batch.token_ids_T.tolist() == [-4, known.sequence.token_ids[9], -1, 0]
+    assert batch.positions_T.tolist() == [6, 9, 4, 0]
+
+
+def test_proposals_are_the_last_of_the_rows():
+    sequence = scheduled(6, 1, [9, 2, 4]).sequence
+    step = LiveStep((ScheduledSequence(sequence, 6, 4, samples=True, proposals=(50, 51, 52)),))
+    for is_shared in (True, False):
+        batch = buffers_of(is_shared).fill(step, [0, 1, 2, 3])
+        assert batch.token_ids_T.tolist() == [sequence.token_ids[6], 50, 51, 52]
+        assert batch.positions_T.tolist() == [6, 7, 8, 9]
+        assert batch.slots_GT[0].tolist() == [10, 11, 16, 17]
+
+
+def test_only_the_newest_token_can_be_coming_and_only_of_a_sequence_with_a_slot():
+    buffers = buffers_of(is_shared=False)
+    far, homeless = coming(1, 6, [9, 2]), coming(-1, 6, [9, 2])
+    with pytest.raises(AssertionError, match="runs coming=7 of 6 tokens"):
+        buffers.fill(LiveStep((ScheduledSequence(far.sequence, 7, 1, samples=True),)), [0])
+    with pytest.raises(AssertionError, match="has no slot"):
+        buffers.fill(LiveStep((homeless,)), [0])
+
+
+def test_slots_that_keep_tokens_are_those_of_wanted_rows():
+    buffers = buffers_of(is_shared=False)
+    step = LiveStep((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7], sequence_id=1)))
+    assert buffers.keep_slots_T is not None
+    buffers.keep_slots_T.fill_(77)
+    buffers.fill(step, [5, 6], 16, 4, [2, 0])
+    assert buffers.keep_slots_T[:4].tolist() == [2, 0, -1, -1]
+    decode = LiveStep((scheduled(9, 1, [5, 1, 7], sequence_id=1),))
+    buffers.fill(decode, [0], 4, 4, [3])
+    assert buffers.keep_slots_T[:4].tolist() == [3, -1, -1, -1]
+    buffers.fill(step, [5, 6], 16, 4)
+    assert buffers.keep_slots_T[:4].tolist() == [-1] * 4
+    assert buffers_of(is_shared=True).keep_slots_T is None
+
+
+@BOTH
+def test_all_rows_may_be_listed_as_wanted(is_shared):
+    """A graph that lists wanted rows takes steps of which all are."""
+    batch = buffers_of(is_shared).fill(LiveStep((scheduled(0, 3, [0]),)), [0, 1, 2], 8, 4, is_listed=True)
+    assert batch.logits is not None
+    assert batch.logits.rows_R.tolist() == [0, 1, 2, 0]
 
 
 def growing(dice, num_sequences):
@@ -711,7 +769,7 @@ def test_buffers_of_groups_hold_what_was_planned(is_shared):
 def test_slots_of_all_groups_go_in_one_copy():
     buffers = BatchBuffers(limits(8192), CPU, Ledger(), is_shared=False, shapes=SHAPES)
     step = LiveStep((ScheduledSequence.of(grouped_sequence(0, [3, 4], [1], [2]), 0, 5),))
-    assert sent_ranges(buffers, step, [4], 8, 1) == [(0, 5 * 8192 + 1)]
+    assert sent_ranges(buffers, step, [4], 8, 1) == [(0, 6 * 8192 + 1)]
 
 
 def test_a_sequence_that_starts_anew_without_a_preemption_has_its_new_pages():

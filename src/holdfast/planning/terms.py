@@ -46,6 +46,7 @@ _BATCH_REASONS = {
     "token_ids": "one a row of a step",
     "positions": "one a row of a step",
     "slots": "one a row of a step",
+    "keep_slots": "one a row of a step: where the token that is chosen from it is kept",
     "logit_rows": "one a row of a step",
     "page_table": "pages of every sequence of a step, at its longest",
     "page_updates": f"what changed in the page table, up to {LISTED_PAGES} pages a sequence",
@@ -59,7 +60,7 @@ def batch_terms(
 
     `chunks_per_page`: of each cache group.
     """
-    specs = input_specs(limits, len(chunks_per_page))
+    specs = input_specs(limits, len(chunks_per_page), device_kind)
     if device_kind != "cpu":
         for group, chunks in enumerate(chunks_per_page):
             specs += page_table_specs(limits, chunks, group)
@@ -73,12 +74,17 @@ def input_term(spec: TensorSpec) -> Term:
     return Term(f"inputs/{spec.name}", spec.num_bytes, f"{reason}, of cache group {group}" if group else reason)
 
 
-def input_specs(limits: Limits, num_groups: int = 1) -> tuple[TensorSpec, ...]:
-    """The buffers with an entry a row. They lie one behind the other, and their length makes each begin aligned."""
+def input_specs(limits: Limits, num_groups: int = 1, device_kind: str = "cpu") -> tuple[TensorSpec, ...]:
+    """The buffers with an entry a row. They lie one behind the other, and their length makes each begin aligned.
+
+    On a CPU a step begins when the tokens of the last one are known, and none is kept for it.
+    """
     per_unit = ALIGNMENT_BYTES // DTYPE_BYTES["int64"]
     shape_T = (-(-limits.max_num_batched_tokens // per_unit) * per_unit,)
     slots = (_of_group("slots", group) for group in range(num_groups))
-    return tuple(TensorSpec(name, shape_T, "int64") for name in ("token_ids", "positions", *slots, "logit_rows"))
+    keep_slots = () if device_kind == "cpu" else ("keep_slots",)
+    names = ("token_ids", "positions", *slots, *keep_slots, "logit_rows")
+    return tuple(TensorSpec(name, shape_T, "int64") for name in names)
 
 
 def page_table_specs(limits: Limits, chunks_per_page: int = 1, group: int = 0) -> tuple[TensorSpec, TensorSpec]:
@@ -162,6 +168,7 @@ _BOOL = 1
 _SAMPLING_REASONS = {
     "argmax": "argmax of each row",
     "chosen": "the chosen token of each row",
+    "last_tokens": "the newest token of each sequence, which its next step begins with",
     "block_argmax": "the same for a block of rows",
     "rows": "parameters of each row",
     "columns": "log-probabilities of each row",
@@ -216,6 +223,7 @@ def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
     rows = max(max_rows, PROMPT_ROWS)
     return (
         TensorSpec("argmax", (rows,), "int64"),
+        TensorSpec("last_tokens", (max_rows,), "int64"),
         TensorSpec("block_argmax", (min(rows, MAX_LOGIT_ROWS),), "int64"),
         *host_specs(max_rows, vocab_size),
         TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),

@@ -1,14 +1,23 @@
-"""Runner: one step on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits.
+"""Runner: steps on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits.
+
+    launch(step)   checks a step, and on a GPU enqueues all of it: inputs, model, choices, the way of the results
+    collect()      the results of the oldest step; only this waits, and on a CPU this is where a step is computed
+
+So on a GPU one step runs while the next is prepared. Everything goes through one stream, in order: buffers on the device serve
+one step after the other, and what the host writes for a step it writes when the step before the last has been collected. A
+token that the step before is choosing comes from the device. Choices that need such a token on the host wait for it, and
+nothing else does: collect() makes those of the next step when it has read the results of this one.
 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,23 +25,69 @@ from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
+from holdfast.kernels.sampling.last_tokens import NO_SLOT
 from holdfast.models.model import Model
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceResult, StepResult, TokenLogprobs
+from holdfast.request.step import Step
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.sampling.batch import SequenceSample
+from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
+from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
 
 
-@dataclass(frozen=True, slots=True)
-class _WantedRows:
-    """Which of the wanted logits rows belong to one scheduled sequence."""
+class _WantedRows(NamedTuple):
+    """Rows of a step whose logits are wanted: all that are chosen from, and prompts where they are asked for."""
 
-    prompt_start: int
-    num_prompt: int
-    sample: int | None
+    logit_rows: list[int]
+    prompt_rows: list[tuple[int, int]]
+    """Of each scheduled sequence that asks for its prompt: the first among the logit rows, and how many; else (0, 0)."""
+    sampled: list[int]
+    """The places among the logit rows that are chosen from."""
+    choices: list[Choice]
+    keep_slots: list[int]
+    """Of each choice: the slot whose next step may begin with it before the host knows it."""
+
+    @property
+    def has_prompts(self) -> bool:
+        return len(self.sampled) < len(self.logit_rows)
+
+    @classmethod
+    def of(cls, step: LiveStep) -> "_WantedRows":
+        wanted = cls([], [], [], [], [])
+        row = 0
+        for item in step.scheduled:
+            sequence, end, num_prompt = item.sequence, row + item.num_new_tokens, 0
+            if sequence.params.prompt_logprobs is not None:
+                num_prompt = max(0, min(item.num_new_tokens, sequence.num_prompt_tokens - 1 - item.start))
+            wanted.prompt_rows.append((len(wanted.logit_rows), num_prompt) if num_prompt else (0, 0))
+            wanted.logit_rows.extend(range(row, row + num_prompt))
+            if item.samples:
+                wanted._add_choices(item, end)
+            row = end
+        return wanted
+
+    def _add_choices(self, item: ScheduledSequence, end: int) -> None:
+        """One behind the last token, and one behind each proposal, whose own next step waits for the host."""
+        count = 1 + len(item.proposals)
+        self.sampled.extend(range(len(self.logit_rows), len(self.logit_rows) + count))
+        self.logit_rows.extend(range(end - count, end))
+        self.choices.extend(Choice(item.sequence, item.num_tokens + nth) for nth in range(count))
+        self.keep_slots.extend([NO_SLOT] * count if item.proposals else [item.sequence.slot])
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A step that was launched and not collected."""
+
+    step: LiveStep
+    choosing: Choosing | None = None
+    """None: nothing was computed yet, or the result is there."""
+    result: StepResult | None = None
+    is_booked: bool = False
 
 
 class Runner:
@@ -68,24 +123,60 @@ class Runner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self._dummy_ids = count(-1, -1)
+        self._slots = Slots(limits, groups, num_pages, vocab_size)
+        self._flights: deque[_Flight] = deque()
+        assert not sampler.keeps_tokens or buffers.keep_slots_T is not None, "chosen tokens have no slots to be kept by"
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether launching a step before the last one is collected gains anything: on a GPU."""
+        return self.sampler.keeps_tokens
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> None:
+        """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
+        if self.can_run_ahead:
+            assert len(self._flights) < MAX_UNDER_WAY, f"{len(self._flights)} steps are in flight"
+        flight = _Flight(self._slots.accept(step))
+        self._flights.append(flight)
+        if self.can_run_ahead:
+            with self._on_stream():
+                self._begin(flight)
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight. Where this is interrupted it can be called again."""
+        assert self._flights, "no step is in flight"
+        flight = self._flights[0]
+        with self._on_stream():
+            result = self._settle(flight)
+        self._flights.popleft()
+        return result
+
+    def cancel(self) -> bool:
+        """Drop every step in flight, as if none had run; what they told of sequences, pages and releases stands.
+
+        Where steps begin when they are launched this cannot be done, unless there are none.
+        """
+        if self.can_run_ahead and self._flights:
+            return False
+        self._flights.clear()
+        self._slots.forget_flights()
+        return True
 
     @torch.inference_mode()
     def execute(self, step: LiveStep) -> StepResult:
-        """Run one step."""
+        """Run one step over somebody else's sequences, and wait for it; nothing else may be in flight."""
+        assert not self._flights, f"{len(self._flights)} steps are in flight"
+        flight = _Flight(step)
         with self._on_stream():
-            logit_rows, wanted = _wanted_rows(step)
-            if any(rows.num_prompt for rows in wanted):
-                return self._with_prompt_logprobs(step, logit_rows, wanted)
-            samples = iter(self._samples(step, logit_rows))
-        results = []
-        for rows in wanted:
-            token_id, logprobs = next(samples) if rows.sample is not None else (None, None)
-            results.append(SequenceResult.of(token_id, logprobs, ()))
-        return StepResult(tuple(results))
+            self._begin(flight)
+            return self._result(flight)
 
     @torch.inference_mode()
     def hidden_rows(self, step: LiveStep) -> torch.Tensor:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
+        assert not self._flights, f"{len(self._flights)} steps are in flight"
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
             return self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
@@ -112,7 +203,9 @@ class Runner:
         with self._on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
-            self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            self.sampler.resolve(batch.token_ids_T)
+            logits_RV = self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            self.sampler.find_argmax(logits_RV[:1], self._keep_slots(1))
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -126,8 +219,10 @@ class Runner:
                         batches.clear()
                         batch = self._capture_batch(size, is_decode, graphs)
                         batches[size, is_decode] = batch, self.backend.plan(batch, captured=True)
-                    logits_RV = self.model.step_logits(*batches[size, is_decode])
-                    self.sampler.find_argmax(logits_RV)
+                    batch, plan = batches[size, is_decode]
+                    self.sampler.resolve(batch.token_ids_T)
+                    logits_RV = self.model.step_logits(batch, plan)
+                    self.sampler.find_argmax(logits_RV, self._keep_slots(logits_RV.shape[0]))
                     return logits_RV
 
                 graphs.capture(run, self._stream, on_progress)
@@ -145,6 +240,10 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
+        if self._flights and self._stream is not None:
+            with suppress(RuntimeError):  # a device that has failed runs nothing any more
+                self._stream.synchronize()
+        self._flights.clear()
         if self.graphs is not None:
             self.graphs.release()
             self.graphs = None
@@ -166,58 +265,104 @@ class Runner:
             yield
         outside.wait_stream(self._stream)
 
-    def _fill(self, step: LiveStep, logit_rows: list[int]) -> Batch:
+    def _begin(self, flight: _Flight) -> None:
+        """Compute a step: on a GPU all of it is enqueued, and nothing waited for.
+
+        A step with prompt logprobs is the exception. They are read back in blocks, so it is over when this returns, and so is
+        what was in flight before it; their results wait to be collected in order.
+        """
+        wanted = _WantedRows.of(flight.step)
+        if not wanted.has_prompts:
+            flight.choosing = self._choose(flight.step, wanted)
+            return
+        for earlier in self._flights:
+            if earlier is flight:
+                break
+            self._settle(earlier)
+        flight.result = self._with_prompt_logprobs(flight.step, wanted)
+        if self._flights:
+            self._settle(flight)
+
+    def _settle(self, flight: _Flight) -> StepResult:
+        """A step's results, once all before it are settled; and the choices that waited for them."""
+        if flight.choosing is None and flight.result is None:
+            self._begin(flight)
+        flight.result = self._result(flight)
+        if not flight.is_booked:
+            self._slots.book(flight.step, flight.result)
+            for later in self._flights:
+                if later is not flight and later.choosing is not None:
+                    later.choosing.choose_late()
+            flight.is_booked = True
+        return flight.result
+
+    def _result(self, flight: _Flight) -> StepResult:
+        if flight.result is not None:
+            return flight.result
+        assert flight.choosing is not None, "the step has not begun"
+        return _result_of(flight.step, flight.choosing.read())
+
+    def _keep_slots(self, num_rows: int) -> torch.Tensor | None:
+        slots_T = self.buffers.keep_slots_T
+        return None if slots_T is None or not self.sampler.keeps_tokens else slots_T[:num_rows]
+
+    def _fill(self, step: LiveStep, logit_rows: list[int], keep_slots: SequenceABC[int] = ()) -> Batch:
         """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
         num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
-        return self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0)
+        batch = self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0, keep_slots)
+        if any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled):
+            self.sampler.resolve(batch.token_ids_T)
+        return batch
 
-    def _samples(self, step: LiveStep, logit_rows: list[int]) -> SequenceABC[SequenceSample]:
-        """Run the model for a step that wants one row of each sequence that samples, and choose."""
-        num_rows, num_logits = step.num_tokens, len(logit_rows)
+    def _choose(self, step: LiveStep, wanted: _WantedRows) -> Choosing:
+        """Run the model for a step that wants only rows that are chosen from, and begin to choose."""
+        num_rows, num_logits = step.num_tokens, len(wanted.logit_rows)
+        if not step.scheduled:
+            return self.sampler.launch(None, [], self.eos_token_ids)
         is_decode = num_logits == num_rows == len(step.scheduled)
         size = self.graphs.size_for(num_rows, num_logits, is_decode) if self.graphs is not None else None
-        sequences = [item.sequence for item in step.sampling()]
         if self.graphs is None or size is None:
-            batch = self._fill(step, logit_rows)
+            batch = self._fill(step, wanted.logit_rows, wanted.keep_slots)
             plan = self.backend.plan(batch)
-            if not logit_rows:
+            if not num_logits:
                 self.model.hidden(batch, plan)
-                return []
-            logits_SV = self.model.step_logits(batch, plan)[:num_logits]
-            return self.sampler.sample(logits_SV, sequences, self.eos_token_ids)
-        batch = self.buffers.fill(step, logit_rows, size, self.graphs.logit_rows(size, is_decode))
-        self.backend.plan(batch, captured=True)
-        logits_RV = self.graphs.replay(size, is_decode)
-        if not logit_rows:
-            return []
-        argmax_S = self.sampler.argmax_S[:num_logits]
-        return self.sampler.sample(logits_RV[:num_logits], sequences, self.eos_token_ids, argmax_S)
+                return self.sampler.launch(None, [], self.eos_token_ids)
+            logits_SV, argmax_S = self.model.step_logits(batch, plan)[:num_logits], None
+        else:
+            num_padded = self.graphs.logit_rows(size, is_decode)
+            batch = self.buffers.fill(
+                step, wanted.logit_rows, size, num_padded, wanted.keep_slots, is_listed=not is_decode
+            )
+            self.backend.plan(batch, captured=True)
+            logits_SV = self.graphs.replay(size, is_decode)[:num_logits]
+            argmax_S = self.sampler.argmax_S[:num_logits]
+            if not num_logits:
+                return self.sampler.launch(None, [], self.eos_token_ids)
+        keep_slots_S = self._keep_slots(num_logits)
+        return self.sampler.launch(logits_SV, wanted.choices, self.eos_token_ids, argmax_S, keep_slots_S)
 
-    def _with_prompt_logprobs(self, step: LiveStep, logit_rows: list[int], wanted: list[_WantedRows]) -> StepResult:
-        batch = self._fill(step, logit_rows)
+    def _with_prompt_logprobs(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
+        batch = self._fill(step, wanted.logit_rows)
         hidden_RH = self.model.hidden(batch, self.backend.plan(batch))
         prompts = [
-            self._prompt_logprobs(item, rows, hidden_RH) if rows.num_prompt else ()
-            for item, rows in zip(step.scheduled, wanted, strict=True)
+            self._prompt_logprobs(item, *rows, hidden_RH) if rows[1] else ()
+            for item, rows in zip(step.scheduled, wanted.prompt_rows, strict=True)
         ]
-        results = []
-        for item, rows, prompt in zip(step.scheduled, wanted, prompts, strict=True):
-            token_id, logprobs = None, None
-            if rows.sample is not None:
-                logits_1V = self.model.logits(hidden_RH[rows.sample : rows.sample + 1])
-                ((token_id, logprobs),) = self.sampler.sample(logits_1V, [item.sequence], self.eos_token_ids)
-            results.append(SequenceResult.of(token_id, logprobs, prompt))
-        return StepResult(tuple(results))
+        samples: list[SequenceSample] = []
+        for row, choice in zip(wanted.sampled, wanted.choices, strict=True):
+            logits_1V = self.model.logits(hidden_RH[row : row + 1])
+            samples += self.sampler.launch(logits_1V, [choice], self.eos_token_ids).read()
+        return _result_of(step, samples, prompts)
 
     def _prompt_logprobs(
-        self, item: ScheduledSequence, rows: _WantedRows, hidden_RH: torch.Tensor
+        self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor
     ) -> tuple[TokenLogprobs, ...]:
         num_top = item.sequence.params.prompt_logprobs
         assert num_top is not None, f"{item.sequence.sequence_id=} asked for no prompt logprobs"
         logprobs: list[TokenLogprobs] = []
-        for offset in range(0, rows.num_prompt, PROMPT_ROWS):
-            count = min(PROMPT_ROWS, rows.num_prompt - offset)
-            first = rows.prompt_start + offset
+        for offset in range(0, num_rows, PROMPT_ROWS):
+            count = min(PROMPT_ROWS, num_rows - offset)
+            first = first_row + offset
             logits_TV = self.model.logits(hidden_RH[first : first + count])
             target_start = item.start + offset + 1
             targets = item.sequence.token_ids[target_start : target_start + count]
@@ -229,7 +374,7 @@ class Runner:
         if is_decode:
             return self.buffers.fill(LiveStep(()), [], size)
         step, logit_rows = self._dummy_step(size)
-        return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode))
+        return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode), is_listed=True)
 
     def _dummy_step(self, num_rows: int) -> tuple[LiveStep, list[int]]:
         """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
@@ -246,22 +391,21 @@ class Runner:
         return LiveStep(tuple(items)), logit_rows
 
 
-def _wanted_rows(step: LiveStep) -> tuple[list[int], list[_WantedRows]]:
-    """Rows of the step whose logits are wanted, and whose they are."""
-    logit_rows: list[int] = []
-    wanted: list[_WantedRows] = []
-    row = 0
-    for item in step.scheduled:
-        end = row + item.num_new_tokens
-        prompt_start = len(logit_rows)
-        num_prompt = 0
-        if item.sequence.params.prompt_logprobs is not None:
-            num_prompt = max(0, min(item.num_new_tokens, item.sequence.num_prompt_tokens - 1 - item.start))
-            logit_rows.extend(range(row, row + num_prompt))
-        sample = None
-        if item.samples:
-            sample = len(logit_rows)
-            logit_rows.append(end - 1)
-        wanted.append(_WantedRows(prompt_start, num_prompt, sample))
-        row = end
-    return logit_rows, wanted
+def _result_of(
+    step: LiveStep, samples: Iterable[SequenceSample], prompts: SequenceABC[tuple[TokenLogprobs, ...]] | None = None
+) -> StepResult:
+    """What was chosen, by sequence: of proposals the longest run that was chosen too, and the token behind it."""
+    own_samples = iter(samples)
+    results = []
+    for index, item in enumerate(step.scheduled):
+        prompt = () if prompts is None else prompts[index]
+        if not item.samples:
+            results.append(SequenceResult.of(None, None, prompt))
+            continue
+        own = [next(own_samples) for _ in range(1 + len(item.proposals))]
+        if item.proposals:
+            refused = (nth for nth, token_id in enumerate(item.proposals) if own[nth].token_id != token_id)
+            del own[next(refused, len(item.proposals)) + 1 :]
+        logprobs = tuple(sample.logprobs for sample in own if sample.logprobs is not None)
+        results.append(SequenceResult(tuple(sample.token_id for sample in own), logprobs, prompt))
+    return StepResult(tuple(results))

@@ -18,11 +18,15 @@ How entries reach the device, by what each way costs:
 
 Everything else:
 
-token_ids | positions | slots | logit_rows      int64, one piece of memory; slots G times; each as long as the largest step
+token_ids | positions | slots | keep_slots | logit_rows      int64, one piece of memory; slots G times; each as long as the
+                                                             largest step; no keep_slots where device and host are one
+
+A token that a step in flight is choosing is not known here yet: its id is -1 - slot, the runner's slot of its sequence, and a
+kernel puts the token in its place (kernels/sampling/last_tokens.py). keep_slots says where the tokens of this step go.
 
 A step that is padded to T rows uses the first T of all but the last one, and of that one the first R where not every
-row's logits are wanted. On a GPU the piece has a double on the host, and what is used follows in one copy, unused
-places in between included: at 8192 rows those are 128 to 192 KiB, 4 us on the link, and a copy more costs the host 5 us.
+row's logits are wanted (of keep_slots as many). On a GPU the piece has a double on the host, and what is used follows in one copy, unused
+places in between included: at 8192 rows those are 192 to 256 KiB, 5 us on the link, and a copy more costs the host 5 us.
 Only where steps may be so large that the gaps would outweigh that does each buffer go by itself. A layout without gaps
 would begin elsewhere for each number of rows, and kernels are compiled for, and graphs captured at, aligned places.
 """
@@ -40,10 +44,11 @@ from holdfast.cache.chunks import ChunkShape
 from holdfast.cache.groups import HOLE
 from holdfast.config import Limits
 from holdfast.kernels.attention.write_kv import BLOCK, PADDING, scatter_pages
+from holdfast.kernels.sampling.last_tokens import NO_SLOT
 from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import input_specs, input_term, listed_entries, page_table_specs
-from holdfast.request.sequence import LiveStep, Sequence
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 
 MAX_SINGLE_COPIES = 3
 """Up to this many short ranges of the page table go by a copy each."""
@@ -247,7 +252,7 @@ class BatchBuffers:
         is_shared: bool,
         shapes: SequenceABC[ChunkShape] = ONE_GROUP,
     ) -> None:
-        specs = input_specs(limits, len(shapes))
+        specs = input_specs(limits, len(shapes), "cpu" if is_shared else "cuda")
         self._page_tokens = limits.page_tokens
         self._shapes = tuple(shapes)
         self._has_pages_for_chunks = all(shape.chunks_per_page == 1 for shape in shapes)
@@ -256,9 +261,12 @@ class BatchBuffers:
         for term in map(input_term, specs):
             ledger.record(term.owner, term.num_bytes, term.reason)
         self._host = tuple(self.inputs.host)
-        self._host_slots = self._host[2:-1]
+        self._own_slots = slice(2, 2 + len(shapes))
+        self._host_slots = self._host[self._own_slots]
         self._ids_T, self._positions_T, self._logit_rows_T = (self.inputs.tensor[row] for row in (0, 1, -1))
-        self._slots_GT = self.inputs.tensor[2:-1]
+        self._slots_GT = self.inputs.tensor[self._own_slots]
+        self.keep_slots_T = None if is_shared else self.inputs.tensor[-2]
+        """Where the token is kept that is chosen from each of the wanted rows."""
         self._is_one_copy = 2 * specs[0].num_bytes <= MAX_GAP_BYTES
         self.page_table = None if is_shared else PageTable(limits, device, ledger, shapes)
 
@@ -268,10 +276,14 @@ class BatchBuffers:
         logit_rows: list[int],
         num_padded_rows: int | None = None,
         num_padded_logit_rows: int | None = None,
+        keep_slots: SequenceABC[int] = (),
+        *,
+        is_listed: bool = False,
     ) -> Batch:
         """Lay a step out as rows; `logit_rows` are the rows whose logits are wanted, ascending.
 
-        Rows of padding have token 0 at position 0 and no slot; padded `logit_rows` are row 0 again.
+        Rows of padding have token 0 at position 0 and no slot; padded `logit_rows` are row 0 again. `keep_slots` are those of
+        the first wanted rows; the others keep nothing. `is_listed`: wanted rows are listed even where they are all.
         """
         self.inputs.wait()
         sequences = self._write_rows(step)
@@ -280,11 +292,18 @@ class BatchBuffers:
         assert num_real <= num_rows <= self._num_places, f"{num_real=} {num_rows=} of {self._num_places}"
         if num_rows > num_real:
             self.inputs.host[:2, num_real:num_rows] = 0
-            self.inputs.host[2:-1, num_real:num_rows] = PADDING_SLOT
-        logits, counts = None, [num_rows] * (len(self._host) - 1)
-        if len(logit_rows) != num_real:
+            self.inputs.host[self._own_slots, num_real:num_rows] = PADDING_SLOT
+        logits, num_wanted = None, num_rows
+        counts = [num_rows] * (2 + len(self._shapes))
+        if is_listed or len(logit_rows) != num_real:
             logits = self._write_logit_rows(logit_rows, sequences, num_padded_logit_rows)
-            counts.append(logits.rows_R.shape[0])
+            num_wanted = logits.rows_R.shape[0]
+        if not self.inputs.is_shared:
+            self._host[-2][: len(keep_slots)] = keep_slots
+            self._host[-2][len(keep_slots) : num_wanted] = NO_SLOT
+            counts.append(num_wanted)
+        if logits is not None:
+            counts.append(num_wanted)
         if not self.inputs.is_shared:
             self._send(counts)
         return Batch(
@@ -307,14 +326,14 @@ class BatchBuffers:
             sequence, start, num_rows = item.sequence, item.start, item.num_new_tokens
             tables, end = tuple(sequence.tables), row + num_rows
             if num_rows == 1:
-                ids[row] = sequence.token_ids[start]
+                ids[row] = sequence.token_ids[start] if start < len(sequence.token_ids) else _coming_id(item)
                 positions[row] = start
                 chunk, offset = divmod(start, self._page_tokens)
                 for slots, shape, pages in zip(self._host_slots, self._shapes, tables, strict=True):
                     number = pages[chunk] if shape.chunks_per_page == 1 else shape.number(pages, chunk)
                     slots[row] = number * self._page_tokens + offset
             else:
-                ids[row:end] = sequence.token_ids[start : start + num_rows]
+                ids[row:end] = _token_ids(item)
                 positions[row:end] = np.arange(start, start + num_rows)
                 for slots, shape, pages in zip(self._host_slots, self._shapes, tables, strict=True):
                     slots[row:end] = self._slots(shape, pages, start, num_rows)
@@ -356,3 +375,21 @@ class BatchBuffers:
             self.inputs.send([(0, starts[-1] + counts[-1])])
         else:
             self.inputs.send([(start, start + count) for start, count in zip(starts, counts, strict=True)])
+
+
+def _coming_id(item: ScheduledSequence) -> int:
+    """In place of the newest token, which a step in flight is choosing."""
+    sequence, coming = item.sequence, item.num_tokens - 1
+    assert coming == len(sequence.token_ids), (
+        f"{sequence.sequence_id=} runs {coming=} of {len(sequence.token_ids)} tokens"
+    )
+    assert sequence.slot >= 0, f"{sequence.sequence_id=} has no slot, and its newest token is not known"
+    return -1 - sequence.slot
+
+
+def _token_ids(item: ScheduledSequence) -> list[int]:
+    """What the rows of a sequence run: known tokens, one that is coming, proposals."""
+    known = item.sequence.token_ids[item.start : item.num_tokens]
+    if len(known) + len(item.proposals) < item.num_new_tokens:
+        known = [*known, _coming_id(item)]
+    return [*known, *item.proposals] if item.proposals else known

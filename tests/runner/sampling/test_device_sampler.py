@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 
-from holdfast.kernels.sampling import argmax, edit_logits, logprobs, sample
+from holdfast.kernels.sampling import argmax, edit_logits, last_tokens, logprobs, sample
 from holdfast.memory.ledger import Ledger
 from holdfast.planning import terms
 from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
+from holdfast.runner.sampling.batch import Choice, SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
@@ -35,13 +36,17 @@ def samplers(vocab_size: int, max_rows: int) -> tuple[DeviceSampler, HostSampler
     return DeviceSampler(vocab_size, CPU, max_rows, Ledger()), HostSampler(vocab_size, max_rows)
 
 
+def choose(chooser: DeviceSampler | HostSampler, logits, sequences, chosen_by_graph=None) -> list[SequenceSample]:
+    return chooser.launch(logits, list(map(Choice.of, sequences)), EOS, chosen_by_graph).read()
+
+
 @pytest.mark.parametrize("vocab_size", [2, 100, 9001])
 def test_every_setting_as_on_the_host(vocab_size):
     logits, sequences = make_rows(vocab_size, len(SETTINGS))
     on_device, on_host = samplers(vocab_size, len(SETTINGS))
     raw = logits.clone()
     for _ in range(2):
-        assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+        assert choose(on_device, logits, sequences) == choose(on_host, logits, sequences)
     assert torch.equal(logits, raw)
 
 
@@ -51,7 +56,7 @@ def test_rows_in_several_blocks(monkeypatch, rows_at_once):
     _, on_host = samplers(100, len(sequences))
     divide_rows(monkeypatch, 100, rows_at_once)
     on_device, _ = samplers(100, len(sequences))
-    assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+    assert choose(on_device, logits, sequences) == choose(on_host, logits, sequences)
 
 
 @pytest.mark.parametrize("most", [1, 700])
@@ -63,7 +68,7 @@ def test_more_edits_than_the_list_holds(monkeypatch, most):
     on_device, on_host = samplers(1000, 5)
     (num_listed,) = (spec.shape[0] for spec in terms.host_specs(5, 1000) if spec.name == "edits")
     assert num_listed <= 1792
-    assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+    assert choose(on_device, logits, sequences) == choose(on_host, logits, sequences)
 
 
 @pytest.mark.parametrize("most", [1, 700, 4096])
@@ -80,8 +85,8 @@ def test_allowed_tokens_and_bad_words_as_on_the_host(monkeypatch, most):
     logits[2, 998] = logits[2].max() + 1
     logits[5, 5] = logits[5].max() + 1
     on_device, on_host = samplers(1000, 9)
-    found = on_device.sample(logits, sequences, EOS, None)
-    assert found == on_host.sample(logits, sequences, EOS, None)
+    found = choose(on_device, logits, sequences)
+    assert found == choose(on_host, logits, sequences)
     assert [own.token_id for own in found[1::3]] == [17, 17, 17]
     assert all(own.token_id % 3 == 0 for own in found[::3])
     assert (found[2].token_id, found[5].token_id) == (logits[2].topk(2).indices[1], logits[5].topk(2).indices[1])
@@ -102,8 +107,8 @@ def test_poison_stays_in_its_row():
     on_device, on_host = samplers(100, len(SETTINGS))
     logits[::3, 7] = torch.nan
     logits[1::3] = -torch.inf
-    samples = on_device.sample(logits, sequences, EOS, None)
-    assert samples == on_host.sample(logits, sequences, EOS, None)
+    samples = choose(on_device, logits, sequences)
+    assert samples == choose(on_host, logits, sequences)
     assert [own.token_id for own in samples].count(NO_TOKEN) == 15
 
 
@@ -113,12 +118,12 @@ def test_what_a_graph_has_found_is_believed():
     plain = [Sequence(0, [1], 1, SamplingParams(temperature=0.0), 0, 9) for _ in range(3)]
     found = torch.tensor([7, NO_TOKEN, 9, 55, 55])
     for chooser in (on_device, on_host):
-        assert [own.token_id for own in chooser.sample(logits, plain, EOS, found)] == [7, NO_TOKEN, 9]
+        assert [own.token_id for own in choose(chooser, logits, plain, found)] == [7, NO_TOKEN, 9]
     on_device.find_argmax(logits)
     on_host.find_argmax(logits)
     assert on_device.argmax_S[:3].tolist() == on_host.argmax_S.tolist() == logits.argmax(1).tolist()
     found = on_device.argmax_S.clone()
-    assert on_device.sample(logits, sequences, EOS, found) == on_host.sample(logits, sequences, EOS, None)
+    assert choose(on_device, logits, sequences, found) == choose(on_host, logits, sequences)
 
 
 def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
@@ -131,9 +136,9 @@ def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(EditStaging, "apply", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            on_device.sample(logits, sequences, EOS, None)
+            choose(on_device, logits, sequences)
     logits, sequences = logits.flip(0), sequences[::-1]
-    assert on_device.sample(logits, sequences, EOS, None) == on_host.sample(logits, sequences, EOS, None)
+    assert choose(on_device, logits, sequences) == choose(on_host, logits, sequences)
 
 
 def test_the_ledger_holds_what_the_terms_say():
@@ -145,12 +150,12 @@ def test_the_ledger_holds_what_the_terms_say():
 
 def test_by_kernels(monkeypatch, device):
     """Every setting through the kernels; the last place of an exponential is too little to change a token here."""
-    for module in (argmax, edit_logits, logprobs, sample):
+    for module in (argmax, edit_logits, last_tokens, logprobs, sample):
         monkeypatch.setattr(module, "can_run", lambda tensor: True)
     logits, sequences = make_rows(100, len(SETTINGS))
     on_device, on_host = DeviceSampler(100, device, len(SETTINGS), Ledger()), HostSampler(100, len(SETTINGS))
-    found = on_device.sample(logits.to(device), sequences, EOS, None)
-    expected = on_host.sample(logits, sequences, EOS, None)
+    found = choose(on_device, logits.to(device), sequences)
+    expected = choose(on_host, logits, sequences)
     assert [own.token_id for own in found] == [other.token_id for other in expected]
     for own, other in zip(found, expected, strict=True):
         if other.logprobs is not None:

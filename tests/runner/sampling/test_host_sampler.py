@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
-from holdfast.runner.sampling.batch import RowParameters
+from holdfast.runner.sampling.batch import Choice, RowParameters
 from holdfast.runner.sampling.host_sampler import HostSampler, choose_narrow, choose_unfiltered, choose_wide, cut
 from holdfast.runner.sampling.logprobs import WEIGHT_BITS, distances_, draw_, nucleus_weight, weights
 
@@ -94,7 +94,7 @@ def rows_of(vocab_size: int, scale: float, **params) -> tuple[torch.Tensor, RowP
     logits = (torch.randn(NUM_ROWS, vocab_size, generator=generator) * scale).bfloat16().float()
     sequences = [Sequence(0, [1] * row, 0, SamplingParams(**params), row, 9) for row in range(NUM_ROWS)]
     distance, _ = distances_(logits)
-    return distance, RowParameters.of(tuple(range(NUM_ROWS)), sequences, vocab_size)
+    return distance, RowParameters.of(tuple(range(NUM_ROWS)), list(map(Choice.of, sequences)), vocab_size)
 
 
 def vocabulary(size: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def test_rows_have_their_own_top_k(first_top_k):
     """Among equals the token is the share of its top_k that the random number says."""
     top_ks = range(first_top_k, first_top_k + NUM_ROWS)
     sequences = [Sequence(0, [1], 1, SamplingParams(top_k=top_k), top_k, 9) for top_k in top_ks]
-    params = RowParameters.of(tuple(range(NUM_ROWS)), sequences, 5000)
+    params = RowParameters.of(tuple(range(NUM_ROWS)), list(map(Choice.of, sequences)), 5000)
     expected = [int(number * top_k) for top_k, (number,) in zip(top_ks, params.uniform.tolist(), strict=True)]
     for choose in (choose_narrow, choose_wide):
         assert choose(torch.zeros(NUM_ROWS, 5000), params, vocabulary(5000))[:, 0].tolist() == expected
@@ -223,5 +223,6 @@ def test_more_rows_than_planned_are_only_more_blocks():
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
     sequences = [Sequence(row, [row], 1, SamplingParams(top_p=0.9, logprobs=2), row, 9) for row in range(9)]
     few, many = HostSampler(50, 2), HostSampler(50, 9)
-    assert few.sample(logits, sequences, frozenset(), None) == many.sample(logits, sequences, frozenset(), None)
+    choices = list(map(Choice.of, sequences))
+    assert few.launch(logits, choices, frozenset()).read() == many.launch(logits, choices, frozenset()).read()
     assert few.prompt_logprobs(logits, list(range(9)), 3) == many.prompt_logprobs(logits, list(range(9)), 3)

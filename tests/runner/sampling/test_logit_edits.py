@@ -16,6 +16,7 @@ from holdfast.kernels.sampling.edit_logits import EditKind
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.runner.sampling import logit_edits
+from holdfast.runner.sampling.batch import Choice
 from holdfast.runner.sampling.logit_edits import (
     EDITS_OF,
     EditContext,
@@ -103,7 +104,9 @@ EOS = frozenset({7, 11})
 
 def edit_logits(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> None:
     vocab_size = logits.shape[1]
-    edit_rows(logits, sequences, EditContext(eos_token_ids, SeenTokens(vocab_size, 8), vocab_size))
+    edit_rows(
+        logits, list(map(Choice.of, sequences)), EditContext(eos_token_ids, SeenTokens(vocab_size, 8), vocab_size)
+    )
 
 
 def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:

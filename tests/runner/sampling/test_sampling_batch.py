@@ -10,7 +10,7 @@ from holdfast.kernels.geometry import LogitRow
 from holdfast.planning.terms import MAX_NARROW_TOP_K
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, StepResult, TokenLogprobs
-from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, is_edited, logit_row, uniform
+from holdfast.runner.sampling.batch import Choice, RowParameters, SamplingBatch, logit_row, uniform
 
 
 def test_no_token_is_neither_a_token_nor_an_unfinished_chunk() -> None:
@@ -110,8 +110,11 @@ def test_one_bit_of_the_seed_changes_half_of_the_bits(bit):
 VOCAB_SIZE = 1000
 
 
-def make_sequence(seed: int = 0, num_output: int = 3, **params) -> Sequence:
-    return Sequence(0, list(range(4 + num_output)), 4, SamplingParams(**params), seed, max_tokens=100)
+def make_choice(seed: int = 0, num_output: int = 3, num_coming: int = 0, bad_words=(), **params) -> Choice:
+    sequence = Sequence(
+        0, list(range(4 + num_output)), 4, SamplingParams(**params), seed, max_tokens=100, bad_word_ids=bad_words
+    )
+    return Choice(sequence, sequence.num_tokens + num_coming)
 
 
 KINDS = {
@@ -135,34 +138,34 @@ KINDS = {
 
 @pytest.mark.parametrize(("params", "expected"), KINDS.values(), ids=KINDS.keys())
 def test_a_row_has_its_kind(params, expected):
-    batch = SamplingBatch.of([make_sequence(**params)], VOCAB_SIZE)
+    batch = SamplingBatch.of([make_choice(**params)], VOCAB_SIZE)
     kinds = {name: getattr(batch, name) for name in ("edited_greedy", "unfiltered", "narrow", "wide")}
     assert kinds == {name: (0,) if name == expected else () for name in kinds}
     assert batch.is_plain == (expected is None)
 
 
 def test_a_mixed_batch_holds_each_row_once_and_in_order():
-    batch = SamplingBatch.of([make_sequence(**params) for params, _ in KINDS.values()], VOCAB_SIZE)
+    batch = SamplingBatch.of([make_choice(**params) for params, _ in KINDS.values()], VOCAB_SIZE)
     rows = [*batch.edited_greedy, *batch.unfiltered, *batch.narrow, *batch.wide]
     assert sorted(rows) == [row for row, (_, kind) in enumerate(KINDS.values()) if kind]
     assert not batch.is_plain
 
 
 def test_logprobs_rows_and_the_most_that_was_asked():
-    sequences = [make_sequence(logprobs=logprobs) for logprobs in (None, 0, 5, None, 3)]
-    batch = SamplingBatch.of(sequences, VOCAB_SIZE)
+    choices = [make_choice(logprobs=logprobs) for logprobs in (None, 0, 5, None, 3)]
+    batch = SamplingBatch.of(choices, VOCAB_SIZE)
     assert batch.logprobs == (1, 2, 4)
     assert batch.num_top == 5
-    assert SamplingBatch.of(sequences, vocab_size=2).num_top == 2
+    assert SamplingBatch.of(choices, vocab_size=2).num_top == 2
 
 
 def test_parameters_of_a_block():
-    sequences = [
-        make_sequence(seed=2**64 - 1, temperature=0.5, top_k=2**31 - 1),
-        make_sequence(temperature=0.0),
-        make_sequence(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7),
+    choices = [
+        make_choice(seed=2**64 - 1, temperature=0.5, top_k=2**31 - 1),
+        make_choice(temperature=0.0),
+        make_choice(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7),
     ]
-    params = RowParameters.of((0, 2), sequences, VOCAB_SIZE)
+    params = RowParameters.of((0, 2), choices, VOCAB_SIZE)
     assert params.rows.tolist() == [0, 2]
     assert params.negative_temperature.tolist() == [[-0.5], [pytest.approx(-1e-30)]]
     assert params.min_p.tolist() == [[0.0], [0.25]]
@@ -173,19 +176,48 @@ def test_parameters_of_a_block():
 
 
 def test_a_block_without_filters_says_so():
-    params = RowParameters.of((0,), [make_sequence()], VOCAB_SIZE)
+    params = RowParameters.of((0,), [make_choice()], VOCAB_SIZE)
     assert (params.any_min_p, params.any_top_p, params.max_top_k) == (False, False, 0)
 
 
 def test_penalties_at_their_neutral_values_are_no_edits():
-    assert not is_edited(make_sequence(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
-    assert is_edited(make_sequence(frequency_penalty=-0.5))
+    assert not make_choice(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0).is_edited
+    assert make_choice(frequency_penalty=-0.5).is_edited
 
 
 def test_a_row_for_kernels_says_the_same():
-    sequence = make_sequence(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7)
-    row = LogitRow(*logit_row(sequence, 3, 8, VOCAB_SIZE))
+    choice = make_choice(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7)
+    row = LogitRow(*logit_row(choice, 3, 8, VOCAB_SIZE))
     assert row == LogitRow(3, 8, -1e-30, 0.25, 0.9, 7, uniform(5, 13))
     for top_k in (0, VOCAB_SIZE, 2**31 - 1):
-        assert LogitRow(*logit_row(make_sequence(top_k=top_k), 0, 0, VOCAB_SIZE)).top_k == 0
-    assert logit_row(make_sequence(temperature=0.0, top_k=3), 1, 2, VOCAB_SIZE) == LogitRow(1, 2)
+        assert LogitRow(*logit_row(make_choice(top_k=top_k), 0, 0, VOCAB_SIZE)).top_k == 0
+    assert logit_row(make_choice(temperature=0.0, top_k=3), 1, 2, VOCAB_SIZE) == LogitRow(1, 2)
+
+
+def test_what_depends_on_positions_looks_at_those_that_are_coming():
+    """Two tokens are coming: random numbers, and whether it may end, are those of the position behind them."""
+    assert make_choice(num_output=1, num_coming=2, min_tokens=4).may_not_end
+    assert not make_choice(num_output=1, num_coming=2, min_tokens=3).may_not_end
+    assert logit_row(make_choice(num_coming=2), 0, 0, VOCAB_SIZE) == logit_row(
+        make_choice(num_output=5), 0, 0, VOCAB_SIZE
+    )
+
+
+LATE = {
+    "nothing": ({}, False),
+    "bias, allowed tokens, an end that may not come": (
+        {"logit_bias": {1: 2.0}, "allowed_token_ids": (1, 2), "min_tokens": 50},
+        False,
+    ),
+    "repetition": ({"repetition_penalty": 1.1}, True),
+    "presence": ({"presence_penalty": 0.1}, True),
+    "frequency": ({"frequency_penalty": -0.1}, True),
+    "bad words of one token, whatever stands before": ({"bad_words": ((5,), (6,))}, False),
+    "bad words": ({"bad_words": ((5,), (6, 7))}, True),
+}
+
+
+@pytest.mark.parametrize(("params", "expected"), LATE.values(), ids=LATE.keys())
+def test_who_waits_for_tokens(params, expected):
+    assert make_choice(num_coming=1, **params).is_late is expected
+    assert not make_choice(**params).is_late, "nothing is coming"

@@ -1,4 +1,4 @@
-"""The rows of one step, before they are sampled: the random number of each, their kinds on a CPU, their parameters.
+"""The choices of one step: which token each row is asked for, their random numbers, kinds on a CPU and parameters.
 
 R rows of a block
 
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,42 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(counter.digest(), "little") >> 11) * 2.0**-53
 
 
+class Choice(NamedTuple):
+    """What one row of logits is asked for: the token at `position` of a sequence."""
+
+    sequence: Sequence
+    position: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "Choice":
+        """The token that follows all that are known."""
+        return cls(sequence, len(sequence.token_ids))
+
+    @property
+    def is_edited(self) -> bool:
+        """Does the sequence change its logits before a token is chosen?"""
+        sequence, params = self.sequence, self.sequence.params
+        return (
+            params.has_penalties
+            or bool(params.logit_bias)
+            or self.may_not_end
+            or params.allowed_token_ids is not None
+            or bool(sequence.bad_word_ids)
+        )
+
+    @property
+    def may_not_end(self) -> bool:
+        return self.sequence.params.min_tokens > self.position - self.sequence.num_prompt_tokens
+
+    @property
+    def is_late(self) -> bool:
+        """Must it wait for a token that the host does not have yet? What counts or compares tokens must; a position does not."""
+        sequence = self.sequence
+        return self.position > len(sequence.token_ids) and (
+            sequence.params.has_penalties or any(len(word) > 1 for word in sequence.bad_word_ids)
+        )
+
+
 class SequenceSample(NamedTuple):
     """What was chosen for one sequence."""
 
@@ -41,6 +77,23 @@ class SequenceSample(NamedTuple):
     """Or NO_TOKEN, where the logits hold NaN or rule every token out."""
     logprobs: TokenLogprobs | None
     """Where the request asked and a token was chosen."""
+
+
+class Choosing(Protocol):
+    """The choices of a step, under way or made."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether some rows are late and still have to be chosen."""
+        ...
+
+    def choose_late(self) -> None:
+        """Choose them, now that every token before them is known; again is the same."""
+        ...
+
+    def read(self) -> list[SequenceSample]:
+        """What was chosen, in the order of the rows: the only wait. Again is the same."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +120,17 @@ class SamplingBatch:
         return not (self.edited_greedy or self.unfiltered or self.narrow or self.wide)
 
     @classmethod
-    def of(cls, sequences: SequenceABC[Sequence], vocab_size: int) -> "SamplingBatch":
+    def of(cls, choices: SequenceABC[Choice], vocab_size: int) -> "SamplingBatch":
         edited_greedy: list[int] = []
         unfiltered: list[int] = []
         narrow: list[int] = []
         wide: list[int] = []
         logprobs: list[int] = []
         num_top = 0
-        for row, sequence in enumerate(sequences):
-            params = sequence.params
+        for row, choice in enumerate(choices):
+            params = choice.sequence.params
             if params.temperature == 0.0:
-                if is_edited(sequence):
+                if choice.is_edited:
                     edited_greedy.append(row)
             elif 0 < params.top_k < vocab_size and params.top_k <= MAX_NARROW_TOP_K:
                 narrow.append(row)
@@ -89,7 +142,7 @@ class SamplingBatch:
                 logprobs.append(row)
                 num_top = max(num_top, params.logprobs)
         kinds = (tuple(kind) for kind in (edited_greedy, unfiltered, narrow, wide, logprobs))
-        return cls(len(sequences), *kinds, num_top=min(num_top, vocab_size))
+        return cls(len(choices), *kinds, num_top=min(num_top, vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +161,8 @@ class RowParameters:
     """0 where nobody has one."""
 
     @classmethod
-    def of(cls, rows: tuple[int, ...], sequences: SequenceABC[Sequence], vocab_size: int) -> "RowParameters":
-        table = np.array([_row(row, sequences[row], vocab_size) for row in rows], dtype=np.float64)
+    def of(cls, rows: tuple[int, ...], choices: SequenceABC[Choice], vocab_size: int) -> "RowParameters":
+        table = np.array([_row(row, choices[row], vocab_size) for row in rows], dtype=np.float64)
         table_PR1 = torch.from_numpy(np.ascontiguousarray(table.T)).unsqueeze(-1)
         top_k = table[:, 4]
         return cls(
@@ -125,20 +178,9 @@ class RowParameters:
         )
 
 
-def is_edited(sequence: Sequence) -> bool:
-    """Does the sequence change its logits before a token is chosen?"""
-    params = sequence.params
-    return (
-        params.has_penalties
-        or bool(params.logit_bias)
-        or params.min_tokens > sequence.num_output_tokens
-        or params.allowed_token_ids is not None
-        or bool(sequence.bad_word_ids)
-    )
-
-
-def logit_row(sequence: Sequence, source: int, target: int, vocab_size: int) -> tuple[float, ...]:
-    """The fields of a LogitRow: what kernels need to know of a sequence to choose a token for it."""
+def logit_row(choice: Choice, source: int, target: int, vocab_size: int) -> tuple[float, ...]:
+    """The fields of a LogitRow: what kernels need to know of a choice."""
+    sequence, position = choice
     params = sequence.params
     if params.temperature == 0.0:
         return LogitRow(source, target)
@@ -149,12 +191,13 @@ def logit_row(sequence: Sequence, source: int, target: int, vocab_size: int) -> 
         params.min_p,
         params.top_p,
         params.top_k if params.top_k < vocab_size else 0,
-        uniform(sequence.seed, len(sequence.token_ids)),
+        uniform(sequence.seed, position),
         0.0,
     )
 
 
-def _row(row: int, sequence: Sequence, vocab_size: int) -> tuple[float, ...]:
+def _row(row: int, choice: Choice, vocab_size: int) -> tuple[float, ...]:
+    sequence, position = choice
     params = sequence.params
     return (
         row,
@@ -162,5 +205,5 @@ def _row(row: int, sequence: Sequence, vocab_size: int) -> tuple[float, ...]:
         params.min_p,
         params.top_p,
         min(params.top_k, vocab_size) or vocab_size,
-        uniform(sequence.seed, sequence.num_tokens),
+        uniform(sequence.seed, position),
     )

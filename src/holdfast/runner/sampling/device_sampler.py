@@ -1,14 +1,20 @@
-"""DeviceSampler: choices and log-probabilities by kernels, in buffers that are taken once, with one wait at the end.
+"""DeviceSampler: choices and log-probabilities by kernels, in buffers that are taken once; only who reads results waits.
 
 One table says what is asked of every row and goes to the device in one copy. Rows whose logits are edited are copied into a
 block and edited there; all others are read where they are. What comes back is token ids, and a few numbers for each row
 that asked for log-probabilities. After construction nothing is allocated on the device.
 
-S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns, X any rows
+Two steps may be under way. The device works on them one after the other, so its buffers serve both; what the host writes for a
+step and reads of it lies in pinned memory of that step's own. Rows that are late (batch.py) are chosen when the tokens of the
+step before have been read; the logits of their step lie in the workspace until the next forward pass, which comes after.
+
+S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns, X any rows,
+N slots
 """
 
 from collections.abc import Sequence as SequenceABC
-from itertools import repeat
+from dataclasses import dataclass
+from itertools import cycle, repeat
 from typing import NamedTuple
 
 import torch
@@ -16,13 +22,15 @@ import torch
 from holdfast.kernels.geometry import NUM_FIELDS, LogitRow
 from holdfast.kernels.sampling.argmax import LogitScratch, argmax
 from holdfast.kernels.sampling.edit_logits import copy_rows
+from holdfast.kernels.sampling.last_tokens import keep_tokens, resolve_tokens
 from holdfast.kernels.sampling.logprobs import logprob_rows
 from holdfast.kernels.sampling.sample import sample_tokens
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
-from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
-from holdfast.runner.sampling.batch import SequenceSample, is_edited, logit_row
+from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
+from holdfast.runner.sampling.batch import Choice, SequenceSample, logit_row
 from holdfast.runner.sampling.logit_edits import (
     EDITS_OF,
     EditContext,
@@ -33,73 +41,121 @@ from holdfast.runner.sampling.logit_edits import (
 )
 from holdfast.runner.sampling.logprobs import read_logprobs
 
+MAX_UNDER_WAY = 2
+"""Steps whose choices may be on the device at once."""
+
+
+class _Doubles:
+    """Pinned memory of one step under way: what it sends, what comes back, and when that is there."""
+
+    def __init__(self, specs: SequenceABC[TensorSpec], device_edits_E2: torch.Tensor) -> None:
+        self._device = device_edits_E2.device
+        is_cuda = device_edits_E2.is_cuda
+        host = {
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=is_cuda) for spec in specs
+        }
+        self.chosen_S, self.rows_XF, self.columns_SC = host["chosen"], host["rows"], host["columns"]
+        self.fields = self.rows_XF.numpy().reshape(-1)
+        self.staging = EditStaging(host["edits"], device_edits_E2)
+        self._done = torch.cuda.Event() if is_cuda else None
+        self._is_busy = False
+
+    def begin(self) -> None:
+        """What was sent before has been read, unless an interrupt cut a step short; then it may be on its way still."""
+        if self._is_busy and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._is_busy = True
+        self.staging.reset()
+
+    def end(self) -> None:
+        """Everything is on its way."""
+        if self._done is not None:
+            self._done.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Until it has arrived."""
+        if self._done is not None:
+            self._done.synchronize()
+        self._is_busy = False
+
 
 class DeviceSampler:
-    """Chooses tokens. From one step to the next it keeps counts of tokens on the host and nothing else."""
+    """Chooses tokens. From one step to the next it keeps counts of tokens on the host and the newest token by slot."""
 
     def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
         tensors = Arena("sampling", device_specs(max_rows, vocab_size), device, ledger, "fixed buffers").tensors
         self.argmax_S, self._chosen_S = tensors["argmax"], tensors["chosen"]
+        self._last_tokens_N = tensors["last_tokens"].zero_()
         self._block_argmax_R, self._block_RV = tensors["block_argmax"], tensors["block"]
         self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
         self._scratch = LogitScratch.of(tensors)
-        is_cuda = device.type == "cuda"
-        host = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=is_cuda)
-            for spec in host_specs(max_rows, vocab_size)
-        }
-        self._host_chosen_S, self._host_rows_XF, self._host_columns_SC = host["chosen"], host["rows"], host["columns"]
-        self._host_fields = self._host_rows_XF.numpy().reshape(-1)
-        self._staging = EditStaging(host["edits"], tensors["edits"])
-        self._done = torch.cuda.Event() if is_cuda else None
-        self._is_busy = False
-        self._vocab_size, self._device = vocab_size, device
+        specs = host_specs(max_rows, vocab_size)
+        self._doubles = cycle([_Doubles(specs, tensors["edits"]) for _ in range(MAX_UNDER_WAY)])
+        self._vocab_size = vocab_size
         self._rows_at_once = self._block_argmax_R.shape[0]
         self._edited_at_once = edited_rows_per_block(vocab_size, max_rows)
         self._seen = SeenTokens(vocab_size, max_rows)
 
-    def find_argmax(self, logits_SV: torch.Tensor) -> None:
-        """Into the first places of `argmax_S`."""
-        argmax(logits_SV, self.argmax_S[: logits_SV.shape[0]], self._scratch)
+    def resolve(self, ids_T: torch.Tensor) -> None:
+        """Put tokens in the places of ids that stand for the newest token of a slot."""
+        resolve_tokens(ids_T, self._last_tokens_N)
 
-    def sample(
+    def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
+        """Into the first places of `argmax_S`, and by slot where slots are given."""
+        argmax_S = self.argmax_S[: logits_SV.shape[0]]
+        argmax(logits_SV, argmax_S, self._scratch)
+        if keep_slots_S is not None:
+            keep_tokens(argmax_S, keep_slots_S, self._last_tokens_N)
+
+    def launch(
         self,
-        logits_SV: torch.Tensor,
-        sequences: SequenceABC[Sequence],
+        logits_SV: torch.Tensor | None,
+        choices: SequenceABC[Choice],
         eos_token_ids: frozenset[int],
-        chosen_by_graph: torch.Tensor | None,
-    ) -> list[SequenceSample]:
-        self._begin()
-        num_rows = len(sequences)
-        argmax_S = (self.argmax_S if chosen_by_graph is None else chosen_by_graph)[:num_rows]
-        if chosen_by_graph is None:
-            self.find_argmax(logits_SV)
-        table = _Table.of(sequences, self._vocab_size, self._edited_at_once)
-        direct_XF, edited_XF, asked_XF = self._send(table.fields).split(
-            (table.num_direct, len(table.edited), len(table.asked))
-        )
+        chosen_by_graph: torch.Tensor | None = None,
+        keep_slots_S: torch.Tensor | None = None,
+    ) -> "DeviceChoosing":
+        """Enqueue the choices, all that can be made now, and the way of the results where none is late."""
+        doubles = next(self._doubles)
+        doubles.begin()
+        table = _Table.of(choices, self._vocab_size, self._edited_at_once)
+        if logits_SV is None:
+            logits_SV = self._block_RV[:0]
+        argmax_S = (self.argmax_S if chosen_by_graph is None else chosen_by_graph)[: len(choices)]
+        if chosen_by_graph is None and choices:
+            self.find_argmax(logits_SV, keep_slots_S)
+        rows = _TableRows(*self._send(doubles, table.fields).split(table.lengths))
         chosen_S = argmax_S
-        if table.num_direct or table.edited:
-            chosen_S = self._chosen_S[:num_rows]
+        if not table.is_plain:
+            chosen_S = self._chosen_S[: len(choices)]
             chosen_S.copy_(argmax_S)
+        step = _ChoosingRows(logits_SV, argmax_S, chosen_S, choices, eos_token_ids)
         for start in range(0, table.num_direct, self._rows_at_once):
-            rows_RF = direct_XF[start : start + self._rows_at_once]
+            rows_RF = rows.direct_XF[start : start + self._rows_at_once]
             sample_tokens(logits_SV, argmax_S, rows_RF, argmax_S, chosen_S, self._scratch)
-        for start in range(0, len(table.edited), self._edited_at_once):
-            rows_RF = edited_XF[start : start + self._edited_at_once]
-            block_RV = self._block_RV[: rows_RF.shape[0]]
-            block_argmax_R = self._block_argmax_R[: rows_RF.shape[0]]
-            copy_rows(logits_SV, rows_RF, block_RV)
-            edited = [sequences[row] for row in table.edited[start : start + self._edited_at_once]]
-            self._edit(EditedBlock(block_RV, logits_SV, rows_RF), edited, eos_token_ids)
-            argmax(block_RV, block_argmax_R, self._scratch)
-            sample_tokens(block_RV, block_argmax_R, rows_RF, argmax_S, chosen_S, self._scratch)
-        self._measure(logits_SV, argmax_S, chosen_S, asked_XF)
-        token_ids, columns = self._read(chosen_S, len(table.asked))
+        self._choose_edited(step, table.edited, rows.edited_XF, doubles.staging)
+        choosing = DeviceChoosing(self, doubles, table, rows, step, keep_slots_S, waits=bool(table.late))
+        if not choosing.waits:
+            self.finish(choosing)
+        return choosing
+
+    def finish(self, choosing: "DeviceChoosing") -> None:
+        """Enqueue late rows, log-probabilities, and the way of the results."""
+        table, rows, step, doubles = choosing.table, choosing.rows, choosing.step, choosing.doubles
+        self._choose_edited(step, table.late, rows.late_XF, doubles.staging)
+        if choosing.keep_slots_S is not None and not table.is_plain:
+            keep_tokens(step.chosen_S, choosing.keep_slots_S, self._last_tokens_N)
+        self._measure(step.logits_SV, step.argmax_S, step.chosen_S, rows.asked_XF)
+        self._return(doubles, step.chosen_S, len(table.asked))
+
+    def read(self, choosing: "DeviceChoosing") -> list[SequenceSample]:
+        table, choices, doubles = choosing.table, choosing.step.choices, choosing.doubles
+        doubles.wait()
+        token_ids = doubles.chosen_S[: len(choices)].tolist()
         samples = list(map(SequenceSample, token_ids, repeat(None)))
-        for row, column in zip(table.asked, columns, strict=True):
+        for row, column in zip(table.asked, doubles.columns_SC[: len(table.asked)].tolist(), strict=True):
             if token_ids[row] != NO_TOKEN:
-                num_top = min(sequences[row].params.logprobs or 0, self._vocab_size)
+                num_top = min(choices[row].sequence.params.logprobs or 0, self._vocab_size)
                 samples[row] = SequenceSample(token_ids[row], read_logprobs(token_ids[row], column, num_top))
         return samples
 
@@ -109,48 +165,60 @@ class DeviceSampler:
         num_top = min(num_top, self._vocab_size)
         results: list[TokenLogprobs] = []
         for start in range(0, len(target_ids), PROMPT_ROWS):
-            self._begin()
+            doubles = next(self._doubles)
+            doubles.begin()
             targets = target_ids[start : start + PROMPT_ROWS]
             logits_RV = logits_TV[start : start + PROMPT_ROWS]
-            self._host_chosen_S.numpy()[: len(targets)] = targets
+            doubles.chosen_S.numpy()[: len(targets)] = targets
             tokens_R, argmax_R = self._chosen_S[: len(targets)], self._block_argmax_R[: len(targets)]
-            tokens_R.copy_(self._host_chosen_S[: len(targets)], non_blocking=True)
+            tokens_R.copy_(doubles.chosen_S[: len(targets)], non_blocking=True)
             argmax(logits_RV, argmax_R, self._scratch)
-            rows_RF = self._send([field for row in range(len(targets)) for field in _logprob_row(row, num_top)])
-            self._measure(logits_RV, argmax_R, tokens_R, rows_RF)
-            _, columns = self._read(tokens_R, len(targets))
+            fields = [field for row in range(len(targets)) for field in _logprob_row(row, num_top)]
+            self._measure(logits_RV, argmax_R, tokens_R, self._send(doubles, fields))
+            self._return(doubles, tokens_R, len(targets))
+            doubles.wait()
+            columns = doubles.columns_SC[: len(targets)].tolist()
             results += [read_logprobs(token_id, row, num_top) for token_id, row in zip(targets, columns, strict=True)]
         return results
 
-    def _begin(self) -> None:
-        """What was sent before has been read, unless an interrupt cut a step short; then it may be on its way still."""
-        if self._is_busy and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self._is_busy = True
-        self._staging.reset()
-
-    def _send(self, fields: list[float]) -> torch.Tensor:
+    def _send(self, doubles: _Doubles, fields: list[float]) -> torch.Tensor:
         """Rows of a table, one behind the other, on the device."""
         num_rows = len(fields) // NUM_FIELDS
         if num_rows:
-            self._host_fields[: len(fields)] = fields
-            self._rows_XF[:num_rows].copy_(self._host_rows_XF[:num_rows], non_blocking=True)
+            doubles.fields[: len(fields)] = fields
+            self._rows_XF[:num_rows].copy_(doubles.rows_XF[:num_rows], non_blocking=True)
         return self._rows_XF[:num_rows]
 
-    def _edit(self, block: EditedBlock, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> None:
+    def _choose_edited(
+        self, step: "_ChoosingRows", rows: list[int], rows_XF: torch.Tensor, staging: EditStaging
+    ) -> None:
+        """A block of rows at a time."""
+        for start in range(0, len(rows), self._edited_at_once):
+            rows_RF = rows_XF[start : start + self._edited_at_once]
+            block_RV = self._block_RV[: rows_RF.shape[0]]
+            block_argmax_R = self._block_argmax_R[: rows_RF.shape[0]]
+            copy_rows(step.logits_SV, rows_RF, block_RV)
+            edited = [step.choices[row] for row in rows[start : start + self._edited_at_once]]
+            self._edit(EditedBlock(block_RV, step.logits_SV, rows_RF), edited, step.eos_token_ids, staging)
+            argmax(block_RV, block_argmax_R, self._scratch)
+            sample_tokens(block_RV, block_argmax_R, rows_RF, step.argmax_S, step.chosen_S, self._scratch)
+
+    def _edit(
+        self, block: EditedBlock, choices: list[Choice], eos_token_ids: frozenset[int], staging: EditStaging
+    ) -> None:
         context = EditContext(eos_token_ids, self._seen, self._vocab_size)
-        for row, sequence in enumerate(sequences):
-            kept = allowed_tokens(sequence, context)
+        for row, choice in enumerate(choices):
+            kept = allowed_tokens(choice, context)
             if kept is not None:
-                self._staging.add(row * self._vocab_size, kept, None, block)
-        self._staging.end_kind(None)
+                staging.add(row * self._vocab_size, kept, None, block)
+        staging.end_kind(None)
         for kind, edits_of in EDITS_OF.items():
-            for row, sequence in enumerate(sequences):
-                edits = edits_of(sequence, context)
+            for row, choice in enumerate(choices):
+                edits = edits_of(choice, context)
                 if edits is not None:
-                    self._staging.add(row * self._vocab_size, edits, kind, block)
-            self._staging.end_kind(kind)
-        self._staging.apply(block)
+                    staging.add(row * self._vocab_size, edits, kind, block)
+            staging.end_kind(kind)
+        staging.apply(block)
 
     def _measure(
         self, logits_SV: torch.Tensor, argmax_S: torch.Tensor, tokens_S: torch.Tensor, rows_XF: torch.Tensor
@@ -160,49 +228,105 @@ class DeviceSampler:
             columns_RC = self._columns_SC[start : start + rows_RF.shape[0]]
             logprob_rows(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, self._scratch)
 
-    def _read(self, ids_S: torch.Tensor, num_columns: int) -> tuple[list[int], list[list[float]]]:
-        """Token ids and the first columns, on the host: the only wait of a step."""
-        host_S, host_RC = self._host_chosen_S[: ids_S.shape[0]], self._host_columns_SC[:num_columns]
-        host_S.copy_(ids_S, non_blocking=True)
+    def _return(self, doubles: _Doubles, ids_S: torch.Tensor, num_columns: int) -> None:
+        """Send token ids and the first columns to the host."""
+        if ids_S.shape[0]:
+            doubles.chosen_S[: ids_S.shape[0]].copy_(ids_S, non_blocking=True)
         if num_columns:
-            host_RC.copy_(self._columns_SC[:num_columns], non_blocking=True)
-        if self._done is not None:
-            self._done.record(torch.cuda.current_stream(self._device))
-            self._done.synchronize()
-        self._is_busy = False
-        return host_S.tolist(), host_RC.tolist()
+            doubles.columns_SC[:num_columns].copy_(self._columns_SC[:num_columns], non_blocking=True)
+        doubles.end()
+
+
+class _ChoosingRows(NamedTuple):
+    """What choices are made from, and where they go."""
+
+    logits_SV: torch.Tensor
+    argmax_S: torch.Tensor
+    chosen_S: torch.Tensor
+    choices: SequenceABC[Choice]
+    eos_token_ids: frozenset[int]
+
+
+class _TableRows(NamedTuple):
+    """The parts of a table on the device."""
+
+    direct_XF: torch.Tensor
+    edited_XF: torch.Tensor
+    late_XF: torch.Tensor
+    asked_XF: torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class DeviceChoosing:
+    """The choices of a step on their way through the device (`Choosing` of batch.py)."""
+
+    sampler: DeviceSampler
+    doubles: _Doubles
+    table: "_Table"
+    rows: _TableRows
+    step: _ChoosingRows
+    keep_slots_S: torch.Tensor | None
+    waits: bool
+    has_begun: bool = False
+
+    def choose_late(self) -> None:
+        if not self.waits:
+            return
+        if self.has_begun:  # an interrupt cut it short
+            self.doubles.begin()
+        self.has_begun = True
+        self.sampler.finish(self)
+        self.waits = False
+
+    def read(self) -> list[SequenceSample]:
+        assert not self.waits, "rows that are late were not chosen"
+        return self.sampler.read(self)
 
 
 class _Table(NamedTuple):
     """What is asked of the rows of a step."""
 
     fields: list[float]
-    """Of random rows that are read where they are, then `edited`, then `asked`. The most likely raw token takes no row."""
+    """Of random rows that are read where they are, then `edited`, `late` and `asked`. The most likely raw token takes no row."""
     num_direct: int
     edited: list[int]
-    """Rows of the step whose logits are edited."""
+    """Rows of the step whose logits are edited, and can be already."""
+    late: list[int]
+    """Rows whose edits have to wait."""
     asked: list[int]
     """Rows of the step that asked for log-probabilities."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Does every row just take the most likely token of its raw logits?"""
+        return not (self.num_direct or self.edited or self.late)
+
+    @property
+    def lengths(self) -> tuple[int, int, int, int]:
+        return self.num_direct, len(self.edited), len(self.late), len(self.asked)
+
     @classmethod
-    def of(cls, sequences: SequenceABC[Sequence], vocab_size: int, edited_at_once: int) -> "_Table":
+    def of(cls, choices: SequenceABC[Choice], vocab_size: int, edited_at_once: int) -> "_Table":
         fields: list[float] = []
         edited: list[int] = []
+        late: list[int] = []
         asked: list[int] = []
-        for row, sequence in enumerate(sequences):
-            if is_edited(sequence):
-                edited.append(row)
-            elif sequence.params.temperature != 0.0:
-                fields += logit_row(sequence, row, row, vocab_size)
-            if sequence.params.logprobs is not None:
+        for row, choice in enumerate(choices):
+            params = choice.sequence.params
+            if choice.is_edited:
+                (late if choice.is_late else edited).append(row)
+            elif params.temperature != 0.0:
+                fields += logit_row(choice, row, row, vocab_size)
+            if params.logprobs is not None:
                 asked.append(row)
         num_direct = len(fields) // NUM_FIELDS
-        for index, row in enumerate(edited):
-            is_blank = sequences[row].params.allowed_token_ids is not None
-            fields += (*logit_row(sequences[row], index % edited_at_once, row, vocab_size)[:-1], float(is_blank))
+        for rows in (edited, late):
+            for index, row in enumerate(rows):
+                is_blank = choices[row].sequence.params.allowed_token_ids is not None
+                fields += (*logit_row(choices[row], index % edited_at_once, row, vocab_size)[:-1], float(is_blank))
         for row in asked:
-            fields += _logprob_row(row, min(sequences[row].params.logprobs or 0, vocab_size))
-        return cls(fields, num_direct, edited, asked)
+            fields += _logprob_row(row, min(choices[row].sequence.params.logprobs or 0, vocab_size))
+        return cls(fields, num_direct, edited, late, asked)
 
 
 def _logprob_row(row: int, num_top: int) -> LogitRow:

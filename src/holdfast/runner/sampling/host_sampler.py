@@ -15,13 +15,14 @@ is what the plan says; a sort's is not.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from holdfast.planning.terms import MAX_NARROW_TOP_K, NUM_BUCKETS, rows_per_block
-from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
-from holdfast.runner.sampling.batch import RowParameters, SamplingBatch, SequenceSample, is_edited
+from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
+from holdfast.runner.sampling.batch import Choice, RowParameters, SamplingBatch, SequenceSample
 from holdfast.runner.sampling.logit_edits import EditContext, SeenTokens, edit_rows
 from holdfast.runner.sampling.logprobs import (
     FIXED_COLUMNS,
@@ -38,6 +39,19 @@ _SHIFTS = (20, 9, 0)
 """A key has 31 bits: 11, 11 and 9 of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The choices of a step on a CPU, which are made at once: what they need is known before a step begins."""
+
+    samples: list[SequenceSample]
+    waits: bool = False
+
+    def choose_late(self) -> None: ...
+
+    def read(self) -> list[SequenceSample]:
+        return self.samples
+
+
 class HostSampler:
     """Chooses tokens. From one step to the next it keeps counts of tokens and nothing else."""
 
@@ -48,25 +62,36 @@ class HostSampler:
         self._vocabulary_V = torch.arange(vocab_size, dtype=torch.int32)
         self._seen = SeenTokens(vocab_size, max_rows)
 
-    def find_argmax(self, logits_SV: torch.Tensor) -> None:
-        """Into the first places of `argmax_S`."""
+    def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
+        """Into the first places of `argmax_S`; nothing is kept."""
         self.argmax_S[: logits_SV.shape[0]] = _argmax(logits_SV)
 
-    def sample(
+    def launch(
+        self,
+        logits_SV: torch.Tensor | None,
+        choices: SequenceABC[Choice],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
+        keep_slots_S: torch.Tensor | None = None,
+    ) -> Chosen:
+        return Chosen([] if logits_SV is None else self._sample(logits_SV, choices, eos_token_ids, chosen_by_graph))
+
+    def _sample(
         self,
         logits_SV: torch.Tensor,
-        sequences: SequenceABC[Sequence],
+        choices: SequenceABC[Choice],
         eos_token_ids: frozenset[int],
         chosen_by_graph: torch.Tensor | None,
     ) -> list[SequenceSample]:
-        batch = SamplingBatch.of(sequences, self._vocab_size)
-        argmax_S = _argmax(logits_SV) if chosen_by_graph is None else chosen_by_graph[: len(sequences)]
+        assert not any(choice.is_late for choice in choices), "a token that is counted is not known yet"
+        batch = SamplingBatch.of(choices, self._vocab_size)
+        argmax_S = _argmax(logits_SV) if chosen_by_graph is None else chosen_by_graph[: len(choices)]
         chosen_S = argmax_S
         if not batch.is_plain:
-            chosen_S = self._choose(logits_SV, argmax_S, sequences, eos_token_ids, batch)
+            chosen_S = self._choose(logits_SV, argmax_S, choices, eos_token_ids, batch)
         if not batch.logprobs:
             return [SequenceSample(token_id, None) for token_id in chosen_S.tolist()]
-        return _read(self._measure(logits_SV, chosen_S, batch), sequences)
+        return _read(self._measure(logits_SV, chosen_S, batch), choices)
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
@@ -84,7 +109,7 @@ class HostSampler:
         self,
         logits_SV: torch.Tensor,
         argmax_S: torch.Tensor,
-        sequences: SequenceABC[Sequence],
+        choices: SequenceABC[Choice],
         eos_token_ids: frozenset[int],
         batch: SamplingBatch,
     ) -> torch.Tensor:
@@ -92,7 +117,7 @@ class HostSampler:
         chosen_S = argmax_S.clone()
         for rows in self._blocks(batch.edited_greedy):
             rows_R = torch.tensor(rows, dtype=torch.int64)
-            logits_RV = self._edited(logits_SV, rows, rows_R, sequences, eos_token_ids)
+            logits_RV = self._edited(logits_SV, rows, rows_R, choices, eos_token_ids)
             chosen_S.index_copy_(0, rows_R, _argmax(logits_RV))
             del logits_RV
         for kind, choose_tokens in (
@@ -101,8 +126,8 @@ class HostSampler:
             (batch.wide, choose_wide),
         ):
             for rows in self._blocks(kind):
-                params = RowParameters.of(rows, sequences, self._vocab_size)
-                logits_RV = self._edited(logits_SV, rows, params.rows, sequences, eos_token_ids)
+                params = RowParameters.of(rows, choices, self._vocab_size)
+                logits_RV = self._edited(logits_SV, rows, params.rows, choices, eos_token_ids)
                 distance_RV, choosable_R1 = distances_(logits_RV)
                 chosen_R1 = torch.where(choosable_R1, choose_tokens(distance_RV, params, self._vocabulary_V), NO_TOKEN)
                 chosen_S.index_copy_(0, params.rows, chosen_R1.squeeze(1))
@@ -133,13 +158,13 @@ class HostSampler:
         logits_SV: torch.Tensor,
         rows: tuple[int, ...],
         rows_R: torch.Tensor,
-        sequences: SequenceABC[Sequence],
+        choices: SequenceABC[Choice],
         eos_token_ids: frozenset[int],
     ) -> torch.Tensor:
         """A block's own copy of its logits, with every change that its sequences ask for."""
         logits_RV = logits_SV.index_select(0, rows_R)
-        block = [sequences[row] for row in rows]
-        if any(is_edited(sequence) for sequence in block):
+        block = [choices[row] for row in rows]
+        if any(choice.is_edited for choice in block):
             edit_rows(logits_RV, block, EditContext(eos_token_ids, self._seen, self._vocab_size))
         return logits_RV
 
@@ -155,11 +180,11 @@ def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(ids)
 
 
-def _read(columns_SC: torch.Tensor, sequences: SequenceABC[Sequence]) -> list[SequenceSample]:
+def _read(columns_SC: torch.Tensor, choices: SequenceABC[Choice]) -> list[SequenceSample]:
     """Rows of (token id, columns of logprob_columns)."""
     samples = []
-    for sequence, (number, *row) in zip(sequences, columns_SC.tolist(), strict=True):
-        token_id, num_top = int(number), sequence.params.logprobs
+    for choice, (number, *row) in zip(choices, columns_SC.tolist(), strict=True):
+        token_id, num_top = int(number), choice.sequence.params.logprobs
         if num_top is None or token_id == NO_TOKEN:
             samples.append(SequenceSample(token_id, None))
         else:

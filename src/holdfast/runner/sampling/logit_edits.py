@@ -20,6 +20,7 @@ from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.kernels.sampling.edit_logits import PADDING, EditKind, edit_logits, restore_logits
 from holdfast.planning.terms import EDIT_ENTRIES
 from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import Choice
 
 
 class SeenTokens:
@@ -137,17 +138,17 @@ class EditContext(NamedTuple):
     vocab_size: int
 
 
-def edit_rows(logits_RV: torch.Tensor, sequences: SequenceABC[Sequence], context: EditContext) -> None:
-    """Change a block of logits on the host in place, kind after kind. Row i belongs to sequences[i]."""
+def edit_rows(logits_RV: torch.Tensor, choices: SequenceABC[Choice], context: EditContext) -> None:
+    """Change a block of logits on the host in place, kind after kind. Row i belongs to choices[i]."""
     logits = logits_RV.view(-1)
-    for row, sequence in enumerate(sequences):
-        kept = allowed_tokens(sequence, context)
+    for row, choice in enumerate(choices):
+        kept = allowed_tokens(choice, context)
         if kept is not None:
             ids_E = torch.from_numpy(kept.token_ids.astype(np.int64))
             kept_E = logits_RV[row].index_select(0, ids_E)
             logits_RV[row].fill_(-torch.inf).index_copy_(0, ids_E, kept_E)
     for kind, edits_of in EDITS_OF.items():
-        rows = [edits_of(sequence, context) for sequence in sequences]
+        rows = [edits_of(choice, context) for choice in choices]
         edits = [(row * context.vocab_size, row_edits) for row, row_edits in enumerate(rows) if row_edits is not None]
         if not edits:
             continue
@@ -161,18 +162,20 @@ def edit_rows(logits_RV: torch.Tensor, sequences: SequenceABC[Sequence], context
             logits.index_copy_(0, places_E, _CHANGES[kind](logits.index_select(0, places_E), numbers_E))
 
 
-def allowed_tokens(sequence: Sequence, context: EditContext) -> Edits | None:
+def allowed_tokens(choice: Choice, context: EditContext) -> Edits | None:
     """The only tokens that may be chosen, before every edit: what is ruled out here none of them brings back."""
-    allowed = sequence.params.allowed_token_ids
+    allowed = choice.sequence.params.allowed_token_ids
     return None if allowed is None else _in_vocabulary(dict.fromkeys(allowed, 0.0), context.vocab_size)
 
 
-def _repetitions(sequence: Sequence, context: EditContext) -> Edits | None:
+def _repetitions(choice: Choice, context: EditContext) -> Edits | None:
+    sequence = choice.sequence
     penalty = sequence.params.repetition_penalty
     return None if penalty == 1.0 else Edits(context.seen.of(sequence).seen_ids, penalty)
 
 
-def _subtrahends(sequence: Sequence, context: EditContext) -> Edits | None:
+def _subtrahends(choice: Choice, context: EditContext) -> Edits | None:
+    sequence = choice.sequence
     presence, frequency = sequence.params.presence_penalty, sequence.params.frequency_penalty
     if presence == frequency == 0.0:
         return None
@@ -180,15 +183,17 @@ def _subtrahends(sequence: Sequence, context: EditContext) -> Edits | None:
     return Edits(counts.output_ids, presence + frequency * counts.output_counts)
 
 
-def _biases(sequence: Sequence, context: EditContext) -> Edits | None:
+def _biases(choice: Choice, context: EditContext) -> Edits | None:
+    sequence = choice.sequence
     bias = sequence.params.logit_bias
     return _in_vocabulary(bias, context.vocab_size) if bias else None
 
 
-def _bans(sequence: Sequence, context: EditContext) -> Edits | None:
+def _bans(choice: Choice, context: EditContext) -> Edits | None:
+    sequence = choice.sequence
     params = sequence.params
     banned = _last_of_bad_words(sequence) if sequence.bad_word_ids else []
-    if params.min_tokens > sequence.num_output_tokens:
+    if choice.may_not_end:
         banned += params.stop_token_ids
         banned += () if params.ignore_eos else context.eos_token_ids
     return _in_vocabulary(dict.fromkeys(banned, -np.inf), context.vocab_size) if banned else None
@@ -205,13 +210,13 @@ def _last_of_bad_words(sequence: Sequence) -> list[int]:
     ]
 
 
-EDITS_OF: dict[EditKind, Callable[[Sequence, EditContext], Edits | None]] = {
+EDITS_OF: dict[EditKind, Callable[[Choice, EditContext], Edits | None]] = {
     EditKind.REPETITION: _repetitions,
     EditKind.SUBTRACT: _subtrahends,
     EditKind.ADD: _biases,
     EditKind.REPLACE: _bans,
 }
-"""What a sequence asks for of each kind, in the order in which kinds are applied."""
+"""What a choice asks for of each kind, in the order in which kinds are applied."""
 
 
 def _in_vocabulary(numbers: dict[int, float], vocab_size: int) -> Edits:

@@ -1,4 +1,4 @@
-"""Sampler: from logits to chosen tokens and log-probabilities, on the device, with one wait for the results at the end.
+"""Sampler: from logits to chosen tokens and log-probabilities, on the device; `launch` waits for nothing, reading does.
 
 The order of operations is the one that vLLM's users know:
 
@@ -20,7 +20,7 @@ import torch
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, TokenLogprobs
-from holdfast.runner.sampling.batch import SequenceSample
+from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 
@@ -53,6 +53,11 @@ class Sampler:
         self.argmax_S = self._chooser.argmax_S
         """int64, at least `max_rows` long, and always in the same place."""
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the newest token of each slot stays on the device, so that a step can begin before the host knows it."""
+        return isinstance(self._chooser, DeviceSampler)
+
     def warm(self, logits_SV: torch.Tensor) -> None:
         """Compile every kernel for logits that lie like these; their values do not matter."""
         if not self._has_kernels:
@@ -61,9 +66,34 @@ class Sampler:
             self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
         self.prompt_logprobs(logits_SV[:1], [0], 1)
 
-    def find_argmax(self, logits_SV: torch.Tensor) -> None:
-        """The most likely token of each row into the first places of `argmax_S`; a CUDA graph may capture this."""
-        self._chooser.find_argmax(logits_SV)
+    def resolve(self, ids_T: torch.Tensor) -> None:
+        """Put tokens in the places of ids that are -1 - slot: the newest of that slot; a CUDA graph may capture this."""
+        if isinstance(self._chooser, DeviceSampler):
+            self._chooser.resolve(ids_T)
+
+    def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
+        """The most likely token of each row into the first places of `argmax_S`; a CUDA graph may capture this.
+
+        With `keep_slots_S` it is also the newest of that slot, until something else is chosen for the row.
+        """
+        self._chooser.find_argmax(logits_SV, keep_slots_S)
+
+    def launch(
+        self,
+        logits_SV: torch.Tensor | None,
+        choices: SequenceABC[Choice],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
+        keep_slots_S: torch.Tensor | None = None,
+    ) -> Choosing:
+        """Begin to choose a token from each row of the float32 logits; None: there is nothing to choose.
+
+        `chosen_by_graph` holds what `find_argmax` would find, where a graph has found it already. Where rows are late, the
+        logits must stay until they are chosen. Two steps may be under way.
+        """
+        if logits_SV is not None:
+            self._check(logits_SV, len(choices), "choices")
+        return self._chooser.launch(logits_SV, choices, eos_token_ids, chosen_by_graph, keep_slots_S)
 
     def sample(
         self,
@@ -72,12 +102,11 @@ class Sampler:
         eos_token_ids: frozenset[int],
         chosen_by_graph: torch.Tensor | None = None,
     ) -> list[SequenceSample]:
-        """One token for each sequence; row i of the float32 logits follows everything in sequences[i].token_ids.
-
-        `chosen_by_graph` holds what `find_argmax` would find, where a graph has found it already.
-        """
+        """One token for each sequence, waited for; row i of the float32 logits follows everything in sequences[i].token_ids."""
         self._check(logits_SV, len(sequences), "sequences")
-        return self._chooser.sample(logits_SV, sequences, eos_token_ids, chosen_by_graph) if sequences else []
+        if not sequences:
+            return []
+        return self.launch(logits_SV, list(map(Choice.of, sequences)), eos_token_ids, chosen_by_graph).read()
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int

@@ -1,0 +1,236 @@
+"""Slots: the sequences that a runner has, by slot, as steps told of them; every step is checked before it changes anything; no torch.
+
+A step names slots, and brings what is new: sequences once, pages as they are given. What follows from earlier steps is kept
+here: tokens (chosen here, and added when a step is booked), page tables, and how far each sequence is.
+
+    token_ids   [ known ............................ ] coming ...
+                [0, num_computed)   of steps that are booked
+                [.., next_start)    of steps in flight: the next step begins where the last one ends
+
+With proposals the end of a step is not known before it is booked: until then its sequence is *open*, and takes no other step.
+Pages that a window has given back stay in the tables as they were: nobody reads there.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+from typing import NoReturn
+
+from holdfast.cache.groups import HOLE, CacheGroup
+from holdfast.config import Limits
+from holdfast.errors import MessageError
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, StepResult
+from holdfast.request.step import Admitted, Step, StepItem
+
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """A sequence in its slot."""
+
+    sequence: Sequence
+    num_tokens: int
+    """Known and coming."""
+    next_start: int | None = None
+    """None: wherever its first step begins, which the prefix cache decides."""
+    num_computed: int | None = None
+    """Of steps that are booked; None before the first."""
+    is_open: bool = False
+    """A step with proposals is in flight."""
+
+
+class Slots:
+    """What steps have told."""
+
+    def __init__(self, limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, vocab_size: int) -> None:
+        self._limits = limits
+        self._groups = tuple(groups)
+        self._num_pages = num_pages
+        self._vocab_size = vocab_size
+        self._number = 0
+        self._seats: dict[int, _Seat] = {}
+
+    def accept(self, step: Step) -> LiveStep:
+        """The step with the sequences of its slots; one that cannot be run is refused, and nothing has changed."""
+        if step.number != self._number + 1:
+            raise MessageError(
+                f"step {step.number} came",
+                f"step {self._number + 1} is the next",
+                "send every step once and in order",
+            )
+        seats = self._seated(step)
+        self._check_items(step, seats)
+        self._seats = seats
+        self._number = step.number
+        return LiveStep(tuple(self._apply(item) for item in step.items), step)
+
+    def book(self, live: LiveStep, result: StepResult) -> None:
+        """A step has ended: its tokens are known from here on. Again is the same."""
+        for item, own in zip(live.scheduled, result.results, strict=True):
+            sequence = item.sequence
+            if item.samples:
+                # Where nothing could be chosen the sequence fails, and what it still has in flight must have some token.
+                sequence.token_ids[item.num_tokens :] = [max(token_id, 0) for token_id in own.token_ids]
+            num_refused = len(item.proposals) - max(len(own.token_ids) - 1, 0)
+            num_computed = item.start + item.num_new_tokens - num_refused
+            seat = self._seats.get(sequence.slot)
+            if seat is None or seat.sequence is not sequence:
+                continue
+            seat.num_computed = num_computed
+            if item.proposals:
+                seat.next_start, seat.num_tokens, seat.is_open = num_computed, sequence.num_tokens, False
+
+    def forget_flights(self) -> None:
+        """Steps in flight were dropped: nothing was computed, and what they told stands."""
+        for seat in self._seats.values():
+            seat.next_start, seat.num_tokens, seat.is_open = seat.num_computed, seat.sequence.num_tokens, False
+
+    def _seated(self, step: Step) -> dict[int, _Seat]:
+        """Everybody, once some have gone and others have come."""
+        seats = dict(self._seats)
+        for slot in step.released:
+            if seats.pop(slot, None) is None:
+                _refuse(step, f"it releases slot {slot}, which is free")
+        present = {seat.sequence.sequence_id for seat in seats.values()} if step.admitted else set()
+        for admitted in step.admitted:
+            slot, sequence_id = admitted.slot, admitted.sequence_id
+            if not 0 <= slot < self._limits.max_num_seqs:
+                _refuse(step, f"it gives slot {slot}, and there are {self._limits.max_num_seqs}")
+            if slot in seats:
+                _refuse(step, f"it gives slot {slot} to sequence {sequence_id}, and it is taken")
+            if sequence_id in present:
+                _refuse(step, f"it gives slot {slot} to sequence {sequence_id}, which has one already")
+            self._check_admitted(step, admitted)
+            present.add(sequence_id)
+            seats[slot] = self._seat(admitted)
+        return seats
+
+    def _check_admitted(self, step: Step, admitted: Admitted) -> None:
+        whose, num_tokens = f"the sequence of slot {admitted.slot}", len(admitted.token_ids)
+        if not 1 <= num_tokens <= self._limits.max_model_len:
+            _refuse(step, f"{whose} has {num_tokens} tokens, and 1 to {self._limits.max_model_len} are possible")
+        if not 1 <= admitted.num_prompt_tokens <= num_tokens:
+            _refuse(step, f"{whose} has a prompt of {admitted.num_prompt_tokens} among {num_tokens} tokens")
+        self._check_tokens(step, whose, admitted.token_ids)
+
+    def _check_tokens(self, step: Step, whose: str, token_ids: SequenceABC[int]) -> None:
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._vocab_size:
+            _refuse(step, f"{whose} has token {low if low < 0 else high}, and there are {self._vocab_size}")
+
+    def _seat(self, admitted: Admitted) -> _Seat:
+        sequence = Sequence(
+            admitted.sequence_id,
+            list(admitted.token_ids),
+            admitted.num_prompt_tokens,
+            admitted.params,
+            admitted.seed,
+            max_tokens=self._limits.max_model_len,
+            bad_word_ids=admitted.bad_word_ids,
+            slot=admitted.slot,
+            tables=[[] for _ in self._groups],
+        )
+        return _Seat(sequence, sequence.num_tokens)
+
+    def _check_items(self, step: Step, seats: dict[int, _Seat]) -> None:
+        limits, seen = self._limits, set[int]()
+        num_tokens = num_sampled = 0
+        for item in step.items:
+            seat = seats.get(item.slot)
+            if seat is None:
+                _refuse(step, f"it runs slot {item.slot}, which is free")
+            if item.slot in seen:
+                _refuse(step, f"it runs slot {item.slot} twice")
+            seen.add(item.slot)
+            self._check_positions(step, item, seat)
+            if item.pages or self._lacks_pages(item, seat):
+                self._check_pages(step, item, seat)
+            num_tokens += item.num_new_tokens
+            num_sampled += item.samples + len(item.proposals)
+        if num_tokens > limits.max_num_batched_tokens:
+            _refuse(step, f"it runs {num_tokens} tokens, and at most {limits.max_num_batched_tokens} fit")
+        if num_sampled > limits.sampled_rows:
+            _refuse(step, f"it chooses from {num_sampled} rows, and at most {limits.sampled_rows} fit")
+
+    def _check_positions(self, step: Step, item: StepItem, seat: _Seat) -> None:
+        whose = f"the sequence of slot {item.slot}"
+        start, end = item.start, item.start + item.num_new_tokens
+        if item.num_new_tokens < 1 or start < 0:
+            _refuse(step, f"{whose} runs {item.num_new_tokens} tokens from position {start}")
+        if seat.is_open:
+            _refuse(step, f"{whose} has proposals in flight, and where it goes on is not known")
+        if seat.next_start is not None and start != seat.next_start:
+            _refuse(step, f"{whose} goes on at position {seat.next_start}, and not at {start}")
+        if end > self._limits.max_model_len:
+            _refuse(step, f"{whose} runs to position {end}, and at most {self._limits.max_model_len} are possible")
+        if item.proposals:
+            self._check_proposals(step, item, seat)
+        elif end > seat.num_tokens:
+            _refuse(step, f"{whose} runs to position {end}, and has {seat.num_tokens} tokens")
+        reaches_end = end - len(item.proposals) == seat.num_tokens
+        if item.samples != reaches_end:
+            reach = "reaches" if reaches_end else "does not reach"
+            _refuse(step, f"{whose} {reach} its last token, and chooses {'one' if item.samples else 'none'}")
+
+    def _check_proposals(self, step: Step, item: StepItem, seat: _Seat) -> None:
+        whose, sequence = f"the sequence of slot {item.slot}", seat.sequence
+        if item.num_new_tokens != 1 + len(item.proposals):
+            _refuse(step, f"{whose} has {len(item.proposals)} proposals among {item.num_new_tokens} tokens")
+        if seat.num_tokens != sequence.num_tokens:
+            _refuse(step, f"{whose} has proposals for what follows a token that is not known yet")
+        if sequence.params.has_penalties or sequence.bad_word_ids:
+            _refuse(step, f"{whose} has proposals, and its choices depend on one another")
+        self._check_tokens(step, whose, item.proposals)
+
+    def _lacks_pages(self, item: StepItem, seat: _Seat) -> bool:
+        """Whether the tables end before the item does. What they hold was looked at when it came."""
+        end = item.start + item.num_new_tokens
+        tables = zip(self._groups, seat.sequence.tables, strict=True)
+        return seat.next_start is None or any(len(table) < group.pages_for(end) for group, table in tables)
+
+    def _check_pages(self, step: Step, item: StepItem, seat: _Seat) -> None:
+        whose, end = f"the sequence of slot {item.slot}", item.start + item.num_new_tokens
+        if item.pages and len(item.pages) != len(self._groups):
+            _refuse(step, f"{whose} has pages for {len(item.pages)} cache groups, and there are {len(self._groups)}")
+        for index, group in enumerate(self._groups):
+            held, new = seat.sequence.tables[index], item.pages[index] if item.pages else ()
+            outside = next((page for page in new if page != HOLE and not 0 <= page < self._num_pages), None)
+            if outside is not None:
+                _refuse(step, f"{whose} gets page {outside}, and there are {self._num_pages}")
+            num_places, most = len(held) + len(new), group.pages_for(self._limits.max_model_len)
+            if num_places > most:
+                _refuse(step, f"{whose} has {num_places} pages of cache group {index}, and at most {most} are possible")
+            if num_places < group.pages_for(end):
+                _refuse(
+                    step,
+                    f"{whose} has {num_places} pages of cache group {index}, and needs {group.pages_for(end)} to position {end}",
+                )
+            if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(item.start)):
+                _refuse(step, f"{whose} has no page where cache group {index} is read")
+
+    def _apply(self, item: StepItem) -> ScheduledSequence:
+        seat = self._seats[item.slot]
+        sequence = seat.sequence
+        for table, pages in zip(sequence.tables, item.pages, strict=False):
+            table += pages
+        seat.next_start = item.start + item.num_new_tokens
+        seat.num_tokens += item.samples
+        seat.is_open = bool(item.proposals)
+        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals)
+
+
+def _has_hole_behind(held: Iterable[int], new: SequenceABC[int]) -> bool:
+    """Whether a hole among the new places follows a page."""
+    if HOLE not in new:
+        return False
+    last_hole = len(new) - 1 - new[::-1].index(HOLE)
+    return any(page != HOLE for page in held) or any(page != HOLE for page in new[:last_hole])
+
+
+def _is_hole(held: SequenceABC[int], new: SequenceABC[int], place: int) -> bool:
+    if place < len(held):
+        return held[place] == HOLE
+    return place - len(held) < len(new) and new[place - len(held)] == HOLE
+
+
+def _refuse(step: Step, has: str) -> NoReturn:
+    raise MessageError(f"step {step.number} came", has, "send one that follows from those before it")
