@@ -120,6 +120,10 @@ class EngineConfig:
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
     """Where random choices start for requests without a seed of their own."""
+    core_process: bool = False
+    """Run the model in a process of its own: tokenizer and templates stay in this one, which then does without torch."""
+    core_timeout: float = 30.0
+    """Seconds of silence after which a core process counts as dead."""
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -138,11 +142,12 @@ class EngineConfig:
                 parse_bytes(getattr(self, name), name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed={shown(self.seed)} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
-        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "allow_nonfinite"):
+        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "allow_nonfinite", "core_process"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
                 )
+        _seconds("core_timeout", self.core_timeout)
         if not _is_device(self.device):
             raise ConfigError(f"device={shown(self.device)} was asked", "auto, cpu, cuda and cuda:N work", "try auto")
         for name in ("model", "tokenizer", "chat_template"):
@@ -358,6 +363,12 @@ def _share(name: str, value: object) -> None:
     sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
     if not sound:
         raise ConfigError(f"{name}={shown(value)} was asked", "a share above 0 and at most 1 works", "try 0.9")
+
+
+def _seconds(name: str, value: object) -> None:
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
+    if not sound:
+        raise ConfigError(f"{name}={shown(value)} was asked", "a number of seconds above 0 works", "try 30")
 
 
 def _is_device(device: object) -> bool:

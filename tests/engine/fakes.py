@@ -5,6 +5,7 @@ whenever attention would read it. A token that comes out right proves that every
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
@@ -16,10 +17,20 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from holdfast.config import Limits
+from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.engine.scheduler import Scheduler
+from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
-from holdfast.request.sequence import LiveStep, ScheduledSequence, SequenceResult, StepResult, TokenLogprobs
+from holdfast.request.sequence import (
+    LiveStep,
+    ScheduledSequence,
+    Sequence,
+    SequenceResult,
+    StepResult,
+    TokenLogprobs,
+)
+from holdfast.request.step import Step, StepItem
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.detokenizer import byte_alphabet
 from holdfast.text.tokenizer import Tokenizer
@@ -27,6 +38,8 @@ from holdfast.text.tokenizer import Tokenizer
 BOS, EOS, OTHER_EOS, PAD = 256, 257, 258, 259
 VOCAB_SIZE = 264
 """More rows than the tokenizer has tokens, as models do."""
+usual_run_ahead = 0
+"""Of engines that are made without a word about it; tests/engine/conftest.py sets it."""
 
 
 def byte_tokenizer(kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
@@ -60,32 +73,83 @@ def shared_template() -> ChatTemplate:
 
 
 class HashRunner:
-    """Next token: a lower-case letter, from the hash of the prefix (and of seed and position, when sampling)."""
+    """Next token: a lower-case letter, from the hash of the prefix (and of seed and position, when sampling).
 
-    def __init__(self, limits: Limits, num_pages: int) -> None:
+    Keeps its own sequences, made of what steps tell. A launched step waits and runs when it is collected, by when later
+    ones may have been launched; `can_cancel=False` leaves them there after an interrupt, as a GPU does.
+    """
+
+    def __init__(self, limits: Limits, num_pages: int, can_cancel: bool = True) -> None:
         self.limits = limits
         self.num_pages = num_pages
         self.vocab_size = VOCAB_SIZE
         self.eos_token_ids = frozenset((EOS, OTHER_EOS))
+        self.can_cancel = can_cancel
         self.script: dict[str, list[int]] = {}
         """Prompt text -> tokens to say, in place of hashes; the last one repeats."""
         self.on_step: Callable[[LiveStep], None] = lambda step: None
+        self.answer: Callable[[ScheduledSequence, SequenceResult], SequenceResult] = lambda item, result: result
+        """What becomes of a result before anybody knows it."""
         self.steps: list[tuple[tuple[int, int, int], ...]] = []
         """(sequence id, start, number of tokens) of everything that ran."""
         self.shadow: dict[tuple[int, int], bytes] = {}
+        self.most_in_flight = 0
+        self._by_slot: dict[int, Sequence] = {}
+        self._launched: deque[LiveStep] = deque()
+        self._last_number = 0
+
+    def launch(self, step: Step) -> None:
+        assert step.number == self._last_number + 1, f"step {step.number} after {self._last_number}"
+        assert step.items, "an empty step is never launched"
+        self._last_number = step.number
+        for slot in step.released:
+            del self._by_slot[slot]
+        for one in step.admitted:
+            assert one.slot not in self._by_slot, f"slot {one.slot} is taken"
+            assert 0 <= one.slot < self.limits.max_num_seqs
+            tokens, params = list(one.token_ids), one.params
+            sequence = Sequence(one.sequence_id, tokens, one.num_prompt_tokens, params, one.seed, max_tokens=1)
+            sequence.num_computed = sequence.num_scheduled = -1
+            self._by_slot[one.slot] = sequence
+        self._launched.append(LiveStep(tuple(map(self._scheduled, step.items)), step))
+        self.most_in_flight = max(self.most_in_flight, len(self._launched))
+
+    def collect(self) -> StepResult:
+        return self.execute(self._launched[0])
+
+    def cancel(self) -> bool:
+        if self.can_cancel:
+            self._launched.clear()
+        return self.can_cancel
 
     def execute(self, step: LiveStep) -> StepResult:
+        """Run the oldest launched step. What it chooses is known to later ones."""
         assert len(step.scheduled) <= self.limits.max_num_seqs
         assert step.num_tokens <= self.limits.max_num_batched_tokens
         self.on_step(step)
         self.steps.append(tuple((i.sequence.sequence_id, i.start, i.num_new_tokens) for i in step.scheduled))
-        return StepResult(tuple(self._run(item) for item in step.scheduled))
+        results = tuple(self.answer(item, self._run(item)) for item in step.scheduled)
+        for item, result in zip(step.scheduled, results, strict=True):
+            item.sequence.token_ids += result.token_ids
+        assert self._launched.popleft() is step
+        return StepResult(results)
+
+    def _scheduled(self, item: StepItem) -> ScheduledSequence:
+        sequence = self._by_slot[item.slot]
+        for table, pages in zip(sequence.tables, item.pages, strict=False):
+            assert all(0 <= page < self.num_pages for page in pages)
+            table += pages
+        places = len(sequence.tables[0]) * self.limits.page_tokens
+        assert item.start + item.num_new_tokens <= places, f"{item} has {places} places"
+        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals)
 
     def _run(self, item: ScheduledSequence) -> SequenceResult:
         sequence, page_tokens = item.sequence, self.limits.page_tokens
         end, prefix = item.start + item.num_new_tokens, b""
+        assert end <= sequence.num_tokens, f"{item} has no such tokens"
+        assert item.samples == (end == sequence.num_tokens), f"{item} has {sequence.num_tokens} tokens"
         for position, token in enumerate(sequence.token_ids[:end]):
-            prefix = extended(prefix, token)
+            prefix = extended(prefix, token % 2**32)
             slot = sequence.tables[0][position // page_tokens], position % page_tokens
             if position < item.start:
                 assert self.shadow.get(slot) == prefix, f"{slot=} holds something else than position {position}"
@@ -130,23 +194,23 @@ def make_engine(
     seed: int = 0,
     tokenizer: Tokenizer | str | None = "bytes",
     chat_template: object = None,
+    run_ahead: int | None = None,
+    can_cancel: bool = True,
+    memory: MemoryReport | None = None,
     **others: object,
 ) -> Engine:
     """An engine of fakes; its `runner` is an attribute for tests to look at."""
     limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, page_tokens)
-    runner = HashRunner(limits, num_pages)
+    runner = HashRunner(limits, num_pages, can_cancel)
     scheduler = Scheduler(limits, num_pages, enable_prefix_caching, max_queue)
     chosen = shared_tokenizer() if tokenizer == "bytes" else tokenizer
     ticks = count()
-    engine = Engine(
-        runner,
-        chosen,
-        chat_template or shared_template(),
-        scheduler,
-        seed,
-        clock=lambda: float(next(ticks)),
-        **others,
-    )
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    core = EngineCore(runner, scheduler, clock, usual_run_ahead if run_ahead is None else run_ahead, memory=memory)
+    engine = Engine(core, chosen, chat_template or shared_template(), seed, clock, **others)  # type: ignore[arg-type]
     engine.runner = runner  # type: ignore[attr-defined]
     return engine
 
@@ -154,7 +218,9 @@ def make_engine(
 def assert_at_rest(engine: Engine) -> None:
     """Nothing lives, and every page can be had again."""
     assert not engine.has_unfinished()
+    engine.settle()
     scheduler = engine.scheduler
+    assert scheduler.num_in_flight == 0
     scheduler.check()
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
     assert scheduler.pool.num_available == engine.runner.num_pages  # type: ignore[attr-defined]
@@ -181,8 +247,8 @@ def text_of(deltas: list[CompletionDelta]) -> str:
 
 
 def solo(prompt: object, params: object, **options: object) -> tuple[list[int], str]:
-    """Tokens and text of a request that has an engine of its own."""
-    engine = make_engine(**options)  # type: ignore[arg-type]
+    """Tokens and text of a request that has an engine of its own, one step after the other."""
+    engine = make_engine(run_ahead=0, **options)  # type: ignore[arg-type]
     engine.add_request("solo", prompt, params)  # type: ignore[arg-type]
     deltas = run_all(engine)["solo", 0]
     return tokens_of(deltas), text_of(deltas)

@@ -11,6 +11,8 @@ from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
 from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
 
 

@@ -25,6 +25,8 @@ from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, Logprob
 from holdfast.request.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 
 def test_a_fresh_engine_has_done_nothing():
     assert set(asdict(make_engine().stats()).values()) == {0}
@@ -469,6 +471,7 @@ def test_abort_tells_what_the_caller_has_not_heard_yet():
         engine.step()
     told = engine.abort("r")
     assert [len(delta.token_ids) for delta in told] == [1, 0]
+    engine.scheduler.complete = complete
     assert_at_rest(engine)
 
 

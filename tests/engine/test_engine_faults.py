@@ -17,10 +17,11 @@ from engine.fakes import (
 from holdfast.engine import outputs as completion
 from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
+from holdfast.request.sequence import NO_TOKEN, LiveStep, SequenceResult, StepResult
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=10)
 NEIGHBOURS = ("first neighbour", "second one")
 BAD = ord("!")
@@ -163,16 +164,13 @@ def test_a_fault_in_the_template_is_a_refusal():
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k):
     engine = make_engine()
-    execute = engine.runner.execute
 
-    def without_token(step):
-        results = list(execute(step).results)
-        for place, item in enumerate(step.scheduled):
-            if item.sequence.params.n == 3 and item.sequence.sequence_id == 2 and item.sequence.num_output_tokens == k:
-                results[place] = SequenceResult.of(bad_token)
-        return StepResult(tuple(results))
+    def without_token(item, result):
+        sequence = item.sequence
+        is_victim = sequence.params.n == 3 and sequence.sequence_id == 2 and sequence.num_output_tokens == k
+        return SequenceResult.of(bad_token) if is_victim else result
 
-    engine.runner.execute = without_token
+    engine.runner.answer = without_token
     found = run_beside_neighbours(engine, SamplingParams(n=3, seed=1, max_tokens=5))
     reasons = [found["victim", index][-1].finish_reason for index in range(3)]
     assert reasons == ["length", "error", "length"]
@@ -193,11 +191,12 @@ def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterward
 
     assert cached_tokens() == 0
     assert cached_tokens() == len(known) // 4 * 4
-    execute = engine.runner.execute
-    engine.runner.execute = lambda step: StepResult((SequenceResult.of(NO_TOKEN),) * len(step.scheduled))
+    answer = engine.runner.answer
+    engine.runner.answer = lambda item, result: SequenceResult.of(NO_TOKEN)
     engine.add_request("victim", "another", PARAMS)
     assert run_all(engine)["victim", 0][-1].finish_reason == "error"
-    engine.runner.execute = execute
+    engine.settle()
+    engine.runner.answer = answer
     assert cached_tokens() == 0
 
 
@@ -272,7 +271,7 @@ def test_an_engine_that_dies_in_an_abort_tells_the_others():
 def test_a_scheduler_that_runs_nobody_does_not_hang_the_engine():
     engine = make_engine()
     engine.add_request("a", "Q", PARAMS)
-    engine.scheduler.schedule = lambda: type("Empty", (), {"scheduled": ()})()
+    engine.scheduler.schedule = lambda: LiveStep(())
     assert engine.step()[0].finish_reason == "error"
     assert engine.is_dead
 

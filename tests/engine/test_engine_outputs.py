@@ -3,85 +3,105 @@
 import pytest
 
 from engine.fakes import EOS, logprobs_at, shared_tokenizer
-from holdfast.engine.outputs import Completion, DeltaBuffer, Ending, OutputAssembler, PromptLogprobs, position_logprobs
+from holdfast.engine.messages import CoreRequest, Ending, SequenceOutput
+from holdfast.engine.outputs import Completion, DeltaBuffer, OutputAssembler, PromptLogprobs, position_logprobs
 from holdfast.request.outputs import CompletionDelta, Logprob, RequestMetrics
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import Sequence, SequenceResult, TokenLogprobs
+from holdfast.request.sequence import TokenLogprobs
 
 
 def completion(max_tokens: int = 100, **params) -> Completion:
-    sequence = Sequence(3, list(b"Q"), 1, SamplingParams(**params), seed=0, max_tokens=max_tokens)
-    return Completion("r", 2, sequence, shared_tokenizer(), arrived_at=10.0)
+    request = CoreRequest(3, tuple(b"Q"), SamplingParams(**params), seed=0, max_tokens=max_tokens)
+    return Completion("r", 2, request, shared_tokenizer(), arrived_at=10.0)
 
 
-def say(subject: Completion, tokens: bytes | list[int], now: float = 20.0):
-    """Give it tokens until it ends: the deltas, and the ending."""
-    deltas, ending = [], None
-    for token in tokens:
-        assert ending is None, "it was asked to go on after its end"
-        subject.sequence.token_ids.append(token)
-        result = SequenceResult.of(token, logprobs_at(token, 0, 1))
-        delta, ending = subject.advance(token, result, frozenset((EOS,)), now)
+def output(*token_ids: int, ending: Ending | None = None, **others) -> SequenceOutput:
+    """What a core brings: two tokens of log-probabilities each, and whatever else is said."""
+    logprobs = tuple(logprobs_at(token, 0, 1) for token in token_ids)
+    return SequenceOutput(3, token_ids, logprobs, ending, **others)
+
+
+def say(subject: Completion, tokens: bytes | list[int], ending: Ending | None = None, at_once: int = 1):
+    """Give it tokens, so many in a step; the core ends it with the last of them. The deltas, up to its end."""
+    deltas = []
+    for start in range(0, len(tokens), at_once):
+        is_last = start + at_once >= len(tokens)
+        delta = subject.advance(output(*tokens[start : start + at_once], ending=ending if is_last else None), 20.0)
         deltas.append(delta)
-    return deltas, ending
+        if delta.finish_reason is not None:
+            break
+    return deltas
 
 
+LENGTH, STOP = Ending("length"), Ending("stop")
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("params", "tokens", "text", "ending"),
+    ("params", "tokens", "core", "text", "count", "ending"),
     [
-        ({}, b"abc", "abc", None),
-        ({"max_tokens": 3}, b"abc", "abc", Ending("length")),
-        ({}, [*b"ab", EOS], "ab", Ending("stop")),
-        ({"stop_token_ids": [EOS]}, [*b"ab", EOS], "ab", Ending("stop")),
-        ({"stop_token_ids": [98]}, b"ab", "a", Ending("stop", 98)),
-        ({"stop": "bc"}, b"abc", "a", Ending("stop", "bc")),
-        ({"stop": ["c", "bc"]}, b"abc", "a", Ending("stop", "bc")),
-        ({"stop": "cd", "max_tokens": 3}, b"abc", "abc", Ending("length")),
-        ({"stop": "é"}, "aé".encode(), "a", Ending("stop", "é")),
-        ({"stop": "\ufffd", "max_tokens": 2}, "aé".encode()[:2], "a", Ending("stop", "\ufffd")),
-        ({"stop": "bc", "min_tokens": 2}, b"abc", "a", Ending("stop", "bc")),
-        ({"stop": "ab", "min_tokens": 3}, b"abc", "abc", None),
-        ({"stop_token_ids": [98], "min_tokens": 3}, b"aba", "aba", None),
-        ({"stop_token_ids": [98], "min_tokens": 3}, b"abb", "ab", Ending("stop", 98)),
-        ({"min_tokens": 3}, [*b"a", EOS, *b"b"], "ab", None),
-        ({"min_tokens": 3}, [*b"a", EOS, EOS], "a", Ending("stop")),
+        ({}, b"abc", None, "abc", 3, None),
+        ({}, b"abc", LENGTH, "abc", 3, LENGTH),
+        ({}, [*b"ab", EOS], STOP, "ab", 3, STOP),
+        ({}, b"ab", Ending("stop", 98), "a", 2, Ending("stop", 98)),
+        ({"stop": "bc"}, b"abc", None, "a", 3, Ending("stop", "bc")),
+        ({"stop": "bc"}, b"abcdefg", LENGTH, "a", 3, Ending("stop", "bc")),
+        ({"stop": ["c", "bc"]}, b"abc", None, "a", 3, Ending("stop", "bc")),
+        ({"stop": "cd"}, b"abc", LENGTH, "abc", 3, LENGTH),
+        ({"stop": "bc"}, b"abc", LENGTH, "a", 3, Ending("stop", "bc")),
+        ({"stop": "é"}, "aé".encode(), None, "a", 3, Ending("stop", "é")),
+        ({"stop": "\ufffd"}, "aé".encode()[:2], LENGTH, "a", 2, Ending("stop", "\ufffd")),
+        ({"stop": "bc", "min_tokens": 2}, b"abc", None, "a", 3, Ending("stop", "bc")),
+        ({"stop": "ab", "min_tokens": 3}, b"abc", None, "abc", 3, None),
+        ({"stop": "ab", "min_tokens": 3}, b"abcabc", None, "abc", 5, Ending("stop", "ab")),
+        ({}, "aé".encode()[:2], LENGTH, "a\ufffd", 2, LENGTH),
+        ({}, b"ab", Ending("error", error="why"), "ab", 2, Ending("error", error="why")),
     ],
     ids=str,
 )
-def test_text_and_ending(params, tokens, text, ending):
-    subject = completion(**{"max_tokens": 100, **params})
-    deltas, found = say(subject, tokens)
-    assert ("".join(delta.text for delta in deltas), found) == (text, ending)
-    last = deltas[-1]
-    assert (last.finish_reason, last.stop_reason) == (
-        (None, None) if ending is None else (ending.finish_reason, ending.stop_reason)
+def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
+    subject = completion(logprobs=1, **params)
+    deltas = say(subject, tokens, core, at_once)
+    assert "".join(delta.text for delta in deltas) == text
+    last, ending = deltas[-1], ending or Ending(None)
+    assert (last.finish_reason, last.stop_reason, last.error) == (
+        ending.finish_reason,
+        ending.stop_reason,
+        ending.error,
     )
-    assert [delta.token_ids for delta in deltas] == [(token,) for token in tokens]
+    said = [token for delta in deltas for token in delta.token_ids]
+    assert said == list(tokens[:count]), "what follows a stop string is dropped"
+    measured = [next(iter(position)) for delta in deltas for position in delta.logprobs]
+    assert measured == said
 
 
 def test_deltas_say_whose_they_are():
-    deltas, _ = say(completion(), b"a")
-    assert (deltas[0].request_id, deltas[0].index) == ("r", 2)
+    (delta,) = say(completion(), b"a")
+    assert (delta.request_id, delta.index) == ("r", 2)
 
 
 def test_ending_from_outside():
     subject = completion()
     before = subject.end(Ending("abort"), 30.0)
     assert (before.finish_reason, before.token_ids, before.metrics) == ("abort", (), None)
-    subject.scheduled_at = 12.0
-    say(subject, b"a")
-    subject.sequence.num_preemptions = 2
+    subject.advance(output(97, queue_seconds=2.0, num_cached_tokens=4, num_preemptions=1), 20.0)
+    subject.advance(output(97, queue_seconds=2.0, num_cached_tokens=4, num_preemptions=2), 25.0)
     after = subject.end(Ending("error", error="why"), 30.0)
-    assert (after.finish_reason, after.error) == ("error", "why")
-    assert (after.metrics.queue_seconds, after.metrics.first_token_seconds, after.metrics.total_seconds) == (2, 10, 20)
-    assert after.metrics.num_preemptions == 2
+    assert (after.finish_reason, after.error, after.num_cached_tokens) == ("error", "why", 4)
+    assert after.metrics == RequestMetrics(2, 10, 20, 4, 2)
+
+
+def test_a_core_may_end_it_without_a_token():
+    subject = completion()
+    assert subject.advance(output(), 20.0) is None
+    last = subject.advance(output(ending=Ending("error", error="not finite")), 20.0)
+    assert (last.finish_reason, last.error, last.token_ids, last.metrics) == ("error", "not finite", (), None)
 
 
 def test_missing_logprobs_are_an_error_of_this_request():
     subject = completion(logprobs=1)
-    subject.sequence.token_ids.append(97)
     with pytest.raises(AssertionError, match="no logprobs"):
-        subject.advance(97, SequenceResult.of(97), frozenset(), 1.0)
+        subject.advance(SequenceOutput(3, (97,)), 1.0)
 
 
 TOP = ((98, -0.1), (97, -2.0), (99, -3.0))

@@ -11,6 +11,8 @@ from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 
 def delta(index: int, token: int, finish_reason=None) -> CompletionDelta:
     return CompletionDelta("r", index, "x", (token,), None, finish_reason, None)
@@ -122,7 +124,7 @@ def test_a_refusal_reaches_its_reader_only():
     run(work)
 
 
-def test_withdrawing_takes_effect_before_the_next_step():
+def test_withdrawing_takes_effect_before_the_next_step_is_launched(run_ahead):
     async def work():
         engine = make_engine()
         gate = Gate(engine)
@@ -136,8 +138,8 @@ def test_withdrawing_takes_effect_before_the_next_step():
         gate.open()
         await read(kept)
         ran = [{sequence_id for sequence_id, _, _ in step} for step in engine.runner.steps]
-        assert ran[:3] == [{0, 1}] * 3
-        assert ran[3:] == [{0}] * 5
+        assert ran[: 3 + run_ahead] == [{0, 1}] * (3 + run_ahead)
+        assert ran[3 + run_ahead :] == [{0}] * (5 - run_ahead)
         ended(thread)
 
     run(work)
@@ -156,7 +158,7 @@ def test_withdrawing_late_does_not_hit_a_new_request_of_the_same_name():
     run(work)
 
 
-def test_abort_by_name_gives_the_reader_an_end():
+def test_abort_by_name_gives_the_reader_an_end(run_ahead):
     async def work():
         engine = make_engine()
         gate = Gate(engine)
@@ -168,8 +170,8 @@ def test_abort_by_name_gives_the_reader_an_end():
         gate.open()
         heard = await read(mailbox)
         assert [delta.finish_reason for delta in heard[-2:]] == ["abort", "abort"]
-        assert len(engine.runner.steps) == 1
         ended(thread)
+        assert len(engine.runner.steps) == 1 + run_ahead, "what runs ahead has to end"
 
     run(work)
 

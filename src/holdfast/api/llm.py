@@ -176,7 +176,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
-        return self._live().engine.stats()
+        return self._live().stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

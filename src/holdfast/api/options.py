@@ -49,6 +49,8 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     device: str
     seed: int
+    core_process: bool
+    core_timeout: float
     gpu_memory_utilization: float | None
     """vLLM's name of memory_utilization."""
     block_size: int | None

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from holdfast.engine.admission import PreparedRequest
-from holdfast.engine.engine import Engine
+from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.outputs import DeltaBuffer
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.forks import HomeProcess
@@ -95,6 +95,8 @@ class Driver:
                 if not self.engine.is_dead:
                     self._deliver(self.engine.abort(name))
                 self._readings.pop(name, None)
+            if not self._readings:
+                self.engine.settle()
 
     def abort_all(self) -> None:
         """End every request."""
@@ -110,6 +112,15 @@ class Driver:
                 self.abort(set(self._readings))
             finally:
                 self.engine.close()
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state of now; never waits for a step."""
+        if not self._readings and not self.home.is_elsewhere and self._lock.acquire(blocking=False):
+            try:
+                self.engine.watch()
+            finally:
+                self._lock.release()
+        return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, between two steps."""

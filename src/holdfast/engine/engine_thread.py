@@ -18,6 +18,8 @@ from holdfast.forks import HomeProcess
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 
+WATCH_SECONDS = 1.0
+"""How often an engine is looked after that has nothing to do: its core may be a process, which may end."""
 _log = get_logger(__name__)
 
 
@@ -185,19 +187,24 @@ class EngineThread:
     def _wait_for_work(self) -> bool:
         """Carry out the commands that have come; True when there is a step to run, False when the thread may end."""
         while True:
+            if not self.engine.has_unfinished():
+                self.engine.settle()
             with self._changed:
                 self._is_idle = not self.engine.has_unfinished()
-                while self._is_idle and not self._commands:
+                if self._is_idle and not self._commands:
                     if not self._takes_requests:
                         return False
-                    self._changed.wait()
-                self._is_idle = False
+                    self._changed.wait(WATCH_SECONDS)
                 num_commands = len(self._commands)
+                self._is_idle = self._is_idle and num_commands == 0
             # One by one: those behind one that fails must still be found by _fail_all.
             for _ in range(num_commands):
                 self._carry_out(self._commands.popleft())
             if self.engine.has_unfinished():
                 return True
+            if num_commands == 0:
+                self.engine.watch()
+                self.engine.raise_if_dead()
 
     def _carry_out(self, command: "_Submission | Callable[[], None]") -> None:
         if not isinstance(command, _Submission):

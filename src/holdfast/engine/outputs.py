@@ -1,21 +1,21 @@
 """From tokens to outputs: text and ending of a completion, and its deltas, merged or added up; no torch.
 
-SequenceResult -> Completion -> CompletionDelta -> OutputAssembler -> RequestOutput
+SequenceOutput -> Completion -> CompletionDelta -> OutputAssembler -> RequestOutput
                                                 -> DeltaBuffer, until a reader takes them
 """
 
 from dataclasses import dataclass, field
 
+from holdfast.engine.messages import CoreRequest, Ending, SequenceOutput
 from holdfast.request.outputs import (
     CompletionDelta,
     CompletionOutput,
-    FinishReason,
     Logprob,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
 )
-from holdfast.request.sequence import Sequence, SequenceResult, TokenLogprobs
+from holdfast.request.sequence import TokenLogprobs
 from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
@@ -58,72 +58,71 @@ class PromptLogprobs:
         return tuple(self._by_position)
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a completion is over."""
-
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    error: str | None = None
-
-
 class Completion:
     """One sequence of a request, and the text that its tokens have become.
 
-    Everything here that touches text runs code that the request controls, and may raise; the engine then ends the
+    Everything here that touches text runs code that the request controls, and may raise; the front then ends the
     request, and only it.
     """
 
     def __init__(
-        self, request_id: str, index: int, sequence: Sequence, tokenizer: Tokenizer | None, arrived_at: float
+        self, request_id: str, index: int, request: CoreRequest, tokenizer: Tokenizer | None, arrived_at: float
     ) -> None:
-        params = sequence.params
+        params = request.params
         self.request_id = request_id
         self.index = index
-        self.sequence = sequence
-        self.arrived_at = arrived_at
-        self.scheduled_at: float | None = None
-        self.first_token_at: float | None = None
+        self.request = request
+        self._arrived_at = arrived_at
+        self._first_token_at: float | None = None
+        self._queue_seconds = 0.0
+        self._num_cached_tokens = 0
+        self._num_preemptions = 0
+        self._num_output_tokens = 0
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.token_ids, params.skip_special_tokens)
+            self._detokenizer = IncrementalDetokenizer(tokenizer, request.token_ids, params.skip_special_tokens)
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
-            self._prompt_logprobs = PromptLogprobs(sequence.num_prompt_tokens, params.prompt_logprobs)
+            self._prompt_logprobs = PromptLogprobs(len(request.token_ids), params.prompt_logprobs)
 
-    def collect_prompt_logprobs(self, start: int, result: SequenceResult) -> None:
-        """Take in what a step says about the prompt, wherever in the prompt it was."""
-        if self._prompt_logprobs is not None and result.prompt_logprobs:
-            self._prompt_logprobs.collect(start, result.prompt_logprobs, self._tokenizer)
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
 
-    def advance(
-        self, token_id: int, result: SequenceResult, eos_token_ids: frozenset[int], now: float
-    ) -> tuple[CompletionDelta, Ending | None]:
-        """The sequence has got this token: what it adds, and whether it was the last."""
-        is_first = self.first_token_at is None
+    def advance(self, output: SequenceOutput, now: float) -> CompletionDelta | None:
+        """What a step has brought: tokens up to a stop string, if they made one, and the end; None for neither."""
+        self._queue_seconds = output.queue_seconds
+        self._num_cached_tokens = output.num_cached_tokens
+        self._num_preemptions = output.num_preemptions
+        if self._prompt_logprobs is not None and output.prompt_logprobs:
+            self._prompt_logprobs.collect(output.prompt_start, output.prompt_logprobs, self._tokenizer)
+        if not output.token_ids:
+            return None if output.ending is None else self.end(output.ending, now)
+        is_first = self._first_token_at is None
         if is_first:
-            self.first_token_at = now
-        text, ending = self._text_and_ending(token_id, eos_token_ids)
+            self._first_token_at = now
+        text, num_tokens, ending = self._text_and_ending(output)
         logprobs = None
-        num_top = self.sequence.params.logprobs
+        num_top = self.request.params.logprobs
         if num_top is not None:
-            assert result.logprobs, f"sequence {self.sequence.sequence_id} has no logprobs for {token_id=}"
-            logprobs = (position_logprobs(result.logprobs[-1], num_top, self._tokenizer),)
-        delta = CompletionDelta(
+            measured = output.logprobs[:num_tokens]
+            assert len(measured) == num_tokens, f"sequence {self.sequence_id} has no logprobs for {num_tokens=}"
+            logprobs = tuple(position_logprobs(entry, num_top, self._tokenizer) for entry in measured)
+        return CompletionDelta(
             request_id=self.request_id,
             index=self.index,
             text=text,
-            token_ids=(token_id,),
+            token_ids=output.token_ids[:num_tokens],
             logprobs=logprobs,
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
-            num_cached_tokens=self.sequence.num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs.whole() if is_first and self._prompt_logprobs is not None else None,
             metrics=None if ending is None else self._metrics(now),
+            error=None if ending is None else ending.error,
         )
-        return delta, ending
 
     def end(self, ending: Ending, now: float) -> CompletionDelta:
         """The last delta of a completion that ends without a token of its own. Runs nothing that could fail."""
@@ -135,43 +134,46 @@ class Completion:
             logprobs=None,
             finish_reason=ending.finish_reason,
             stop_reason=ending.stop_reason,
-            num_cached_tokens=self.sequence.num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens,
             metrics=self._metrics(now),
             error=ending.error,
         )
 
-    def _text_and_ending(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, Ending | None]:
-        params = self.sequence.params
-        num_output_tokens = self.sequence.num_output_tokens
-        may_stop = num_output_tokens >= params.min_tokens
-        ending: Ending | None = None
-        if may_stop and token_id in eos_token_ids and not params.ignore_eos:
-            ending = Ending("stop")
-        elif may_stop and token_id in params.stop_token_ids:
-            ending = Ending("stop", token_id)
-        text = "" if ending is not None or self._detokenizer is None else self._detokenizer.append([token_id])
-        if ending is None and num_output_tokens >= self.sequence.max_tokens:
-            ending = Ending("length")
+    def _text_and_ending(self, output: SequenceOutput) -> tuple[str, int, Ending | None]:
+        """The text that tokens add, how many of them count, and how it ends: by a stop string, or as the core says."""
+        texts, last = [], len(output.token_ids) - 1
+        for place, token_id in enumerate(output.token_ids):
+            ending = output.ending if place == last else None
+            self._num_output_tokens += 1
+            text, matched = self._text_of(token_id, ending)
+            texts.append(text)
+            if matched is not None:
+                return "".join(texts), place + 1, Ending("stop", matched)
+        return "".join(texts), last + 1, output.ending
+
+    def _text_of(self, token_id: int, ending: Ending | None) -> tuple[str, str | None]:
+        """What is shown of one more token, the last where there is an ending; and the stop string that it completes."""
+        # A token that ends the sequence is no text.
+        is_text = ending is None or ending.finish_reason != "stop"
+        text = self._detokenizer.append([token_id]) if self._detokenizer is not None and is_text else ""
         if ending is not None and self._detokenizer is not None:
             text += self._detokenizer.flush()
         if self._stop_strings is None:
-            return text, ending
-        if not may_stop:
-            return self._stop_strings.feed_unstoppable(text), ending
+            return text, None
+        if self._num_output_tokens < self.request.params.min_tokens:
+            return self._stop_strings.feed_unstoppable(text), None
         shown, matched = self._stop_strings.feed(text)
-        if matched is not None:
-            return shown, Ending("stop", matched)
-        return shown if ending is None else shown + self._stop_strings.flush(), ending
+        return (shown if matched is not None or ending is None else shown + self._stop_strings.flush()), matched
 
     def _metrics(self, now: float) -> RequestMetrics | None:
-        if self.first_token_at is None or self.scheduled_at is None:
+        if self._first_token_at is None:
             return None
         return RequestMetrics(
-            queue_seconds=self.scheduled_at - self.arrived_at,
-            first_token_seconds=self.first_token_at - self.arrived_at,
-            total_seconds=now - self.arrived_at,
-            num_cached_tokens=self.sequence.num_cached_tokens,
-            num_preemptions=self.sequence.num_preemptions,
+            queue_seconds=self._queue_seconds,
+            first_token_seconds=self._first_token_at - self._arrived_at,
+            total_seconds=now - self._arrived_at,
+            num_cached_tokens=self._num_cached_tokens,
+            num_preemptions=self._num_preemptions,
         )
 
 

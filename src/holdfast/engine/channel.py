@@ -1,0 +1,144 @@
+"""Channel: whole frames over a socket, in order; nobody waits who only looks, and no two wait for each other; no torch.
+
+A frame is taken out only when all of it is there. Whoever sends and finds the socket full takes in meanwhile what the
+other side sends, so that two that send at once do not wait for each other for ever; what is taken in that way is bounded.
+"""
+
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+from holdfast.errors import MessageError
+from holdfast.request.wire import HEADER_BYTES, body_length
+
+READ_BYTES = 2**18
+MAX_UNREAD_BYTES = 2**30
+"""Taken in while sending, at the most: the other side would talk and not listen."""
+
+
+class ChannelClosedError(Exception):
+    """The other side is gone."""
+
+
+class Channel:
+    """One end of a connection. One thread reads; several may send."""
+
+    def __init__(self, connection: socket.socket, max_unread_bytes: int = MAX_UNREAD_BYTES) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._max_unread_bytes = max_unread_bytes
+        self._unread = bytearray()
+        self._is_ended = False
+        self._sending = threading.Lock()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until something has come or the other side is gone; False when time is up. Loses nothing when interrupted."""
+        return self._is_ended or bool(self._poll(select.POLLIN, timeout))
+
+    def take(self) -> bytes | None:
+        """The next whole frame, None while there is none; ChannelClosedError behind the last one."""
+        frame = self._cut()
+        if frame is None and not self._is_ended:
+            self._read()
+            frame = self._cut()
+        if frame is None and self._is_ended:
+            if self._unread:
+                raise MessageError("a message came", "it was cut short by the end of its sender", "start the core anew")
+            raise ChannelClosedError("the other side has closed the channel")
+        return frame
+
+    def send(self, make: Callable[[], bytes], *, is_owner: bool = True) -> None:
+        """Send a frame, which is made when its turn has come. `is_owner`: this is the thread that reads."""
+        with self._sending:
+            self._write(make(), is_owner)
+
+    def try_send(self, make: Callable[[], bytes]) -> bool:
+        """The same for a small frame of another thread, if nobody else sends and there is room."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            if not self._poll(select.POLLOUT, 0.0) & select.POLLOUT:
+                return False
+            self._write(make(), is_owner=False)
+            return True
+        finally:
+            self._sending.release()
+
+    def is_other_side_gone(self) -> bool:
+        """Any thread: whether the other side has hung up, which the reading thread may not know yet."""
+        return bool(self._poll(0, 0.0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL))
+
+    def wait_for_end(self, timeout: float) -> None:
+        """Any thread: until the other side hangs up, at the most so long."""
+        self._poll(0, timeout)
+
+    def close(self) -> None:
+        """Hang up. May be called twice."""
+        self._socket.close()
+
+    def _poll(self, events: int, timeout: float | None) -> int:
+        if self.is_closed:
+            raise ChannelClosedError("the channel is closed")
+        poll = select.poll()
+        poll.register(self._socket, events)
+        found = poll.poll(None if timeout is None else max(timeout, 0.0) * 1000)
+        return found[0][1] if found else 0
+
+    def _cut(self) -> bytes | None:
+        if len(self._unread) < HEADER_BYTES:
+            return None
+        _, length = body_length(bytes(self._unread[:HEADER_BYTES]))
+        end = HEADER_BYTES + length
+        if len(self._unread) < end:
+            return None
+        frame = bytes(self._unread[:end])
+        del self._unread[:end]
+        return frame
+
+    def _read(self) -> bool:
+        """Take in what has come; False where nothing had."""
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:  # reset by the other side's end, or closed here
+            data = b""
+        if data:
+            self._unread += data
+        else:
+            self._is_ended = True
+        return True
+
+    def _write(self, frame: bytes, is_owner: bool) -> None:
+        left = memoryview(frame)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                self._make_way(is_owner)
+            except OSError as error:
+                raise ChannelClosedError("the other side has closed the channel") from error
+
+    def _make_way(self, is_owner: bool) -> None:
+        """Wait for room, and take in what comes meanwhile."""
+        if not is_owner or self._is_ended:
+            self._poll(select.POLLOUT, None)
+            return
+        if self._poll(select.POLLIN | select.POLLOUT, None) & select.POLLOUT:
+            return
+        if self._read() and len(self._unread) > self._max_unread_bytes:
+            raise MessageError(
+                "a message was to be sent",
+                f"the other side sent {len(self._unread)} bytes meanwhile and takes none",
+                "start the core anew",
+            )
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, that only the processes they are passed to inherit."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

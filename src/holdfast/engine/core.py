@@ -1,0 +1,392 @@
+"""EngineCore: scheduler and runner, token ids in and out, no text; a step may run while the next is prepared; no torch.
+
+    step      fill, collect the oldest step in flight, book it
+    _fill     schedule and launch, until 1 + run_ahead steps are in flight
+    _collect  the only wait, and the only place where Ctrl-C comes through
+    _book     every token to the scheduler; ends by eos, stop token and length; outputs
+
+    run_ahead 0    launch 1, collect 1 | launch 2, collect 2 | ...
+    run_ahead 1    launch 1, launch 2, collect 1 | launch 3, collect 2 | ...
+
+**Surplus.** With steps in flight the end of a sequence is learned late: by eos or stop token a step late, by a stop
+string or an abort whenever the front says so. What steps in flight still bring to it is dropped and counted nowhere.
+An end by length is known before, and brings none.
+
+**Ctrl-C.** An interrupted wait leaves the steps where they are: on a CPU they are cancelled and scheduled anew, on a
+GPU they stay in flight and are collected by the next call. A result that was there already is kept for it.
+
+An exception of scheduler or runner comes through as it is; nothing here can be used afterwards.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.cache.groups import longest_sequence
+from holdfast.config import Limits
+from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
+from holdfast.engine.scheduler import Scheduler
+from holdfast.errors import QueueFullError, RequestError
+from holdfast.memory.report import MemoryReport
+from holdfast.request.sequence import (
+    NO_TOKEN,
+    LiveStep,
+    ScheduledSequence,
+    Sequence,
+    SequenceResult,
+    StepResult,
+)
+from holdfast.request.step import Step
+from holdfast.request.wire import refuse
+
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Entered around every wait: what is inside may be interrupted."""
+
+
+class StepRunner(Protocol):
+    """The model on its device, as the core sees it."""
+
+    limits: Limits
+    num_pages: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def launch(self, step: Step) -> None:
+        """Start a step, without waiting for it."""
+        ...
+
+    def collect(self) -> StepResult:
+        """What the oldest launched step has chosen. An interrupted call may be made again, or followed by `cancel`."""
+        ...
+
+    def cancel(self) -> bool:
+        """Forget all launched steps that were not collected, if none has touched the device; else False."""
+        ...
+
+
+class Core(Protocol):
+    """What an engine drives: an EngineCore of its own, or one in a process of its own."""
+
+    @property
+    def facts(self) -> CoreFacts: ...
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """Who holds how many bytes, planned and taken."""
+        ...
+
+    def check_room(self, num_sequences: int) -> None:
+        """QueueFullError where so many more find no place to wait."""
+        ...
+
+    def submit(self, requests: SequenceABC[CoreRequest]) -> None:
+        """Queue the sequences of one request, all or none; RequestError or QueueFullError where they cannot be."""
+        ...
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """End sequences; those that have ended already are passed over."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        ...
+
+    def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
+        """What the next step brings; nothing where there is nobody to run."""
+        ...
+
+    def settle(self, waiting: Waiting = nullcontext) -> None:
+        """Wait for what still runs for nobody."""
+        ...
+
+    def watch(self, waiting: Waiting = nullcontext) -> None:
+        """Look after a core that has nothing to do; raises where it is gone."""
+        ...
+
+    def stats(self) -> CoreStats: ...
+
+    def close(self) -> None:
+        """Give all memory back; nothing can run afterwards. May be called twice."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Live:
+    sequence: Sequence
+    submitted_at: float
+    scheduled_at: float | None = None
+
+
+class EngineCore:
+    """One model, one queue of sequences, known by integers that only grow. One thread at a time."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
+        run_ahead: int = 0,
+        *,
+        max_queue: int | None = None,
+        memory: MemoryReport | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it)."""
+        assert run_ahead >= 0, f"{run_ahead=}"
+        limits = runner.limits
+        longest = longest_sequence(
+            scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens
+        )
+        self.facts = CoreFacts(
+            limits,
+            longest,
+            runner.vocab_size,
+            tuple(sorted(runner.eos_token_ids)),
+            scheduler.max_queue if max_queue is None else max_queue,
+        )
+        self.memory = memory
+        self.scheduler = scheduler
+        """Queues and pages, to be looked at between two steps."""
+        self.runner: StepRunner | None = runner
+        self._eos_token_ids = runner.eos_token_ids
+        self._vocab_size = runner.vocab_size
+        self._clock = clock
+        self._max_in_flight = 1 + run_ahead
+        self._release = release
+        self._in_flight: deque[LiveStep] = deque()
+        """The oldest first."""
+        self._kept: StepResult | None = None
+        """Of the oldest, where its result was there when an interrupt came."""
+        self._live: dict[int, _Live] = {}
+        self._num_known = 0
+        """One more than the largest id so far."""
+        self._num_prompt_tokens = 0
+        self._num_steps = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a step has to be run or collected."""
+        return bool(self._live or self._in_flight)
+
+    def check_room(self, num_sequences: int) -> None:
+        """QueueFullError where so many more find no place to wait."""
+        refuse_full(num_sequences, self.scheduler.num_waiting, self.scheduler.max_queue)
+
+    def submit(self, requests: SequenceABC[CoreRequest]) -> None:
+        """Queue the sequences of one request, all or none."""
+        ids = [request.sequence_id for request in requests]
+        if not ids or ids != sorted(set(ids)) or ids[0] < self._num_known:
+            refuse(f"it names sequences {ids[:8]}, and new ones begin at {self._num_known}")
+        self.check_room(len(requests))
+        scheduler = self.scheduler
+        now, sequences = self._clock(), [_sequence(request) for request in requests]
+        try:
+            for sequence in sequences:
+                scheduler.add(sequence)
+        except RequestError:
+            for sequence in sequences:
+                scheduler.finish(sequence)
+            raise
+        self._num_known = ids[-1] + 1
+        self._live.update({sequence.sequence_id: _Live(sequence, now) for sequence in sequences})
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """End sequences; those that have ended already are passed over."""
+        ids = list(sequence_ids)
+        unknown = [sequence_id for sequence_id in ids if not 0 <= sequence_id < self._num_known]
+        if unknown:
+            refuse(f"it names sequences {unknown[:8]}, and those below {self._num_known} are known")
+        for sequence_id in ids:
+            live = self._live.pop(sequence_id, None)
+            if live is not None:
+                self.scheduler.finish(live.sequence)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.scheduler.reset_prefix_cache()
+
+    def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
+        """Launch what can be launched, and give what the oldest step in flight has brought."""
+        self._fill()
+        if not self._in_flight:
+            assert not self._live, f"nobody is scheduled of {len(self._live)} that want to run"
+            return CoreOutputs((), self.stats())
+        result = self._collect(waiting)
+        return CoreOutputs(tuple(self._book(self._in_flight.popleft(), result.results)), self.stats())
+
+    def settle(self, waiting: Waiting = nullcontext) -> None:
+        """Wait for steps in flight, where nobody waits for what they bring: the pages of their sequences come back."""
+        while self._in_flight and not self._live:
+            self.step(waiting)
+
+    def watch(self, waiting: Waiting = nullcontext) -> None:
+        """Nothing can happen to it while nobody calls."""
+
+    def stats(self) -> CoreStats:
+        """Counters since the start, and the state of now."""
+        scheduler = self.scheduler
+        return CoreStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_submitted=self._num_known,
+            kv_usage=scheduler.kv_usage,
+        )
+
+    def close(self) -> None:
+        """Give all memory back."""
+        release, self._release = self._release, None
+        if release is not None:
+            self.runner = None  # its views keep the memory alive
+            release()
+
+    def _fill(self) -> None:
+        runner = self.runner
+        assert runner is not None, "the core is closed"
+        while len(self._in_flight) < self._max_in_flight:
+            step = self.scheduler.schedule()
+            # None: not before a step in flight has ended.
+            if step is None or not step.scheduled:
+                return
+            now = self._clock()
+            for item in step.scheduled:
+                live = self._live[item.sequence.sequence_id]
+                if live.scheduled_at is None:
+                    live.scheduled_at = now
+            runner.launch(step.step)
+            self._in_flight.append(step)
+
+    def _collect(self, waiting: Waiting) -> StepResult:
+        runner = self.runner
+        assert runner is not None, "the core is closed"
+        result, self._kept = self._kept, None
+        if result is not None:
+            return result
+        try:
+            with waiting():
+                result = runner.collect()
+        except Exception:
+            raise
+        except BaseException:
+            if result is not None:
+                self._kept = result
+            elif runner.cancel():
+                self._in_flight.clear()
+                self.scheduler.forget_steps()
+            raise
+        return result
+
+    def _book(self, step: LiveStep, results: tuple[SequenceResult, ...]) -> list[SequenceOutput]:
+        """Give every sequence its tokens; what the step has brought to those that still live."""
+        assert len(results) == len(step.scheduled), f"{len(results)} results for {len(step.scheduled)}"
+        brought = [self._cut(item.sequence, result) for item, result in zip(step.scheduled, results, strict=True)]
+        self.scheduler.complete(step, [token_ids for token_ids, _ in brought])
+        self._num_steps += 1
+        outputs = []
+        for item, result, (token_ids, ending) in zip(step.scheduled, results, brought, strict=True):
+            live = self._live.get(item.sequence.sequence_id)
+            if live is None:
+                continue
+            num_prompt = min(item.num_new_tokens, item.sequence.num_prompt_tokens - item.start)
+            self._num_prompt_tokens += max(num_prompt, 0)
+            if token_ids or ending is not None or result.prompt_logprobs:
+                outputs.append(_output(live, item, result, token_ids, ending))
+            if ending is not None:
+                del self._live[item.sequence.sequence_id]
+                self.scheduler.finish(item.sequence)
+        return outputs
+
+    def _cut(self, sequence: Sequence, result: SequenceResult) -> tuple[tuple[int, ...], Ending | None]:
+        """Its tokens up to the one that ends it, if one does; none for a sequence that has ended before."""
+        if sequence.sequence_id not in self._live:
+            return (), None
+        params, num_output_tokens = sequence.params, sequence.num_output_tokens
+        for place, token_id in enumerate(result.token_ids):
+            if not 0 <= token_id < self._vocab_size:
+                self._distrust(sequence)
+                error = _no_token_reason(token_id, sequence, num_output_tokens)
+                return result.token_ids[:place], Ending("error", error=error)
+            num_output_tokens += 1
+            may_stop = num_output_tokens >= params.min_tokens
+            ending: Ending | None = None
+            if may_stop and token_id in self._eos_token_ids and not params.ignore_eos:
+                ending = Ending("stop")
+            elif may_stop and token_id in params.stop_token_ids:
+                ending = Ending("stop", token_id)
+            elif num_output_tokens >= sequence.max_tokens:
+                ending = Ending("length")
+            if ending is not None:
+                return result.token_ids[: place + 1], ending
+        return result.token_ids, None
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """Numbers that are not finite may lie in pages that others would share."""
+        self.scheduler.finish(sequence)
+        self.scheduler.reset_prefix_cache()
+
+
+def refuse_full(num_sequences: int, num_waiting: int, max_queue: int) -> None:
+    """For more sequences than there are places to wait."""
+    if num_sequences > max_queue - num_waiting:
+        raise QueueFullError(
+            f"{num_sequences} more completions were asked",
+            f"{num_waiting} wait and the queue holds {max_queue}",
+            "try again later, or raise max_queue",
+        )
+
+
+def _sequence(request: CoreRequest) -> Sequence:
+    return Sequence(
+        sequence_id=request.sequence_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=len(request.token_ids),
+        params=request.params,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        cache_salt=request.cache_salt,
+        use_prefix_cache=request.use_prefix_cache,
+        bad_word_ids=request.bad_word_ids,
+    )
+
+
+def _output(
+    live: _Live,
+    item: ScheduledSequence,
+    result: SequenceResult,
+    token_ids: tuple[int, ...],
+    ending: Ending | None,
+) -> SequenceOutput:
+    sequence = live.sequence
+    assert live.scheduled_at is not None, f"sequence {sequence.sequence_id} ran before it was scheduled"
+    return SequenceOutput(
+        sequence_id=sequence.sequence_id,
+        token_ids=token_ids,
+        logprobs=result.logprobs[: len(token_ids)],
+        ending=ending,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        queue_seconds=live.scheduled_at - live.submitted_at,
+        prompt_start=item.start,
+        prompt_logprobs=result.prompt_logprobs,
+    )
+
+
+def _no_token_reason(token_id: int, sequence: Sequence, num_output_tokens: int) -> str:
+    where = f"after {num_output_tokens} tokens"
+    if token_id == NO_TOKEN and sequence.params.allowed_token_ids is not None:
+        return f"no token could be chosen {where}: of allowed_token_ids none is left that is finite and not banned"
+    if token_id == NO_TOKEN:
+        return f"the model's numbers were not finite {where}, so no token could be chosen"
+    return f"the model chose token {token_id} {where}, which is outside the vocabulary"

@@ -1,0 +1,580 @@
+"""CoreProcess: an EngineCore in a process of its own, which opens the model itself; the front stays here; no torch until it runs.
+
+    this process                               the child: python -m holdfast.engine.core_process
+    Engine = Front + CoreProcess  -- Start, Submit, Abort, ... -->  CoreServer: commands between two steps,
+    (text, templates, names)      <-- Ready, CoreOutputs, ... ----  EngineCore.step(), outputs without an answer awaited
+                                  <-- Heartbeat ------------------  Pulse: a thread, every second
+
+The child never waits for the front: it sends what a step brought and goes on, so that aborts and stop strings reach it
+a few steps late; the front drops what is surplus. Where nobody reads, it stops at a full socket.
+
+**Ends.** A child that ends, or says nothing for `core_timeout` seconds, is an exception in the next call, which ends
+the engine; it is killed and reaped. A child whose parent is gone (the channel hangs up, or it has another parent) ends
+at once, in the middle of a step too. A `CoreProcess` that is dropped, or whose process ends, ends its child.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, NoReturn
+
+from holdfast.config import EngineConfig
+from holdfast.engine.admission import describe
+from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
+from holdfast.engine.core import EngineCore, Waiting, refuse_full
+from holdfast.engine.engine import Engine
+from holdfast.engine.messages import (
+    Abort,
+    CoreFacts,
+    CoreOutputs,
+    CoreRequest,
+    CoreStats,
+    Died,
+    Ending,
+    Heartbeat,
+    LoadingProgress,
+    Message,
+    Numbering,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    SequenceOutput,
+    Shutdown,
+    Start,
+    StatsRequest,
+    Submit,
+    decode_message,
+    encode_message,
+)
+from holdfast.engine.open_text import open_chat_template, open_tokenizer
+from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
+from holdfast.loading.model_files import open_model
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.memory.report import MemoryReport
+from holdfast.observability.log import get_logger, log_to_stderr
+from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
+from holdfast.request.wire import refuse
+
+HEARTBEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.25
+"""How often a child looks whether its parent is there."""
+GRACE_SECONDS = 0.5
+"""For a step that is about to end, once the parent is gone."""
+LOADING_SECONDS = 120.0
+"""Of silence while a model is opened, at the least: reading libraries from a slow disk may hold up every thread."""
+PROGRESS_SECONDS = 0.05
+"""Between two messages about how far loading is."""
+END_SECONDS = (10.0, 2.0)
+"""For a child that was asked to end, and then for one that was told to."""
+NUM_LAST_LINES = 20
+_log = get_logger(__name__)
+
+
+def connect_engine(
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None],
+    model: OpenModel | None = None,
+    *,
+    on_prepare: OnPrepare = prepare_silently,
+) -> Engine:
+    """An engine whose core is a child process: tokenizer and template are opened here, weights there."""
+    if model is None:
+        model = open_model(config.model, config.load_format, config.revision)
+    try:
+        tokenizer = open_tokenizer(config, model)
+        chat_template = open_chat_template(config, model, tokenizer)
+    finally:
+        model.source.close()
+    core = CoreProcess(config, on_progress, on_prepare)
+    return Engine(core, tokenizer, chat_template, config.seed, generation=model.generation)
+
+
+class LastLines:
+    """What a child writes to its standard output and error: passed on to ours, the last lines kept."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._thread = threading.Thread(
+            target=_pass_on, args=(pipe, self._lines), name="holdfast-core-log", daemon=True
+        )
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end of what it says."""
+        self._thread.join(timeout)
+
+    def words(self) -> str:
+        """The last line that says something; nothing where there is none."""
+        said = [line for line in self._lines if line]
+        return f": {said[-1][-160:]}" if said else ""
+
+
+def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
+    with pipe:
+        for data in pipe:
+            line = data.decode(errors="replace")
+            lines.append(line.strip())
+            # The stream of now: notebooks and tests put others there, and some programs none.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+class Child:
+    """The process, the channel to it, and its end. Knows nothing of who uses it."""
+
+    def __init__(self) -> None:
+        ours, theirs = channel_pair()
+        with theirs:
+            number = str(theirs.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "holdfast.engine.core_process", number, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+                env=_environment(),
+            )
+        self.channel = Channel(ours)
+        self._sent = Numbering()
+        assert self.process.stdout is not None, "it was opened with a pipe"
+        self._last_lines = LastLines(self.process.stdout)
+        self._home = os.getpid()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; waits only where the channel is full."""
+        self.channel.send(lambda: encode_message(message, self._sent.next()))
+
+    def kill(self) -> str:
+        """End it at once; how it ended, in words."""
+        was_running = self._wait(GRACE_SECONDS) is None
+        self.process.kill()
+        status = self.process.wait()
+        self._last_lines.join(GRACE_SECONDS)
+        self.channel.close()
+        if was_running:
+            return f"it was killed{self._last_lines.words()}"
+        name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"it ended with {name}{self._last_lines.words()}"
+
+    def end(self) -> None:
+        """Ask it to end, then tell it to, then end it."""
+        if os.getpid() != self._home:  # a fork of ours has no say
+            return
+        with contextlib.suppress(ChannelClosedError):
+            self.channel.try_send(lambda: encode_message(Shutdown(), self._sent.next()))
+        self.channel.close()
+        asked, told = END_SECONDS
+        if self._wait(asked) is None:
+            self.process.terminate()
+            if self._wait(told) is None:
+                self.process.kill()
+                self.process.wait()
+        self._last_lines.join(GRACE_SECONDS)
+
+    def _wait(self, seconds: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        return None
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and where this package is found, unless that is a place that every Python looks at."""
+    environment, folder = dict(os.environ), str(Path(__file__).resolve().parents[2])
+    if folder not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        others = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{folder}{os.pathsep}{others}" if others else folder
+    return environment
+
+
+class CoreProcess:
+    """The same as an EngineCore, for whoever drives one. One thread at a time (`stats` excepted)."""
+
+    def __init__(
+        self, config: EngineConfig, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
+    ) -> None:
+        """Start the process and wait until its model is open; its errors are raised here."""
+        self._timeout = max(config.core_timeout, LOADING_SECONDS)
+        self._received = Numbering()
+        self._stats = CoreStats()
+        self._pending: deque[CoreOutputs] = deque()
+        self._live: set[int] = set()
+        self._unseen: deque[int] = deque()
+        """Sequences that were sent, and that the core had not seen when it last spoke."""
+        self._num_submitted = 0
+        self._death: str | None = None
+        self.step_seconds = 0.0
+        """How long the step of the core had run at its last heartbeat."""
+        self._child = Child()
+        # Also runs when nobody holds the engine any more, and before the interpreter ends.
+        self._end = weakref.finalize(self, self._child.end)
+        try:
+            self._send(Start(replace(config, core_process=False)))
+            ready = self._await_ready(on_progress, on_prepare)
+        except BaseException:
+            self._end()
+            raise
+        self.facts: CoreFacts = ready.facts
+        self.memory: MemoryReport | None = ready.memory
+        self._timeout = config.core_timeout
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._child.process.pid
+
+    def check_room(self, num_sequences: int) -> None:
+        """QueueFullError where so many more find no place to wait; asked of the core only where it may be so."""
+        if num_sequences > self.facts.max_queue - self._stats.num_waiting - len(self._unseen):
+            self.watch()
+        refuse_full(num_sequences, self._stats.num_waiting + len(self._unseen), self.facts.max_queue)
+
+    def submit(self, requests: SequenceABC[CoreRequest]) -> None:
+        """Send the sequences of one request. What the core refuses later ends with an error."""
+        self.check_room(len(requests))
+        self._send(Submit(tuple(requests)))
+        ids = [request.sequence_id for request in requests]
+        self._num_submitted = ids[-1] + 1
+        self._live.update(ids)
+        self._unseen.extend(ids)
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Tell the core that nobody waits for these."""
+        ids = tuple(sequence_ids)
+        self._live.difference_update(ids)
+        self._send(Abort(ids))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._send(ResetPrefixCache())
+
+    def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
+        """What the next step brings, once it is here; nothing where nobody waits for anything."""
+        if not self._pending and not self._live:
+            self._hear_all()
+        while not self._pending and self._live:
+            self._hear(self._next(waiting))
+        return self._pending.popleft() if self._pending else CoreOutputs((), self._stats)
+
+    def settle(self, waiting: Waiting = nullcontext) -> None:
+        """The child waits for its own steps."""
+
+    def watch(self, waiting: Waiting = nullcontext) -> None:
+        """Hear how the core is now; raises where it is gone or silent."""
+        self._send(StatsRequest())
+        while not self._hear(self._next(waiting)):
+            pass
+
+    def stats(self) -> CoreStats:
+        """As the core last said."""
+        return self._stats
+
+    def close(self) -> None:
+        """End the child. May be called twice."""
+        self._end()
+
+    def _await_ready(self, on_progress: Callable[[int, int], None], on_prepare: OnPrepare) -> Ready:
+        while True:
+            message = self._next(nullcontext)
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, LoadingProgress):
+                if message.preparing is None:
+                    on_progress(message.num_done, message.num_total)
+                else:
+                    on_prepare(message.preparing)
+            elif isinstance(message, Refused):
+                raise message.error
+            elif isinstance(message, Died):
+                self._die(f"it stopped at {message.cause}")
+            else:
+                self._die(f"it sent {type(message).__name__} before it was ready")
+
+    def _send(self, message: Message) -> None:
+        self._raise_if_dead()
+        try:
+            self._child.send(message)
+        except (ChannelClosedError, MessageError) as error:
+            # What it said last may say why.
+            self._hear_last_words()
+            self._die(str(error) if isinstance(error, MessageError) else None)
+
+    def _next(self, waiting: Waiting) -> Message:
+        """The next message but heartbeats, awaited. Only the wait can be interrupted, and loses nothing."""
+        silent_seconds = 0.0
+        while True:
+            message = self._take()
+            if message is not None:
+                if not isinstance(message, Heartbeat):
+                    return message
+                silent_seconds = 0.0
+                continue
+            if silent_seconds >= self._timeout:
+                self._die(f"it has said nothing for {silent_seconds:.1f} seconds")
+            # Counted in waits and not by the clock: a machine that slept was silent as a whole.
+            seconds = min(HEARTBEAT_SECONDS, self._timeout - silent_seconds)
+            with waiting():
+                has_come = self._child.channel.wait(seconds)
+            silent_seconds += 0.0 if has_come else seconds
+
+    def _take(self) -> Message | None:
+        """A message that is here."""
+        self._raise_if_dead()
+        try:
+            frame = self._child.channel.take()
+            if frame is None:
+                return None
+            number, message = decode_message(frame)
+            self._received.accept(number)
+        except ChannelClosedError:
+            self._die(None)
+        except MessageError as error:
+            self._die(str(error))
+        if isinstance(message, Heartbeat):
+            self.step_seconds = message.step_seconds
+        return message
+
+    def _hear_all(self) -> None:
+        """Everything that is here, without waiting."""
+        while (message := self._take()) is not None:
+            if not isinstance(message, Heartbeat):
+                self._hear(message)
+
+    def _hear_last_words(self) -> None:
+        """A message about its death that is here, if there is one, is the better reason."""
+        with contextlib.suppress(ChannelClosedError, MessageError):
+            while (frame := self._child.channel.take()) is not None:
+                _, message = decode_message(frame)
+                if isinstance(message, Died):
+                    self._die(f"it stopped at {message.cause}")
+
+    def _hear(self, message: Message) -> bool:
+        """Take a message in; True where it was the answer to a StatsRequest."""
+        if isinstance(message, CoreOutputs):
+            unknown = [one.sequence_id for one in message.outputs if one.sequence_id >= self._num_submitted]
+            if unknown:
+                self._die(f"it spoke of sequence {unknown[0]}, and those below {self._num_submitted} are known")
+            self._see(message.stats)
+            self._live.difference_update(one.sequence_id for one in message.outputs if one.ending is not None)
+            self._pending.append(message)
+        elif isinstance(message, CoreStats):
+            self._see(message)
+            return True
+        elif isinstance(message, Refused) and message.sequence_ids and isinstance(message.error, RequestError):
+            refused = set(message.sequence_ids)
+            self._live -= refused
+            self._unseen = deque(one for one in self._unseen if one not in refused)
+            ending = Ending("error", error=str(message.error))
+            outputs = tuple(SequenceOutput(sequence_id, ending=ending) for sequence_id in message.sequence_ids)
+            self._pending.append(CoreOutputs(outputs, self._stats))
+        elif isinstance(message, Refused):
+            self._die(f"it refused what it was sent ({message.error})")
+        elif isinstance(message, Died):
+            self._die(f"it stopped at {message.cause}")
+        else:
+            self._die(f"it sent {type(message).__name__}, which nobody asked for")
+        return False
+
+    def _see(self, stats: CoreStats) -> None:
+        self._stats = stats
+        while self._unseen and self._unseen[0] < stats.num_submitted:
+            self._unseen.popleft()
+
+    def _die(self, cause: str | None) -> NoReturn:
+        """Nothing of it is left, and every later call says why."""
+        ended = self._child.kill()
+        self._death = f"{cause}; {ended}" if cause is not None else ended
+        self._raise_if_dead()
+        raise AssertionError("the core process is dead")
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the core process {self.pid} was asked", self._death, "make a new engine")
+        if not self._end.alive:
+            raise EngineDeadError(f"the core process {self.pid} was asked", "it was shut down", "make a new engine")
+
+
+class Pulse:
+    """The child's own thread: tells that it lives, and ends it where nobody listens."""
+
+    def __init__(self, channel: Channel, sent: Numbering, parent: int) -> None:
+        self._channel = channel
+        self._sent = sent
+        self._parent = parent
+        self.step_began: float | None = None
+        """When the step in progress began."""
+        threading.Thread(target=self._run, name="holdfast-pulse", daemon=True).start()
+
+    def _run(self) -> None:
+        told_at = 0.0
+        while not self._is_alone():
+            now = time.monotonic()
+            if now - told_at >= HEARTBEAT_SECONDS:
+                told_at = now
+                with contextlib.suppress(ChannelClosedError):
+                    self._channel.try_send(self._heartbeat)
+            # Ends early where the parent hangs up.
+            with contextlib.suppress(ChannelClosedError):
+                self._channel.wait_for_end(LOOK_SECONDS)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    def _is_alone(self) -> bool:
+        try:
+            return os.getppid() != self._parent or self._channel.is_other_side_gone()
+        except ChannelClosedError:
+            return True
+
+    def _heartbeat(self) -> bytes:
+        began = self.step_began
+        return encode_message(Heartbeat(0.0 if began is None else time.monotonic() - began), self._sent.next())
+
+
+class CoreServer:
+    """The child's side: opens a core, and carries out commands between its steps."""
+
+    def __init__(self, channel: Channel, parent: int) -> None:
+        self._channel = channel
+        self._sent = Numbering()
+        self._received = Numbering()
+        self._pulse = Pulse(channel, self._sent, parent)
+
+    def run(self, open_core: "OpenCore") -> None:
+        """Until the front says so, or is gone; or the core dies, which the front is told."""
+        core: EngineCore | None = None
+        try:
+            core = open_core(self._await_start(), self._tell_progress, self._tell_preparing)
+            gc.freeze()  # what a start has made stays to the end
+            self.send(Ready(core.facts, core.memory))
+            self.serve(core)
+        except ChannelClosedError:
+            return
+        except Exception as error:
+            with contextlib.suppress(ChannelClosedError):
+                is_refusal = core is None and isinstance(error, HoldfastError)
+                self.send(Refused((), error) if is_refusal else Died(describe(error)))
+            if not is_refusal:
+                _log.error("the core stopped: %s", describe(error), exc_info=error)
+            sys.exit(1)
+        finally:
+            if core is not None:
+                core.close()
+
+    def send(self, message: Message) -> None:
+        """Send a message, in the order of its number."""
+        self._channel.send(lambda: encode_message(message, self._sent.next()))
+
+    def serve(self, core: EngineCore) -> None:
+        """Steps, as long as there is something to run; commands between them, and while there is not."""
+        while self._carry_out_commands(core):
+            self._pulse.step_began = time.monotonic()
+            outputs = core.step()
+            self._pulse.step_began = None
+            self.send(outputs)
+
+    def _carry_out_commands(self, core: EngineCore) -> bool:
+        """Until there is a step to run; False where the core is to end."""
+        is_told = True
+        while True:
+            frame = self._channel.take()
+            if frame is not None:
+                message = self._checked(frame)
+                if isinstance(message, Shutdown):
+                    return False
+                self._carry_out(core, message)
+                is_told = False
+            elif core.has_unfinished:
+                return True
+            else:
+                if not is_told:
+                    self.send(core.stats())
+                    is_told = True
+                self._channel.wait()
+
+    def _checked(self, frame: bytes) -> Message | None:
+        """The next message; None for one that was refused, and then nothing has changed."""
+        try:
+            number, message = decode_message(frame)
+            self._received.accept(number)
+        except MessageError as error:
+            self.send(Refused((), error))
+            return None
+        return message
+
+    def _carry_out(self, core: EngineCore, message: Message | None) -> None:
+        try:
+            match message:
+                case None:
+                    pass
+                case Submit(requests):
+                    core.submit(requests)
+                case Abort(sequence_ids):
+                    core.abort(sequence_ids)
+                case ResetPrefixCache():
+                    core.reset_prefix_cache()
+                case StatsRequest():
+                    self.send(core.stats())
+                case _:
+                    refuse(f"it is {type(message).__name__}, which a front does not send")
+        except RequestError as error:
+            assert isinstance(message, Submit), "only requests are refused"
+            self.send(Refused(tuple(request.sequence_id for request in message.requests), error))
+        except MessageError as error:
+            self.send(Refused((), error))
+
+    def _await_start(self) -> EngineConfig:
+        while (frame := self._channel.take()) is None:
+            self._channel.wait()
+        number, message = decode_message(frame)
+        self._received.accept(number)
+        if not isinstance(message, Start):
+            refuse(f"it is {type(message).__name__}, and Start comes first")
+        return message.config
+
+    def _tell_progress(self, num_done: int, num_total: int) -> None:
+        self.send(LoadingProgress(num_done, num_total))
+
+    def _tell_preparing(self, preparing: Preparing) -> None:
+        self.send(LoadingProgress(0, 0, preparing))
+
+
+OpenCore = Callable[[EngineConfig, Callable[[int, int], None], OnPrepare], EngineCore]
+
+
+def open_core(config: EngineConfig, on_progress: Callable[[int, int], None], on_prepare: OnPrepare) -> EngineCore:
+    """The core of a config, with its own view of the model's files."""
+    from holdfast.engine.build import build_core  # torch comes with it
+
+    model = open_model(config.model, config.load_format, config.revision)
+    try:
+        return build_core(config, model, on_progress, on_prepare, is_remote=True)
+    finally:
+        model.source.close()
+
+
+def main(open_core: OpenCore = open_core) -> None:
+    """The child: its end of the channel, and the process that it belongs to, are its two arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log_to_stderr()
+    number, parent = map(int, sys.argv[1:])
+    with socket.socket(fileno=number) as connection:
+        CoreServer(Channel(connection), parent).run(open_core)
+
+
+if __name__ == "__main__":
+    main()

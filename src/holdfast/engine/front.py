@@ -1,0 +1,210 @@
+"""Front: requests in, deltas out: admission, names, text, stop strings, metrics; what a request controls fails it alone; no torch.
+
+    prepare    what can be wrong with a request (engine/admission.py)
+    open       its completions, and the sequences that a core is to run
+    take       what a core brought: text of each completion, deltas; which sequences it need not go on with
+    deliver    the deltas, once
+
+A front knows its core by `CoreFacts` alone, and never calls it: an `Engine` joins the two, in one process or in two.
+Names that callers give are labels; sequences have integers that never repeat.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from holdfast.engine.admission import Admission, ChatOptions, PreparedRequest, derive_seed, describe
+from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, Ending, SequenceOutput
+from holdfast.engine.outputs import Completion
+from holdfast.errors import RequestError, shown
+from holdfast.observability.log import get_logger
+from holdfast.request.outputs import CompletionDelta
+from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.tokenizer import Tokenizer
+
+MAX_REQUEST_ID_CHARS = 256
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRequest:
+    """A request with its completions, which nobody knows of yet."""
+
+    name: str
+    completions: tuple[Completion, ...]
+
+    @property
+    def sequences(self) -> tuple[CoreRequest, ...]:
+        return tuple(completion.request for completion in self.completions)
+
+
+class Front:
+    """The text side of one engine. One thread at a time (`prepare` and `prepare_chat` excepted)."""
+
+    def __init__(
+        self,
+        facts: CoreFacts,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._clock = clock
+        self._requests: dict[str, dict[int, Completion]] = {}
+        """Live completions by the request's name, then by sequence id."""
+        self._by_sequence: dict[int, Completion] = {}
+        self._undelivered: list[CompletionDelta] = []
+        self._num_sequences = 0
+        self.num_requests = 0
+        self.num_output_tokens = 0
+        """Tokens of completions that were alive to get them."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that live."""
+        return len(self._requests)
+
+    @property
+    def has_undelivered(self) -> bool:
+        return bool(self._undelivered)
+
+    def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
+        """Find everything that can be wrong with a request, and change nothing. Any thread may call this."""
+        return self._admission.prepare(prompt, params, cache_salt)
+
+    def prepare_chat(
+        self,
+        messages: object,
+        params: object,
+        cache_salt: str | None = None,
+        template_options: Mapping[str, object] | None = None,
+        options: ChatOptions | None = None,
+    ) -> PreparedRequest:
+        """The same for a conversation."""
+        return self._admission.prepare_chat(messages, params, cache_salt, template_options, options)
+
+    def unused_name(self) -> str:
+        """A name that no live request has."""
+        number = self.num_requests
+        while str(number) in self._requests:
+            number += 1
+        return str(number)
+
+    def checked_name(self, request_id: object) -> str:
+        """The name that a caller gave, unless it is none or a live request has it."""
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+            raise RequestError(
+                f"request id {shown(request_id)} was given",
+                f"a string of 1 to {MAX_REQUEST_ID_CHARS} characters works",
+                "change it or leave it out",
+            )
+        if request_id in self._requests or any(delta.request_id == request_id for delta in self._undelivered):
+            raise RequestError(
+                f"request id {shown(request_id)} was given", "a live request has it already", "choose another"
+            )
+        return request_id
+
+    def open(self, prepared: PreparedRequest, name: str) -> OpenedRequest:
+        """The completions of a request that `prepare` found sound; nothing is changed before `register`."""
+        try:
+            return OpenedRequest(name, tuple(self._completions(name, prepared)))
+        except Exception as error:
+            raise RequestError(
+                "a request was given", f"its text could not be set up: {describe(error)}", "change the request"
+            ) from error
+
+    def register(self, opened: OpenedRequest) -> None:
+        """The core has the sequences of this request."""
+        self.num_requests += 1
+        self._num_sequences += len(opened.completions)
+        self._requests[opened.name] = {completion.sequence_id: completion for completion in opened.completions}
+        self._by_sequence.update(self._requests[opened.name])
+
+    def take(self, outputs: CoreOutputs) -> list[int]:
+        """Make text of what the core brought; the sequences that have ended here and not there.
+
+        Outputs of completions that are over are surplus, and dropped.
+        """
+        now, ended = self._clock(), []
+        for output in outputs.outputs:
+            completion = self._by_sequence.get(output.sequence_id)
+            if completion is not None:
+                ended += self._advance(completion, output, now)
+        return ended
+
+    def deliver(self) -> list[CompletionDelta]:
+        """Every delta that nobody has got yet."""
+        deltas, self._undelivered = self._undelivered, []
+        return deltas
+
+    def end_request(self, request_id: str, ending: Ending) -> tuple[list[CompletionDelta], list[int]]:
+        """End a live request: its undelivered and its last deltas, and its sequences."""
+        told = [delta for delta in self._undelivered if delta.request_id == request_id]
+        self._undelivered = [delta for delta in self._undelivered if delta.request_id != request_id]
+        deltas, ids = self._end(self._requests.get(request_id, {}).values(), ending)
+        return told + deltas, ids
+
+    def end_all(self, ending: Ending) -> None:
+        """End every live request; nothing in here can fail."""
+        deltas, _ = self._end(self._by_sequence.values(), ending)
+        self._undelivered += deltas
+
+    def names(self) -> list[str]:
+        """Those of all live requests."""
+        return list(self._requests)
+
+    def _completions(self, name: str, prepared: PreparedRequest) -> Iterator[Completion]:
+        params, now = prepared.params, self._clock()
+        seed = derive_seed(self._seed, self.num_requests) if params.seed is None else params.seed
+        token_ids = tuple(prepared.prompt_token_ids)
+        # What is asked of the prompt is the same for all completions, so the first one answers for them.
+        later_params = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        for index in range(params.n):
+            own_params = later_params if index else params
+            request = CoreRequest(
+                sequence_id=self._num_sequences + index,
+                token_ids=token_ids,
+                params=own_params,
+                seed=derive_seed(seed, index),
+                max_tokens=prepared.max_tokens,
+                cache_salt=prepared.cache_salt,
+                use_prefix_cache=own_params.prompt_logprobs is None and not own_params.skip_reading_prefix_cache,
+                bad_word_ids=prepared.bad_word_ids,
+            )
+            yield Completion(name, index, request, self._tokenizer, now)
+
+    def _advance(self, completion: Completion, output: SequenceOutput, now: float) -> list[int]:
+        """Hand a completion its tokens; what fails in its text ends this request alone."""
+        try:
+            delta = completion.advance(output, now)
+        except Exception as error:
+            _log.warning("request %s failed: %s", shown(completion.request_id), describe(error), exc_info=error)
+            ending = Ending("error", error=f"its text could not be made: {describe(error)}")
+            deltas, ids = self._end(self._requests[completion.request_id].values(), ending)
+            self._undelivered += deltas
+            return ids
+        if delta is None:
+            return []
+        self.num_output_tokens += len(delta.token_ids)
+        self._undelivered.append(delta)
+        if delta.finish_reason is None:
+            return []
+        self._forget(completion)
+        return [] if output.ending is not None else [completion.sequence_id]
+
+    def _end(self, completions: Iterable[Completion], ending: Ending) -> tuple[list[CompletionDelta], list[int]]:
+        now, ended = self._clock(), list(completions)
+        deltas = [completion.end(ending, now) for completion in ended]
+        for completion in ended:
+            self._forget(completion)
+        return deltas, [completion.sequence_id for completion in ended]
+
+    def _forget(self, completion: Completion) -> None:
+        """The request goes with its last completion."""
+        del self._by_sequence[completion.sequence_id]
+        siblings = self._requests[completion.request_id]
+        del siblings[completion.sequence_id]
+        if not siblings:
+            del self._requests[completion.request_id]

@@ -1,0 +1,52 @@
+"""Tokenizer and chat template of a model, from its small files or another place that was asked for; no torch."""
+
+from pathlib import Path
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, ModelNotFoundError
+from holdfast.loading.gguf.parts import read_parts
+from holdfast.loading.locate import locate_tokenizer
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
+from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
+from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
+
+MAX_TEMPLATE_BYTES = 1024**2
+
+
+def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
+    """The tokenizer that was asked for, or the model's own."""
+    if config.tokenizer is None:
+        if model.gguf is not None:
+            return tokenizer_from_gguf(model.gguf.metadata, model.path.name)
+        return tokenizer_from_directory(model.path)
+    path = locate_tokenizer(config.tokenizer)
+    if path is not None and path.is_dir():
+        return tokenizer_from_directory(path)
+    if path is not None and path.is_file() and path.suffix == ".gguf":
+        return tokenizer_from_gguf(read_parts(path).metadata, path.name)
+    raise ModelNotFoundError(
+        f"tokenizer={config.tokenizer!r} was asked",
+        "it is neither a folder nor a GGUF file nor a name on the Hub",
+        "pass one of these",
+    )
+
+
+def open_chat_template(config: EngineConfig, model: OpenModel, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that was asked for, or the model's own, if it has one."""
+    if config.chat_template is None:
+        if model.gguf is not None:
+            return chat_template_from_gguf(model.gguf.metadata, model.path.name)
+        return chat_template_from_directory(model.path)
+    source, origin = config.chat_template, "chat_template"
+    if "{" not in source:
+        path = Path(source).expanduser()
+        try:
+            if path.stat().st_size > MAX_TEMPLATE_BYTES:
+                raise ConfigError(f"chat_template={source!r} was asked", "it is over 1 MiB", "pass a template file")
+            source, origin = path.read_text(encoding="utf-8"), path.name
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template={source!r} was asked", f"it cannot be read ({error})", "pass a Jinja file or its text"
+            ) from error
+    return ChatTemplate(source, origin, tokenizer.special_tokens)
