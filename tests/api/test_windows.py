@@ -102,20 +102,21 @@ def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatc
     assert scheduler.num_preemptions >= 7
 
 
-def test_pages_behind_a_window_are_given_back(case: Case) -> None:
+def test_pages_behind_a_window_are_given_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=1)
     scheduler = llm.engine.scheduler
     held: list[list[int]] = []
-    execute = llm.engine._runner.execute
+    schedule = scheduler.schedule
 
-    def watched(step: Any) -> Any:
+    def watched() -> Any:
+        step = schedule()
         for item in step.scheduled:
             for group, table in zip(scheduler.groups, item.sequence.tables, strict=True):
                 count = sum(page != HOLE for page in table)
                 assert count <= group.most_pages(len(table) * group.page_tokens, item.num_new_tokens)
             held.append([sum(page != HOLE for page in table) for table in item.sequence.tables])
-        return execute(step)
+        return step
 
-    llm.engine._runner.execute = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(scheduler, "schedule", watched)
     assert answers(llm, PROMPTS[-1:]) == case.answers[-1:]
     assert held[-1][-1] <= -(-WINDOW // scheduler.groups[-1].page_tokens) + 1

@@ -267,7 +267,11 @@ def open_engine(
     """Build an engine, with bars on the terminal unless the caller counts for itself; `model` is open already, if given."""
     log_in_scripts()
     model = open_headers(config) if model is None else model
-    from holdfast.engine.build import build_engine  # torch comes with it, which a wrong path does not wait for
+    if config.core_process:
+        from holdfast.engine.core_process import connect_engine as build_engine
+    else:
+        # Torch comes with it, which a wrong path does not wait for.
+        from holdfast.engine.build import build_engine
 
     with ExitStack() as stack:
         on_prepare = on_prepare or (prepare_silently if on_progress else stack.enter_context(PreparingBar()))

@@ -215,7 +215,8 @@ class EngineCore:
 
     def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
         """Launch what can be launched, and give what the oldest step in flight has brought."""
-        self._fill()
+        if self._live:
+            self._fill()
         if not self._in_flight:
             assert not self._live, f"nobody is scheduled of {len(self._live)} that want to run"
             return CoreOutputs((), self.stats())

@@ -265,7 +265,7 @@ class CoreProcess:
 
     def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
         """What the next step brings, once it is here; nothing where nobody waits for anything."""
-        if not self._pending and not self._live:
+        if not self._pending and not self._live and self._end.alive:
             self._hear_all()
         while not self._pending and self._live:
             self._hear(self._next(waiting))
