@@ -13,7 +13,6 @@ import torch
 from holdfast.config import Limits
 from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm_reference,
-    finish_rms_norm_reference,
     row_amax_reference,
 )
 from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
@@ -35,7 +34,6 @@ NUM_STEPS = 5
 """Behind the prompt, so that every sequence enters a page of its own at least once."""
 REFERENCES: Mapping[str, Callable[..., Any]] = {
     "defer_rms_norm": defer_rms_norm_reference,
-    "finish_rms_norm": finish_rms_norm_reference,
     "row_amax": row_amax_reference,
     "normed_linear": normed_linear_reference,
     "linear_add": linear_add_reference,

@@ -22,6 +22,8 @@ NUM_GATE_AMAX = 64
 
 MAX_DIRECT_TOKENS = 4
 """Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""
+UNSORTED_TOKENS = 16
+"""Up to so many tokens fit into one block of rows, so an expert's are found among all of them, and no pairs are sorted."""
 CUT_PAIRS = 2048
 """Pairs of token and expert that one program looks through: more of them are cut, and counted in a launch of their own."""
 SMALL_BATCH_PAIRS, LARGE_BATCH_PAIRS = 256, 1024
@@ -32,7 +34,9 @@ class ExpertOrderForm(NamedTuple):
     """What of the launches that sort pairs of token and expert follows from the number of tokens."""
 
     block_rows: int
-    """1: pairs are not ordered, and what follows is not looked at."""
+    """1: a GEMV for each pair."""
+    is_sorted: bool
+    """Pairs are sorted into blocks; else what follows is not looked at."""
     block_pairs: int
     """Pairs that are looked at at a time."""
     block_cuts: int
@@ -44,19 +48,29 @@ class ExpertOrderForm(NamedTuple):
 def expert_order_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> ExpertOrderForm:
     """The form of a step of so many tokens."""
     num_pairs = num_rows * top_k
-    num_cuts = -(-num_pairs // cut_pairs)
+    block_rows, num_cuts = expert_block_rows(num_rows, top_k, num_experts), -(-num_pairs // cut_pairs)
+    if not sorts_pairs(num_rows):
+        return ExpertOrderForm(block_rows, is_sorted=False, block_pairs=0, block_cuts=0, is_whole=False)
     return ExpertOrderForm(
-        expert_block_rows(num_rows, top_k, num_experts),
+        block_rows,
+        True,
         SMALL_BATCH_PAIRS if num_pairs <= SMALL_BATCH_PAIRS else LARGE_BATCH_PAIRS,
         1 << (num_cuts - 1).bit_length(),
         num_pairs % 16 == 0,
     )
 
 
+def sorts_pairs(num_rows: int) -> bool:
+    """Whether pairs of so many tokens are sorted by expert."""
+    return num_rows > UNSORTED_TOKENS
+
+
 def expert_block_rows(num_rows: int, top_k: int, num_experts: int) -> int:
     """Rows of a block: near what an expert gets on average, because a block costs the reading of its expert's weight."""
     if num_rows <= MAX_DIRECT_TOKENS:
         return 1
+    if not sorts_pairs(num_rows):
+        return UNSORTED_TOKENS
     pairs_per_expert = num_rows * top_k / num_experts
     return next((rows for rows, most in ((16, 8), (32, 24), (64, 96)) if pairs_per_expert <= most), 128)
 
@@ -71,10 +85,10 @@ def num_expert_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
 
 def order_specs(num_rows: int, top_k: int, num_experts: int) -> tuple[TensorSpec, ...]:
     """What `order_experts` needs for so many tokens: pairs, experts of blocks, and counts by cut."""
-    block_rows = expert_block_rows(num_rows, top_k, num_experts)
+    is_sorted, block_rows = sorts_pairs(num_rows), expert_block_rows(num_rows, top_k, num_experts)
     num_pairs = num_rows * top_k
-    num_blocks = num_expert_blocks(num_pairs, num_experts, block_rows)
-    num_cuts = -(-num_pairs // CUT_PAIRS) if block_rows > 1 else 0
+    num_blocks = num_expert_blocks(num_pairs, num_experts, block_rows) if is_sorted else 0
+    num_cuts = -(-num_pairs // CUT_PAIRS) if is_sorted else 0
     return (
         TensorSpec("expert pairs", (num_blocks, block_rows), "int32"),
         TensorSpec("block experts", (num_blocks,), "int32"),

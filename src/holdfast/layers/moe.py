@@ -9,11 +9,15 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
-from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.linear import linear_float32, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.kernels.moe.expert_linear import expert_linear, sum_experts
+from holdfast.kernels.moe.expert_linear import expert_linear
+from holdfast.kernels.moe.expert_row import down_row_add, gate_up_row, takes_row_kernels
+from holdfast.kernels.moe.expert_sum import add_experts, sum_experts
+from holdfast.kernels.moe.normed_routing import route_normed
 from holdfast.kernels.moe.routing import order_experts, route_tokens
-from holdfast.layers.mlp import GatedMLP, MLPBuffers
+from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -96,18 +100,81 @@ class ExpertLayer:
 
     def __call__(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         linear_float32(x_TH, self.router_EH, buffers.logits_TE)
-        return self.mix(x_TH, buffers, out_TH)
-
-    def mix(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        """What follows the router's product, whose logits lie in their buffer, its bias not yet added."""
-        biases, quantized = self._biases, buffers.quantized
-        route_tokens(buffers.logits_TE, self._normalizes, buffers.expert_ids_TS, buffers.shares_TS, biases.router_E)
-        order = order_experts(buffers.expert_ids_TS, self.router_EH.shape[0], buffers.order)
-        active_PI = buffers.active_PI
-        expert_linear(x_TH, self.gate_up, order, active_PI, True, quantized, biases.gate_up_EX, self._form)
-        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, quantized, biases.down_EH)
+        ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
+        route_tokens(buffers.logits_TE, self._normalizes, ids_TS, shares_TS, self._biases.router_E)
+        self._multiply(x_TH, buffers)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
-        return sum_experts(buffers.routed_PH, buffers.shares_TS, shared_TH, logit_T1, out_TH)
+        return sum_experts(buffers.routed_PH, shares_TS, shared_TH, logit_T1, out_TH)
+
+    def add_normed(
+        self,
+        rows: NormedRows,
+        buffers: ExpertBuffers,
+        x_TH: torch.Tensor,
+        norm: RMSNorm,
+        scaled_TH: torch.Tensor,
+        finished_TH: torch.Tensor,
+        scratch: SmallBatchScratch,
+    ) -> NormedRows:
+        """On the fused decode path: x += what the layer gives for `rows`, whose norm is deferred, with the next `norm` deferred.
+
+        `finished_TH` is room for the norm of the rows, where experts take it as it is.
+        """
+        ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
+        codes = self._room_for_codes(buffers.quantized, len(x_TH), scratch)
+        finished = finished_TH if codes is None else codes
+        route_normed(
+            rows,
+            self.router_EH,
+            biases.router_E,
+            self._normalizes,
+            buffers.logits_TE,
+            ids_TS,
+            shares_TS,
+            finished,
+            scratch,
+        )
+        if self._takes_row_kernels(len(x_TH), codes):
+            gate_up_row(finished, self.gate_up, ids_TS, buffers.active_PI, biases.gate_up_EX, self._form)
+            return down_row_add(
+                buffers.active_PI,
+                self.down,
+                ids_TS,
+                shares_TS,
+                biases.down_EH,
+                x_TH,
+                norm.weight_H,
+                norm.eps,
+                scaled_TH,
+                scratch,
+            )
+        self._multiply(finished_TH, buffers, is_coded=codes is not None)
+        shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, finished_TH, buffers)
+        return add_experts(
+            buffers.routed_PH, shares_TS, shared_TH, logit_T1, x_TH, norm.weight_H, norm.eps, scaled_TH, scratch
+        )
+
+    def _room_for_codes(
+        self, quantized: QuantizedRows | None, num_rows: int, scratch: SmallBatchScratch
+    ) -> QuantizedRows | None:
+        """Where rows become codes as their norm is finished: those of e4m3 with a scale a row, that nothing but experts take."""
+        weight = self.gate_up
+        if self.shared is not None or scratch.amax is None or isinstance(weight, torch.Tensor):
+            return None
+        return None if weight.scheme.block_columns else quantized_view(quantized, weight, num_rows)
+
+    def _takes_row_kernels(self, num_rows: int, codes: QuantizedRows | None) -> bool:
+        """Whether the experts of one row are two launches."""
+        if num_rows != 1 or self.shared is not None or not all(map(takes_row_kernels, (self.gate_up, self.down))):
+            return False
+        return isinstance(self.gate_up, torch.Tensor) or not self.gate_up.scheme.quantizes_activations or bool(codes)
+
+    def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> None:
+        """What each expert gives for each of its rows: `routed_PH`."""
+        biases, quantized, active_PI = self._biases, buffers.quantized, buffers.active_PI
+        order = order_experts(buffers.expert_ids_TS, self.router_EH.shape[0], buffers.order)
+        expert_linear(x_TH, self.gate_up, order, active_PI, True, quantized, biases.gate_up_EX, self._form, is_coded)
+        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, quantized, biases.down_EH)
 
     @staticmethod
     def _share(

@@ -18,7 +18,6 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     RowAmax,
     SmallBatchScratch,
     defer_rms_norm,
-    finish_rms_norm,
     row_amax,
 )
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
@@ -100,9 +99,7 @@ class FusedDecode:
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
                 routing = expert_buffers(num_rows)
-                normed_linear(rows, mlp.router_EH, None, False, routing.logits_TE, scratch)
-                mlp.mix(finish_rms_norm(rows, scratch, scaled_TH), routing, delta_TH)
-                rows = defer_rms_norm(x_TH, after.weight_H, after.eps, scaled_TH, scratch, delta_TH)
+                rows = mlp.add_normed(rows, routing, x_TH, after, scaled_TH, delta_TH, scratch)
         return normed_linear(rows, self._head, None, False, logits_TV(num_rows), scratch)
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:

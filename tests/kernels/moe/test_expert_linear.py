@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.moe.expert_linear import (
+from holdfast.kernels.moe.expert_linear import expert_linear, expert_linear_reference
+from holdfast.kernels.moe.expert_sum import (
     LARGE_BATCH_COLUMNS,
     SMALL_BATCH_COLUMNS,
     SMALL_BATCH_TOKENS,
-    expert_linear,
-    expert_linear_reference,
     sum_experts,
     sum_experts_reference,
     sum_experts_triton,

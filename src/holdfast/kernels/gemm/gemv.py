@@ -204,7 +204,7 @@ fma.rn.f16x2 $1, b, $4, $6;
 
 
 @jit
-def _half_sums(b_w, b_x, b_sums, PLAIN: constexpr):
+def half_sums(b_w, b_x, b_sums, PLAIN: constexpr):
     """sums + w * x in half precision."""
     if PLAIN:
         b_sums = (loaded_numbers(b_w, PLAIN).to(tl.float32) * b_x.to(tl.float32) + b_sums).to(tl.float16)
@@ -248,19 +248,19 @@ def _deep_sums(b_w, p_x, factor, DEPTH: constexpr, PLAIN: constexpr):
     BLOCK_N: constexpr = b_w[0].shape[0]
     BLOCK_K: constexpr = b_w[0].shape[1]
     b_sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float16)
-    b_sums = _half_sums(b_w[0], _halved_inputs(p_x, factor, BLOCK_N, BLOCK_K, PLAIN), b_sums, PLAIN)
+    b_sums = half_sums(b_w[0], _halved_inputs(p_x, factor, BLOCK_N, BLOCK_K, PLAIN), b_sums, PLAIN)
     if DEPTH > 1:
         b_x = _halved_inputs(p_x + BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = _half_sums(b_w[1], b_x, b_sums, PLAIN)
+        b_sums = half_sums(b_w[1], b_x, b_sums, PLAIN)
     if DEPTH > 2:
         b_x = _halved_inputs(p_x + 2 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = _half_sums(b_w[2], b_x, b_sums, PLAIN)
+        b_sums = half_sums(b_w[2], b_x, b_sums, PLAIN)
     if DEPTH > 3:
         b_x = _halved_inputs(p_x + 3 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = _half_sums(b_w[3], b_x, b_sums, PLAIN)
+        b_sums = half_sums(b_w[3], b_x, b_sums, PLAIN)
     if DEPTH > 4:
         b_x = _halved_inputs(p_x + 4 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = _half_sums(b_w[4], b_x, b_sums, PLAIN)
+        b_sums = half_sums(b_w[4], b_x, b_sums, PLAIN)
     return b_sums.to(tl.float32)
 
 

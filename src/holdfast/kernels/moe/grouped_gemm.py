@@ -3,7 +3,8 @@
 P pairs of token and expert, M rows of a block, N outputs, K inputs
 
 The weight is the first operand and the rows are the second: a small block wastes little, and codes are dequantized in
-registers, from where the first operand may come.
+registers, from where the first operand may come. Blocks come from the sorted pairs (kernels/moe/routing.py); a batch that
+fits into one block is not sorted: there is a program for each pair, and the first pair of an expert takes all its rows.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,16 @@ from holdfast.kernels.gemm.quantized_tiles import (
 )
 from holdfast.kernels.moe.expert_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertOrder
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -45,6 +55,12 @@ class Tile(NamedTuple):
     block_k: int
     num_stages: int
     num_warps: int
+    is_joint: bool = False
+    """Half of the rows of a gated tile are gates and half are their ups: one product, and half as many outputs."""
+
+    def num_outputs(self, gated: bool) -> int:
+        """Outputs of a program."""
+        return self.block_n // 2 if gated and self.is_joint else self.block_n
 
 
 def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int) -> Tile:
@@ -82,16 +98,21 @@ def grouped_gemm(
     operands = operands_of(x_XK, weight, quantized)
     tile = tile_for(order.block_rows, gated, operands.kind, operands.tensors[0].element_size())
     assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
-    grid = (-(-size_n // tile.block_n), len(order.block_experts_B))
+    num_outputs = tile.num_outputs(gated)
+    grid = (-(-size_n // num_outputs), order.num_blocks)
     bias = out_PN if bias_EN is None else bias_EN
-    arguments = (*operands.tensors, bias, order.pairs_BR, order.block_experts_B, out_PN, size_n, size_k)
+    blocks = (order.pairs_BR, order.block_experts_B) if order.is_sorted else (order.expert_ids_TS, order.expert_ids_TS)
+    arguments = (*operands.tensors, bias, *blocks, out_PN, len(order.expert_ids_TS), size_n, size_k)
     flags = {
         "GATED": gated,
         "INTERLEAVED": gated and form.is_interleaved,
         "LIMIT": form.limit or 0.0,
         "HAS_BIAS": bias_EN is not None,
+        "IS_SORTED": order.is_sorted,
+        "TOP_K": order.top_k,
+        "BLOCK_S": next_power_of_two(order.top_k),
         "PAIRS_PER_ROW": num_pairs // len(x_XK),
-        "EVEN_N": size_n % tile.block_n == 0,
+        "EVEN_N": size_n % num_outputs == 0,
         "EVEN_K": size_k % tile.block_k == 0,
         "BLOCK_M": order.block_rows,
         "BLOCK_N": tile.block_n,
@@ -109,12 +130,17 @@ def grouped_gemm(
         _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
         return out_PN
     _grouped_gemm_kernel[grid](
-        *arguments, operands.scale_columns, KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, **flags
+        *arguments,
+        operands.scale_columns,
+        KIND=int(operands.kind),
+        BLOCK_ROWS=operands.block_rows,
+        IS_JOINT=gated and tile.is_joint,
+        **flags,
     )
     return out_PN
 
 
-@jit
+@jit_counting("num_rows")
 def _grouped_gemm_kernel(
     p_x,
     p_x_scales,
@@ -124,15 +150,20 @@ def _grouped_gemm_kernel(
     p_pairs,
     p_block_experts,
     p_out,
+    num_rows,
     size_n,
     size_k,
     scale_columns,
     KIND: constexpr,
     BLOCK_ROWS: constexpr,
+    IS_JOINT: constexpr,
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
     HAS_BIAS: constexpr,
+    IS_SORTED: constexpr,
+    TOP_K: constexpr,
+    BLOCK_S: constexpr,
     PAIRS_PER_ROW: constexpr,
     EVEN_N: constexpr,
     EVEN_K: constexpr,
@@ -145,19 +176,21 @@ def _grouped_gemm_kernel(
 ):
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_m = tl.arange(0, BLOCK_M)
+    NUM_OUTPUTS: constexpr = BLOCK_N // 2 if IS_JOINT else BLOCK_N
+    o_t = tl.arange(0, BLOCK_N)
+    o_n = i_n * NUM_OUTPUTS + o_t % NUM_OUTPUTS
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < size_n
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert = tl.load(p_block_experts + i_block).to(tl.int64)
+    expert, b_pairs = _block_pairs(p_pairs, p_block_experts, i_block, num_rows, IS_SORTED, TOP_K, BLOCK_S, BLOCK_M)
     if expert < 0:
         return
-    b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
+    b_rows = (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
     first_row = expert * size_n * (2 if GATED else 1)
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
+    if IS_JOINT:
+        b_weight_rows += o_t // NUM_OUTPUTS * up_rows
     up_offset = up_rows * size_k
     p_w = p_weight + b_weight_rows[:, None] * size_k + o_k[None, :]
     p_rows = p_x + b_rows[None, :] * size_k + o_k[:, None]
@@ -177,7 +210,7 @@ def _grouped_gemm_kernel(
             m_w = m_n[:, None] & (k + o_k < size_k)[None, :]
         b_x = _loaded(p_rows + k, m_x, KIND, PLAIN)
         b_w = _loaded(p_w + k, m_w, KIND, PLAIN)
-        if GATED:
+        if GATED and not IS_JOINT:
             b_up = _loaded(p_w + up_offset + k, m_w, KIND, PLAIN)
         if KIND == FP8_BLOCKS:
             i_k = k // BLOCK_K
@@ -189,32 +222,62 @@ def _grouped_gemm_kernel(
                 b_up_y += tl.dot(b_up, b_x) * (b_s * b_x_s)
         elif KIND == FP8_ROWS:
             b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=BLOCK_K)
-            if GATED:
+            if GATED and not IS_JOINT:
                 b_up_y = tl.dot(b_up, b_x, b_up_y, max_num_imprecise_acc=BLOCK_K)
         else:
             b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y, input_precision="ieee")
-            if GATED:
+            if GATED and not IS_JOINT:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
+    if PDL:
+        # Not sooner: the programs of the next kernel would take places from those of this one.
+        tl.extra.cuda.gdc_launch_dependents()
     if KIND == FP8_ROWS or KIND == INT8_ROWS:
         if KIND == FP8_ROWS:
             b_x_s = tl.load(p_x_scales + b_rows)[None, :]
             b_y *= b_x_s
             b_up_y *= b_x_s
         b_y *= tl.load(p_scales + b_weight_rows, mask=m_n, other=0.0)[:, None]
-        if GATED:
+        if GATED and not IS_JOINT:
             b_up_y *= tl.load(p_scales + b_weight_rows + up_rows, mask=m_n, other=0.0)[:, None]
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        if GATED:
+        if GATED and not IS_JOINT:
             b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    if IS_JOINT:
+        b_y, b_up_y = tl.split(tl.permute(tl.reshape(b_y, (2, NUM_OUTPUTS, BLOCK_M)), (1, 2, 0)))
+        o_n = i_n * NUM_OUTPUTS + tl.arange(0, NUM_OUTPUTS)
+        m_n = o_n < size_n
     _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT)
 
 
 @jit
-def _block_pairs(p_pairs, PAIRS_PER_ROW: constexpr):
-    """The pairs of a block and their rows of x; padding takes the first row, is multiplied with it, and written nowhere."""
-    b_pairs = tl.load(p_pairs)
-    return b_pairs, (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
+def _block_pairs(
+    p_pairs,
+    p_block_experts,
+    i_block,
+    num_rows,
+    IS_SORTED: constexpr,
+    TOP_K: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_M: constexpr,
+):
+    """The expert of a block, -1 for none, and its pairs; padding (-1) is multiplied with the first row, and written nowhere.
+
+    Where nothing is sorted, a block is a pair, and takes all rows of its expert if no pair before it does.
+    """
+    o_m = tl.arange(0, BLOCK_M)
+    expert = tl.load(p_block_experts + i_block).to(tl.int64)
+    if IS_SORTED:
+        b_pairs = tl.load(p_pairs + i_block * BLOCK_M + o_m)
+    else:
+        o_s = tl.arange(0, BLOCK_S)
+        o_p = o_m[:, None] * TOP_K + o_s[None, :]
+        m_p = (o_m < num_rows)[:, None] & (o_s < TOP_K)[None, :]
+        b_ids = tl.load(p_pairs + o_p, mask=m_p, other=-1)
+        b_pairs = tl.max(tl.where(b_ids == expert, o_p, -1), axis=1)
+        first = tl.min(tl.where(b_pairs >= 0, b_pairs, TOP_K * BLOCK_M), axis=0)
+        expert = tl.where(first == i_block, expert, -1)
+    return expert, b_pairs
 
 
 @jit
@@ -249,7 +312,7 @@ def _block_scales(p_s, i_n, scale_columns, size_n, INTERLEAVED: constexpr, BLOCK
         return tl.load(p_s + STEP * o_n // BLOCK_ROWS * scale_columns, mask=o_n < size_n, other=0.0)[:, None]
 
 
-@jit
+@jit_counting("num_rows")
 def _mxfp4_grouped_gemm_kernel(
     p_x,
     p_x_scales,
@@ -259,12 +322,16 @@ def _mxfp4_grouped_gemm_kernel(
     p_pairs,
     p_block_experts,
     p_out,
+    num_rows,
     size_n,
     size_k,
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
     HAS_BIAS: constexpr,
+    IS_SORTED: constexpr,
+    TOP_K: constexpr,
+    BLOCK_S: constexpr,
     PAIRS_PER_ROW: constexpr,
     EVEN_N: constexpr,
     EVEN_K: constexpr,
@@ -279,15 +346,13 @@ def _mxfp4_grouped_gemm_kernel(
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_m = tl.arange(0, BLOCK_M)
     m_n = o_n < size_n
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert = tl.load(p_block_experts + i_block).to(tl.int64)
+    expert, b_pairs = _block_pairs(p_pairs, p_block_experts, i_block, num_rows, IS_SORTED, TOP_K, BLOCK_S, BLOCK_M)
     if expert < 0:
         return
-    b_pairs, b_rows = _block_pairs(p_pairs + i_block * BLOCK_M + o_m, PAIRS_PER_ROW)
+    b_rows = (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
     p_rows = p_x + b_rows[None, :] * size_k
     row_bytes = tl.multiple_of(size_k // 2, 16)
     row_groups = size_k // 32
@@ -333,6 +398,8 @@ def _mxfp4_grouped_gemm_kernel(
                     b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_b, other=0)
                     b_exponents = _word_of_halves(p_scales, b_first_groups + up_rows * row_groups, k, m_n, size_k)
                 b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
         if GATED:

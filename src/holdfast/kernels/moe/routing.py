@@ -2,8 +2,8 @@
 
 T tokens, S experts of a token, E experts, P = T * S pairs (pair t * S + s), B blocks, R rows of a block, C cuts of the pairs
 
-Pairs are sorted into blocks of rows that one expert multiplies. A small batch has no order: each pair finds its expert by
-itself (kernels/moe/expert_gemv.py). Sizes follow from the number of tokens alone, so that a graph can hold the launches
+Pairs are sorted into blocks of rows that one expert multiplies. A small batch is not sorted: each pair finds its expert by
+itself (kernels/moe/expert_gemv.py), or an expert its rows (kernels/moe/grouped_gemm.py). Sizes follow from the number of tokens alone, so that a graph can hold the launches
 whatever experts are chosen.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, expert_order_form, order_specs
+from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, expert_order_form, order_specs, sorts_pairs
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -24,7 +24,7 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
 
 
 def route_tokens(
@@ -127,7 +127,6 @@ def _route_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
-    o_s = tl.arange(0, BLOCK_S)
     m_e = o_e < num_experts
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -135,6 +134,16 @@ def _route_kernel(
     b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
     if HAS_BIAS:
         b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
+    choose_experts(b_logits, p_ids + i_row * TOP_K, p_shares + i_row * TOP_K, m_e, NORMALIZE, TOP_K, BLOCK_E, BLOCK_S)
+
+
+@jit
+def choose_experts(
+    b_logits, p_ids, p_shares, m_e, NORMALIZE: constexpr, TOP_K: constexpr, BLOCK_E: constexpr, BLOCK_S: constexpr
+):
+    """Ids and shares of one token from its logits."""
+    o_e = tl.arange(0, BLOCK_E)
+    o_s = tl.arange(0, BLOCK_S)
     b_is_nan = b_logits != b_logits
     b_ranked = tl.where(b_is_nan, float("-inf"), b_logits) + 0.0  # -0 is as large as 0
     # Bits of a number that rank as the number does, and behind them the id, the lower the larger: one maximum gives both.
@@ -144,21 +153,21 @@ def _route_kernel(
     largest = tl.max(b_ranked, axis=0)
     b_p = tl.where(m_e, tl.exp(b_logits - largest), 0.0)
     total = tl.sum(b_p, axis=0)
-    b_ids = tl.zeros((BLOCK_S,), dtype=tl.int32)
-    b_chosen = tl.zeros((BLOCK_S,), dtype=tl.float32)
+    b_chosen_keys = tl.zeros((BLOCK_S,), dtype=tl.int64)
     for s in tl.static_range(TOP_K):
         key = tl.max(b_keys, axis=0)
-        expert = BLOCK_E - 1 - (key & (BLOCK_E - 1)).to(tl.int32)
-        p = tl.sum(tl.where(o_e == expert, b_p, 0.0), axis=0)
-        b_keys = tl.where(o_e == expert, -9223372036854775807, b_keys)
-        b_ids = tl.where(o_s == s, expert, b_ids)
-        b_chosen = tl.where(o_s == s, p, b_chosen)
-    b_chosen = b_chosen / total
+        b_keys = tl.where(b_keys == key, -9223372036854775807, b_keys)
+        b_chosen_keys = tl.where(o_s == s, key, b_chosen_keys)
+    # A key says everything: the id, and the bits of the logit. Where one is NaN, so are the total and all shares.
+    b_ids = BLOCK_E - 1 - (b_chosen_keys & (BLOCK_E - 1)).to(tl.int32)
+    b_order = (b_chosen_keys >> 32).to(tl.int32)
+    b_bits = tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order)
+    b_chosen = tl.where(o_s < TOP_K, tl.exp(b_bits.to(tl.float32, bitcast=True) - largest), 0.0) / total
     if NORMALIZE:
         b_chosen = b_chosen / tl.sum(b_chosen, axis=0)
     m_s = o_s < TOP_K
-    tl.store(p_ids + i_row * TOP_K + o_s, b_ids, mask=m_s)
-    tl.store(p_shares + i_row * TOP_K + o_s, b_chosen, mask=m_s)
+    tl.store(p_ids + o_s, b_ids, mask=m_s)
+    tl.store(p_shares + o_s, b_chosen, mask=m_s)
 
 
 PADDING = -1
@@ -172,12 +181,22 @@ class ExpertOrder:
     expert_ids_TS: torch.Tensor
     num_experts: int
     block_rows: int
-    """1: pairs are not ordered, and the tensors below are empty."""
+    """1: a GEMV for each pair, and the tensors below are empty."""
     pairs_BR: torch.Tensor
     """int32: pairs by expert, and in their own order for each; PADDING behind the last one of an expert. Blocks that have no
     expert hold anything."""
     block_experts_B: torch.Tensor
     """int32: the expert of a block; PADDING behind the last block."""
+
+    @property
+    def is_sorted(self) -> bool:
+        """Else the tensors are empty: all tokens fit into one block, and an expert's are looked up."""
+        return sorts_pairs(len(self.expert_ids_TS))
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a launch over blocks. Where nothing is sorted, one for each pair: the first pair of an expert works, others end."""
+        return len(self.block_experts_B) if self.is_sorted else self.num_pairs
 
     @property
     def num_pairs(self) -> int:
@@ -191,7 +210,7 @@ class ExpertOrder:
 def order_experts(expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor]) -> ExpertOrder:
     """Sort the pairs into `tensors`, which are shaped as `order_specs` says; the same ids give the same order to the bit."""
     order = _empty_order(expert_ids_TS, num_experts, tensors)
-    if order.block_rows > 1:
+    if order.is_sorted:
         if can_run(expert_ids_TS):
             order_experts_triton(order, tensors[2])
         else:
@@ -204,7 +223,7 @@ def order_experts_reference(
 ) -> ExpertOrder:
     """The same in plain torch."""
     order = _empty_order(expert_ids_TS, num_experts, tensors)
-    if order.block_rows > 1:
+    if order.is_sorted:
         _fill_reference(order)
     return order
 

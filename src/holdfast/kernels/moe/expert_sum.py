@@ -1,0 +1,273 @@
+"""The sum of what a token's experts give, by their shares: into a tensor, or onto the residual stream with the next RMSNorm deferred.
+
+T tokens, S experts of a token, P = T * S pairs, H columns, J blocks of H
+"""
+
+import torch
+import torch.nn.functional as F
+
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, pdl_launch, supports_pdl, tl
+
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+
+
+SMALL_BATCH_TOKENS = 16
+SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
+"""Of a program that sums. A small batch is spread over many processors; a large one is read sixteen bytes a thread."""
+
+
+def row_form(num_rows: int) -> int:
+    """Columns of a program: what of a launch follows from the number of tokens."""
+    return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
+
+
+def sum_experts(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    out_TH: torch.Tensor,
+) -> torch.Tensor:
+    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared where they are given."""
+    if can_run(routed_PH):
+        return sum_experts_triton(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    return sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+
+
+def sum_experts_reference(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    out_TH: torch.Tensor,
+) -> torch.Tensor:
+    """The same in plain torch."""
+    _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    num_rows, top_k = shares_TS.shape
+    routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
+    total_TH = routed_TSH[:, 0].float() * shares_TS[:, :1]
+    for s in range(1, top_k):
+        total_TH += routed_TSH[:, s].float() * shares_TS[:, s : s + 1]
+    if shared_TH is not None:
+        gate_T1 = 1.0 if shared_logit_T1 is None else _sigmoid(shared_logit_T1.float())
+        total_TH += shared_TH.float() * gate_T1
+    return out_TH.copy_(total_TH)
+
+
+def _sigmoid(x_T1: torch.Tensor) -> torch.Tensor:
+    """As a softmax of two: each row is computed alone, where torch's sigmoid rounds the last rows of many differently."""
+    return F.pad(x_T1, (0, 1)).softmax(dim=1)[:, :1]
+
+
+def _check(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    out_TH: torch.Tensor,
+) -> None:
+    num_rows, top_k = shares_TS.shape
+    assert out_TH.shape[0] == num_rows, f"{out_TH.shape=} for {num_rows} tokens"
+    assert routed_PH.shape == (num_rows * top_k, out_TH.shape[1]), (
+        f"{routed_PH.shape=} {shares_TS.shape=} {out_TH.shape=}"
+    )
+    assert shared_TH is None or shared_TH.shape == out_TH.shape, f"{shared_TH.shape=} {out_TH.shape=}"
+    assert shared_logit_T1 is None or shared_TH is not None, "a gate, and no shared expert behind it"
+    assert shared_logit_T1 is None or shared_logit_T1.shape == (num_rows, 1), f"{shared_logit_T1.shape=}"
+    for tensor in (routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH):
+        assert tensor is None or tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+
+
+def sum_experts_triton(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    out_TH: torch.Tensor,
+) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some columns of a token."""
+    _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
+    if not out_TH.numel():
+        return out_TH
+    columns = row_form(num_rows)
+    pdl = supports_pdl(routed_PH)
+    _sum_kernel[(num_rows, -(-size // columns))](
+        routed_PH,
+        shares_TS,
+        shared_TH if shared_TH is not None else routed_PH,
+        shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
+        out_TH,
+        size,
+        TOP_K=top_k,
+        HAS_SHARED=shared_TH is not None,
+        HAS_GATE=shared_logit_T1 is not None,
+        BLOCK=columns,
+        PDL=pdl,
+        num_warps=columns // 256,
+        **pdl_launch(pdl),
+    )
+    return out_TH
+
+
+@jit
+def _sum_kernel(
+    p_routed,
+    p_shares,
+    p_shared,
+    p_logit,
+    p_out,
+    size,
+    TOP_K: constexpr,
+    HAS_SHARED: constexpr,
+    HAS_GATE: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_h = o_h < size
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b_sum = _summed(p_routed, p_shares, p_shared, p_logit, size, i_row, o_h, m_h, TOP_K, HAS_SHARED, HAS_GATE)
+    tl.store(p_out + i_row * size + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
+
+
+@jit
+def _summed(
+    p_routed,
+    p_shares,
+    p_shared,
+    p_logit,
+    size,
+    i_row,
+    o_h,
+    m_h,
+    TOP_K: constexpr,
+    HAS_SHARED: constexpr,
+    HAS_GATE: constexpr,
+):
+    """float32 sum of some columns of a token."""
+    p_first = p_routed + i_row * TOP_K * size + o_h
+    b_sum = tl.load(p_first, mask=m_h, other=0.0).to(tl.float32) * tl.load(p_shares + i_row * TOP_K)
+    for s in tl.static_range(1, TOP_K):
+        b_sum += tl.load(p_first + s * size, mask=m_h, other=0.0).to(tl.float32) * tl.load(p_shares + i_row * TOP_K + s)
+    if HAS_SHARED:
+        b_shared = tl.load(p_shared + i_row * size + o_h, mask=m_h, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            b_shared *= tl.sigmoid(tl.load(p_logit + i_row).to(tl.float32))
+        b_sum += b_shared
+    return b_sum
+
+
+def add_experts(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    scaled_TH: torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> NormedRows:
+    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred as an epilogue leaves it."""
+    launch = add_experts_triton if can_run(routed_PH) else add_experts_reference
+    return launch(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH, norm_weight_H, eps, scaled_TH, scratch)
+
+
+def add_experts_reference(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    scaled_TH: torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> NormedRows:
+    """The same in plain torch; the squares of a row are summed as one block."""
+    sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, scaled_TH)
+    return defer_rms_norm_reference(x_TH, norm_weight_H, eps, scaled_TH, scratch, scaled_TH.clone())
+
+
+def add_experts_triton(
+    routed_PH: torch.Tensor,
+    shares_TS: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    shared_logit_T1: torch.Tensor | None,
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    eps: float,
+    scaled_TH: torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> NormedRows:
+    """The same as a Triton kernel, a program for some columns of a token, each of which leaves a sum of squares."""
+    _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH)
+    (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
+    pdl, num_blocks = supports_pdl(routed_PH), -(-size // SMALL_BATCH_COLUMNS)
+    _add_kernel[(num_rows, num_blocks)](
+        routed_PH,
+        shares_TS,
+        shared_TH if shared_TH is not None else routed_PH,
+        shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
+        x_TH,
+        norm_weight_H,
+        scaled_TH,
+        scratch.squares,
+        scratch.squares if scratch.amax is None else scratch.amax.normed,
+        size,
+        TOP_K=top_k,
+        HAS_SHARED=shared_TH is not None,
+        HAS_GATE=shared_logit_T1 is not None,
+        HAS_AMAX=scratch.amax is not None,
+        BLOCK=SMALL_BATCH_COLUMNS,
+        PDL=pdl,
+        num_warps=1,
+        **pdl_launch(pdl),
+    )
+    return NormedRows(scaled_TH, num_blocks, eps)
+
+
+@jit
+def _add_kernel(
+    p_routed,
+    p_shares,
+    p_shared,
+    p_logit,
+    p_x,
+    p_norm_weight,
+    p_scaled,
+    p_squares,
+    p_amax,
+    size,
+    TOP_K: constexpr,
+    HAS_SHARED: constexpr,
+    HAS_GATE: constexpr,
+    HAS_AMAX: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    i_h = tl.program_id(1)
+    o_h = i_h * BLOCK + tl.arange(0, BLOCK)
+    m_h = o_h < size
+    b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_sum = _summed(p_routed, p_shares, p_shared, p_logit, size, i_row, o_h, m_h, TOP_K, HAS_SHARED, HAS_GATE)
+    p_row = p_x + i_row * size + o_h
+    b_x = tl.load(p_row, mask=m_h, other=0.0).to(tl.float32) + b_sum.to(p_x.dtype.element_ty).to(tl.float32)
+    b_rounded = b_x.to(p_x.dtype.element_ty)
+    tl.store(p_row, b_rounded, mask=m_h)
+    b_x = b_rounded.to(tl.float32)
+    b_scaled = (b_x * b_norm).to(p_scaled.dtype.element_ty)
+    tl.store(p_scaled + i_row * size + o_h, b_scaled, mask=m_h)
+    i_block = i_row * tl.num_programs(1) + i_h
+    tl.store(p_squares + i_block, tl.sum(tl.where(m_h, b_x * b_x, 0.0), axis=0))
+    if HAS_AMAX:
+        tl.store(p_amax + i_block, tl.max(tl.where(m_h, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))

@@ -1,0 +1,316 @@
+"""Routing on the fused decode path: the router's product over rows whose RMSNorm is deferred, their experts and shares, and the rows as experts take them.
+
+T tokens, S experts of a token, E experts, K columns, J blocks of K
+
+One token takes one launch: each program has some experts' logits, and whoever finishes last chooses. More tokens take a
+product and a launch that chooses, a program for each token. In either launch others finish the norm meanwhile: rows as
+experts take them, which is as codes where their weights are e4m3 with scales by row, and in the type of the model elsewhere.
+"""
+
+import torch
+
+from holdfast.kernels.fp8 import kernel_codes, quantized_numbers
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.gemv import LEAST_SCALE
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.small_batch import normed_linear
+from holdfast.kernels.moe.routing import choose_experts, route_tokens_reference
+from holdfast.kernels.fp8 import e4m3_code
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    is_interpreted,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
+
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+
+ROUTER_BLOCK = 2
+"""Experts of a program of one token's launch: few, so that many processors read the router."""
+
+
+def route_normed(
+    rows: NormedRows,
+    router_EK: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    normalize: bool,
+    logits_TE: torch.Tensor,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    finished: QuantizedRows | torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> None:
+    """Experts and shares of each row (see `route_tokens`), and its finished norm, as codes with a scale a row or as numbers.
+
+    `finished` is not where the rows lie. `logits_TE` are the router's products without the bias.
+    """
+    launch = route_normed_triton if can_run(router_EK) else route_normed_reference
+    launch(rows, router_EK, bias_E, normalize, logits_TE, expert_ids_TS, shares_TS, finished, scratch)
+
+
+def route_normed_reference(
+    rows: NormedRows,
+    router_EK: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    normalize: bool,
+    logits_TE: torch.Tensor,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    finished: QuantizedRows | torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> None:
+    """The same in plain torch."""
+    num_rows, size_k = rows.scaled_MK.shape
+    scaled_TK = rows.scaled_MK.float()
+    squares_TJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
+    rms_T1 = (squares_TJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
+    logits_TE.copy_(scaled_TK @ router_EK.float().t() * rms_T1)
+    route_tokens_reference(logits_TE, normalize, expert_ids_TS, shares_TS, bias_E)
+    if isinstance(finished, torch.Tensor):
+        finished.copy_((scaled_TK * rms_T1).to(finished.dtype))
+        return
+    assert scratch.amax is not None, "rows that become codes need amax"
+    amax_TJ = scratch.amax.normed[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
+    scales_T1 = (amax_TJ.amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
+    codes_TK = (scaled_TK * (1.0 / scales_T1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    finished.codes_TK.copy_(codes_TK)
+    finished.scales_TB.copy_(scales_T1 * rms_T1)
+
+
+def route_normed_triton(
+    rows: NormedRows,
+    router_EK: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    normalize: bool,
+    logits_TE: torch.Tensor,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    finished: QuantizedRows | torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> None:
+    """The same as Triton kernels."""
+    (num_rows, size_k), (num_experts, top_k) = rows.scaled_MK.shape, (len(router_EK), expert_ids_TS.shape[1])
+    _check(rows, router_EK, logits_TE, expert_ids_TS, shares_TS, finished)
+    is_coded, pdl = not isinstance(finished, torch.Tensor), supports_pdl(router_EK)
+    assert not is_coded or scratch.amax is not None, "rows that become codes need amax"
+    arguments = (
+        rows.scaled_MK,
+        router_EK,
+        logits_TE if bias_E is None else bias_E,
+        logits_TE,
+        expert_ids_TS,
+        shares_TS,
+        kernel_codes(finished.codes_TK) if isinstance(finished, QuantizedRows) else finished,
+        finished.scales_TB if isinstance(finished, QuantizedRows) else logits_TE,
+        scratch.squares,
+        scratch.squares if scratch.amax is None else scratch.amax.normed,
+        scratch.arrived,
+        num_experts,
+        size_k,
+        rows.num_squares,
+        rows.eps,
+    )
+    flags = {
+        "HAS_BIAS": bias_E is not None,
+        "NORMALIZE": normalize,
+        "IS_CODED": is_coded,
+        "TOP_K": top_k,
+        "BLOCK_S": next_power_of_two(top_k),
+        "BLOCK_E": next_power_of_two(num_experts),
+        "BLOCK_K": next_power_of_two(size_k),
+        "BLOCK_J": next_power_of_two(rows.num_squares),
+        "PLAIN": is_interpreted(),
+        "PDL": pdl,
+        "num_warps": 4,
+        **pdl_launch(pdl),
+    }
+    if num_rows == 1:
+        _route_one_kernel[(-(-num_experts // ROUTER_BLOCK) + 1,)](*arguments, BLOCK_R=ROUTER_BLOCK, **flags)
+    else:
+        normed_linear(rows, router_EK, None, False, logits_TE, scratch)
+        _route_rows_kernel[(num_rows, 2)](*arguments, **flags)
+
+
+def _check(
+    rows: NormedRows,
+    router_EK: torch.Tensor,
+    logits_TE: torch.Tensor,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    finished: QuantizedRows | torch.Tensor,
+) -> None:
+    num_rows, size_k = rows.scaled_MK.shape
+    num_experts, top_k = len(router_EK), expert_ids_TS.shape[1]
+    own = finished.codes_TK if isinstance(finished, QuantizedRows) else finished
+    assert top_k <= num_experts, f"{top_k} experts of a token, and there are {num_experts}"
+    assert own.shape == (num_rows, size_k), f"{own.shape=}, not {(num_rows, size_k)}"
+    assert own.data_ptr() != rows.scaled_MK.data_ptr(), "others still read the rows while their norm is finished"
+    assert router_EK.shape[1] == size_k, f"{router_EK.shape=} for rows of {size_k}"
+    assert logits_TE.shape == (num_rows, num_experts), f"{logits_TE.shape=}, not {(num_rows, num_experts)}"
+    assert expert_ids_TS.shape == shares_TS.shape == (num_rows, top_k), f"{expert_ids_TS.shape=} {shares_TS.shape=}"
+    for tensor in (rows.scaled_MK, router_EK, logits_TE, expert_ids_TS, shares_TS, own):
+        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+
+
+@jit
+def _route_one_kernel(
+    p_scaled,
+    p_router,
+    p_bias,
+    p_logits,
+    p_ids,
+    p_shares,
+    p_finished,
+    p_finished_scales,
+    p_squares,
+    p_amax,
+    p_arrived,
+    num_experts,
+    size_k,
+    num_squares,
+    eps,
+    HAS_BIAS: constexpr,
+    NORMALIZE: constexpr,
+    IS_CODED: constexpr,
+    TOP_K: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_E: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_J: constexpr,
+    BLOCK_R: constexpr,
+    PLAIN: constexpr,
+    PDL: constexpr,
+):
+    # The first program finishes the row, the others have logits.
+    i_r = tl.program_id(0) - 1
+    o_k = tl.arange(0, BLOCK_K)
+    if i_r < 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        _finish_row(
+            p_scaled, p_squares, p_amax, p_finished, p_finished_scales, 0, size_k, num_squares, eps, IS_CODED, BLOCK_K,
+            BLOCK_J, PLAIN,
+        )  # fmt: skip
+    else:
+        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+        m_r = o_r < num_experts
+        m_k = o_k < size_k
+        # The router waits for nobody: it is on the way before the producer of the row has ended.
+        b_w = tl.load(p_router + o_r[:, None] * size_k + o_k[None, :], mask=m_r[:, None] & m_k[None, :], other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        b_x = tl.load(p_scaled + o_k, mask=m_k, other=0.0).to(tl.float32)
+        rms = _row_rms(p_squares, 0, size_k, num_squares, eps, BLOCK_J)
+        b_y = tl.sum(b_w.to(tl.float32) * b_x[None, :], axis=1) * rms
+        tl.store(p_logits + o_r, b_y, mask=m_r)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(p_arrived, 1, sem="acq_rel")
+        if arrived == tl.num_programs(0) - 2:
+            tl.store(p_arrived, 0)
+            o_e = tl.arange(0, BLOCK_E)
+            m_e = o_e < num_experts
+            b_logits = tl.load(p_logits + o_e, mask=m_e, other=float("-inf"), cache_modifier=".cg")
+            if HAS_BIAS:
+                b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
+            choose_experts(b_logits, p_ids, p_shares, m_e, NORMALIZE, TOP_K, BLOCK_E, BLOCK_S)
+
+
+@jit
+def _route_rows_kernel(
+    p_scaled,
+    p_router,
+    p_bias,
+    p_logits,
+    p_ids,
+    p_shares,
+    p_finished,
+    p_finished_scales,
+    p_squares,
+    p_amax,
+    p_arrived,
+    num_experts,
+    size_k,
+    num_squares,
+    eps,
+    HAS_BIAS: constexpr,
+    NORMALIZE: constexpr,
+    IS_CODED: constexpr,
+    TOP_K: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_E: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_J: constexpr,
+    PLAIN: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(1) == 1:
+        _finish_row(
+            p_scaled, p_squares, p_amax, p_finished, p_finished_scales, i_row, size_k, num_squares, eps, IS_CODED,
+            BLOCK_K, BLOCK_J, PLAIN,
+        )  # fmt: skip
+    else:
+        o_e = tl.arange(0, BLOCK_E)
+        m_e = o_e < num_experts
+        b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
+        if HAS_BIAS:
+            b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
+        first = i_row * TOP_K
+        choose_experts(b_logits, p_ids + first, p_shares + first, m_e, NORMALIZE, TOP_K, BLOCK_E, BLOCK_S)
+
+
+@jit
+def _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J: constexpr):
+    """What the norm multiplies a row by."""
+    o_j = tl.arange(0, BLOCK_J)
+    b_squares = tl.load(p_squares + i_row * num_squares + o_j, mask=o_j < num_squares, other=0.0)
+    return tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+
+
+@jit
+def _finish_row(
+    p_scaled,
+    p_squares,
+    p_amax,
+    p_finished,
+    p_finished_scales,
+    i_row,
+    size_k,
+    num_squares,
+    eps,
+    IS_CODED: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_J: constexpr,
+    PLAIN: constexpr,
+):
+    """The norm of a row as codes and their scale, or in the type of the model."""
+    o_k = tl.arange(0, BLOCK_K)
+    m_k = o_k < size_k
+    b_x = tl.load(p_scaled + i_row * size_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+    rms = _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J)
+    p_out = p_finished + i_row * size_k + o_k
+    if IS_CODED:
+        o_j = tl.arange(0, BLOCK_J)
+        b_amax = tl.load(p_amax + i_row * num_squares + o_j, mask=o_j < num_squares, other=0.0)
+        scale = tl.maximum(tl.max(b_amax, axis=0) / 448.0, LEAST_SCALE)
+        b_x *= 1.0 / scale
+        if PLAIN:
+            tl.store(p_out, e4m3_code(b_x).to(tl.uint8), mask=m_k)
+        else:
+            tl.store(p_out, quantized_numbers(b_x, PLAIN), mask=m_k)
+        tl.store(p_finished_scales + i_row, scale * rms)
+    else:
+        tl.store(p_out, (b_x * rms).to(p_finished.dtype.element_ty), mask=m_k)

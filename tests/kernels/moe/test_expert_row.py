@@ -1,0 +1,261 @@
+"""The experts of one token: as exact as torch for every scheme, in odd sizes, amid poison; and the sum that goes on to the residual."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.moe.expert_row import (
+    MAX_DEPTH,
+    column_blocks,
+    down_row_add,
+    down_row_add_reference,
+    down_row_add_triton,
+    gate_up_row,
+    gate_up_row_reference,
+    gate_up_row_triton,
+    takes_row_kernels,
+)
+from holdfast.quant.quantized_weight import QuantizedWeight
+from kernels.exactness import assert_as_exact_as_torch, random, same_bits
+from kernels.expert_cases import CPU, FORMS, ExpertCase, among, exact, expert_case, in_torch, placed, quantized_case_rows
+from kernels.quantized_cases import codable_rows, slack
+from kernels.small_batch_cases import EPS
+from kernels.tiled_cases import NAN
+from kernels.triton_cases import QUIET, assert_allocates_nothing
+from red_zones import RedZones
+
+# A block of which all is NaN is right where a row is.
+pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")]
+
+SCHEMES = (None, "fp8", "fp8_tensor", "int8")
+EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+HALF = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+SIZES = [(1, 1, 2, 3), (8, 8, 5, 40), (3, 7, 9, 200), (8, 60, 4, 768), (4, 5, 6, 1408), (2, 3, 3, 2880)]
+"""(S, E, N, K): one expert, all of them, three of seven; columns that fill their blocks and that do not."""
+EACH_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+def gated_case(sizes, scheme=None, dtype=torch.float32, **options) -> ExpertCase:
+    return expert_case((1, *sizes), True, scheme, dtype, **options)
+
+
+def run_gate_up(case: ExpertCase, device, function=gate_up_row_triton) -> torch.Tensor:
+    case, zones = placed(case, device), RedZones(device)
+    rows = quantized_case_rows(case)
+    if rows is not None:
+        rows = QuantizedRows(among(rows.codes_TK, device), among(rows.scales_TB, device))
+    out = zones.allocate(case.expert_ids_TS.numel(), case.num_outputs, dtype=case.x_XK.dtype).fill_(NAN)
+    given_x = case.x_XK if rows is None else rows
+    assert function(given_x, case.weight, case.expert_ids_TS, out, case.bias_EN, case.form) is out
+    zones.check()
+    return out.cpu()
+
+
+def less(device, case: ExpertCase) -> float:
+    """How much less exact a product of codes may be: some sums of the kernels are in half precision."""
+    if isinstance(case.weight, QuantizedWeight) and case.weight.scheme.quantizes_activations:
+        return max(slack(device, case.weight.scheme), 2.0**11)
+    return 1.0
+
+
+def judge_gate_up(case: ExpertCase, device) -> None:
+    y = run_gate_up(case, device)
+    assert y.isfinite().all(), "an element was not written, or read what lies outside"
+    assert_as_exact_as_torch(y, in_torch(case), exact(case), magnitude=10.0 * less(device, case))
+
+
+@EVERY_SCHEME
+@EACH_SIZE
+def test_gate_and_up(device, scheme, sizes):
+    judge_gate_up(gated_case(sizes, scheme), device)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_biases_and_forms_of_the_gate(device, scheme, form):
+    judge_gate_up(gated_case((2, 3, 9, 200), scheme, has_bias=True, form=form), device)
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision(device, scheme, dtype):
+    judge_gate_up(gated_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
+    judge_down(down_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
+
+
+@EVERY_SCHEME
+def test_the_reference_of_gate_and_up_is_that_of_all_experts(scheme):
+    case = gated_case((3, 5, 9, 200), scheme, has_bias=True, form=FORMS[-1])
+    found = run_gate_up(case, CPU, gate_up_row_reference)
+    torch.testing.assert_close(found, in_torch(case), rtol=1e-5, atol=1e-5)
+    assert same_bits(run_gate_up(case, CPU, gate_up_row), found), "a CPU takes it"
+
+
+def test_a_row_that_is_not_finite_shows(device):
+    for scheme in (None, "fp8", "int8"):
+        case = gated_case((2, 3, 5, 64), scheme)
+        case.x_XK[0, 63] = NAN
+        assert run_gate_up(case, device).isnan().all()
+
+
+# --- down
+
+
+class DownCase:
+    """What goes into the second product of one token."""
+
+    def __init__(self, case: ExpertCase, shares_1S, x_1N, norm_N) -> None:
+        self.case, self.shares_1S, self.x_1N, self.norm_N = case, shares_1S, x_1N, norm_N
+
+
+def down_case(sizes, scheme=None, dtype=torch.float32, has_bias=False, seed=0) -> DownCase:
+    case = expert_case((1, *sizes), False, scheme, dtype, by_pair=True, has_bias=has_bias, seed=seed)
+    if isinstance(case.weight, QuantizedWeight) and case.weight.scheme.quantizes_activations:
+        case.x_XK.copy_(codable_rows(*case.x_XK.shape, seed=seed).to(dtype))
+    top_k, size_n = sizes[0], sizes[2]
+    shares = random(1, top_k, seed=seed + 5).softmax(-1)
+    return DownCase(
+        case,
+        shares,
+        random(1, size_n, seed=seed + 6).to(dtype),
+        (1 + 0.3 * random(size_n, seed=seed + 7)).to(dtype),
+    )
+
+
+def run_down(down: DownCase, device, function=down_row_add_triton, has_amax=True):
+    """x, scaled rows, squares and amax, each NaN before."""
+    case, zones = placed(down.case, device), RedZones(device)
+    size_n = down.x_1N.shape[1]
+    x = zones.allocate(1, size_n, dtype=down.x_1N.dtype).copy_(down.x_1N)
+    scaled = zones.allocate(1, size_n, dtype=down.x_1N.dtype).fill_(NAN)
+    squares, amax = (zones.allocate(size_n).fill_(NAN) for _ in range(2))
+    empty = zones.allocate(0, dtype=torch.int32)
+    scratch = SmallBatchScratch(squares, squares, empty, AmaxScratch(amax, amax, empty) if has_amax else None)
+    rows = function(
+        case.x_XK,
+        case.weight,
+        case.expert_ids_TS,
+        among(down.shares_1S, device),
+        case.bias_EN,
+        x,
+        among(down.norm_N, device),
+        EPS,
+        scaled,
+        scratch,
+    )
+    zones.check()
+    assert rows == NormedRows(scaled, rows.num_squares, EPS)
+    return x.cpu(), scaled.cpu(), squares.cpu()[: rows.num_squares], amax.cpu()[: rows.num_squares]
+
+
+def exact_sum(down: DownCase) -> torch.Tensor:
+    """In float64, from the numbers that codes stand for."""
+    y_SN = exact(down.case)
+    return (down.shares_1S.double() @ y_SN) + down.x_1N.double()
+
+
+def judge_down(down: DownCase, device) -> None:
+    x, scaled, squares, amax = run_down(down, device)
+    expected, *_ = run_down(down, CPU, down_row_add_reference)
+    assert x.isfinite().all(), "an element was not written, or read what lies outside"
+    assert_as_exact_as_torch(x, expected, exact_sum(down), magnitude=10.0 * less(device, down.case))
+    assert same_bits(scaled, (x.float() * down.norm_N.float()).to(x.dtype))
+    torch.testing.assert_close(squares.sum(), x.float().square().sum(), rtol=1e-5, atol=1e-6)
+    assert amax.max() == scaled.float().abs().max()
+    without = run_down(down, device, has_amax=False)
+    assert same_bits(without[0], x)
+    assert without[3].isnan().all(), "amax that nobody wants are written"
+
+
+@EVERY_SCHEME
+@EACH_SIZE
+def test_down_and_the_residual(device, scheme, sizes):
+    judge_down(down_case(sizes, scheme), device)
+
+
+@EVERY_SCHEME
+def test_biases_of_down_by_their_shares(device, scheme):
+    judge_down(down_case((3, 5, 9, 200), scheme, has_bias=True), device)
+
+
+@hypothesis_settings(max_examples=8)
+@given(
+    top_k=st.integers(1, 9),
+    more=st.integers(0, 20),
+    size_n=st.integers(1, 40),
+    size_k=st.integers(2, 700),
+    scheme=st.sampled_from(SCHEMES),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes(device, top_k, more, size_n, size_k, scheme, has_bias, seed):
+    sizes = top_k, top_k + more, size_n, size_k
+    judge_gate_up(gated_case(sizes, scheme, has_bias=has_bias, seed=seed), device)
+    judge_down(down_case(sizes, scheme, has_bias=has_bias, seed=seed), device)
+
+
+@EVERY_SCHEME
+def test_a_cpu_takes_the_reference_of_down(scheme):
+    down = down_case((3, 5, 9, 200), scheme, has_bias=True)
+    for mine, theirs in zip(run_down(down, CPU, down_row_add), run_down(down, CPU, down_row_add_reference), strict=True):
+        assert same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_an_expert_that_is_not_finite_shows(device, bad):
+    for scheme in (None, "fp8", "int8"):
+        down = down_case((2, 3, 5, 64), scheme)
+        down.case.x_XK[1, 63] = bad
+        x, *_ = run_down(down, device)
+        assert not x.isfinite().any()
+
+
+def test_experts_of_very_different_sizes(device):
+    """Each expert's row has a scale of its own."""
+    down = down_case((3, 5, 9, 200), "fp8")
+    down.case.x_XK.mul_(torch.tensor([[1e4], [1.0], [1e-4]]))
+    down.shares_1S.copy_(torch.tensor([[0.0, 1.0, 0.0]]))
+    judge_down(down, device)
+
+
+def test_experts_whose_rows_are_zeros_leave_the_residual(device):
+    down = down_case((3, 5, 9, 200), "fp8")
+    down.case.x_XK.zero_()
+    x, *_ = run_down(down, device)
+    assert same_bits(x, down.x_1N)
+
+
+def test_columns_of_a_load():
+    for size_k in range(1, 5121, 7):
+        block_k, depth = column_blocks(size_k)
+        assert depth <= MAX_DEPTH
+        assert block_k * depth >= size_k
+        assert block_k * (depth - 1) < size_k
+    assert column_blocks(768) == (256, 3)
+    assert column_blocks(2048) == (512, 4)
+
+
+def test_weights_that_are_taken():
+    for scheme, is_taken in ((None, True), ("fp8", True), ("int8", True), ("fp8_block", False), ("mxfp4", False)):
+        assert takes_row_kernels(gated_case((1, 2, 2, 64), scheme).weight) == is_taken, scheme
+    assert not takes_row_kernels(torch.empty(1, 2, 5121))
+
+
+@pytest.mark.gpu
+@EVERY_SCHEME
+def test_bfloat16_at_the_sizes_of_models(device, scheme):
+    for sizes in ((8, 16, 768, 2048), (4, 8, 1408, 2048)):
+        judge_gate_up(gated_case(sizes, scheme, torch.bfloat16), device)
+    for sizes in ((8, 16, 2048, 768), (4, 8, 2048, 1408)):
+        judge_down(down_case(sizes, scheme, torch.bfloat16), device)
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated(device):
+    case = placed(gated_case((2, 4, 64, 256), dtype=torch.bfloat16), device)
+    out = torch.empty(2, 64, dtype=torch.bfloat16, device=device)
+    assert_allocates_nothing(lambda: gate_up_row(case.x_XK, case.weight, case.expert_ids_TS, out))
