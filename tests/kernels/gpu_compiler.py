@@ -29,7 +29,7 @@ from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import deferred_rms_norm, small_batch  # noqa: E402
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
-from holdfast.kernels.moe import expert_gemv, grouped_gemm, routing  # noqa: E402
+from holdfast.kernels.moe import expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
@@ -38,7 +38,7 @@ from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NAMES |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+NAMES |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
 BF16, FP16 = torch.bfloat16, torch.float16
 QUANTIZED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
 
@@ -222,6 +222,37 @@ def experts_of(
     launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
 
 
+def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
+    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's."""
+    num_experts, coded = 128, scheme == "fp8"
+    weights: list[Any] = []
+    for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner)):
+        weight: Any = torch.empty((1, *shape[1:]), dtype=BF16).expand(shape)
+        if scheme is not None:
+            planes = WEIGHT_SCHEMES[scheme].planes(shape)
+            codes, scales = (torch.empty(1, dtype=getattr(torch, plane.dtype)) for plane in planes)
+            weight = QuantizedWeight(WEIGHT_SCHEMES[scheme], shape, codes, scales)
+        weights.append(weight)
+    squares, counts = torch.empty(1024), torch.empty(64, dtype=torch.int32)
+    amax = deferred_rms_norm.AmaxScratch(squares, squares, counts) if scheme is not None else None
+    scratch = deferred_rms_norm.SmallBatchScratch(squares, squares, counts, amax)
+    x, scaled, finished = (torch.empty(num_rows, hidden, dtype=BF16) for _ in range(3))
+    ids, shares = torch.zeros(num_rows, top_k, dtype=torch.int32), torch.empty(num_rows, top_k)
+    rows = deferred_rms_norm.NormedRows(scaled, 256, 1e-6)
+    codes = QuantizedRows(torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
+    given = codes if coded else finished
+    router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
+    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
+    norm_weight = torch.empty(hidden, dtype=BF16)
+    if num_rows == 1:
+        active = torch.empty(top_k, inner, dtype=BF16)
+        expert_row.gate_up_row(given, weights[0], ids, active)
+        expert_row.down_row_add(active, weights[1], ids, shares, None, x, norm_weight, 1e-6, scaled, scratch)
+    else:
+        routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
+        expert_sum.add_experts(routed, shares, None, None, x, norm_weight, 1e-6, scaled, scratch)
+
+
 GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
 EXPERT_CASES: dict[str, Callable[[], None]] = {
     f"experts in {scheme or 'bfloat16'}, {num_rows} rows": partial(
@@ -231,6 +262,19 @@ EXPERT_CASES: dict[str, Callable[[], None]] = {
     for num_rows in (1, 8, 700)
 }
 """In the widths of gpt-oss."""
+LAYER_CASES: dict[str, Callable[[], None]] = {
+    f"expert layer in {scheme or 'bfloat16'}, {num_rows} rows of {hidden}": partial(
+        expert_layer_of, scheme, num_rows, hidden, inner
+    )
+    for scheme, num_rows, hidden, inner in (
+        ("fp8", 1, 2048, 768),
+        ("fp8", 8, 2048, 768),
+        ("fp8", 1, 2000, 1408),
+        (None, 1, 2048, 768),
+        ("int8", 1, 2048, 1408),
+    )
+}
+"""The first in the widths of Qwen3-30B-A3B."""
 CASES: dict[str, Callable[[], None]] = {
     "one row": lambda: rows_of(1, BF16, gated=False),
     "one gated row": lambda: rows_of(1, BF16, gated=True),
@@ -271,6 +315,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 3/3 D256, both": lambda: quantized_attention_of(BF16, (3, 3), 2, 256, 99, with_sinks=True, softcap=50.0),
     "layer norm": lambda: layer_norm_of(BF16),
     **EXPERT_CASES,
+    **LAYER_CASES,
 }
 
 
@@ -279,7 +324,10 @@ def main() -> None:
     modules: list[ModuleType] = [
         deferred_rms_norm,
         expert_gemv,
+        expert_row,
+        expert_sum,
         grouped_gemm,
+        normed_routing,
         quantized_attention,
         norm,
         small_batch,

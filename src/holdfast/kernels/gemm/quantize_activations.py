@@ -9,10 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, float32_of, size_bits
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, next_power_of_two, tl
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    kernel_constant,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
@@ -79,17 +88,25 @@ def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> Quanti
         quantized.codes_TK.stride(0),
         *quantized.scales_TB.stride(),
     )
+    pdl = supports_pdl(x_TK)
     if num_blocks == 1:
         block = min(WHOLE_ROW, next_power_of_two(num_columns))
         _quantize_rows_kernel[(num_rows,)](
             *arguments,
             IS_ONE_SWEEP=num_columns <= block,
             BLOCK=block,
+            PDL=pdl,
             num_warps=max(1, min(16, block // 512)),
+            **pdl_launch(pdl),
         )
     else:
         _quantize_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
-            *arguments, WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4
+            *arguments,
+            WIDTH=BLOCK_COLUMNS,
+            BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS,
+            PDL=pdl,
+            num_warps=4,
+            **pdl_launch(pdl),
         )
     return quantized
 
@@ -113,16 +130,16 @@ def _quantize_rows_kernel(
     _block_stride,
     IS_ONE_SWEEP: constexpr,
     BLOCK: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_x = tl.arange(0, BLOCK)
     p_row = p_x + i_row * x_stride
     if IS_ONE_SWEEP:
-        b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
-        b_amax = tl.max(size_bits(b_x), axis=0)
-        b_scale = _scale_of(b_amax)
-        b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale))
-        tl.store(p_codes + i_row * code_stride + o_x, b_codes.to(tl.uint8), mask=o_x < num_columns)
+        b_scale = quantize_row(p_row, p_codes + i_row * code_stride, num_columns, BLOCK)
     else:
         b_column_amax = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, num_columns, BLOCK):
@@ -138,6 +155,17 @@ def _quantize_rows_kernel(
 
 
 @jit
+def quantize_row(p_row, p_codes, num_columns, BLOCK: constexpr):
+    """Codes of a row that stays in registers meanwhile; their scale comes back."""
+    o_x = tl.arange(0, BLOCK)
+    b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
+    b_scale = _scale_of(tl.max(size_bits(b_x), axis=0))
+    b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale))
+    tl.store(p_codes + o_x, b_codes.to(tl.uint8), mask=o_x < num_columns)
+    return b_scale
+
+
+@jit
 def _quantize_blocks_kernel(
     p_x,
     p_codes,
@@ -149,8 +177,12 @@ def _quantize_blocks_kernel(
     block_stride,
     WIDTH: constexpr,
     BLOCKS: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i_block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_x = i_column < num_columns

@@ -245,7 +245,7 @@ def _small_batch_kernel(
     m_n = o_n < size_n
     m_m = o_m < num_rows
     k_start = i_split * split_k
-    up_offset = size_n.to(tl.int64) * size_k
+    up_offset = tl.cast(size_n, tl.int64) * size_k
     p_w = p_weight + o_n[:, None].to(tl.int64) * size_k + k_start + o_k[None, :]
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)

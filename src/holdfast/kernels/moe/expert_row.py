@@ -17,12 +17,14 @@ from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratc
 from holdfast.kernels.gemm.gemv import LEAST_SCALE, half_sums, residual_epilogue_row
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
+from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.expert_gemv import weight_rows
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
     is_interpreted,
     jit,
+    jit_counting,
     next_power_of_two,
     pdl_launch,
     supports_pdl,
@@ -41,6 +43,10 @@ MAX_DEPTH = 5
 """Loads of a row's columns whose products are added in half precision: five of 448 by 28 stay below 65504."""
 BLOCKS_K = (256, 512, 1024)
 """Columns of a load."""
+
+
+MAX_REGISTERS = 100
+"""Of a thread, for weights and sums."""
 
 
 class RowBlocks(NamedTuple):
@@ -71,15 +77,22 @@ def column_blocks(size_k: int) -> tuple[int, int]:
 
 
 def gate_up_blocks(size_k: int, element_bytes: int) -> RowBlocks:
-    """Of gate and up: 16 KiB of the weight a program."""
+    """Of gate and up: all of a program's weight is on the way at once, 16 KiB of it where rows are of 2048 bytes."""
     block_k, depth = column_blocks(size_k)
     return RowBlocks(max(1, 4 // element_bytes), block_k, depth, 4)
 
 
-def down_blocks(size_k: int, top_k: int, element_bytes: int) -> RowBlocks:
-    """Of down: the rows of all experts for a few outputs."""
+def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> RowBlocks:
+    """Of down: the rows of all experts for a few outputs, as many as registers hold with their sums."""
     block_k, depth = column_blocks(size_k)
-    return RowBlocks(max(1, 4 // element_bytes), block_k, depth, 4)
+    block_n, num_warps = 4, 4
+    registers = next_power_of_two(top_k) * block_k * (depth * element_bytes / 4 + (0.5 if kind == OperandKind.FP8_ROWS else 1.0))
+    while block_n * registers > MAX_REGISTERS * 32 * num_warps and num_warps < 16:
+        if block_n > GEMV_MIN_BLOCK_N:
+            block_n //= 2
+        else:
+            num_warps *= 2
+    return RowBlocks(block_n, block_k, depth, num_warps)
 
 
 def _kind(weight: torch.Tensor | QuantizedWeight) -> OperandKind:
@@ -240,7 +253,7 @@ def down_row_add_triton(
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"
     codes, weight_scales = _operands(weight)
-    blocks = down_blocks(size_k, top_k, codes.element_size())
+    blocks = down_blocks(size_k, top_k, _kind(weight), codes.element_size())
     num_blocks, pdl = -(-size_n // blocks.block_n), supports_pdl(x_1N)
     _down_kernel[(num_blocks,)](
         active_SK,
@@ -260,6 +273,7 @@ def down_row_add_triton(
         HAS_BIAS=bias_EN is not None,
         HAS_AMAX=scratch.amax is not None,
         EVEN=size_k == blocks.block_k * blocks.depth,
+        COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1,
         TOP_K=top_k,
         BLOCK_S=next_power_of_two(top_k),
         BLOCK_N=blocks.block_n,
@@ -369,7 +383,8 @@ def _gate_up_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
-    b_x = _deep_load(p_x + o_k, o_k >= 0, o_k, size_k, EVEN, BLOCK_K, DEPTH)
+    # A row for each output: every thread loads the columns that it multiplies, and nothing goes through shared memory.
+    b_x = _deep_load(p_x + o_k + 0 * o_n[:, None], m_n[:, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)
     b_rows, up_rows = weight_rows(expert * size_n * 2, o_n, size_n, INTERLEAVED)
     p_w = p_weight + b_rows[:, None] * size_k + o_k
     b_gate = _deep_load(p_w, m_n[:, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)
@@ -409,7 +424,7 @@ def _deep_amax(b_x, DEPTH: constexpr):
     return b_amax
 
 
-@jit
+@jit_counting("size_k")
 def _down_kernel(
     p_active,
     p_weight,
@@ -428,6 +443,7 @@ def _down_kernel(
     HAS_BIAS: constexpr,
     HAS_AMAX: constexpr,
     EVEN: constexpr,
+    COLUMNS_AT_A_TIME: constexpr,
     TOP_K: constexpr,
     BLOCK_S: constexpr,
     BLOCK_N: constexpr,
@@ -436,27 +452,30 @@ def _down_kernel(
     PLAIN: constexpr,
     PDL: constexpr,
 ):
+    # Blocks are [N, S, K], and weights are loaded as many columns at a time as the rows, which are wider: so that both lie
+    # in the same threads, and nothing but the sum of the experts goes through shared memory.
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_s = tl.arange(0, BLOCK_S)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
     m_n = o_n < size_n
     m_s = o_s < TOP_K
+    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # the same, and all that is to be known of its divisors
     # Ids and shares are older than what this kernel waits for: the kernel before it has waited for them, and only then
     # let this one begin. So the weights are on the way meanwhile.
     b_ids = tl.load(p_ids + o_s, mask=m_s, other=0, cache_modifier=".cg").to(tl.int64)
     b_shares = tl.load(p_shares + o_s, mask=m_s, other=0.0, cache_modifier=".cg")
-    m_sn = m_s[:, None] & m_n[None, :]
-    b_rows = b_ids[:, None] * size_n + o_n[None, :]
-    p_w = p_weight + b_rows[:, :, None] * size_k + o_k
-    b_w = _deep_load(p_w, m_sn[:, :, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)
-    b_scales = tl.full((BLOCK_S, BLOCK_N), 1.0, tl.float32)
+    m_ns = m_n[:, None] & m_s[None, :]
+    b_rows = b_ids[None, :] * size_n + o_n[:, None]
+    p_w = p_weight + b_rows[:, :, None] * row_size + o_k
+    b_w = _deep_load(p_w, m_ns[:, :, None], o_k, row_size, EVEN, BLOCK_K, DEPTH)
+    b_scales = tl.full((BLOCK_N, BLOCK_S), 1.0, tl.float32)
     if KIND == FP8_ROWS or KIND == INT8_ROWS:
-        b_scales = tl.load(p_scales + b_rows, mask=m_sn, other=0.0)
+        b_scales = tl.load(p_scales + b_rows, mask=m_ns, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    p_rows = p_active + o_s[:, None, None] * size_k + o_k
-    b_x = _deep_load(p_rows, m_s[:, None, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)
+    p_rows = p_active + o_s[None, :, None] * row_size + o_k
+    b_x = _deep_load(p_rows, m_s[None, :, None], o_k, row_size, EVEN, BLOCK_K, DEPTH)
     b_factors = None
     if KIND == FP8_ROWS:
         b_amax = tl.max(_deep_amax(b_x, DEPTH), axis=2)
@@ -467,8 +486,8 @@ def _down_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS:
-        b_y += tl.load(p_bias + b_rows, mask=m_sn, other=0.0).to(tl.float32)
-    b_y = tl.sum(tl.where(m_s[:, None], b_y * b_shares[:, None], 0.0), axis=0)
+        b_y += tl.load(p_bias + b_rows, mask=m_ns, other=0.0).to(tl.float32)
+    b_y = tl.sum(tl.where(m_s[None, :], b_y * b_shares[None, :], 0.0), axis=1)
     b_y, b_scaled = residual_epilogue_row(b_y, p_x, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
     if HAS_AMAX:
         tl.store(p_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))

@@ -9,13 +9,12 @@ experts take them, which is as codes where their weights are e4m3 with scales by
 
 import torch
 
-from holdfast.kernels.fp8 import kernel_codes, quantized_numbers
+from holdfast.kernels.fp8 import e4m3_code, kernel_codes, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.kernels.moe.routing import choose_experts, route_tokens_reference
-from holdfast.kernels.fp8 import e4m3_code
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -33,8 +32,10 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 # pyright: reportPossiblyUnboundVariable=false
 
 
-ROUTER_BLOCK = 2
+ROUTER_BLOCK = 1
 """Experts of a program of one token's launch: few, so that many processors read the router."""
+NUM_WARPS = 1
+"""The choice is a chain of maxima: within one warp none of them waits at a barrier."""
 
 
 def route_normed(
@@ -129,7 +130,7 @@ def route_normed_triton(
         "BLOCK_J": next_power_of_two(rows.num_squares),
         "PLAIN": is_interpreted(),
         "PDL": pdl,
-        "num_warps": 4,
+        "num_warps": NUM_WARPS,
         **pdl_launch(pdl),
     }
     if num_rows == 1:

@@ -146,22 +146,21 @@ def choose_experts(
     o_s = tl.arange(0, BLOCK_S)
     b_is_nan = b_logits != b_logits
     b_ranked = tl.where(b_is_nan, float("-inf"), b_logits) + 0.0  # -0 is as large as 0
-    # Bits of a number that rank as the number does, and behind them the id, the lower the larger: one maximum gives both.
+    # Bits that rank as their numbers do: a maximum of whole numbers is one instruction of a warp.
     b_bits = b_ranked.to(tl.int32, bitcast=True)
-    b_order = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.int64)
-    b_keys = tl.where(m_e, b_order * 4294967296 + (BLOCK_E - 1 - o_e), -9223372036854775807)
+    b_order = tl.where(m_e, tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits), -2147483648)
     largest = tl.max(b_ranked, axis=0)
-    b_p = tl.where(m_e, tl.exp(b_logits - largest), 0.0)
-    total = tl.sum(b_p, axis=0)
-    b_chosen_keys = tl.zeros((BLOCK_S,), dtype=tl.int64)
+    total = tl.sum(tl.where(m_e, tl.exp(b_logits - largest), 0.0), axis=0)
+    b_ids = tl.zeros((BLOCK_S,), dtype=tl.int32)
+    b_chosen_order = tl.zeros((BLOCK_S,), dtype=tl.int32)
     for s in tl.static_range(TOP_K):
-        key = tl.max(b_keys, axis=0)
-        b_keys = tl.where(b_keys == key, -9223372036854775807, b_keys)
-        b_chosen_keys = tl.where(o_s == s, key, b_chosen_keys)
-    # A key says everything: the id, and the bits of the logit. Where one is NaN, so are the total and all shares.
-    b_ids = BLOCK_E - 1 - (b_chosen_keys & (BLOCK_E - 1)).to(tl.int32)
-    b_order = (b_chosen_keys >> 32).to(tl.int32)
-    b_bits = tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order)
+        best = tl.max(b_order, axis=0)
+        expert = tl.min(tl.where(b_order == best, o_e, BLOCK_E), axis=0)
+        b_order = tl.where(o_e == expert, -2147483648, b_order)
+        b_ids = tl.where(o_s == s, expert, b_ids)
+        b_chosen_order = tl.where(o_s == s, best, b_chosen_order)
+    # Where a logit is NaN, so are the total and all shares.
+    b_bits = tl.where(b_chosen_order < 0, b_chosen_order ^ 0x7FFFFFFF, b_chosen_order)
     b_chosen = tl.where(o_s < TOP_K, tl.exp(b_bits.to(tl.float32, bitcast=True) - largest), 0.0) / total
     if NORMALIZE:
         b_chosen = b_chosen / tl.sum(b_chosen, axis=0)
