@@ -423,7 +423,7 @@ class Simulation:
             oldest = next(iter(self.alive))
             assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
         num_rows = sum(1 + len(item.proposals) for item in step.scheduled if item.samples)
-        assert num_rows <= limits.num_sampled_rows, f"{num_rows} rows choose in a step"
+        assert num_rows <= limits.sampled_rows, f"{num_rows} rows choose in a step"
         for item in step.scheduled:
             self._check_item(item)
             sequence, end = item.sequence, item.start + item.num_new_tokens

@@ -155,7 +155,8 @@ class EngineCore:
         self._eos_token_ids = runner.eos_token_ids
         self._vocab_size = runner.vocab_size
         self._clock = clock
-        self._max_in_flight = 1 + run_ahead
+        self.run_ahead = run_ahead
+        """Steps that are launched before the result of the one before is known; may be changed between two steps."""
         self._release = release
         self._in_flight: deque[LiveStep] = deque()
         """The oldest first."""
@@ -256,7 +257,7 @@ class EngineCore:
     def _fill(self) -> None:
         runner = self.runner
         assert runner is not None, "the core is closed"
-        while len(self._in_flight) < self._max_in_flight:
+        while len(self._in_flight) <= self.run_ahead:
             step = self.scheduler.schedule()
             # None: not before a step in flight has ended.
             if step is None or not step.scheduled:
