@@ -87,7 +87,7 @@ class FakeDevice:
             self._admit(admitted)
         flight = Flight()
         for item in step.items:
-            assert item.slot in self.slots, f"slot {item.slot} runs, and nobody is in it"
+            assert item.slot in self.slots, f"slot {item.slot} is running, and nobody is in it"
             flight.parts.append(self._accept(item, self.slots[item.slot]))
         slots = [item.slot for item in step.items]
         assert len(set(slots)) == len(slots), f"slots {slots} run in one step"

@@ -214,14 +214,14 @@ class Simulation:
         client.guesses = tuple(guesses)
         return guesses
 
-    def see_schedule(self, step: LiveStep | None) -> None:
-        """Checks what schedule() decided, then launches it."""
+    def see_schedule(self, step: LiveStep | None, waits: bool = True) -> None:
+        """Checks what schedule() decided, then launches it; `waits`: those that may speculate wait for their tokens."""
         if step is None:
             assert self.flights, "nothing is in flight, and nobody is scheduled"
             self.seen["drain"] += 1
         items = () if step is None else step.scheduled
         self._see_changes(items)
-        self._check_step(step)
+        self._check_step(step, waits)
         self.shadow.poison(self.scheduler.pool.owner_counts(), self.scheduler.pool.kept_pages())
         if step is None or not items:
             return
@@ -411,7 +411,7 @@ class Simulation:
         ages = [self.page_epochs[page] for page in pages]
         assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
 
-    def _check_step(self, step: LiveStep | None) -> None:
+    def _check_step(self, step: LiveStep | None, waits: bool) -> None:
         if step is None:
             return
         limits, pool = self.world.limits, self.scheduler.pool
@@ -419,7 +419,7 @@ class Simulation:
         assert step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step"
         order = [item.sequence.sequence_id for item in step.scheduled]
         assert order == [number for number in self.alive if number in order], f"{order} is not the order of arrival"
-        if self._must_run():
+        if self._must_run(waits):
             oldest = next(iter(self.alive))
             assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
         num_rows = sum(1 + len(item.proposals) for item in step.scheduled if item.samples)
@@ -485,7 +485,7 @@ class Simulation:
             self.seen["quarantined sequences"] += 1
         self._finish(sequence)
 
-    def _must_run(self) -> bool:
+    def _must_run(self, waits: bool) -> bool:
         """The oldest has something left to compute that is not in flight, and nothing to wait for."""
         if not self.alive:
             return False
@@ -493,7 +493,7 @@ class Simulation:
         sequence, limits = client.sequence, self.world.limits
         if not self.flights:
             return True
-        if not client.is_running or (sequence.may_speculate and client.num_coming):
+        if not client.is_running or (waits and sequence.may_speculate and client.num_coming):
             return False
         longest = min(len(client.prompt) + sequence.max_tokens - 1, limits.max_model_len)
         has_windows = any(group.window is not None for group in self.groups)

@@ -1,7 +1,14 @@
-"""Three million random events against the scheduler, each step fully accounted for and read back; and proof that it bites."""
+"""Millions of random events against the scheduler, each step fully accounted for and read back; and proof that it bites.
+
+Three million with each step booked before the next is given, two million with up to three steps in flight.
+"""
+
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from engine.late_mutants import LATE_MUTANTS
 from engine.mutants import MUTANTS
 from engine.simulated_world import World, solo_run
 from engine.simulation import Simulation
@@ -10,11 +17,15 @@ from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 
 NUM_BATCHES = 30
+NUM_LATE_BATCHES = 22
 WORLDS_PER_BATCH = 10
 EVENTS_PER_WORLD = 10_000
 BUGGED_SEEDS = (0, 2, 12, 4, 3, 6, 10, 14, 15, 18, 47, 5, 8, 9, 1, 24)
 """Plain worlds and worlds with groups of all kinds, which show all planted bugs; those that show most come first."""
+BUGGED_LATE_SEEDS = (7, 4, 12, 2, 8, 17, 19, 36, 34, 5, 11, 40)
 NEEDED = {"arrive", "finish", "abort", "preempt", "share", "reset", "queue full", "refuse", "step", "failed step"}
+GUESSES = {"proposals", "accepted"}
+LATE = GUESSES | {"late stop", "drain", "quarantined sequences", "quarantined pages", "surplus tokens"}
 
 
 def run_worlds() -> None:
@@ -23,15 +34,24 @@ def run_worlds() -> None:
         Simulation(seed).run(300)
 
 
-def run_all(seeds: range, num_events: int) -> None:
-    """So many events in each world, with everything in them that a world can do."""
-    seen: set[str] = set()
+def run_late_worlds() -> None:
+    """The same with steps in flight."""
+    for seed in BUGGED_LATE_SEEDS:
+        Simulation(seed, World.late(seed)).run(300)
+
+
+def run_all(seeds: range, num_events: int, world: Callable[[int], World] = World.from_seed) -> set[str]:
+    """So many events in each world, with everything in them that a world can do; what else was seen."""
+    counts: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for seed in seeds:
-        simulation = Simulation(seed)
+        simulation = Simulation(seed, world(seed))
         simulation.run(num_events)
         assert simulation.num_events >= num_events
-        seen |= {kind for kind, count in simulation.counts.items() if count}
-    assert seen == NEEDED
+        counts += simulation.counts
+        seen += simulation.seen
+    assert set(counts) == NEEDED
+    return set(seen)
 
 
 def test_a_sample_leaves_no_leak_and_no_wrong_read() -> None:
@@ -43,6 +63,30 @@ def test_a_sample_leaves_no_leak_and_no_wrong_read() -> None:
 def test_three_million_events_leave_no_leak_and_no_wrong_read(batch: int) -> None:
     assert NUM_BATCHES * WORLDS_PER_BATCH * EVENTS_PER_WORLD >= 3_000_000
     run_all(range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH), EVENTS_PER_WORLD)
+
+
+def test_a_sample_with_late_results_leaves_no_leak_and_no_wrong_read() -> None:
+    assert run_all(range(30), 400, World.late) == LATE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(NUM_LATE_BATCHES))
+def test_two_million_events_with_late_results_leave_no_leak_and_no_wrong_read(batch: int) -> None:
+    assert NUM_LATE_BATCHES * WORLDS_PER_BATCH * EVENTS_PER_WORLD >= 2_000_000
+    seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
+    assert run_all(seeds, EVENTS_PER_WORLD, World.late) >= LATE - GUESSES
+
+
+def test_late_worlds_are_of_every_kind() -> None:
+    worlds = [World.late(seed) for seed in range(NUM_LATE_BATCHES * WORLDS_PER_BATCH)]
+    assert {world.run_ahead for world in worlds} == {0, 1, 2}
+    assert all(world.is_late for world in worlds)
+    assert {world.travels for world in worlds} == {True, False}
+    guessing = [world for world in worlds if world.guess_share]
+    assert len(guessing) > 40
+    assert {world.run_ahead for world in guessing} == {0, 1, 2}
+    assert not any(group.is_state for world in guessing for group in world.groups)
+    assert any(group.window for world in guessing for group in world.groups)
 
 
 def test_worlds_have_groups_of_every_kind() -> None:
@@ -78,8 +122,16 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         run_worlds()
 
 
+@pytest.mark.parametrize("name", LATE_MUTANTS)
+def test_a_planted_bug_of_steps_in_flight_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    LATE_MUTANTS[name].plant(monkeypatch)
+    with pytest.raises(AssertionError, match=LATE_MUTANTS[name].says):
+        run_late_worlds()
+
+
 def test_without_a_bug_the_same_runs_pass() -> None:
     run_worlds()
+    run_late_worlds()
 
 
 def test_every_preemption_makes_pages_available_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +148,8 @@ def test_every_preemption_makes_pages_available_at_once(monkeypatch: pytest.Monk
     for seed in range(0, 40, 2):
         Simulation(seed).run(1_000)
     assert len(gains) > 50
+    for seed in range(0, 40, 4):
+        Simulation(seed, World.late(seed)).run(300)
     assert min(gains) >= 1, "no world here has windows of 1 alone"
 
 

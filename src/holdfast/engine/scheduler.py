@@ -273,8 +273,9 @@ class Scheduler:
                 break
             track = self._tracks[sequence.sequence_id]
             start, num_tokens = sequence.num_scheduled, len(sequence.token_ids) + sequence.num_coming
-            num_new_tokens = min(num_tokens, track.longest) - start
-            num_new_tokens = min(num_new_tokens, budget, self._most_ahead(sequence))
+            num_new_tokens = min(num_tokens - start, track.longest - start, budget)
+            if self._windows:
+                num_new_tokens = min(num_new_tokens, self._most_ahead(sequence))
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
@@ -352,9 +353,8 @@ class Scheduler:
         self.prefix.reset()
 
     def _most_ahead(self, sequence: Sequence) -> int:
-        """Tokens that may be added to what is in flight of it: a window is sized for a step's."""
-        most = self.limits.max_num_batched_tokens
-        return most - (sequence.num_scheduled - sequence.num_computed) if self._windows else most
+        """Tokens that may be added to what is in flight of it: a window has pages for one step's."""
+        return self.limits.max_num_batched_tokens - (sequence.num_scheduled - sequence.num_computed)
 
     def _launched(self, items: list[ScheduledSequence]) -> LiveStep:
         """From now on these are in flight; the step says what the runner does not know yet."""
@@ -381,19 +381,19 @@ class Scheduler:
     def _book(self, item: ScheduledSequence, chosen: SequenceABC[int]) -> None:
         """What a step did for a sequence that still runs."""
         sequence, proposals = item.sequence, item.proposals
-        num_accepted = max(len(chosen) - 1, 0)
-        num_computed = item.num_tokens + num_accepted
-        if chosen:
-            assert item.samples, f"{named(sequence)} sampled before its last token"
-            accepted = tuple(chosen[:num_accepted])
-            assert accepted == proposals[:num_accepted], f"{named(sequence)} got {len(chosen)} tokens, unproposed"
-        is_next = item.start == sequence.num_computed and item.num_tokens <= len(sequence.token_ids)
-        assert is_next, f"{named(sequence)} goes on at {item.start} without the token that it did not get"
+        num_computed = item.start + item.num_new_tokens
+        assert item.samples or not chosen, f"{named(sequence)} sampled before its last token"
+        if proposals:
+            num_accepted = max(len(chosen) - 1, 0)
+            assert tuple(chosen[:num_accepted]) == proposals[:num_accepted], f"{named(sequence)} accepts other guesses"
+            # Nothing of it was scheduled behind its guesses.
+            num_computed = sequence.num_scheduled = num_computed - len(proposals) + num_accepted
+        else:
+            assert len(chosen) <= 1, f"{named(sequence)} got {len(chosen)} tokens and had no guesses"
+            is_known = num_computed <= len(sequence.token_ids)
+            assert is_known, f"{named(sequence)} goes on at {item.start} without the token that it did not get"
         sequence.token_ids += chosen
         sequence.num_coming -= item.samples
-        if proposals:
-            # Nothing of it was scheduled behind its guesses.
-            sequence.num_scheduled = num_computed
         block_tokens = self.prefix.block_tokens
         if self._caches_prefixes and num_computed // block_tokens > item.start // block_tokens:
             chain = self._tracks[sequence.sequence_id].chain
