@@ -187,7 +187,7 @@ def read_params(reader: Reader) -> SamplingParams:
         if "logit_bias" in told:
             told["logit_bias"] = dict(told["logit_bias"])
         return SamplingParams(**told)
-    except (RequestError, TypeError, ValueError, KeyError) as error:
+    except (RequestError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise MessageError(
             "a message came", f"its sampling parameters are not sound ({error})", "send it again"
         ) from error

@@ -9,6 +9,7 @@ Nothing in here runs code out of data: a reader gives integers, floats, bytes an
 values of those through constructors that check.
 """
 
+import builtins
 import struct
 import sys
 import zlib
@@ -39,10 +40,11 @@ class Writer:
     def float(self, number: float) -> None:
         self._parts.append(_FLOAT.pack(number))
 
-    def ints(self, numbers: Iterable[int]) -> None:
+    def ints(self, numbers: Iterable[builtins.int]) -> None:
         """A list of integers below 2**63 either way."""
+        numbers = numbers if isinstance(numbers, list | tuple) else list(numbers)
         try:
-            packed = array("i", numbers if isinstance(numbers, list | tuple) else list(numbers))
+            packed = array("i", numbers)
         except OverflowError:
             packed = array("q", numbers)
         if sys.byteorder == "big":
@@ -57,7 +59,7 @@ class Writer:
     def text(self, text: str) -> None:
         self.bytes(text.encode())
 
-    def frame(self, kind: int) -> bytes:
+    def frame(self, kind: builtins.int) -> builtins.bytes:
         """Everything so far as a whole message."""
         body = b"".join(self._parts)
         return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
@@ -79,7 +81,7 @@ class Reader:
     def float(self) -> float:
         return _FLOAT.unpack(self._take(_FLOAT.size))[0]
 
-    def ints(self, low: int = -(2**63), high: int = 2**63 - 1) -> tuple[int, ...]:
+    def ints(self, low: builtins.int = -(2**63), high: builtins.int = 2**63 - 1) -> tuple[builtins.int, ...]:
         """A list of integers, each within the bounds."""
         count, is_wide = divmod(self.int(0, 2 * MAX_BODY_BYTES), 2)
         packed = array("q" if is_wide else "i")
@@ -104,7 +106,7 @@ class Reader:
         if self._place != len(self._body):
             refuse(f"{len(self._body) - self._place} bytes follow its end")
 
-    def _take(self, count: int) -> bytes:
+    def _take(self, count: builtins.int) -> builtins.bytes:
         end = self._place + count
         if end > len(self._body):
             refuse("it ends before what it announces")

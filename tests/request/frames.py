@@ -1,0 +1,11 @@
+"""Frames made by hand, for tests of messages."""
+
+import struct
+import zlib
+
+from holdfast.request.wire import MAGIC, VERSION
+
+
+def sealed(body: bytes, *, kind: int = 7, version: int = VERSION, magic: bytes = MAGIC) -> bytes:
+    """A frame whose length and checksum are right, whatever is in it."""
+    return struct.pack("<4sHHII", magic, version, kind, len(body), zlib.crc32(body)) + body
