@@ -6,8 +6,9 @@ that may write them has ended. Nothing in here depends on how a runner goes abou
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
@@ -263,3 +264,65 @@ def replay(runner: Runner, steps: Sequence[Step]) -> list[StepResult]:
         runner.launch(step)
         results.append(runner.collect())
     return results
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 1},
+    {"temperature": 0.8, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "logit_bias": {9: 4.0, 11: -6.0}, "min_tokens": 4, "logprobs": 2},
+    {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": (9, 10, 11, 12)},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(8, 30))},
+    {"temperature": 0.7, "prompt_logprobs": 2, "logprobs": 1},
+    {"temperature": 0.0, "prompt_logprobs": 0, "presence_penalty": 0.4},
+    {"temperature": 0.0, "bad_words": True, "logprobs": 1},
+    {"temperature": 1.0, "bad_words": True, "repetition_penalty": 1.2},
+)
+"""What is chosen at once, what waits for tokens, what is read back in blocks; `bad_words` stands for some."""
+
+
+def make_wishes(seed: int, count: int, vocab_size: int, lengths: Sequence[int] = (1, 2, 5, 11, 23)) -> list[Wish]:
+    """Requests of every kind; some end before their length is reached."""
+    dice, wishes = Random(seed), []
+    for number in range(count):
+        params = dict(dice.choice(KINDS))
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.pop("bad_words", False):
+            pairs = [(dice.randrange(8, vocab_size), dice.randrange(8, vocab_size)) for _ in range(200)]
+            bad_words = ((8,), *pairs)
+        wishes.append(
+            Wish(
+                [dice.randrange(8, vocab_size) for _ in range(dice.choice(lengths))],
+                SamplingParams(**params),
+                dice.choice([1, 2, 7, 15]),
+                seed=dice.choice([0, number, 2**63 + number]),
+                bad_words=bad_words,
+                stops=dice.choice([frozenset(), frozenset(dice.sample(range(8, vocab_size), vocab_size // 5))]),
+            )
+        )
+    return wishes
+
+
+def with_guesses(wishes: Sequence[Wish], outputs: Sequence[list[int]], vocab_size: int, seed: int) -> list[Wish]:
+    """The same requests, most of which propose what follows: rightly, wrongly, or rightly to begin with."""
+    dice, guessing = Random(seed), []
+    for wish, output in zip(wishes, outputs, strict=True):
+        depends = wish.params.has_penalties or bool(wish.bad_words)
+        errs = dice.choice([0.0, 0.3, 1.0])
+        may_guess = not depends and dice.random() < 0.7
+        guess = _guess(wish.prompt + output, errs, vocab_size, dice.randrange(2**30)) if may_guess else None
+        guessing.append(replace(wish, guess=guess))
+    return guessing
+
+
+def _guess(known: list[int], errs: float, vocab_size: int, seed: int) -> Callable[[list[int]], Sequence[int]]:
+    def guess(tokens: list[int]) -> list[int]:
+        dice = Random(seed + len(tokens))
+        future = [*known[len(tokens) : len(tokens) + NUM_PROPOSALS], *(8,) * NUM_PROPOSALS]
+        count = dice.randint(0, NUM_PROPOSALS)
+        return [dice.randrange(8, vocab_size) if dice.random() < errs else token for token in future[:count]]
+
+    return guess

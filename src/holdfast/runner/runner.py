@@ -203,9 +203,7 @@ class Runner:
         with self._on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
-            self.sampler.resolve(batch.token_ids_T)
-            logits_RV = self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
-            self.sampler.find_argmax(logits_RV[:1], self._keep_slots(1))
+            self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -233,10 +231,13 @@ class Runner:
         """Both ways that so many rows can go: a small batch takes the fused decode path where all of its logits are wanted."""
         batch = self.buffers.fill(LiveStep(()), [], num_rows)
         plan = self.backend.plan(batch, captured=True)
+        self.sampler.resolve(batch.token_ids_T)
         hidden_TH = self.model.hidden(batch, plan)
         if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
             self.model.logits(hidden_TH)
-            self.sampler.warm(self.model.step_logits(batch, plan))
+            logits_RV = self.model.step_logits(batch, plan)
+            self.sampler.find_argmax(logits_RV, self._keep_slots(num_rows))
+            self.sampler.warm(logits_RV)
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""

@@ -175,6 +175,8 @@ class Slots:
         whose, sequence = f"the sequence of slot {item.slot}", seat.sequence
         if item.num_new_tokens != 1 + len(item.proposals):
             _refuse(step, f"{whose} has {len(item.proposals)} proposals among {item.num_new_tokens} tokens")
+        if not item.samples:
+            _refuse(step, f"{whose} has proposals, and chooses none")
         if seat.num_tokens != sequence.num_tokens:
             _refuse(step, f"{whose} has proposals for what follows a token that is not known yet")
         if sequence.params.has_penalties or sequence.bad_word_ids:

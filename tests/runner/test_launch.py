@@ -1,0 +1,362 @@
+"""Launch and collect: whatever is in flight, tokens and log-probabilities are those of one step at a time, to the bit."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import Limits
+from holdfast.errors import MessageError
+from holdfast.kernels.triton_compat import triton
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import LiveStep
+from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.runner.graphs import StepGraphs
+from holdfast.runner.sampling.device_sampler import DeviceChoosing
+from holdfast.runner.sampling.logit_edits import EditStaging
+from kernels.exactness import require_native
+from loading.tiny_models import VOCAB, save_tiny
+from runner.drive import LoadedModel, Rig, load_model
+from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
+from runner.stepping import Person, Ran, Stepper, Wish, drive, make_wishes, replay, with_guesses
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=60, page_tokens=4, max_sampled_rows=10)
+NUM_PAGES = 60
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory) -> Callable[[str], LoadedModel]:
+    loaded: dict[str, LoadedModel] = {}
+
+    def load_family(family: str) -> LoadedModel:
+        if family not in loaded:
+            folder: Path = tmp_path_factory.mktemp(family)
+            save_tiny(family, folder)
+            loaded[family] = load_model(folder)
+        return loaded[family]
+
+    return load_family
+
+
+def make_rig(model: LoadedModel, *, like_gpu: bool, backend: str = "native_paged") -> Rig:
+    """`like_gpu`: steps begin when they are launched, and tokens that are coming stay where they are chosen."""
+    if backend == "native_paged":
+        require_native()
+    return Rig(model, backend, LIMITS, NUM_PAGES, keeps_tokens=like_gpu)
+
+
+def run(rig: Rig, wishes: list[Wish], seed: int, run_ahead: int, cancels: Callable[[], bool] = lambda: False) -> Ran:
+    """All requests; whatever nobody has a right to read is NaN before every launch."""
+    stepper = Stepper(LIMITS, rig.groups, NUM_PAGES, wishes, seed)
+
+    def poison() -> None:
+        rig.poison()
+        rig.poison_pages(stepper.free_pages)
+
+    return drive(rig.runner, stepper, run_ahead, poison, cancels)
+
+
+def outcome(person: Person) -> tuple[object, ...]:
+    return person.output, person.logprobs, person.prompt_logprobs, person.has_failed
+
+
+def assert_same(ran: Ran, expected: Ran) -> None:
+    for own, other in zip(ran.people, expected.people, strict=True):
+        assert outcome(own) == outcome(other), f"{own.wish} differs"
+
+
+@pytest.fixture
+def late(monkeypatch) -> Counter:
+    """How many rows had to wait for a token."""
+    counted: Counter = Counter()
+    choose_late = DeviceChoosing.choose_late
+
+    def count_and_choose(choosing: DeviceChoosing) -> None:
+        if choosing.waits:
+            counted["steps"] += 1
+            counted["rows"] += len(choosing.table.late)
+            counted["others"] += len(choosing.step.choices) - len(choosing.table.late)
+        choose_late(choosing)
+
+    monkeypatch.setattr(DeviceChoosing, "choose_late", count_and_choose)
+    return counted
+
+
+SEEDS = [
+    pytest.param("llama", range(5), id="llama"),
+    pytest.param("qwen2_window", range(5, 8), id="windows"),
+    pytest.param("llama", range(100, 180), id="llama, many", marks=pytest.mark.slow),
+    pytest.param("qwen2_window", range(200, 240), id="windows, many", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "seeds"), SEEDS)
+def test_any_schedule_in_any_order_gives_the_same_to_the_bit(load, late, family, seeds):
+    """One step at a time without proposals says what is right; then with proposals, waited for and not, on both kinds of
+    runner; and every step that was ever made, from its bytes, on a fresh runner."""
+    model, counted = load(family), Counter()
+    for seed in seeds:
+        wishes = make_wishes(seed, 12, VOCAB)
+        expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
+        guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
+        for like_gpu in (False, True):
+            for run_ahead in (0, 1):
+                ran = run(make_rig(model, like_gpu=like_gpu), guessing, seed, run_ahead)
+                assert_same(ran, expected)
+                decoded = [decode_step(encode_step(step)) for step in ran.steps]
+                assert replay(make_rig(model, like_gpu=not like_gpu).runner, decoded) == ran.results
+                counted["accepted"] += sum(person.num_accepted for person in ran.people)
+                counted["proposed"] += sum(len(item.proposals) for step in ran.steps for item in step.items)
+                counted["surplus"] += run_ahead * sum(person.num_surplus for person in ran.people)
+                counted["without a choice"] += sum(not any(item.samples for item in step.items) for step in ran.steps)
+    assert 20 < counted["accepted"] < counted["proposed"] - 20, counted
+    assert counted["surplus"] > 4, counted
+    assert counted["without a choice"] > 10, counted
+    assert late["rows"] > 20, late
+    assert late["others"] > 20, "rows that do not wait beside some that do"
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_a_plain_run_ahead_is_one_step_at_a_time(load, like_gpu):
+    model = load("llama")
+    for seed in range(20, 26):
+        wishes = make_wishes(seed, 15, VOCAB)
+        expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
+        assert_same(run(make_rig(model, like_gpu=like_gpu), wishes, seed + 1, run_ahead=1), expected)
+
+
+def test_steps_that_are_dropped_leave_nothing_behind(load):
+    model, num_cancelled = load("llama"), 0
+    for seed in range(6):
+        dice, wishes = Random(seed), make_wishes(seed, 12, VOCAB)
+        expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
+        guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
+        ran = run(make_rig(model, like_gpu=False), guessing, seed, 1, cancels=lambda dice=dice: dice.random() < 0.3)
+        assert_same(ran, expected)
+        num_cancelled += len(ran.steps) - len(ran.results)
+    assert num_cancelled > 50
+
+
+@pytest.mark.parametrize("place", ["step_logits", "book", "read"])
+def test_a_wait_that_is_interrupted_can_go_on(load, monkeypatch, place):
+    """On a CPU, where the step itself is what is waited for."""
+    model = load("llama")
+    wishes = make_wishes(5, 10, VOCAB)
+    expected = run(make_rig(model, like_gpu=False), wishes, 5, run_ahead=0)
+    rig, dice = make_rig(model, like_gpu=False), Random(0)
+    runner: Any = rig.runner
+    owner = {"step_logits": rig.decoder, "book": runner._slots, "read": runner}[place]
+    interrupt_at_times(monkeypatch, owner, "_result" if place == "read" else place, dice)
+    collect, num_interrupts = runner.collect, 0
+
+    def collect_at_last():
+        nonlocal num_interrupts
+        while True:
+            try:
+                return collect()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+
+    runner.collect = collect_at_last
+    assert_same(run(rig, wishes, 5, run_ahead=1), expected)
+    assert num_interrupts > 3
+
+
+def interrupt_at_times(monkeypatch, owner: Any, name: str, dice: Random) -> None:
+    """Ctrl-C before or behind a call, now and then."""
+    call = getattr(owner, name)
+
+    def interrupted(*arguments, **options):
+        when = dice.choice(["before", "behind", None, None])
+        if when == "before":
+            raise KeyboardInterrupt
+        result = call(*arguments, **options)
+        if when == "behind":
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("name", ["choose_late", "read"])
+def test_nor_does_an_interrupt_hurt_choices_that_are_late(load, monkeypatch, name):
+    model = load("llama")
+    wishes = [
+        Wish([20 + number, 9], SamplingParams(temperature=0.9, repetition_penalty=1.5, logprobs=1), 12, seed=number)
+        for number in range(6)
+    ]
+    expected = run(make_rig(model, like_gpu=False), wishes, 5, run_ahead=0)
+    rig, dice, num_interrupts = make_rig(model, like_gpu=True), Random(1), 0
+    runner: Any = rig.runner
+    if name == "choose_late":
+        apply, armed = EditStaging.apply, [False]
+
+        def interrupted(staging, block):
+            if armed[0] and dice.random() < 0.4:
+                raise KeyboardInterrupt
+            apply(staging, block)
+
+        monkeypatch.setattr(EditStaging, "apply", interrupted)
+    else:
+        armed = [False]
+        read = DeviceChoosing.read
+
+        def read_or_not(choosing):
+            if dice.random() < 0.4:
+                raise KeyboardInterrupt
+            return read(choosing)
+
+        monkeypatch.setattr(DeviceChoosing, "read", read_or_not)
+    collect = runner.collect
+
+    def collect_at_last():
+        nonlocal num_interrupts
+        armed[0] = True
+        try:
+            while True:
+                try:
+                    return collect()
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+        finally:
+            armed[0] = False
+
+    runner.collect = collect_at_last
+    assert_same(run(rig, wishes, 5, run_ahead=1), expected)
+    assert num_interrupts > 5
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_a_sequence_that_is_not_finite_fails_alone_and_its_surplus_is_dropped(load, like_gpu):
+    """Its next step is in flight when that is learned, with some token in place of the one that could not be chosen."""
+    model = load("llama")
+    embedding = model.weights["embed.weight"].clone()
+    embedding[7] = float("nan")
+    hurt = LoadedModel(model.spec, {**model.weights, "embed.weight": embedding})
+    wishes = make_wishes(3, 12, VOCAB)
+    poisoned = [2, 5, 6]
+    for number in poisoned:
+        wishes[number].prompt.insert(len(wishes[number].prompt) // 2, 7)
+        wishes[number].max_tokens = 9
+    expected = run(make_rig(hurt, like_gpu=False), wishes, 3, run_ahead=0)
+    assert [person.number for person in expected.people if person.has_failed] == poisoned
+    ran = run(make_rig(hurt, like_gpu=like_gpu), wishes, 3, run_ahead=1)
+    for own, other in zip(ran.people, expected.people, strict=True):
+        assert (own.output, own.logprobs, own.has_failed) == (other.output, other.logprobs, other.has_failed)
+    assert sum(ran.people[number].num_surplus for number in poisoned) > 0
+
+
+def prompt_step(number: int, slot: int, num_tokens: int, **changes: Any) -> Step:
+    """A sequence that comes with its whole prompt."""
+    own = Admitted(slot, number, tuple(range(9, 9 + num_tokens)), num_tokens, GREEDY, seed=0)
+    pages = (tuple(range(10 * slot, 10 * slot + -(-num_tokens // 4))),)
+    return Step(number, (), (own,), (StepItem(slot, 0, num_tokens, True, pages),), **changes)
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_a_step_that_is_refused_changes_nothing_for_those_in_flight(load, like_gpu):
+    rigs = [make_rig(load("llama"), like_gpu=like_gpu) for _ in range(2)]
+    sound = [prompt_step(1, 0, 5), Step(2, items=(StepItem(0, 5, 1, True, ((3,),)),))]
+    expected = replay(rigs[0].runner, sound)
+    runner = rigs[1].runner
+    runner.launch(sound[0])
+    for bad in (sound[0], Step(3), Step(2, items=(StepItem(1, 0, 1, True),)), Step(2, released=(2,))):
+        with pytest.raises(MessageError):
+            runner.launch(bad)
+    runner.launch(sound[1])
+    assert [runner.collect(), runner.collect()] == expected
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_steps_that_choose_nothing_and_steps_of_nothing_but_releases(load, like_gpu):
+    runner = make_rig(load("llama"), like_gpu=like_gpu).runner
+    own = Admitted(2, 5, tuple(range(9, 29)), 20, GREEDY, seed=0)
+    pages = (tuple(range(5)),)
+    runner.launch(Step(1, admitted=(own,), items=(StepItem(2, 0, 7, False, pages),)))
+    runner.launch(Step(2, items=(StepItem(2, 7, 9, False),)))
+    assert runner.collect().results[0].token_ids == ()
+    runner.launch(Step(3, items=(StepItem(2, 16, 4, True),)))
+    assert runner.collect().results[0].token_ids == ()
+    runner.launch(Step(4, released=(2,)))
+    chosen = runner.collect().results[0].token_ids
+    assert len(chosen) == 1
+    assert runner.collect().results == ()
+    whole = replay(make_rig(load("llama"), like_gpu=False).runner, [prompt_step(1, 2, 20)])
+    assert whole[0].results[0].token_ids == chosen
+
+
+def test_what_a_runner_says_of_itself(load):
+    on_cpu, like_gpu = (make_rig(load("llama"), like_gpu=kind).runner for kind in (False, True))
+    assert not on_cpu.can_run_ahead
+    assert like_gpu.can_run_ahead
+    for runner in (on_cpu, like_gpu):
+        assert runner.cancel(), "there is nothing to drop"
+        with pytest.raises(AssertionError, match="no step is in flight"):
+            runner.collect()
+        runner.launch(prompt_step(1, 0, 5))
+        for call in (runner.execute, runner.hidden_rows):
+            with pytest.raises(AssertionError, match="1 steps are in flight"):
+                call(LiveStep(()))
+    assert on_cpu.cancel()
+    assert not like_gpu.cancel(), "what was begun cannot be dropped"
+    like_gpu.launch(prompt_step(2, 1, 5))
+    with pytest.raises(AssertionError, match="2 steps are in flight"):
+        like_gpu.launch(prompt_step(3, 2, 5))
+    assert len(like_gpu.collect().results) == 1, "and both of them are still there"
+    assert len(like_gpu.collect().results) == 1
+
+
+def test_closing_waits_for_what_is_in_flight(load):
+    rig = make_rig(load("llama"), like_gpu=True)
+    stream = pretend_to_have_a_stream(rig)
+    rig.runner.launch(prompt_step(1, 0, 5))
+    rig.runner.close()
+    assert stream.num_waits == 1
+    rig.runner.close()
+    assert stream.num_waits == 1
+
+
+class WatchedGraphs(StepGraphs):
+    """The graphs, and which of them ran."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.replayed: Counter = Counter()
+
+    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
+        self.replayed[size, is_decode] += 1
+        return super().replay(size, is_decode)
+
+
+def test_steps_from_graphs_run_ahead_too(load, monkeypatch):
+    """Tokens that are coming are looked up inside the graphs, and steps with proposals take the mixed ones."""
+    if triton is None:
+        pytest.skip("Triton is not installed")
+    model, seed = load("llama"), 1
+    wishes = [replace(wish, max_tokens=6, stops=frozenset()) for wish in make_wishes(seed, 6, VOCAB, lengths=(1, 2, 9))]
+    expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
+    guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
+    use_fake_graphs(monkeypatch)
+    rig = make_rig(model, like_gpu=True, backend="triton_paged")
+    pretend_to_have_a_stream(rig)
+    graphs = WatchedGraphs((1, 2, 4), (8, 16), LIMITS.sampled_rows)
+    rig.runner.warm((1,), graphs, lambda done, total: None)
+    rig.poison_pages(range(NUM_PAGES))
+    ran = run(rig, guessing, seed, run_ahead=1)
+    for own, other in zip(ran.people, expected.people, strict=True):
+        assert own.output == other.output, "another backend, whose logits are near"
+    assert any(item.proposals for step in ran.steps for item in step.items)
+    only_proposals = [
+        step
+        for step in ran.steps
+        if step.items and all(item.samples and item.num_new_tokens == 1 + len(item.proposals) for item in step.items)
+    ]
+    assert any(item.proposals for step in only_proposals for item in step.items), "every row is chosen from"
+    assert graphs.replayed[1, True] + graphs.replayed[2, True] + graphs.replayed[4, True] > 2
+    assert graphs.replayed[8, False] + graphs.replayed[16, False] > 2
