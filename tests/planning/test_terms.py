@@ -263,6 +263,20 @@ def test_neighbours_are_asked_for_their_own_terms() -> None:
     assert set(sampling_terms(64, 151936, "cpu")) <= set(needs("Qwen3-8B", HOST).terms)
 
 
+def test_rows_that_are_chosen_from_may_be_more_than_sequences() -> None:
+    """Logits and what chooses from them have room for all of them; inputs and tables are as they were."""
+    layout, resolved = settle(plan_request("Qwen3-8B", H200, max_num_seqs=200, max_num_batched_tokens=2000))
+    more = replace(resolved, limits=replace(resolved.limits, max_sampled_rows=1000))
+    found, plain = (by_owner(list_needs(layout, one)) for one in (more, resolved))
+    assert found["sampling/chosen"].num_bytes == 8192 > plain["sampling/chosen"].num_bytes
+    assert set(sampling_terms(1000, 151936, "cuda")) <= set(found.values())
+    logits = next(request for request in list_needs(layout, more).requests if request.owner == "head")
+    assert any(spec.shape == (1000, 151936) for spec in logits.specs)
+    same = [owner for owner in found if owner.startswith(("inputs/", "attention/", "cuda graphs"))]
+    assert len(same) > 6
+    assert all(found[owner] == plain[owner] for owner in same)
+
+
 def test_eager_needs_no_graphs() -> None:
     assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
 

@@ -171,7 +171,7 @@ class Stepper:
             return None
         count = end - start
         if count > 1:
-            count = min(count, budget, self._dice.choice([1, 2, 5, 64]))
+            count = min(count, budget, self._dice.choice([1, 2, 5, 64, 200]))
         samples = start + count == end
         proposals: tuple[int, ...] = ()
         if guess is not None and samples and count == 1:

@@ -43,7 +43,7 @@ def state(slots: Slots) -> object:
         slot: (
             [copy.deepcopy(getattr(seat.sequence, field.name)) for field in fields(seat.sequence)],
             id(seat.sequence),
-            (seat.num_tokens, seat.next_start, seat.num_computed, seat.is_open),
+            (seat.num_tokens, seat.next_start, seat.num_computed, seat.is_open, seat.room),
         )
         for slot, seat in slots._seats.items()
     }

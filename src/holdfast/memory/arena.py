@@ -74,8 +74,8 @@ class MirroredTensor:
     """Two pieces of memory of one shape, or one where the device is the host itself. Nothing is allocated after construction.
 
     A copy reads the double some time after `send` has returned, and there is one double: call `wait` before it is
-    written again. Who has read the results of a step never waits here for what was sent before it, since copies and
-    kernels run on one stream, the current one. Only a step without results lets the host run that far ahead.
+    written again. Copies and kernels run on one stream, the current one: what was sent for a step is read once the step
+    before it has ended. So who prepares a step when the one before the last was collected never waits for the last one.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:

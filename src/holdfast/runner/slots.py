@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.cache.groups import HOLE, CacheGroup
-from holdfast.config import Limits
+from holdfast.config import MAX_COUNT, Limits
 from holdfast.errors import MessageError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, StepResult
 from holdfast.request.step import Admitted, Step, StepItem
@@ -36,6 +36,8 @@ class _Seat:
     """Of steps that are booked; None before the first."""
     is_open: bool = False
     """A step with proposals is in flight."""
+    room: int = 0
+    """Positions that the tables of all groups have places for."""
 
 
 class Slots:
@@ -67,11 +69,11 @@ class Slots:
         """A step has ended: its tokens are known from here on. Again is the same."""
         for item, own in zip(live.scheduled, result.results, strict=True):
             sequence = item.sequence
+            num_computed = item.start + item.num_new_tokens
             if item.samples:
                 # Where nothing could be chosen the sequence fails, and what it still has in flight must have some token.
-                sequence.token_ids[item.num_tokens :] = [max(token_id, 0) for token_id in own.token_ids]
-            num_refused = len(item.proposals) - max(len(own.token_ids) - 1, 0)
-            num_computed = item.start + item.num_new_tokens - num_refused
+                sequence.token_ids[num_computed - len(item.proposals) :] = [max(token, 0) for token in own.token_ids]
+                num_computed -= 1 + len(item.proposals) - len(own.token_ids)
             seat = self._seats.get(sequence.slot)
             if seat is None or seat.sequence is not sequence:
                 continue
@@ -105,17 +107,17 @@ class Slots:
         return seats
 
     def _check_admitted(self, step: Step, admitted: Admitted) -> None:
-        whose, num_tokens = f"the sequence of slot {admitted.slot}", len(admitted.token_ids)
-        if not 1 <= num_tokens <= self._limits.max_model_len:
-            _refuse(step, f"{whose} has {num_tokens} tokens, and 1 to {self._limits.max_model_len} are possible")
+        num_tokens, most = len(admitted.token_ids), self._limits.max_model_len
+        if not 1 <= num_tokens <= most:
+            _refuse_item(step, admitted, f"has {num_tokens} tokens, and 1 to {most} are possible")
         if not 1 <= admitted.num_prompt_tokens <= num_tokens:
-            _refuse(step, f"{whose} has a prompt of {admitted.num_prompt_tokens} among {num_tokens} tokens")
-        self._check_tokens(step, whose, admitted.token_ids)
+            _refuse_item(step, admitted, f"has a prompt of {admitted.num_prompt_tokens} among {num_tokens} tokens")
+        self._check_tokens(step, admitted, admitted.token_ids)
 
-    def _check_tokens(self, step: Step, whose: str, token_ids: SequenceABC[int]) -> None:
+    def _check_tokens(self, step: Step, whose: Admitted | StepItem, token_ids: SequenceABC[int]) -> None:
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._vocab_size:
-            _refuse(step, f"{whose} has token {low if low < 0 else high}, and there are {self._vocab_size}")
+            _refuse_item(step, whose, f"has token {low if low < 0 else high}, and there are {self._vocab_size}")
 
     def _seat(self, admitted: Admitted) -> _Seat:
         sequence = Sequence(
@@ -142,7 +144,8 @@ class Slots:
                 _refuse(step, f"it runs slot {item.slot} twice")
             seen.add(item.slot)
             self._check_positions(step, item, seat)
-            if item.pages or self._lacks_pages(item, seat):
+            # What the tables hold was looked at when it came.
+            if item.pages or item.start + item.num_new_tokens > seat.room or seat.next_start is None:
                 self._check_pages(step, item, seat)
             num_tokens += item.num_new_tokens
             num_sampled += item.samples + len(item.proposals)
@@ -152,72 +155,70 @@ class Slots:
             _refuse(step, f"it chooses from {num_sampled} rows, and at most {limits.sampled_rows} fit")
 
     def _check_positions(self, step: Step, item: StepItem, seat: _Seat) -> None:
-        whose = f"the sequence of slot {item.slot}"
         start, end = item.start, item.start + item.num_new_tokens
         if item.num_new_tokens < 1 or start < 0:
-            _refuse(step, f"{whose} runs {item.num_new_tokens} tokens from position {start}")
+            _refuse_item(step, item, f"runs {item.num_new_tokens} tokens from position {start}")
         if seat.is_open:
-            _refuse(step, f"{whose} has proposals in flight, and where it goes on is not known")
+            _refuse_item(step, item, "has proposals in flight, and where it goes on is not known")
         if seat.next_start is not None and start != seat.next_start:
-            _refuse(step, f"{whose} goes on at position {seat.next_start}, and not at {start}")
+            _refuse_item(step, item, f"goes on at position {seat.next_start}, and not at {start}")
         if end > self._limits.max_model_len:
-            _refuse(step, f"{whose} runs to position {end}, and at most {self._limits.max_model_len} are possible")
+            _refuse_item(step, item, f"runs to position {end}, and at most {self._limits.max_model_len} are possible")
         if item.proposals:
             self._check_proposals(step, item, seat)
         elif end > seat.num_tokens:
-            _refuse(step, f"{whose} runs to position {end}, and has {seat.num_tokens} tokens")
+            _refuse_item(step, item, f"runs to position {end}, and has {seat.num_tokens} tokens")
         reaches_end = end - len(item.proposals) == seat.num_tokens
         if item.samples != reaches_end:
             reach = "reaches" if reaches_end else "does not reach"
-            _refuse(step, f"{whose} {reach} its last token, and chooses {'one' if item.samples else 'none'}")
+            _refuse_item(step, item, f"{reach} its last token, and chooses {'one' if item.samples else 'none'}")
 
     def _check_proposals(self, step: Step, item: StepItem, seat: _Seat) -> None:
-        whose, sequence = f"the sequence of slot {item.slot}", seat.sequence
+        sequence = seat.sequence
         if item.num_new_tokens != 1 + len(item.proposals):
-            _refuse(step, f"{whose} has {len(item.proposals)} proposals among {item.num_new_tokens} tokens")
+            _refuse_item(step, item, f"has {len(item.proposals)} proposals among {item.num_new_tokens} tokens")
         if not item.samples:
-            _refuse(step, f"{whose} has proposals, and chooses none")
+            _refuse_item(step, item, "has proposals, and chooses none")
         if seat.num_tokens != sequence.num_tokens:
-            _refuse(step, f"{whose} has proposals for what follows a token that is not known yet")
+            _refuse_item(step, item, "has proposals for what follows a token that is not known yet")
         if sequence.params.has_penalties or sequence.bad_word_ids:
-            _refuse(step, f"{whose} has proposals, and its choices depend on one another")
-        self._check_tokens(step, whose, item.proposals)
-
-    def _lacks_pages(self, item: StepItem, seat: _Seat) -> bool:
-        """Whether the tables end before the item does. What they hold was looked at when it came."""
-        end = item.start + item.num_new_tokens
-        tables = zip(self._groups, seat.sequence.tables, strict=True)
-        return seat.next_start is None or any(len(table) < group.pages_for(end) for group, table in tables)
+            _refuse_item(step, item, "has proposals, and its choices depend on one another")
+        self._check_tokens(step, item, item.proposals)
 
     def _check_pages(self, step: Step, item: StepItem, seat: _Seat) -> None:
-        whose, end = f"the sequence of slot {item.slot}", item.start + item.num_new_tokens
-        if item.pages and len(item.pages) != len(self._groups):
-            _refuse(step, f"{whose} has pages for {len(item.pages)} cache groups, and there are {len(self._groups)}")
+        end, num_groups = item.start + item.num_new_tokens, len(self._groups)
+        if item.pages and len(item.pages) != num_groups:
+            _refuse_item(step, item, f"has pages for {len(item.pages)} cache groups, and there are {num_groups}")
         for index, group in enumerate(self._groups):
             held, new = seat.sequence.tables[index], item.pages[index] if item.pages else ()
             outside = next((page for page in new if page != HOLE and not 0 <= page < self._num_pages), None)
             if outside is not None:
-                _refuse(step, f"{whose} gets page {outside}, and there are {self._num_pages}")
-            num_places, most = len(held) + len(new), group.pages_for(self._limits.max_model_len)
-            if num_places > most:
-                _refuse(step, f"{whose} has {num_places} pages of cache group {index}, and at most {most} are possible")
-            if num_places < group.pages_for(end):
-                _refuse(
-                    step,
-                    f"{whose} has {num_places} pages of cache group {index}, and needs {group.pages_for(end)} to position {end}",
-                )
+                _refuse_item(step, item, f"gets page {outside}, and there are {self._num_pages}")
+            has = f"has {len(held) + len(new)} pages of cache group {index}"
+            most, least = group.pages_for(self._limits.max_model_len), group.pages_for(end)
+            if len(held) + len(new) > most:
+                _refuse_item(step, item, f"{has}, and at most {most} are possible")
+            if len(held) + len(new) < least:
+                _refuse_item(step, item, f"{has}, and needs {least} to position {end}")
             if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(item.start)):
-                _refuse(step, f"{whose} has no page where cache group {index} is read")
+                _refuse_item(step, item, f"has no page where cache group {index} is read")
 
     def _apply(self, item: StepItem) -> ScheduledSequence:
         seat = self._seats[item.slot]
         sequence = seat.sequence
-        for table, pages in zip(sequence.tables, item.pages, strict=False):
-            table += pages
+        if item.pages:
+            for table, pages in zip(sequence.tables, item.pages, strict=True):
+                table += pages
+            seat.room = min(map(_room, self._groups, sequence.tables))
         seat.next_start = item.start + item.num_new_tokens
         seat.num_tokens += item.samples
         seat.is_open = bool(item.proposals)
         return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals)
+
+
+def _room(group: CacheGroup, table: list[int]) -> int:
+    """Positions that a table has places for; a state is whole or not there."""
+    return len(table) * (MAX_COUNT if group.is_state else group.page_tokens)
 
 
 def _has_hole_behind(held: Iterable[int], new: SequenceABC[int]) -> bool:
@@ -236,3 +237,7 @@ def _is_hole(held: SequenceABC[int], new: SequenceABC[int], place: int) -> bool:
 
 def _refuse(step: Step, has: str) -> NoReturn:
     raise MessageError(f"step {step.number} came", has, "send one that follows from those before it")
+
+
+def _refuse_item(step: Step, whose: Admitted | StepItem, has: str) -> NoReturn:
+    _refuse(step, f"the sequence of slot {whose.slot} {has}")

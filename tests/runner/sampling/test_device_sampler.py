@@ -1,6 +1,7 @@
 """The sampler of devices: on the host, where its kernels are their references, it is the host's sampler to the bit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,6 +140,69 @@ def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
             choose(on_device, logits, sequences)
     logits, sequences = logits.flip(0), sequences[::-1]
     assert choose(on_device, logits, sequences) == choose(on_host, logits, sequences)
+
+
+def test_two_steps_under_way_have_their_own_results():
+    """Read in order, each after the next was launched; whose tokens are not there yet is chosen when they are."""
+    on_device, on_host = samplers(100, len(SETTINGS))
+    steps = [make_rows(100, len(SETTINGS) - number)[0] for number in range(4)]
+    _, sequences = make_rows(100, len(SETTINGS))
+    num_late = 0
+    choosing = on_device.launch(steps[0], [Choice.of(own) for own in sequences], EOS)
+    for number, logits in enumerate([*steps[1:], None]):
+        count = len(steps[number])
+        expected = choose(on_host, steps[number], grown_by(sequences, number)[:count])
+        later = None
+        if logits is not None:
+            choices = [Choice(own, own.num_tokens + 1) for own in sequences[: len(logits)]]
+            later = on_device.launch(logits, choices, EOS)
+            assert later.waits
+            with pytest.raises(AssertionError, match="were not chosen"):
+                later.read()
+            num_late += sum(choice.is_late for choice in choices)
+        for _ in range(2):
+            assert choosing.read() == expected, "what was read stays until the step after the next"
+        for own in sequences:
+            own.token_ids.append(number + own.sequence_id)
+        if later is not None:
+            later.choose_late()
+            later.choose_late()
+            choosing = later
+    assert num_late > 6
+
+
+def grown_by(sequences: list[Sequence], count: int) -> list[Sequence]:
+    """As they are, on lists of their own, so that nobody else counts in them."""
+    assert all(own.num_tokens == 30 + count for own in sequences), "each step adds a token"
+    return [replace(own, token_ids=list(own.token_ids)) for own in sequences]
+
+
+def test_what_is_chosen_is_kept_by_slot():
+    """The argmax at first, then what was chosen in its place; nothing for rows without a slot or without a token."""
+    on_device, _ = samplers(100, 9)
+    logits, _ = make_rows(100, 4)
+    logits[3, 5] = torch.nan
+    greedy, random_choice = SamplingParams(temperature=0.0), SamplingParams(temperature=5.0)
+    sequences = [Sequence(row, [1, 2], 2, params, row, 9) for row, params in enumerate((greedy, random_choice) * 2)]
+    slots = torch.tensor([5, 2, -1, 0])
+    on_device.find_argmax(logits, slots)
+    expected = logits.argmax(1).tolist()
+    assert resolved(on_device, [5, 2, 0, 1]) == [expected[0], expected[1], 0, 0]
+    chosen = on_device.launch(logits, list(map(Choice.of, sequences)), EOS, on_device.argmax_S, slots).read()
+    assert chosen[3].token_id == NO_TOKEN
+    assert chosen[1].token_id != expected[1], "hot enough to choose another"
+    assert resolved(on_device, [5, 2, 0, 1]) == [chosen[0].token_id, chosen[1].token_id, 0, 0]
+
+
+def resolved(sampler: DeviceSampler, slots: list[int]) -> list[int]:
+    ids = torch.tensor([-1 - slot for slot in slots])
+    sampler.resolve(ids)
+    return ids.tolist()
+
+
+def test_a_step_without_choices_is_waited_for_too():
+    on_device, on_host = samplers(100, 4)
+    assert on_device.launch(None, [], EOS).read() == on_host.launch(None, [], EOS).read() == []
 
 
 def test_the_ledger_holds_what_the_terms_say():
