@@ -191,6 +191,23 @@ def _listed_values(result: Mapping[str, Any]) -> str:
     return result.get("error") or ", ".join(f"{name} {value:,}" for name, value in result["values"].items())
 
 
+def _proposing(result: Result) -> object:
+    """The rate of the method beside `plain`, which is named by itself."""
+    return next((value for name, value in result["values"].items() if name != "plain"), None)
+
+
+def _accepted(result: Result) -> object:
+    return f"{result['accepted']:,} of {result['proposed']:,}" if "proposed" in result else None
+
+
+def _same_tokens(result: Result) -> object:
+    """Yes, or the first differences with the gaps of their logits."""
+    if result.get("identical", True):
+        return "yes" if "identical" in result else None
+    found = (f"{one['token']} (gap {one['gap of logits']:.3g})" for one in result["first_differences"])
+    return f"until token {', '.join(found)}"
+
+
 SECTIONS: Mapping[str, Columns] = {
     "gpu-groups": {
         "": _value("measure"),
@@ -198,6 +215,14 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "% of the roof": _value("percent_of_roof"),
         "its graph alone": _value("graph_alone"),
+    },
+    "ngram": {
+        "tokens/s": _value("measure"),
+        "without proposals": _value("values", "plain"),
+        "with": _proposing,
+        "speed-up": _value("speedup"),
+        "accepted of proposed": _accepted,
+        "same tokens": _same_tokens,
     },
     "window-pages": {
         "": _value("measure"),
