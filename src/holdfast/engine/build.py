@@ -9,6 +9,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
+from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_chat_template, open_tokenizer
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
@@ -84,6 +85,7 @@ def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool) -> EngineCo
         runner,
         scheduler,
         run_ahead=run_ahead,
+        proposer=NgramProposer(plan.resolved.num_proposals) if plan.resolved.num_proposals else None,
         max_queue=config.max_queue,
         memory=_report(built),
         release=built.release,

@@ -12,6 +12,10 @@
 string or an abort whenever the front says so. What steps in flight still bring to it is dropped and counted nowhere.
 An end by length is known before, and brings none.
 
+**Proposals.** With a proposer a sequence may bring several tokens in a step (engine/ngram.py). It must have its last token on
+the host for that, so that no step runs ahead of one that it is in, unless it backs off. Penalties and bad words need every
+token before they choose the next, so that sequences with them never have proposals.
+
 **Ctrl-C.** An interrupted wait leaves the steps where they are: on a CPU they are cancelled and scheduled anew, on a
 GPU they stay in flight and are collected by the next call. A result that was there already is kept for it.
 
@@ -26,9 +30,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.cache.groups import longest_sequence
+from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
+from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
@@ -131,12 +136,15 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         run_ahead: int = 0,
         *,
+        proposer: NgramProposer | None = None,
         max_queue: int | None = None,
         memory: MemoryReport | None = None,
         release: Callable[[], None] | None = None,
     ) -> None:
         """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it)."""
         assert run_ahead >= 0, f"{run_ahead=}"
+        rewinds = None if proposer is None else unrewindable(scheduler.groups)
+        assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
         limits = runner.limits
         longest = longest_sequence(
             scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens
@@ -151,6 +159,8 @@ class EngineCore:
         self.memory = memory
         self.scheduler = scheduler
         """Queues and pages, to be looked at between two steps."""
+        self.proposer = proposer
+        """Where proposals come from, if there are any."""
         self.runner: StepRunner | None = runner
         self._eos_token_ids = runner.eos_token_ids
         self._vocab_size = runner.vocab_size
@@ -167,6 +177,8 @@ class EngineCore:
         """One more than the largest id so far."""
         self._num_prompt_tokens = 0
         self._num_steps = 0
+        self._num_proposed_tokens = 0
+        self._num_accepted_tokens = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -189,6 +201,8 @@ class EngineCore:
         self.check_room(len(requests))
         scheduler = self.scheduler
         now, sequences = self._clock(), [_sequence(request) for request in requests]
+        for sequence in sequences:
+            sequence.may_speculate = self._may_speculate(sequence)
         try:
             for sequence in sequences:
                 scheduler.add(sequence)
@@ -208,7 +222,7 @@ class EngineCore:
         for sequence_id in ids:
             live = self._live.pop(sequence_id, None)
             if live is not None:
-                self.scheduler.finish(live.sequence)
+                self._finish(live.sequence)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -245,6 +259,8 @@ class EngineCore:
             num_steps=self._num_steps,
             num_submitted=self._num_known,
             kv_usage=scheduler.kv_usage,
+            num_proposed_tokens=self._num_proposed_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def close(self) -> None:
@@ -257,8 +273,7 @@ class EngineCore:
     def _fill(self) -> None:
         runner = self.runner
         assert runner is not None, "the core is closed"
-        while len(self._in_flight) <= self.run_ahead:
-            step = self.scheduler.schedule()
+        while len(self._in_flight) <= self.run_ahead and not (self._in_flight and self._is_guessing()):
             # None: not before a step in flight has ended.
             if step is None or not step.scheduled:
                 return
@@ -301,14 +316,52 @@ class EngineCore:
             live = self._live.get(item.sequence.sequence_id)
             if live is None:
                 continue
+            self._num_proposed_tokens += len(item.proposals)
+            self._num_accepted_tokens += min(len(token_ids), max(len(result.token_ids) - 1, 0))
             num_prompt = min(item.num_new_tokens, item.sequence.num_prompt_tokens - item.start)
             self._num_prompt_tokens += max(num_prompt, 0)
             if token_ids or ending is not None or result.prompt_logprobs:
                 outputs.append(_output(live, item, result, token_ids, ending))
             if ending is not None:
                 del self._live[item.sequence.sequence_id]
-                self.scheduler.finish(item.sequence)
+                self._finish(item.sequence)
+            elif self.proposer is not None:
+                self._learn(self.proposer, item, len(result.token_ids) - 1)
         return outputs
+
+    def _is_guessing(self) -> bool:
+        """Whether somebody who runs waits for tokens to propose from: a step ahead would leave them out, and halve every batch."""
+        if self.proposer is None:
+            return False
+        return any(item.sequence.may_speculate for step in self._in_flight for item in step.scheduled)
+
+    def _propose(self, sequence: Sequence) -> tuple[int, ...]:
+        assert self.proposer is not None, "nobody proposes"
+        return self.proposer.propose(sequence.sequence_id, sequence.token_ids)
+
+    def _learn(self, proposer: NgramProposer, item: ScheduledSequence, num_accepted: int) -> None:
+        """What became of a sequence's proposals; one that backs off may run ahead until it proposes again."""
+        sequence = item.sequence
+        if item.proposals:
+            proposer.book(sequence.sequence_id, num_accepted, sequence.num_tokens)
+        sequence.may_speculate = self._may_speculate(sequence)
+
+    def _may_speculate(self, sequence: Sequence) -> bool:
+        """Whether its next step may have proposals: nothing in its choices needs the tokens before them on the host.
+
+        While log-probabilities of the prompt are made, rows of the step are theirs.
+        """
+        params = sequence.params
+        if self.proposer is None or params.has_penalties or sequence.bad_word_ids:
+            return False
+        if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
+            return False
+        return not self.proposer.is_waiting(sequence.sequence_id, sequence.num_tokens)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        if self.proposer is not None:
+            self.proposer.forget(sequence.sequence_id)
 
     def _cut(self, sequence: Sequence, result: SequenceResult) -> tuple[tuple[int, ...], Ending | None]:
         """Its tokens up to the one that ends it, if one does; none for a sequence that has ended before."""
@@ -335,7 +388,7 @@ class EngineCore:
 
     def _distrust(self, sequence: Sequence) -> None:
         """Numbers that are not finite may lie in pages that others would share."""
-        self.scheduler.finish(sequence)
+        self._finish(sequence)
         self.scheduler.reset_prefix_cache()
 
 

@@ -57,6 +57,10 @@ class EngineStats:
     num_preemptions: int
     num_requests: int
     num_steps: int
+    num_proposed_tokens: int = 0
+    """Tokens that were guessed ahead and checked (speculative) ..."""
+    num_accepted_tokens: int = 0
+    """... and those of them that became part of an answer."""
 
 
 class InterruptShield:
@@ -248,6 +252,8 @@ class Engine:
             num_preemptions=core.num_preemptions,
             num_requests=self.front.num_requests,
             num_steps=core.num_steps,
+            num_proposed_tokens=core.num_proposed_tokens,
+            num_accepted_tokens=core.num_accepted_tokens,
         )
 
     def reset_prefix_cache(self) -> None:

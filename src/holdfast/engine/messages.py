@@ -96,6 +96,8 @@ class CoreStats:
     num_steps: int = 0
     num_submitted: int = 0
     """Sequences that it has taken or refused."""
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
     kv_usage: float = 0.0
 
 
@@ -307,6 +309,8 @@ def _write_stats(writer: Writer, stats: CoreStats) -> None:
             stats.num_preemptions,
             stats.num_steps,
             stats.num_submitted,
+            stats.num_proposed_tokens,
+            stats.num_accepted_tokens,
         )
     )
     writer.float(stats.kv_usage)
@@ -314,8 +318,8 @@ def _write_stats(writer: Writer, stats: CoreStats) -> None:
 
 def _read_stats(reader: Reader) -> CoreStats:
     counts = reader.ints(0)
-    if len(counts) != 8:
-        refuse(f"it counts {len(counts)} things, and there are 8")
+    if len(counts) != 10:
+        refuse(f"it counts {len(counts)} things, and there are 10")
     return CoreStats(*counts, kv_usage=reader.float())
 
 
