@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import gpu_records
@@ -81,7 +82,7 @@ def run_task(llm: LLM, task: Task, batch: int, logprobs: int | None = None) -> R
     """Answers to the same task, in slightly different words so that no prompt is another's."""
     params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens, logprobs=logprobs, ignore_eos=True)
     words = [task.message, *(f"{task.message}\n({number})" for number in range(1, batch))]
-    messages = [[{"role": "user", "content": content}] for content in words]
+    messages: list[list[Mapping[str, object]]] = [[{"role": "user", "content": content}] for content in words]
     before, start = llm.stats(), time.perf_counter()
     outputs = llm.chat(messages, params, progress=False)
     seconds = time.perf_counter() - start

@@ -4,7 +4,7 @@ Every schedule (tests/api/schedules.py) runs on a plain engine with room for all
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def engine_of(llm: LLM, way: Way) -> Engine:
     core = engine.core
     assert isinstance(core, EngineCore), f"{core} is in this process"
     assert core.runner is not None, "the core is open"
-    runner = FromBytes(core.runner) if way.from_bytes else core.runner
+    runner: Any = FromBytes(core.runner) if way.from_bytes else core.runner
     remade = EngineCore(runner, core.scheduler, run_ahead=way.run_ahead, proposer=core.proposer)
     return Engine(remade, engine.tokenizer, engine.chat_template, seed=7, generation=engine.generation)
 
@@ -145,8 +145,8 @@ def run_way(case: Case, way: Way, schedules: list[list[Asked]], answers: list[An
 
 
 @pytest.fixture(scope="module", params=HOUSES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    yield Case(request.param, tmp_path_factory.mktemp("model"))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("model"))
 
 
 def schedules_of(case: Case, number: int) -> list[list[Asked]]:
