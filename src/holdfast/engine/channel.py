@@ -43,8 +43,7 @@ class Channel:
     def take(self) -> bytes | None:
         """The next whole frame, None while there is none; ChannelClosedError behind the last one."""
         frame = self._cut()
-        if frame is None and not self._is_ended:
-            self._read()
+        while frame is None and not self._is_ended and self._read():
             frame = self._cut()
         if frame is None and self._is_ended:
             if self._unread:

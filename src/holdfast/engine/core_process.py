@@ -81,6 +81,8 @@ PROGRESS_SECONDS = 0.05
 END_SECONDS = (10.0, 2.0)
 """For a child that was asked to end, and then for one that was told to."""
 NUM_LAST_LINES = 20
+COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.core_process")
+"""Two arguments follow: the child's end of the channel, and the process that it belongs to."""
 _log = get_logger(__name__)
 
 
@@ -137,12 +139,11 @@ def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
 class Child:
     """The process, the channel to it, and its end. Knows nothing of who uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: SequenceABC[str]) -> None:
         ours, theirs = channel_pair()
         with theirs:
-            number = str(theirs.fileno())
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "holdfast.engine.core_process", number, str(os.getpid())],
+                [*command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -206,7 +207,11 @@ class CoreProcess:
     """The same as an EngineCore, for whoever drives one. One thread at a time (`stats` excepted)."""
 
     def __init__(
-        self, config: EngineConfig, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[int, int], None],
+        on_prepare: OnPrepare = prepare_silently,
+        command: SequenceABC[str] = COMMAND,
     ) -> None:
         """Start the process and wait until its model is open; its errors are raised here."""
         self._timeout = max(config.core_timeout, LOADING_SECONDS)
@@ -220,7 +225,7 @@ class CoreProcess:
         self._death: str | None = None
         self.step_seconds = 0.0
         """How long the step of the core had run at its last heartbeat."""
-        self._child = Child()
+        self._child = Child(command)
         # Also runs when nobody holds the engine any more, and before the interpreter ends.
         self._end = weakref.finalize(self, self._child.end)
         try:
@@ -453,6 +458,8 @@ class CoreServer:
         self._sent = Numbering()
         self._received = Numbering()
         self._pulse = Pulse(channel, self._sent, parent)
+        self._told_at = 0.0
+        """When the front was last told how far loading is."""
 
     def run(self, open_core: "OpenCore") -> None:
         """Until the front says so, or is gone; or the core dies, which the front is told."""
@@ -547,7 +554,10 @@ class CoreServer:
         return message.config
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:
-        self.send(LoadingProgress(num_done, num_total))
+        now = time.monotonic()
+        if now - self._told_at >= PROGRESS_SECONDS or num_done == num_total:
+            self._told_at = now
+            self.send(LoadingProgress(num_done, num_total))
 
     def _tell_preparing(self, preparing: Preparing) -> None:
         self.send(LoadingProgress(0, 0, preparing))

@@ -1,0 +1,145 @@
+"""Channel: frames whole and in order, however they arrive; an end that is seen; two that send at once."""
+
+import threading
+
+import pytest
+
+from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
+from holdfast.engine.messages import Died, Heartbeat, decode_message, encode_message
+from holdfast.errors import MessageError
+
+
+@pytest.fixture
+def pair():
+    ends = tuple(map(Channel, channel_pair()))
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def frame(number: int, words: str = "") -> bytes:
+    return encode_message(Died(words), number)
+
+
+def test_frames_come_whole_and_in_order(pair):
+    ours, theirs = pair
+    assert theirs.take() is None
+    assert not theirs.wait(0.0)
+    for number in range(1, 6):
+        ours.send(lambda number=number: frame(number, "x" * 1000 * number))
+    assert theirs.wait(0.0)
+    assert [decode_message(theirs.take())[0] for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert theirs.take() is None
+
+
+def test_bytes_may_trickle():
+    ours, theirs = channel_pair()
+    channel, whole = Channel(theirs), frame(1, "words") + frame(2)
+    found = []
+    for place in range(len(whole)):
+        ours.sendall(whole[place : place + 1])
+        taken = channel.take()
+        if taken is not None:
+            found.append((place + 1, decode_message(taken)))
+    assert found == [(len(frame(1, "words")), (1, Died("words"))), (len(whole), (2, Died("")))]
+    ours.close()
+    channel.close()
+
+
+def test_behind_the_last_frame_is_the_end(pair):
+    ours, theirs = pair
+    ours.send(lambda: frame(1))
+    assert not theirs.is_other_side_gone()
+    ours.close()
+    assert theirs.is_other_side_gone()
+    assert theirs.wait(0.0)
+    assert decode_message(theirs.take())[0] == 1
+    for _ in range(2):
+        with pytest.raises(ChannelClosedError):
+            theirs.take()
+    with pytest.raises(ChannelClosedError):
+        theirs.send(lambda: frame(1))
+    with pytest.raises(ChannelClosedError):
+        ours.wait(0.0)
+    ours.close()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 20])
+def test_a_frame_cut_short_by_its_senders_end_is_refused(length):
+    ours, theirs = channel_pair()
+    ours.sendall(frame(1, "words")[:length])
+    ours.close()
+    channel = Channel(theirs)
+    with pytest.raises(MessageError, match="cut short"):
+        channel.take()
+    channel.close()
+
+
+def test_what_is_no_frame_is_refused():
+    ours, theirs = channel_pair()
+    ours.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    channel = Channel(theirs)
+    with pytest.raises(MessageError, match="does not begin as one"):
+        channel.take()
+    ours.close()
+    channel.close()
+
+
+def test_two_that_send_at_once_do_not_wait_for_each_other(pair):
+    num_frames, found = 40, {}
+
+    def talk(index: int) -> None:
+        channel, heard = pair[index], []
+        for number in range(1, num_frames + 1):
+            channel.send(lambda number=number: frame(number, "x" * 100_000))
+        while len(heard) < num_frames:
+            taken = channel.take()
+            if taken is None:
+                channel.wait(10)
+            else:
+                heard.append(decode_message(taken)[0])
+        found[index] = heard
+
+    threads = [threading.Thread(target=talk, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: list(range(1, num_frames + 1)), 1: list(range(1, num_frames + 1))}
+
+
+def test_what_comes_while_sending_is_bounded():
+    ours, theirs = channel_pair()
+    channel, other = Channel(ours, max_unread_bytes=2**18), Channel(theirs)
+    errors = []
+
+    def flood() -> None:
+        try:
+            for number in range(1, 100):
+                channel.send(lambda number=number: frame(number, "x" * 100_000))
+        except MessageError as error:
+            errors.append(str(error))
+            channel.close()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    with pytest.raises((ChannelClosedError, MessageError)):
+        for number in range(1, 100):
+            other.send(lambda number=number: frame(number, "x" * 100_000), is_owner=False)
+    thread.join(30)
+    assert "takes none" in errors[0]
+    other.close()
+
+
+def test_a_heartbeat_does_not_wait(pair):
+    ours, _ = pair
+
+    def beat() -> bytes:
+        return encode_message(Heartbeat(1.0), 1)
+
+    assert ours.try_send(beat)
+    num_sent = 0
+    while ours.try_send(beat):
+        num_sent += 1
+    assert num_sent > 10
+    assert not ours.try_send(beat)
