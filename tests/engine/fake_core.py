@@ -34,7 +34,13 @@ def open_core(config, on_progress, on_prepare) -> EngineCore:
         os._exit(3)
     if name == "never ready":
         time.sleep(600)
-    engine = make_engine(run_ahead=int(name == "ahead"), max_queue=config.max_queue, max_model_len=256, num_pages=400)
+    engine = make_engine(
+        run_ahead=int(name == "ahead"),
+        max_queue=config.max_queue,
+        max_model_len=256,
+        num_pages=400,
+        clock=time.monotonic,
+    )
     runner, core = engine.runner, engine.core
     runner.script["stop here"] = list(b"abcENDxyz")
     num_steps = 0

@@ -197,6 +197,7 @@ def make_engine(
     run_ahead: int | None = None,
     can_cancel: bool = True,
     memory: MemoryReport | None = None,
+    clock: Callable[[], float] | None = None,
     **others: object,
 ) -> Engine:
     """An engine of fakes; its `runner` is an attribute for tests to look at."""
@@ -205,10 +206,7 @@ def make_engine(
     scheduler = Scheduler(limits, num_pages, enable_prefix_caching, max_queue)
     chosen = shared_tokenizer() if tokenizer == "bytes" else tokenizer
     ticks = count()
-
-    def clock() -> float:
-        return float(next(ticks))
-
+    clock = clock or (lambda: float(next(ticks)))
     core = EngineCore(runner, scheduler, clock, usual_run_ahead if run_ahead is None else run_ahead, memory=memory)
     engine = Engine(core, chosen, chat_template or shared_template(), seed, clock, **others)  # type: ignore[arg-type]
     engine.runner = runner  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from contextlib import suppress
 
 import pytest
 
@@ -153,10 +154,8 @@ def test_sound_frames_of_unsound_bodies_are_refused_or_make_a_message(message):
         for flip in (1, 0x80, 0xFF):
             broken = bytearray(body)
             broken[place] ^= flip
-            try:
+            with suppress(MessageError):
                 decode_message(resealed(frame, bytes(broken)))
-            except MessageError as error:
-                assert str(error)
         with pytest.raises(MessageError):
             decode_message(resealed(frame, body[:place]))
 

@@ -3,7 +3,7 @@
     this process                               the child: python -m holdfast.engine.core_process
     Engine = Front + CoreProcess  -- Start, Submit, Abort, ... -->  CoreServer: commands between two steps,
     (text, templates, names)      <-- Ready, CoreOutputs, ... ----  EngineCore.step(), outputs without an answer awaited
-                                  <-- Heartbeat ------------------  Pulse: a thread, every second
+                                  <-- Heartbeat ------------------  pulse: a thread, every second
 
 The child never waits for the front: it sends what a step brought and goes on, so that aborts and stop strings reach it
 a few steps late; the front drops what is surplus. Where nobody reads, it stops at a full socket.
@@ -314,10 +314,10 @@ class CoreProcess:
         self._raise_if_dead()
         try:
             self._child.send(message)
-        except (ChannelClosedError, MessageError) as error:
-            # What it said last may say why.
-            self._hear_last_words()
-            self._die(str(error) if isinstance(error, MessageError) else None)
+        except ChannelClosedError:
+            self._die(self._last_words())
+        except MessageError as error:
+            self._die(str(error))
 
     def _next(self, waiting: Waiting) -> Message:
         """The next message but heartbeats, awaited. Only the wait can be interrupted, and loses nothing."""
@@ -360,13 +360,18 @@ class CoreProcess:
             if not isinstance(message, Heartbeat):
                 self._hear(message)
 
-    def _hear_last_words(self) -> None:
-        """A message about its death that is here, if there is one, is the better reason."""
-        with contextlib.suppress(ChannelClosedError, MessageError):
+    def _last_words(self) -> str | None:
+        """Why it ended, where that is among what it has sent."""
+        try:
             while (frame := self._child.channel.take()) is not None:
                 _, message = decode_message(frame)
                 if isinstance(message, Died):
-                    self._die(f"it stopped at {message.cause}")
+                    return f"it stopped at {message.cause}"
+        except ChannelClosedError:
+            return None
+        except MessageError as error:
+            return str(error)
+        return None
 
     def _hear(self, message: Message) -> bool:
         """Take a message in; True where it was the answer to a StatsRequest."""
@@ -414,50 +419,29 @@ class CoreProcess:
             raise EngineDeadError(f"the core process {self.pid} was asked", "it was shut down", "make a new engine")
 
 
-class Pulse:
-    """The child's own thread: tells that it lives, and ends it where nobody listens."""
-
-    def __init__(self, channel: Channel, sent: Numbering, parent: int) -> None:
-        self._channel = channel
-        self._sent = sent
-        self._parent = parent
-        self.step_began: float | None = None
-        """When the step in progress began."""
-        threading.Thread(target=self._run, name="holdfast-pulse", daemon=True).start()
-
-    def _run(self) -> None:
-        told_at = 0.0
-        while not self._is_alone():
+def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
+    """A thread of the child: tells every second that it lives, and ends it where nobody listens."""
+    told_at = 0.0
+    with contextlib.suppress(ChannelClosedError):
+        while os.getppid() == parent and not channel.is_other_side_gone():
             now = time.monotonic()
             if now - told_at >= HEARTBEAT_SECONDS:
                 told_at = now
-                with contextlib.suppress(ChannelClosedError):
-                    self._channel.try_send(self._heartbeat)
-            # Ends early where the parent hangs up.
-            with contextlib.suppress(ChannelClosedError):
-                self._channel.wait_for_end(LOOK_SECONDS)
-        time.sleep(GRACE_SECONDS)
-        os._exit(1)
-
-    def _is_alone(self) -> bool:
-        try:
-            return os.getppid() != self._parent or self._channel.is_other_side_gone()
-        except ChannelClosedError:
-            return True
-
-    def _heartbeat(self) -> bytes:
-        began = self.step_began
-        return encode_message(Heartbeat(0.0 if began is None else time.monotonic() - began), self._sent.next())
+                channel.try_send(server.heartbeat)
+            channel.wait_for_end(LOOK_SECONDS)
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
 
 
 class CoreServer:
     """The child's side: opens a core, and carries out commands between its steps."""
 
-    def __init__(self, channel: Channel, parent: int) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._sent = Numbering()
         self._received = Numbering()
-        self._pulse = Pulse(channel, self._sent, parent)
+        self._step_began: float | None = None
+        """When the step in progress began."""
         self._told_at = 0.0
         """When the front was last told how far loading is."""
 
@@ -489,10 +473,15 @@ class CoreServer:
     def serve(self, core: EngineCore) -> None:
         """Steps, as long as there is something to run; commands between them, and while there is not."""
         while self._carry_out_commands(core):
-            self._pulse.step_began = time.monotonic()
+            self._step_began = time.monotonic()
             outputs = core.step()
-            self._pulse.step_began = None
+            self._step_began = None
             self.send(outputs)
+
+    def heartbeat(self) -> bytes:
+        """Any thread: one more of them, in its turn."""
+        began = self._step_began
+        return encode_message(Heartbeat(0.0 if began is None else time.monotonic() - began), self._sent.next())
 
     def _carry_out_commands(self, core: EngineCore) -> bool:
         """Until there is a step to run; False where the core is to end."""
@@ -583,7 +572,10 @@ def main(open_core: OpenCore = open_core) -> None:
     log_to_stderr()
     number, parent = map(int, sys.argv[1:])
     with socket.socket(fileno=number) as connection:
-        CoreServer(Channel(connection), parent).run(open_core)
+        channel = Channel(connection)
+        server = CoreServer(channel)
+        threading.Thread(target=pulse, args=(server, channel, parent), name="holdfast-pulse", daemon=True).start()
+        server.run(open_core)
 
 
 if __name__ == "__main__":
