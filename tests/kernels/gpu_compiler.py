@@ -22,14 +22,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels import norm  # noqa: E402
-from holdfast.kernels.activation import GateForm  # noqa: E402
+from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import deferred_rms_norm, small_batch  # noqa: E402
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
-from holdfast.kernels.moe import expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
+from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
@@ -38,7 +38,14 @@ from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NAMES |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
+NAMES |= {
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+}
 BF16, FP16 = torch.bfloat16, torch.float16
 QUANTIZED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
 
@@ -246,7 +253,8 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
     norm_weight = torch.empty(hidden, dtype=BF16)
     if num_rows == 1:
         active = torch.empty(top_k, inner, dtype=BF16)
-        expert_row.gate_up_row(given, weights[0], ids, active)
+        operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
+        deep_gemv.deep_gemv(operands, ids, active, True, None, SILU_HALVES)
         expert_row.down_row_add(active, weights[1], ids, shares, None, x, norm_weight, 1e-6, scaled, scratch)
     else:
         routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
@@ -323,6 +331,7 @@ def main() -> None:
     """The cases that were named, with programmatic dependent launch (PDL)."""
     modules: list[ModuleType] = [
         deferred_rms_norm,
+        deep_gemv,
         expert_gemv,
         expert_row,
         expert_sum,

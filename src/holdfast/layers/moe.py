@@ -12,11 +12,12 @@ from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.linear import linear_float32, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
-from holdfast.kernels.moe.expert_row import down_row_add, gate_up_row, takes_row_kernels
+from holdfast.kernels.moe.expert_row import down_row_add
 from holdfast.kernels.moe.expert_sum import add_experts, sum_experts
 from holdfast.kernels.moe.normed_routing import route_normed
-from holdfast.kernels.moe.routing import order_experts, route_tokens
+from holdfast.kernels.moe.routing import ExpertOrder, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -134,10 +135,13 @@ class ExpertLayer:
             finished,
             scratch,
         )
-        if self._takes_row_kernels(len(x_TH), codes):
-            gate_up_row(finished, self.gate_up, ids_TS, buffers.active_PI, biases.gate_up_EX, self._form)
+        is_coded = codes is not None
+        if len(x_TH) == 1 and self.shared is None and takes_deep_loads(self.down):
+            active_PI = self._gate_and_up(
+                finished_TH, order_experts(ids_TS, len(self.router_EH), buffers.order), buffers, is_coded
+            )
             return down_row_add(
-                buffers.active_PI,
+                active_PI,
                 self.down,
                 ids_TS,
                 shares_TS,
@@ -148,7 +152,7 @@ class ExpertLayer:
                 scaled_TH,
                 scratch,
             )
-        self._multiply(finished_TH, buffers, is_coded=codes is not None)
+        self._multiply(finished_TH, buffers, is_coded)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, finished_TH, buffers)
         return add_experts(
             buffers.routed_PH, shares_TS, shared_TH, logit_T1, x_TH, norm.weight_H, norm.eps, scaled_TH, scratch
@@ -163,18 +167,20 @@ class ExpertLayer:
             return None
         return None if weight.scheme.block_columns else quantized_view(quantized, weight, num_rows)
 
-    def _takes_row_kernels(self, num_rows: int, codes: QuantizedRows | None) -> bool:
-        """Whether the experts of one row are two launches."""
-        if num_rows != 1 or self.shared is not None or not all(map(takes_row_kernels, (self.gate_up, self.down))):
-            return False
-        return isinstance(self.gate_up, torch.Tensor) or not self.gate_up.scheme.quantizes_activations or bool(codes)
+    def _gate_and_up(
+        self, x_TH: torch.Tensor, order: ExpertOrder, buffers: ExpertBuffers, is_coded: bool
+    ) -> torch.Tensor:
+        bias_EX, active_PI = self._biases.gate_up_EX, buffers.active_PI
+        return expert_linear(
+            x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form, is_coded
+        )  # fmt: skip
 
     def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> None:
         """What each expert gives for each of its rows: `routed_PH`."""
-        biases, quantized, active_PI = self._biases, buffers.quantized, buffers.active_PI
-        order = order_experts(buffers.expert_ids_TS, self.router_EH.shape[0], buffers.order)
-        expert_linear(x_TH, self.gate_up, order, active_PI, True, quantized, biases.gate_up_EX, self._form, is_coded)
-        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, quantized, biases.down_EH)
+        order = order_experts(buffers.expert_ids_TS, len(self.router_EH), buffers.order)
+        active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
+        bias_EH = self._biases.down_EH
+        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized, bias_EH)
 
     @staticmethod
     def _share(

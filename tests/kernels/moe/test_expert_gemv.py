@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
+from holdfast.kernels.moe.deep_gemv import MAX_DEPTH, column_blocks, gemv_blocks, takes_deep_loads
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from kernels.exactness import same_bits
 from kernels.expert_cases import FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
+from kernels.quantized_cases import HALF_SLACK
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
 pytestmark = QUIET
@@ -99,6 +101,41 @@ def test_what_is_not_finite_stays_in_its_row(device):
     y = run_kernel(expert_gemv, case, device)
     assert y[1].isnan().all()
     assert same_bits(y[[0, 2]], clean[[0, 2]])
+
+
+def test_columns_of_a_load():
+    for size_k in range(1, 5121, 7):
+        block_k, depth = column_blocks(size_k)
+        assert depth <= MAX_DEPTH
+        assert block_k * (depth - 1) < size_k <= block_k * depth
+    assert column_blocks(768) == (256, 3)
+    assert column_blocks(2048) == (512, 4)
+
+
+def test_outputs_of_a_program():
+    """As measured: four of Qwen3-30B-A3B's gates with their ups, sixteen of its outputs, and never none."""
+    assert gemv_blocks(2048, True, 1)[0] == 4
+    assert gemv_blocks(768, False, 1)[0] == 16
+    assert all(gemv_blocks(size_k, True, 2)[0] >= 1 for size_k in range(1, 5121, 100))
+
+
+def test_weights_whose_rows_are_loaded_at_once():
+    for scheme, is_taken in ((None, True), ("fp8", True), ("int8", True), ("fp8_block", False), ("mxfp4", False)):
+        assert takes_deep_loads(expert_case((1, 1, 2, 2, 64), scheme=scheme).weight) == is_taken, scheme
+    assert not takes_deep_loads(torch.empty(1, 2, 5121))
+
+
+def test_rows_too_wide_to_be_loaded_at_once(device):
+    judge(expert_gemv, expert_case((1, 1, 2, 2, 5152), True), device)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8", "int8"], ids=str)
+@pytest.mark.parametrize("size_k", [768, 1408, 2880], ids=lambda size: f"K{size}")
+def test_rows_in_several_loads(device, size_k, scheme):
+    """Whose products are added in half precision, where they are of codes."""
+    gated = expert_case((2, 2, 3, 5, size_k), True, scheme, has_bias=True, form=GPT_OSS)
+    judge(expert_gemv, gated, device, HALF_SLACK)
+    judge(expert_gemv, expert_case((2, 2, 3, 21, size_k), False, scheme, by_pair=True), device, HALF_SLACK)
 
 
 @pytest.mark.gpu

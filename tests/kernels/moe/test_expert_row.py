@@ -1,4 +1,4 @@
-"""The experts of one token: as exact as torch for every scheme, in odd sizes, amid poison; and the sum that goes on to the residual."""
+"""Down of one token's experts: as exact as torch for every scheme, in odd sizes, amid poison; and the sum that goes on to the residual."""
 
 import pytest
 import torch
@@ -7,22 +7,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, SmallBatchScratch
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.kernels.moe.expert_row import (
-    MAX_DEPTH,
-    column_blocks,
-    down_row_add,
-    down_row_add_reference,
-    down_row_add_triton,
-    gate_up_row,
-    gate_up_row_reference,
-    gate_up_row_triton,
-    takes_row_kernels,
-)
+from holdfast.kernels.gemm.quantized_tiles import OperandKind
+from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
+from holdfast.kernels.moe.expert_row import down_blocks, down_row_add, down_row_add_reference, down_row_add_triton
 from holdfast.quant.quantized_weight import QuantizedWeight
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
-from kernels.expert_cases import CPU, FORMS, ExpertCase, among, exact, expert_case, in_torch, placed, quantized_case_rows
-from kernels.quantized_cases import codable_rows, slack
+from kernels.expert_cases import CPU, ExpertCase, among, exact, expert_case, placed
+from kernels.quantized_cases import HALF_SLACK, codable_rows, slack
 from kernels.small_batch_cases import EPS
 from kernels.tiled_cases import NAN
 from kernels.triton_cases import QUIET, assert_allocates_nothing
@@ -39,70 +30,11 @@ SIZES = [(1, 1, 2, 3), (8, 8, 5, 40), (3, 7, 9, 200), (8, 60, 4, 768), (4, 5, 6,
 EACH_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=str)
 
 
-def gated_case(sizes, scheme=None, dtype=torch.float32, **options) -> ExpertCase:
-    return expert_case((1, *sizes), True, scheme, dtype, **options)
-
-
-def run_gate_up(case: ExpertCase, device, function=gate_up_row_triton) -> torch.Tensor:
-    case, zones = placed(case, device), RedZones(device)
-    rows = quantized_case_rows(case)
-    if rows is not None:
-        rows = QuantizedRows(among(rows.codes_TK, device), among(rows.scales_TB, device))
-    out = zones.allocate(case.expert_ids_TS.numel(), case.num_outputs, dtype=case.x_XK.dtype).fill_(NAN)
-    given_x = case.x_XK if rows is None else rows
-    assert function(given_x, case.weight, case.expert_ids_TS, out, case.bias_EN, case.form) is out
-    zones.check()
-    return out.cpu()
-
-
 def less(device, case: ExpertCase) -> float:
     """How much less exact a product of codes may be: some sums of the kernels are in half precision."""
     if isinstance(case.weight, QuantizedWeight) and case.weight.scheme.quantizes_activations:
-        return max(slack(device, case.weight.scheme), 2.0**11)
+        return max(slack(device, case.weight.scheme), HALF_SLACK)
     return 1.0
-
-
-def judge_gate_up(case: ExpertCase, device) -> None:
-    y = run_gate_up(case, device)
-    assert y.isfinite().all(), "an element was not written, or read what lies outside"
-    assert_as_exact_as_torch(y, in_torch(case), exact(case), magnitude=10.0 * less(device, case))
-
-
-@EVERY_SCHEME
-@EACH_SIZE
-def test_gate_and_up(device, scheme, sizes):
-    judge_gate_up(gated_case(sizes, scheme), device)
-
-
-@EVERY_SCHEME
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_biases_and_forms_of_the_gate(device, scheme, form):
-    judge_gate_up(gated_case((2, 3, 9, 200), scheme, has_bias=True, form=form), device)
-
-
-@EVERY_SCHEME
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision(device, scheme, dtype):
-    judge_gate_up(gated_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
-    judge_down(down_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
-
-
-@EVERY_SCHEME
-def test_the_reference_of_gate_and_up_is_that_of_all_experts(scheme):
-    case = gated_case((3, 5, 9, 200), scheme, has_bias=True, form=FORMS[-1])
-    found = run_gate_up(case, CPU, gate_up_row_reference)
-    torch.testing.assert_close(found, in_torch(case), rtol=1e-5, atol=1e-5)
-    assert same_bits(run_gate_up(case, CPU, gate_up_row), found), "a CPU takes it"
-
-
-def test_a_row_that_is_not_finite_shows(device):
-    for scheme in (None, "fp8", "int8"):
-        case = gated_case((2, 3, 5, 64), scheme)
-        case.x_XK[0, 63] = NAN
-        assert run_gate_up(case, device).isnan().all()
-
-
-# --- down
 
 
 class DownCase:
@@ -178,6 +110,12 @@ def test_down_and_the_residual(device, scheme, sizes):
 
 
 @EVERY_SCHEME
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision(device, scheme, dtype):
+    judge_down(down_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
+
+
+@EVERY_SCHEME
 def test_biases_of_down_by_their_shares(device, scheme):
     judge_down(down_case((3, 5, 9, 200), scheme, has_bias=True), device)
 
@@ -194,14 +132,15 @@ def test_biases_of_down_by_their_shares(device, scheme):
 )
 def test_any_sizes(device, top_k, more, size_n, size_k, scheme, has_bias, seed):
     sizes = top_k, top_k + more, size_n, size_k
-    judge_gate_up(gated_case(sizes, scheme, has_bias=has_bias, seed=seed), device)
     judge_down(down_case(sizes, scheme, has_bias=has_bias, seed=seed), device)
 
 
 @EVERY_SCHEME
 def test_a_cpu_takes_the_reference_of_down(scheme):
     down = down_case((3, 5, 9, 200), scheme, has_bias=True)
-    for mine, theirs in zip(run_down(down, CPU, down_row_add), run_down(down, CPU, down_row_add_reference), strict=True):
+    for mine, theirs in zip(
+        run_down(down, CPU, down_row_add), run_down(down, CPU, down_row_add_reference), strict=True
+    ):
         assert same_bits(mine, theirs)
 
 
@@ -229,33 +168,28 @@ def test_experts_whose_rows_are_zeros_leave_the_residual(device):
     assert same_bits(x, down.x_1N)
 
 
-def test_columns_of_a_load():
-    for size_k in range(1, 5121, 7):
-        block_k, depth = column_blocks(size_k)
-        assert depth <= MAX_DEPTH
-        assert block_k * depth >= size_k
-        assert block_k * (depth - 1) < size_k
-    assert column_blocks(768) == (256, 3)
-    assert column_blocks(2048) == (512, 4)
-
-
-def test_weights_that_are_taken():
-    for scheme, is_taken in ((None, True), ("fp8", True), ("int8", True), ("fp8_block", False), ("mxfp4", False)):
-        assert takes_row_kernels(gated_case((1, 2, 2, 64), scheme).weight) == is_taken, scheme
-    assert not takes_row_kernels(torch.empty(1, 2, 5121))
+def test_no_more_squares_are_left_than_there_is_room_for():
+    """Of every kind and size: two outputs a program at least, and registers that a thread has."""
+    for kind, element_bytes in ((OperandKind.FP8_ROWS, 1), (OperandKind.INT8_ROWS, 1), (OperandKind.PLAIN, 2)):
+        for size_k in (16, 300, 768, 1408, 2880, 5120):
+            for top_k in (1, 6, 8, 16):
+                blocks = down_blocks(size_k, top_k, kind, element_bytes)
+                assert blocks.block_n >= GEMV_MIN_BLOCK_N
+                assert blocks.num_warps <= 16
 
 
 @pytest.mark.gpu
 @EVERY_SCHEME
 def test_bfloat16_at_the_sizes_of_models(device, scheme):
-    for sizes in ((8, 16, 768, 2048), (4, 8, 1408, 2048)):
-        judge_gate_up(gated_case(sizes, scheme, torch.bfloat16), device)
     for sizes in ((8, 16, 2048, 768), (4, 8, 2048, 1408)):
         judge_down(down_case(sizes, scheme, torch.bfloat16), device)
 
 
 @pytest.mark.gpu
 def test_nothing_is_allocated(device):
-    case = placed(gated_case((2, 4, 64, 256), dtype=torch.bfloat16), device)
-    out = torch.empty(2, 64, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(lambda: gate_up_row(case.x_XK, case.weight, case.expert_ids_TS, out))
+    down = down_case((2, 4, 64, 256), dtype=torch.bfloat16)
+    case, x, norm = placed(down.case, device), down.x_1N.to(device), down.norm_N.to(device)
+    shares, squares, scaled = down.shares_1S.to(device), torch.empty(64, device=device), torch.empty_like(x)
+    scratch = SmallBatchScratch(squares, squares, torch.zeros(1, dtype=torch.int32, device=device))
+    operands = case.x_XK, case.weight, case.expert_ids_TS, shares, None
+    assert_allocates_nothing(lambda: down_row_add(*operands, x, norm, EPS, scaled, scratch))

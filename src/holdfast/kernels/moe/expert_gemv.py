@@ -17,6 +17,7 @@ from holdfast.kernels.gemm.quantized_tiles import (
     e8m0_numbers,
     operands_of,
 )
+from holdfast.kernels.moe.deep_gemv import deep_gemv, takes_deep_loads, weight_rows
 from holdfast.kernels.moe.routing import ExpertOrder
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -31,7 +32,7 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 # ruff: noqa: SIM108, SIM109 constants of a kernel are compared one by one, and their branches taken when it is compiled
 
 
@@ -55,6 +56,8 @@ def expert_gemv(
         return out_PN
     size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
     operands = operands_of(x_XK, weight, quantized)
+    if takes_deep_loads(weight):
+        return deep_gemv(operands, order.expert_ids_TS, out_PN, gated, bias_EN, form)
     bias = out_PN if bias_EN is None else bias_EN
     arguments = (*operands.tensors, bias, order.expert_ids_TS, out_PN, size_n, size_k)
     flags = {
@@ -216,18 +219,6 @@ def _expert_gemv_kernel(
             b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)
         b_y = gated_numbers(b_y, b_up_y, LIMIT)
     tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
-
-
-@jit
-def weight_rows(first_row, o_n, size_n, INTERLEAVED: constexpr):
-    """The rows of a weight that outputs come from, or their gates, and how far behind a gate its up is."""
-    if INTERLEAVED:
-        b_rows = first_row + 2 * o_n
-        up_rows = first_row * 0 + 1
-    else:
-        b_rows = first_row + o_n
-        up_rows = first_row * 0 + size_n
-    return b_rows, up_rows
 
 
 @jit

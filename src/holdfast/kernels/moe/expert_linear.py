@@ -18,6 +18,7 @@ from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
+
 def expert_linear(
     x_XK: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,

@@ -24,7 +24,7 @@ from holdfast.kernels.gemm.quantized_tiles import (
     e8m0_numbers,
     operands_of,
 )
-from holdfast.kernels.moe.expert_gemv import weight_rows
+from holdfast.kernels.moe.deep_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertOrder
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -73,6 +73,8 @@ def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int
         return Tile(32, 32, 2, 4)
     is_plain = kind == OperandKind.PLAIN
     if block_rows <= 32:
+        if element_bytes == 1 and not gated:
+            return Tile(128, 128, 4, 8)
         return Tile(64, 128, 3 if is_plain and gated else 5, 4)
     block_k = 64 if is_plain else 128
     if block_rows == 64:
