@@ -50,6 +50,11 @@ OTHER_CASES = (
     "experts in mxfp4, 1 rows",
     "experts in mxfp4, 8 rows",
     "experts in mxfp4, 700 rows",
+    "expert layer in fp8, 1 rows of 2048",
+    "expert layer in fp8, 8 rows of 2048",
+    "expert layer in fp8, 1 rows of 2000",
+    "expert layer in bfloat16, 1 rows of 2048",
+    "expert layer in int8, 1 rows of 2048",
 )
 
 

@@ -183,6 +183,8 @@ def quantized_gemv_blocks(size_k: int, gated: bool, residual: bool, quantized: b
     if not quantized or block_k == 0:
         return GemvBlocks(4 if gated else 8, 512, 0, 4)
     loads = size_k // block_k
+    if residual and size_k % 1024 == 0 and 3 <= size_k // 1024 <= 5:
+        return GemvBlocks(8, 1024, size_k // 1024, 4)  # all of a program's weight is on the way at once
     if residual:
         # Programs of more outputs leave fewer squares and amax for the next product to read.
         num_warps = 4 if size_k > 16384 else 2

@@ -66,15 +66,17 @@ class Tile(NamedTuple):
 def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int) -> Tile:
     """The tile of a program over blocks of so many rows, so that nothing leaves the registers.
 
-    Small blocks wait for memory: two programs a processor, with many blocks of K on their way. Large ones wait for the
-    tensor cores: as many outputs as registers hold.
+    Small blocks wait for memory: a few programs a processor, with many blocks of K on their way. Large ones wait for the
+    tensor cores: as many outputs as registers hold. Measured on an H200 (docs/log.md).
     """
     if element_bytes == 4:
         return Tile(32, 32, 2, 4)
     is_plain = kind == OperandKind.PLAIN
     if block_rows <= 32:
         if element_bytes == 1 and not gated:
-            return Tile(128, 128, 4, 8)
+            return Tile(128, 128, 3, 8)
+        if kind == OperandKind.FP8_ROWS:
+            return Tile(128, 128, 5, 8, is_joint=True)
         return Tile(64, 128, 3 if is_plain and gated else 5, 4)
     block_k = 64 if is_plain else 128
     if block_rows == 64:
