@@ -136,7 +136,7 @@ class ExpertLayer:
             scratch,
         )
         is_coded = codes is not None
-        if len(x_TH) == 1 and self.shared is None and takes_deep_loads(self.down):
+        if len(x_TH) == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
             active_PI = self._gate_and_up(
                 finished_TH, order_experts(ids_TS, len(self.router_EH), buffers.order), buffers, is_coded
             )

@@ -78,7 +78,11 @@ def down_row_add(
     scaled_1N: torch.Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """x += the sum of share * (active @ down.T + bias) over the experts of a token, with the next RMSNorm deferred."""
+    """x += the sum of share * (active @ down.T + bias) over the experts of a token, with the next RMSNorm deferred.
+
+    On a GPU ids and shares are read before the kernel ahead has ended, so that one has to have waited for them: as deep GEMVs
+    do, which let this launch begin only at their end.
+    """
     launch = down_row_add_triton if can_run(x_1N) else down_row_add_reference
     return launch(
         active_SK, weight, expert_ids_1S, shares_1S, bias_EN, x_1N, norm_weight_N, eps, scaled_1N, scratch

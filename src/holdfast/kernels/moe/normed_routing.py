@@ -34,8 +34,8 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
 ROUTER_BLOCK = 1
 """Experts of a program of one token's launch: few, so that many processors read the router."""
-NUM_WARPS = 1
-"""The choice is a chain of maxima: within one warp none of them waits at a barrier."""
+COLUMNS_PER_WARP = 2048
+"""The choice is a chain of maxima, and within one warp none of them waits at a barrier: no more than registers ask for."""
 
 
 def route_normed(
@@ -130,7 +130,7 @@ def route_normed_triton(
         "BLOCK_J": next_power_of_two(rows.num_squares),
         "PLAIN": is_interpreted(),
         "PDL": pdl,
-        "num_warps": NUM_WARPS,
+        "num_warps": max(1, next_power_of_two(size_k) // COLUMNS_PER_WARP),
         **pdl_launch(pdl),
     }
     if num_rows == 1:
