@@ -26,8 +26,14 @@ from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
-from holdfast.kernels.gemm import deferred_rms_norm, small_batch  # noqa: E402
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows  # noqa: E402
+from holdfast.kernels.gemm import (  # noqa: E402
+    coded_rms_norm,
+    deferred_rms_norm,
+    quantize_activations,
+    row_scaled_tiles,
+    small_batch,
+)
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
 from holdfast.quant.formats import KVFormat  # noqa: E402
@@ -38,14 +44,7 @@ from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NAMES |= {
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int8: "i8",
-}
+NAMES |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 BF16, FP16 = torch.bfloat16, torch.float16
 QUANTIZED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
 
@@ -229,36 +228,24 @@ def experts_of(
     launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
 
 
-def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
-    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's."""
-    num_experts, coded = 128, scheme == "fp8"
-    weights: list[Any] = []
-    for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner)):
-        weight: Any = torch.empty((1, *shape[1:]), dtype=BF16).expand(shape)
-        if scheme is not None:
-            planes = WEIGHT_SCHEMES[scheme].planes(shape)
-            codes, scales = (torch.empty(1, dtype=getattr(torch, plane.dtype)) for plane in planes)
-            weight = QuantizedWeight(WEIGHT_SCHEMES[scheme], shape, codes, scales)
-        weights.append(weight)
-    squares, counts = torch.empty(1024), torch.empty(64, dtype=torch.int32)
-    amax = deferred_rms_norm.AmaxScratch(squares, squares, counts) if scheme is not None else None
-    scratch = deferred_rms_norm.SmallBatchScratch(squares, squares, counts, amax)
-    x, scaled, finished = (torch.empty(num_rows, hidden, dtype=BF16) for _ in range(3))
-    ids, shares = torch.zeros(num_rows, top_k, dtype=torch.int32), torch.empty(num_rows, top_k)
-    rows = deferred_rms_norm.NormedRows(scaled, 256, 1e-6)
-    codes = QuantizedRows(torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
-    given = codes if coded else finished
-    router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
-    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
-    norm_weight = torch.empty(hidden, dtype=BF16)
-    if num_rows == 1:
-        active = torch.empty(top_k, inner, dtype=BF16)
-        operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
-        deep_gemv.deep_gemv(operands, ids, active, True, None, SILU_HALVES)
-        expert_row.down_row_add(active, weights[1], ids, shares, None, x, norm_weight, 1e-6, scaled, scratch)
-    else:
-        routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
-        expert_sum.add_experts(routed, shares, None, None, x, norm_weight, 1e-6, scaled, scratch)
+def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
+    """A product of e4m3 codes split along K, one with a gate, and the rows of both as codes."""
+    scheme = WEIGHT_SCHEMES["fp8"]
+    codes, bias = torch.empty(2 * size_n, size_k, dtype=torch.float8_e4m3fn), torch.empty(2 * size_n, dtype=BF16)
+    gate_up = QuantizedWeight(scheme, (2 * size_n, size_k), codes, torch.empty(2 * size_n))
+    weight = QuantizedWeight(scheme, (size_n, size_k), codes[:size_n], torch.empty(size_n))
+    scratch = TileScratch(
+        torch.empty(128 * 16384), torch.empty(1024, dtype=torch.int32), torch.empty(2**16, dtype=torch.int32)
+    )
+    codes = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn)
+    rows = QuantizedRows(codes, torch.empty(num_rows, 1), scratch)
+    x, out = torch.empty(num_rows, size_k, dtype=BF16), torch.empty(num_rows, size_n, dtype=BF16)
+    coded_rms_norm.add_rms_norm_coded(x, x, torch.empty(size_k, dtype=BF16), 1e-6, x, rows)
+    row_scaled_tiles.row_scaled_linear(rows, weight, None, out)
+    amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias, "silu", out)
+    coded = QuantizedRows(torch.empty(num_rows, size_n, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
+    quantize_activations.quantize_rows_by_amax(out, amax, coded)
+    quantize_activations.quantize_rows(x, rows)
 
 
 GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
@@ -321,6 +308,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "quantized 4/4 D128, both": lambda: quantized_attention_of(BF16, (4, 4), 8, 128, with_sinks=True, softcap=50.0),
     "quantized 3/3 D256, both": lambda: quantized_attention_of(BF16, (3, 3), 2, 256, 99, with_sinks=True, softcap=50.0),
+    "row-scaled tiles, 32 rows": lambda: row_scaled_of(32, 5120, 8192),
+    "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
+    "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "layer norm": lambda: layer_norm_of(BF16),
     **EXPERT_CASES,
     **LAYER_CASES,
@@ -330,14 +320,16 @@ CASES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """The cases that were named, with programmatic dependent launch (PDL)."""
     modules: list[ModuleType] = [
+        coded_rms_norm,
         deferred_rms_norm,
         deep_gemv,
         expert_gemv,
         expert_row,
         expert_sum,
         grouped_gemm,
-        normed_routing,
+        quantize_activations,
         quantized_attention,
+        row_scaled_tiles,
         norm,
         small_batch,
         tiled_attention,

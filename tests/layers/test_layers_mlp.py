@@ -247,17 +247,18 @@ def test_both_products_get_the_room_for_codes(kind, activation):
     room = QuantizedRows(torch.empty(2, 64).to(torch.float8_e4m3fn), torch.empty(2, 1))
 
     class Watched(Linear):
-        def __call__(self, x_TK, out_TN, quantized=None):
-            seen.append(quantized)
-            return super().__call__(x_TK, out_TN, quantized)
+        def __call__(self, x_TK, out_TN, quantized=None, is_coded=False):
+            seen.append((quantized, is_coded))
+            return super().__call__(x_TK, out_TN, quantized, is_coded)
 
-    first, second = ("gate_up", "down") if kind == "gated" else ("_up", "_down")
+    first, second = ("gate_up", "down") if kind == "gated" else ("first", "_down")
     for name in (first, second):
         product = getattr(mlp, name)
         setattr(mlp, name, Watched(product.weight_NK, product.bias_N))
     wide, active = torch.empty(2, 10 if kind == "gated" else 5), torch.empty(2, 5)
     mlp(x, MLPBuffers(wide, active, room), torch.empty(2, HIDDEN))
-    assert seen == [room, room]
+    mlp(x, MLPBuffers(wide, active, room), torch.empty(2, HIDDEN), is_coded=True)
+    assert seen == [(room, False), (room, False), (room, True), (room, False)]
 
 
 def test_the_gated_weights_are_within_reach():

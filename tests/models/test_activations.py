@@ -18,6 +18,7 @@ from holdfast.models.activations import (
     FUSED_DECODE,
     LAYERS,
     QUANTIZED_ROWS,
+    ROW_SCALED,
     STREAM,
     Request,
     fused_decode_request,
@@ -156,6 +157,19 @@ def test_codes_of_logits_alone():
 @pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8), WeightRecipe(MXFP4), WeightRecipe(MXFP4, "all")])
 def test_who_leaves_inputs_as_they_are_needs_no_codes(recipe):
     assert activations.quantized_rows_request(MOE, 7, 3, recipe).specs == ()
+
+
+def test_what_products_of_middle_batches_share():
+    """o of Qwen3-32B is split in two and down in three; qkv and gate_up have outputs enough."""
+    request = activations.row_scaled_request(QWEN, WeightRecipe(FP8))
+    assert (request.lane, request.owner) == (ROW_SCALED, "row_scaled")
+    assert shapes(request) == {
+        "parts": ((128 * 3 * 5120,), "float32"),
+        "arrived": ((80,), "int32"),
+        "row_amax": ((64 * 400,), "int32"),
+    }
+    for recipe in (AS_STORED, WeightRecipe(FP8_BLOCK), WeightRecipe(INT8), WeightRecipe(MXFP4)):
+        assert activations.row_scaled_request(QWEN, recipe).specs == ()
 
 
 def test_logits_are_float32():

@@ -9,6 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, ModelFormatError
+from holdfast.kernels.geometry import (
+    ROW_SCALED_BLOCK_N,
+    ROW_SCALED_ROWS,
+    ROW_SCALED_SPLIT_ROWS,
+    row_scaled_splits,
+)
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.models.activations import (
@@ -201,6 +207,29 @@ def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
     wanted = quantized_rows_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
     assert requests.get("quantized_rows") == (wanted if scheme is FP8 else None)
     assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_products_of_middle_batches_share_room_on_a_gpu(name: str, num_ranks: int) -> None:
+    """Enough partial sums, counters and amax for every weight that these kernels take."""
+    declaration = declare_config(CATALOGUE[name], name).declaration
+    if declaration.indivisible(num_ranks) is not None:
+        pytest.skip("not divided")
+    step = STEP._replace(recipe=WeightRecipe(FP8), device_kind="cuda")
+    requests = {request.owner: request for request in declaration.requests(step, num_ranks, ())}
+    on_cpu = declaration.requests(step._replace(device_kind="cpu"), num_ranks, ())
+    assert "row_scaled" not in {request.owner for request in on_cpu}
+    parts, arrived, amax = (spec.shape[0] for spec in requests["row_scaled"].specs)
+    weights = [weight for weight in declaration.weights(num_ranks) if weight.kind == "linear"]
+    assert weights
+    for weight in weights:
+        size_n, size_k = weight.shape
+        splits = row_scaled_splits(size_n, size_k)
+        assert splits == 1 or ROW_SCALED_SPLIT_ROWS * splits * size_n <= parts
+        assert splits == 1 or -(-size_n // ROW_SCALED_BLOCK_N) <= arrived
+        if "gate_up" in weight.name:
+            assert ROW_SCALED_ROWS * -(-size_n // 2 // ROW_SCALED_BLOCK_N) <= amax
 
 
 def test_experts_take_the_place_of_the_mlp() -> None:

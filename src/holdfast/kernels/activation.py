@@ -93,11 +93,11 @@ def _activate_kernel(
     o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     m_i = o_i < size
     b_x = tl.load(p_x + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
-    tl.store(p_y + i_row * y_stride + o_i, _activated(b_x, KIND).to(p_y.dtype.element_ty), mask=m_i)
+    tl.store(p_y + i_row * y_stride + o_i, activated_numbers(b_x, KIND).to(p_y.dtype.element_ty), mask=m_i)
 
 
 @jit
-def _activated(b_x, KIND: constexpr):
+def activated_numbers(b_x, KIND: constexpr):
     if KIND == "silu":
         b_y = b_x * tl.sigmoid(b_x)
     elif KIND == "gelu":
@@ -182,7 +182,7 @@ def _gate_mul_kernel(
     m_i = o_i < size
     b_gate = tl.load(p_gate_up + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + i_row * x_stride + size + o_i, mask=m_i, other=0.0).to(tl.float32)
-    tl.store(p_y + i_row * y_stride + o_i, (_activated(b_gate, KIND) * b_up).to(p_y.dtype.element_ty), mask=m_i)
+    tl.store(p_y + i_row * y_stride + o_i, (activated_numbers(b_gate, KIND) * b_up).to(p_y.dtype.element_ty), mask=m_i)
 
 
 SWIGLU_ALPHA = 1.702

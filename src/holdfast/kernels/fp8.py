@@ -282,6 +282,23 @@ def e4m3_of(b_x):
 
 
 @jit
+def e4m3_quotients(b_x, scale, PLAIN: constexpr):
+    """The bits of the e4m3 numbers nearest to x / scale, as uint8: `e4m3_of` of the rounded quotient. The scale is one number,
+    at least 2^-18 or NaN, and x no more than 448 of it."""
+    if PLAIN:
+        b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + scale)).to(tl.uint8)
+    else:
+        # The instruction for a division is many, and a call where x is zero. A product with the rounded inverse, corrected
+        # twice by its remainder, is the rounded quotient; below 2^-100 it may not be, and its code is zero all the same.
+        b_scale, b_inverse = tl.zeros_like(b_x) + scale, tl.zeros_like(b_x) + tl.div_rn(scale * 0 + 1.0, scale)
+        b_quotient = b_x * b_inverse
+        b_quotient = tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
+        b_quotient = tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
+        b_codes = b_quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return b_codes
+
+
+@jit
 def int8_of(b_x):
     """The bits of the nearest integer within 127 of zero, as int32 from 0 to 255: of two the even one; 0 for NaN."""
     # At 1.5 * 2^23 the steps of float32 are 1, so that the sum rounds and its last byte is the integer.

@@ -19,6 +19,29 @@ SPLIT_K_COLUMNS = 2 * SPLIT_K_PROGRAMS * SMALL_BATCH_BLOCK_N
 """Splits are doubled only until there are enough programs, so splits times outputs stay below this."""
 NUM_GATE_AMAX = 64
 """Places for the amax of a gated row: few to read, and enough that blocks seldom wait for one another."""
+ROW_SCALED_ROWS = 64
+"""Most rows by e4m3 weights with scales by row that go through our own tiles (kernels/gemm/row_scaled_tiles.py), which read
+weights faster than torch's scaled product does; beyond it the tensor cores are the limit, and cuBLAS feeds them better."""
+ROW_SCALED_SPLIT_ROWS = 128
+"""Most rows where such a weight is split along K: it has too few outputs for cuBLAS, which does not split it, to fill a GPU."""
+ROW_SCALED_BLOCK_N, ROW_SCALED_BLOCK_K = 64, 128
+"""Outputs of a program there, and columns that it multiplies at a time."""
+ROW_SCALED_PROGRAMS = 132
+"""The multiprocessors of a large GPU: with fewer programs some of them idle."""
+MOST_ROW_SCALED_SPLITS = 8
+LONG_SPLIT = 8192
+"""Columns of a split that is long beside its partial sums, so that a second program a multiprocessor pays."""
+
+
+def row_scaled_splits(size_n: int, size_k: int) -> int:
+    """Splits along K (split-K) of such a weight, by its shape alone: a program for every multiprocessor, two where K is long."""
+    num_blocks, k_blocks = -(-size_n // ROW_SCALED_BLOCK_N), -(-size_k // ROW_SCALED_BLOCK_K)
+    wanted = max(
+        -(-ROW_SCALED_PROGRAMS // num_blocks), min(2 * ROW_SCALED_PROGRAMS // num_blocks, size_k // LONG_SPLIT)
+    )
+    blocks_of_split = max(4, -(-k_blocks // min(wanted, MOST_ROW_SCALED_SPLITS)))
+    return -(-k_blocks // blocks_of_split)
+
 
 MAX_DIRECT_TOKENS = 4
 """Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""

@@ -56,9 +56,13 @@ class AttentionLayer:
         buffers: AttentionBuffers,
         out_TH: torch.Tensor,
         wanted_only: bool = False,
+        is_coded: bool = False,
     ) -> torch.Tensor:
-        """All rows leave their keys and values; all, or those whose logits are wanted, attend: [T, H] or [R, H]."""
-        self.qkv(x_TH, buffers.qkv_TX, buffers.quantized)
+        """All rows leave their keys and values; all, or those whose logits are wanted, attend: [T, H] or [R, H].
+
+        With `is_coded` the codes of x lie in their room.
+        """
+        self.qkv(x_TH, buffers.qkv_TX, buffers.quantized, is_coded)
         attended_RX = self.attend(batch, plan, buffers, wanted_only)
         return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.quantized)
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import activate, gate_mul
-from holdfast.kernels.gemm.linear import linear
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.coded_rms_norm import add_rms_norm_coded
+from holdfast.kernels.gemm.linear import fuses_gate, gated_linear, linear, room_for_codes
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -20,10 +21,14 @@ class Linear:
         self.bias_N = bias_N
 
     def __call__(
-        self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None
+        self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
     ) -> torch.Tensor:
-        """`quantized` is room for the rows as codes, which some quantized weights take them as."""
-        return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized)
+        """`quantized` is room for the rows as codes, which some quantized weights take them as; with `is_coded` they are there."""
+        return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized, is_coded)
+
+    def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
+        """Where a norm leaves the codes of rows for this product; None where it takes them as they are."""
+        return room_for_codes(quantized, self.weight_NK, num_rows)
 
 
 class RMSNorm:
@@ -34,11 +39,22 @@ class RMSNorm:
         self.eps = eps
         self.offset = offset
 
-    def __call__(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, out_TH: torch.Tensor) -> torch.Tensor:
-        """x += delta where there is one, and then the norm of x into `out_TH`."""
-        if delta_TH is None:
-            return rms_norm(x_TH, self.weight_H, self.eps, out_TH, self.offset)
-        return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH, self.offset)
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        delta_TH: torch.Tensor | None,
+        out_TH: torch.Tensor,
+        codes: QuantizedRows | None = None,
+    ) -> torch.Tensor:
+        """x += delta where there is one, and then the norm of x into `out_TH`, and as codes into `codes` where that is given."""
+        if delta_TH is not None and codes is not None:
+            return add_rms_norm_coded(x_TH, delta_TH, self.weight_H, self.eps, out_TH, codes, self.offset)
+        if delta_TH is not None:
+            return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH, self.offset)
+        rms_norm(x_TH, self.weight_H, self.eps, out_TH, self.offset)
+        if codes is not None:
+            quantize_rows(out_TH, codes)
+        return out_TH
 
 
 class LayerNorm:
@@ -49,11 +65,20 @@ class LayerNorm:
         self._bias_H = bias_H
         self._eps = eps
 
-    def __call__(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, out_TH: torch.Tensor) -> torch.Tensor:
-        """x += delta where there is one, and then the norm of x into `out_TH`."""
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        delta_TH: torch.Tensor | None,
+        out_TH: torch.Tensor,
+        codes: QuantizedRows | None = None,
+    ) -> torch.Tensor:
+        """x += delta where there is one, and then the norm of x into `out_TH`, and as codes into `codes` where that is given."""
         if delta_TH is not None:
             x_TH.add_(delta_TH)
-        return layer_norm(x_TH, self._weight_H, self._bias_H, self._eps, out_TH)
+        layer_norm(x_TH, self._weight_H, self._bias_H, self._eps, out_TH)
+        if codes is not None:
+            quantize_rows(out_TH, codes)
+        return out_TH
 
 
 class MLPBuffers(NamedTuple):
@@ -78,20 +103,35 @@ class GatedMLP:
         self.down = down
         self._activation = activation
 
-    def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        wide_TX = self.gate_up(x_TH, buffers.wide_TX, buffers.quantized)
-        active_TI = gate_mul(wide_TX, self._activation, buffers.active_TI)
-        return self.down(active_TI, out_TH, buffers.quantized)
+    @property
+    def first(self) -> Linear:
+        """The product that takes x."""
+        return self.gate_up
+
+    def __call__(
+        self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor, is_coded: bool = False
+    ) -> torch.Tensor:
+        """With `is_coded` the codes of x lie in their room."""
+        quantized, active_TI = buffers.quantized, buffers.active_TI
+        gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
+        if fuses_gate(x_TH, gate_up, down, quantized):
+            gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
+            return self.down(active_TI, out_TH, quantized, is_coded=True)
+        wide_TX = self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
+        return self.down(gate_mul(wide_TX, self._activation, active_TI), out_TH, quantized)
 
 
 class PlainMLP:
     """down(activation(up))."""
 
     def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        self._up = up
+        self.first = up
         self._down = down
         self._activation = activation
 
-    def __call__(self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        wide_TI = self._up(x_TH, buffers.wide_TX, buffers.quantized)
+    def __call__(
+        self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor, is_coded: bool = False
+    ) -> torch.Tensor:
+        """With `is_coded` the codes of x lie in their room."""
+        wide_TI = self.first(x_TH, buffers.wide_TX, buffers.quantized, is_coded)
         return self._down(activate(wide_TI, self._activation, buffers.active_TI), out_TH, buffers.quantized)

@@ -3,6 +3,7 @@
 stream           lives through all layers:   x, a normed copy of it, and what the last product adds to it
 layers           takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
 quantized rows   takes turns:                inputs of a quantized product as codes, from one product to the next
+row scaled       lives from start to end:    what products of middle batches share, of e4m3 weights on a GPU
 fused decode     lives from start to end:    what GEMVs and small-batch GEMMs share
 """
 
@@ -13,9 +14,13 @@ from holdfast.kernels.geometry import (
     FUSED_DECODE_ROWS,
     GEMV_MIN_BLOCK_N,
     NUM_GATE_AMAX,
+    ROW_SCALED_BLOCK_N,
+    ROW_SCALED_ROWS,
+    ROW_SCALED_SPLIT_ROWS,
     SMALL_BATCH_BLOCK_N,
     SPLIT_K_COLUMNS,
     order_specs,
+    row_scaled_splits,
 )
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
@@ -24,6 +29,7 @@ from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 STREAM = "stream"
 LAYERS = "layers"
 QUANTIZED_ROWS = "quantized_rows"
+ROW_SCALED = "row_scaled"
 FUSED_DECODE = "fused_decode"
 
 
@@ -130,6 +136,43 @@ def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, 
     num_scales = max(num_inputs * -(-width // block) for num_inputs, width, block in products)
     codes, scales = TensorSpec("codes", (num_codes,), "float8_e4m3fn"), TensorSpec("scales", (num_scales,), "float32")
     return Request(QUANTIZED_ROWS, "quantized_rows", (codes, scales))
+
+
+def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
+    """Partial sums of split-K, counters of splits that have arrived, and amax of gated rows: what products of middle batches share.
+
+    Nothing where weights are not e4m3 with scales by row.
+    """
+    scheme = recipe.scheme_for("linear", ())
+    if scheme is None or not scheme.quantizes_activations or scheme.block_columns:
+        return Request(ROW_SCALED, "row_scaled", ())
+    splits = [(size_n, row_scaled_splits(size_n, size_k)) for size_n, size_k in _weight_shapes(spec)]
+    widest = max((size_n * num_splits for size_n, num_splits in splits if num_splits > 1), default=0)
+    num_blocks = max((-(-size_n // ROW_SCALED_BLOCK_N) for size_n, num_splits in splits if num_splits > 1), default=0)
+    gated = max(spec.intermediate_size if spec.has_mlp else 0, spec.experts.shared_size if spec.experts else 0)
+    return Request(
+        ROW_SCALED,
+        "row_scaled",
+        (
+            TensorSpec("parts", (ROW_SCALED_SPLIT_ROWS * widest,), "float32"),
+            TensorSpec("arrived", (num_blocks,), "int32"),
+            TensorSpec("row_amax", (ROW_SCALED_ROWS * -(-gated // ROW_SCALED_BLOCK_N),), "int32"),
+        ),
+    )
+
+
+def _weight_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Outputs and inputs of the weights that layers have beside experts, and of projections of the embedding."""
+    hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    shapes = [(spec.qkv_size, hidden), (hidden, spec.query_size)]
+    if embedding != hidden:
+        shapes += [(hidden, embedding), (embedding, hidden)]
+    if spec.has_mlp:
+        width = spec.intermediate_size
+        shapes += [((2 if spec.gated_mlp else 1) * width, hidden), (hidden, width)]
+    if spec.experts is not None and spec.experts.shared_size:
+        shapes += [(2 * spec.experts.shared_size, hidden), (hidden, spec.experts.shared_size)]
+    return shapes
 
 
 def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple[str, int, int]]:

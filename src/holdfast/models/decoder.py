@@ -16,7 +16,7 @@ from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
 from holdfast.layers.attention import AttentionBuffers
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
@@ -63,6 +63,7 @@ class Decoder:
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
+        self._tile_scratch = self._make_tile_scratch()
         self.fused = self._fused_decode() if takes_fused_decode else None
         """The fused decode path; None where no step takes it."""
         self._requests: Callable[[int], StepRequests] = cache(
@@ -112,11 +113,12 @@ class Decoder:
         for index in layers:
             layer, wanted_only = self._layers[index], index == self.num_layers - 1 and batch.logits is not None
             x_TH, normed_TH, delta_TH, has_delta = stream
-            inputs_TH = x_TH
+            inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(batch.num_rows)
             if self._spec.norm_first:
-                inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH)
-            buffers = self._attention_buffers(batch.num_rows)
-            delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only)
+                codes = layer.attention.qkv.room_for_codes(buffers.quantized, batch.num_rows)
+                inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
+            is_coded = codes is not None
+            delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)
             if wanted_only and batch.logits is not None:
                 num_rows = len(batch.logits.rows_R)
                 if num_rows == 0:
@@ -154,20 +156,29 @@ class Decoder:
         if self._spec.norm_first:
             if layer.attn_out_norm is not None:
                 layer.attn_out_norm(delta_RH, None, delta_RH)
-            self._run_mlp(layer, layer.mlp_norm(x_RH, delta_RH, normed_RH), delta_RH)
+            self._run_normed_mlp(layer, x_RH, normed_RH, delta_RH)
             if layer.mlp_out_norm is not None:
                 layer.mlp_out_norm(delta_RH, None, delta_RH)
             return
         layer.attn_norm(x_RH, delta_RH, x_RH)
-        self._run_mlp(layer, x_RH, delta_RH)
+        if isinstance(layer.mlp, ExpertLayer):
+            layer.mlp(x_RH, self._expert_buffers(x_RH.shape[0]), delta_RH)
+        else:
+            layer.mlp(x_RH, self._mlp_buffers(x_RH.shape[0]), delta_RH)
         layer.mlp_norm(x_RH, delta_RH, x_RH)
 
-    def _run_mlp(self, layer: DecoderLayer, x_RH: torch.Tensor, out_RH: torch.Tensor) -> None:
+    def _run_normed_mlp(
+        self, layer: DecoderLayer, x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
+    ) -> None:
+        """x += delta, and delta = MLP of the norm of x, which the norm leaves as codes too where the MLP takes them."""
         num_rows = x_RH.shape[0]
         if isinstance(layer.mlp, ExpertLayer):
-            layer.mlp(x_RH, self._expert_buffers(num_rows), out_RH)
-        else:
-            layer.mlp(x_RH, self._mlp_buffers(num_rows), out_RH)
+            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH), self._expert_buffers(num_rows), delta_RH)
+            return
+        buffers = self._mlp_buffers(num_rows)
+        codes = layer.mlp.first.room_for_codes(buffers.quantized, num_rows)
+        inputs_RH = layer.mlp_norm(x_RH, delta_RH, normed_RH, codes)
+        layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
 
     def _fused_logits(self, batch: Batch, plan: Any, fused: FusedDecode) -> torch.Tensor:  # noqa: ANN401
         """The same on the fused decode path."""
@@ -194,6 +205,14 @@ class Decoder:
         scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
         return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
 
+    def _make_tile_scratch(self) -> TileScratch | None:
+        """What products of middle batches share, where the plan has it; counters begin at zero."""
+        request = activations.row_scaled_request(self._spec, self._recipe)
+        if request.lane not in self.workspace.lanes:
+            return None
+        held = self._acquire(request)
+        return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
+
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:
         requests = self._requests(num_rows)
         return AttentionBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
@@ -212,7 +231,7 @@ class Decoder:
         if not request.specs:
             return None
         held = self._acquire(request)
-        return QuantizedRows(held["codes"], held["scales"])
+        return QuantizedRows(held["codes"], held["scales"], self._tile_scratch)
 
     def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
         return self.workspace.acquire_named(request.owner, request.specs, request.lane)

@@ -10,6 +10,7 @@ from holdfast.models.activations import (
     fused_decode_request,
     head_request,
     quantized_rows_request,
+    row_scaled_request,
     step_requests,
     takes_fused_decode,
 )
@@ -78,6 +79,8 @@ class DecoderDeclaration(NamedTuple):
         requests = [own.stream, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
         requests += [] if own.experts is None else [own.experts]
         requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
+        if step.device_kind == "cuda":
+            requests.append(row_scaled_request(spec, step.recipe))
         if takes_fused_decode(spec, step.dtype, step.device_kind, step.recipe):
             requests.append(fused_decode_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]

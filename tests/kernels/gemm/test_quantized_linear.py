@@ -8,6 +8,7 @@ from holdfast.kernels.gemm.linear import (
     quantized_linear,
     quantized_linear_reference,
     quantized_view,
+    room_for_codes,
     takes_scaled_product,
 )
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
@@ -157,6 +158,27 @@ def test_a_product_writes_into_no_more_of_the_room_than_its_rows_take():
         assert (codes[3 * 200 :] == 0x55).all()
         assert (scales[3 * num_blocks :] == -7.0).all()
         assert (scales[: 3 * num_blocks] > 0).all()
+
+
+def test_rows_that_come_as_codes_are_not_coded_again():
+    """The product is of the codes that lie in the room, whatever the rows are."""
+    x, other = random(3, 200), random(3, 200, seed=9)
+    for scheme in (FP8, FP8_TENSOR, FP8_BLOCK):
+        weight = random_weight(9, 200, scheme)
+        room = QuantizedRows(torch.zeros(600, dtype=torch.float8_e4m3fn), torch.zeros(6))
+        for function in (quantized_linear, quantized_linear_reference):
+            expected = function(x, weight, None, torch.empty(3, 9), room)
+            assert same_bits(function(other, weight, None, torch.empty(3, 9), room, is_coded=True), expected)
+            assert not same_bits(function(other, weight, None, torch.empty(3, 9), room), expected)
+
+
+def test_whoever_makes_rows_finds_room_where_they_have_one_scale():
+    room = QuantizedRows(torch.zeros(600, dtype=torch.float8_e4m3fn), torch.zeros(6))
+    for scheme in (FP8, FP8_TENSOR):
+        found = room_for_codes(room, random_weight(9, 200, scheme), 3)
+        assert (found.codes_TK.shape, found.scales_TB.shape) == ((3, 200), (3, 1))
+    for other in (random(9, 200), random_weight(9, 200, FP8_BLOCK), random_weight(9, 200, INT8)):
+        assert room_for_codes(room, other, 3) is None
 
 
 def test_room_is_asked_for_only_where_rows_are_quantized():

@@ -2,8 +2,9 @@
 
 T rows, K inputs, N outputs, B blocks of K
 
-On a GPU a plain weight goes to cuBLAS; one of e4m3 with scales by row to the scaled product of torch (cuBLAS too); any other
-scheme to tensor-core tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU both go to C, whose order of
+On a GPU a plain weight goes to cuBLAS; one of e4m3 with scales by row to tiles of our own up to 64 rows, or 128
+(kernels/gemm/row_scaled_tiles.py), and beyond to the scaled product of torch (cuBLAS too); any other scheme to tensor-core
+tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU both go to C, whose order of
 summation neighbours cannot change. Small batches on the fused decode path do not come here (kernels/gemm/small_batch.py).
 """
 
@@ -12,8 +13,14 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, QuantizedRows, quantize_rows
+from holdfast.kernels.gemm.quantize_activations import (
+    BLOCK_COLUMNS,
+    QuantizedRows,
+    quantize_rows,
+    quantize_rows_by_amax,
+)
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
+from holdfast.kernels.gemm.row_scaled_tiles import row_scaled_gate, row_scaled_linear, takes, takes_gate
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -35,15 +42,16 @@ def linear(
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor | None = None,
     quantized: QuantizedRows | None = None,
+    is_coded: bool = False,
 ) -> torch.Tensor:
     """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `quantized` is room for rows as codes, for weights that want them so.
 
-    On CPU a row's result does not depend, to the bit, on the other rows.
+    With `is_coded` whoever made the rows has left their codes there (`room_for_codes`). On CPU a row's result does not depend, to the bit, on the other rows.
     """
     if not isinstance(weight, QuantizedWeight):
         return plain_linear(x_TK, weight, bias_N, out_TN)
     y_TN = x_TK.new_empty(x_TK.shape[0], weight.shape[0]) if out_TN is None else out_TN
-    return quantized_linear(x_TK, weight, bias_N, y_TN, quantized)
+    return quantized_linear(x_TK, weight, bias_N, y_TN, quantized, is_coded)
 
 
 def linear_float32(
@@ -122,7 +130,25 @@ def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num
     size_k = weight.shape[-1]
     num_blocks = -(-size_k // weight.scheme.block_columns) if weight.scheme.block_columns else 1
     codes = quantized.codes_TK.view(-1)[: num_rows * size_k].view(num_rows, size_k)
-    return QuantizedRows(codes, quantized.scales_TB.view(-1)[: num_rows * num_blocks].view(num_rows, num_blocks))
+    scales = quantized.scales_TB.view(-1)[: num_rows * num_blocks].view(num_rows, num_blocks)
+    return QuantizedRows(codes, scales, quantized.scratch)
+
+
+def room_for_codes(
+    quantized: QuantizedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int
+) -> QuantizedRows | None:
+    """Where whoever makes rows for a product with this weight leaves their codes; None where it takes none, or several scales a row."""
+    if not isinstance(weight, QuantizedWeight) or weight.scheme.block_columns:
+        return None
+    return quantized_view(quantized, weight, num_rows)
+
+
+def coded_rows(
+    x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool
+) -> QuantizedRows | None:
+    """Rows as the codes that the product takes, made now unless they are there; None where it takes rows as they are."""
+    rows = quantized_view(quantized, weight, x_TK.shape[0])
+    return rows if rows is None or is_coded else quantize_rows(x_TK, rows)
 
 
 def quantized_linear(
@@ -131,16 +157,18 @@ def quantized_linear(
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor,
     quantized: QuantizedRows | None = None,
+    is_coded: bool = False,
 ) -> torch.Tensor:
-    """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so."""
+    """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so, or has them."""
     if x_TK.shape[0] == 0:
         return out_TN  # torch's scaled product does not promise to take no rows
     if not can_run(x_TK):
-        return native_quantized_linear(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
-    rows = quantized_view(quantized, weight, x_TK.shape[0])
+        return native_quantized_linear(_taken_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
+    rows = coded_rows(x_TK, weight, quantized, is_coded)
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)
-    quantize_rows(x_TK, rows)
+    if takes(weight, x_TK.shape[0], rows.scratch):
+        return row_scaled_linear(rows, weight, bias_N, out_TN)
     if takes_scaled_product(weight, out_TN):
         return torch._scaled_mm(  # type: ignore[attr-defined] the public form takes no `out`
             rows.codes_TK,
@@ -152,6 +180,38 @@ def quantized_linear(
             out=out_TN,
         )
     return tile_linear(x_TK, weight, bias_N, out_TN, rows)
+
+
+def fuses_gate(
+    x_TK: torch.Tensor,
+    gate_up: torch.Tensor | QuantizedWeight,
+    down: torch.Tensor | QuantizedWeight,
+    quantized: QuantizedRows | None,
+) -> bool:
+    """Whether `gated_linear` takes these rows and weights."""
+    return quantized is not None and can_run(x_TK) and takes_gate(gate_up, down, x_TK.shape[0], quantized.scratch)
+
+
+def gated_linear(
+    x_TK: torch.Tensor,
+    gate_up: torch.Tensor | QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    kind: str,
+    out_TI: torch.Tensor,
+    down: torch.Tensor | QuantizedWeight,
+    quantized: QuantizedRows | None,
+    is_coded: bool = False,
+) -> torch.Tensor:
+    """The activation of the gate times up into `out_TI`, in its type; its codes, for the product with `down`, into `quantized`."""
+    assert isinstance(gate_up, QuantizedWeight), "gate and up are plain"
+    assert isinstance(down, QuantizedWeight), "down is plain"
+    rows = coded_rows(x_TK, gate_up, quantized, is_coded)
+    assert rows is not None, f"{gate_up.scheme.name} takes rows as they are"
+    amax = row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)
+    codes = quantized_view(quantized, down, x_TK.shape[0])
+    assert codes is not None, f"{down.scheme.name} takes rows as they are"
+    quantize_rows_by_amax(out_TI, amax, codes)
+    return out_TI
 
 
 def takes_scaled_product(weight: QuantizedWeight, out_TN: torch.Tensor) -> bool:
@@ -170,15 +230,18 @@ def quantized_linear_reference(
     bias_N: torch.Tensor | None,
     out_TN: torch.Tensor,
     quantized: QuantizedRows | None = None,
+    is_coded: bool = False,
 ) -> torch.Tensor:
     """The same in plain torch: rows and weight turned back into float32."""
-    return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized), weight, bias_N, out_TN)
+    return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
 
 
-def _taken_rows(x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None) -> torch.Tensor:
+def _taken_rows(
+    x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool
+) -> torch.Tensor:
     """float32 rows as the product takes them: as they are, or quantized and dequantized."""
-    rows = quantized_view(quantized, weight, x_TK.shape[0])
-    return x_TK.float() if rows is None else dequantize_rows(quantize_rows(x_TK, rows))
+    rows = coded_rows(x_TK, weight, quantized, is_coded)
+    return x_TK.float() if rows is None else dequantize_rows(rows)
 
 
 def dequantize_rows(rows: QuantizedRows) -> torch.Tensor:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, float32_of, size_bits
+from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, float32_of, size_bits
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
+    is_interpreted,
     jit,
     kernel_constant,
     next_power_of_two,
@@ -35,6 +36,17 @@ COLUMNS_PER_PROGRAM = 2048
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
+class TileScratch(NamedTuple):
+    """What products of middle batches share (kernels/gemm/row_scaled_tiles.py)."""
+
+    partials: torch.Tensor
+    """float32 partial sums of split-K: splits x rows x outputs."""
+    arrived: torch.Tensor
+    """int32, the splits that have arrived, for each block of outputs: zeros between launches."""
+    amax: torch.Tensor
+    """int32: what a gated product leaves for each row and block of outputs."""
+
+
 class QuantizedRows(NamedTuple):
     """x is about codes * scales; room for them comes from the workspace."""
 
@@ -42,6 +54,16 @@ class QuantizedRows(NamedTuple):
     """float8_e4m3fn."""
     scales_TB: torch.Tensor
     """float32; B is 1 where a row has one scale, else one for every 128 columns. Any strides."""
+    scratch: TileScratch | None = None
+    """For the product that takes the rows; without it nothing is split and no gate is fused."""
+
+
+class RowAmaxBits(NamedTuple):
+    """The bits of float32 magnitudes of which the largest is a row's: `num_amax` of them a row, one row behind the other."""
+
+    bits: torch.Tensor
+    """int32, in which NaN is above all numbers."""
+    num_amax: int
 
 
 def quantize_rows(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
@@ -90,13 +112,14 @@ def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> Quanti
     )
     pdl = supports_pdl(x_TK)
     if num_blocks == 1:
-        block = min(WHOLE_ROW, next_power_of_two(num_columns))
+        block, pdl = min(WHOLE_ROW, next_power_of_two(num_columns)), supports_pdl(x_TK)
         _quantize_rows_kernel[(num_rows,)](
             *arguments,
             IS_ONE_SWEEP=num_columns <= block,
             BLOCK=block,
+            PLAIN=is_interpreted(),
             PDL=pdl,
-            num_warps=max(1, min(16, block // 128)),
+            num_warps=max(1, min(16, block // 512)),
             **pdl_launch(pdl),
         )
     else:
@@ -109,6 +132,40 @@ def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> Quanti
             **pdl_launch(pdl),
         )
     return quantized
+
+
+def quantize_rows_by_amax(x_TK: torch.Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
+    """The same, with a scale a row, where whoever made the rows has left their amax: many programs share a row."""
+    num_rows, num_columns = x_TK.shape
+    _check(x_TK, quantized)
+    assert quantized.scales_TB.shape[1] == 1, f"{quantized.scales_TB.shape=}: amax are of whole rows"
+    assert x_TK.stride(1) == quantized.codes_TK.stride(1) == 1, "columns lie apart"
+    if num_rows == 0:
+        return quantized
+    pdl = supports_pdl(x_TK)
+    _quantize_by_amax_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
+        as_kernels_read(x_TK),
+        amax.bits,
+        as_bits(quantized.codes_TK),
+        quantized.scales_TB,
+        num_columns,
+        amax.num_amax,
+        x_TK.stride(0),
+        quantized.codes_TK.stride(0),
+        quantized.scales_TB.stride(0),
+        BLOCK=COLUMNS_PER_PROGRAM,
+        BLOCK_P=next_power_of_two(amax.num_amax),
+        PLAIN=is_interpreted(),
+        PDL=pdl,
+        num_warps=8,
+        **pdl_launch(pdl),
+    )
+    return quantized
+
+
+def quantize_rows_by_amax_reference(x_TK: torch.Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
+    """The same in plain torch, which takes no amax on trust."""
+    return quantize_rows_reference(x_TK, quantized)
 
 
 def _check(x_TK: torch.Tensor, quantized: QuantizedRows) -> None:
@@ -130,6 +187,7 @@ def _quantize_rows_kernel(
     _block_stride,
     IS_ONE_SWEEP: constexpr,
     BLOCK: constexpr,
+    PLAIN: constexpr,
     PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
@@ -137,43 +195,60 @@ def _quantize_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     o_x = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     p_row = p_x + i_row * x_stride
     if IS_ONE_SWEEP:
-        b_scale = quantize_row(p_row, p_codes + i_row * code_stride, num_columns, BLOCK, PDL)
+        b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
+        b_amax = tl.max(size_bits(b_x), axis=0)
+        b_scale = scale_of(b_amax)
+        b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
+        tl.store(p_codes + i_row * code_stride + o_x, b_codes, mask=o_x < num_columns)
     else:
         b_column_amax = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, num_columns, BLOCK):
             b_x = float32_of(tl.load(p_row + start + o_x, mask=start + o_x < num_columns, other=0))
             b_column_amax = tl.maximum(b_column_amax, size_bits(b_x))
-        b_scale = _scale_of(tl.max(b_column_amax, axis=0))
+        b_scale = scale_of(tl.max(b_column_amax, axis=0))
         for start in range(0, num_columns, BLOCK):
             m_x = start + o_x < num_columns
             b_x = float32_of(tl.load(p_row + start + o_x, mask=m_x, other=0))
-            b_codes = _codes(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale), PDL)
+            b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
             tl.store(p_codes + i_row * code_stride + start + o_x, b_codes, mask=m_x)
     tl.store(p_scales + i_row * scale_stride, b_scale)
 
 
 @jit
-def quantize_row(p_row, p_codes, num_columns, BLOCK: constexpr, BY_INSTRUCTION: constexpr):
-    """Codes of a row that stays in registers meanwhile; their scale comes back."""
-    o_x = tl.arange(0, BLOCK)
-    b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
-    b_scale = _scale_of(tl.max(size_bits(b_x), axis=0))
-    tl.store(
-        p_codes + o_x, _codes(tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale), BY_INSTRUCTION), mask=o_x < num_columns
-    )
-    return b_scale
-
-
-@jit
-def _codes(b_x, BY_INSTRUCTION: constexpr):
-    """e4m3 codes as bytes: by an instruction of GPUs from Hopper on, which saturates and rounds as whole numbers do elsewhere."""
-    if BY_INSTRUCTION:  # noqa: SIM108 both branches of one expression would be compiled
-        b_codes = b_x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        b_codes = e4m3_of(b_x).to(tl.uint8)
-    return b_codes
+def _quantize_by_amax_kernel(
+    p_x,
+    p_amax,
+    p_codes,
+    p_scales,
+    num_columns,
+    num_amax,
+    x_stride,
+    code_stride,
+    scale_stride,
+    BLOCK: constexpr,
+    BLOCK_P: constexpr,
+    PLAIN: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_p = tl.arange(0, BLOCK_P)
+    m_x = o_x < num_columns
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0)
+    b_x = float32_of(tl.load(p_x + i_row * x_stride + o_x, mask=m_x, other=0))
+    b_scale = scale_of(tl.max(b_amax, axis=0))
+    b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
+    tl.store(p_codes + i_row * code_stride + o_x, b_codes, mask=m_x)
+    if tl.program_id(1) == 0:
+        tl.store(p_scales + i_row * scale_stride, b_scale)
 
 
 @jit
@@ -198,15 +273,15 @@ def _quantize_blocks_kernel(
     i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_x = i_column < num_columns
     b_x = float32_of(tl.load(p_x + i_row * x_stride + i_column, mask=m_x, other=0))
-    b_scale = _scale_of(tl.max(size_bits(b_x), axis=1))
-    b_codes = _codes(tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape)), PDL)
-    tl.store(p_codes + i_row * code_stride + i_column, b_codes, mask=m_x)
+    b_scale = scale_of(tl.max(size_bits(b_x), axis=1))
+    b_codes = e4m3_of(tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape)))
+    tl.store(p_codes + i_row * code_stride + i_column, b_codes.to(tl.uint8), mask=m_x)
     p_scale = p_scales + i_row * scale_stride + i_block.to(tl.int64) * block_stride
     tl.store(p_scale, b_scale, mask=i_block * WIDTH < num_columns)
 
 
 @jit
-def _scale_of(b_bits):
+def scale_of(b_bits):
     """From the bits of the amax."""
     b_amax = b_bits.to(tl.float32, bitcast=True)
     b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST_SCALE)

@@ -99,7 +99,8 @@ def check_operands(
     assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
     assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
     tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.codes, weight.scales)
-    for tensor in (x_XK, out_PN, *tensors, *(quantized or ()), *(() if bias_EN is None else (bias_EN,))):
+    rows = () if quantized is None else (quantized.codes_TK, quantized.scales_TB)
+    for tensor in (x_XK, out_PN, *tensors, *rows, *(() if bias_EN is None else (bias_EN,))):
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
 
 
