@@ -4,12 +4,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm import linear as linear_module
+from holdfast.kernels.gemm.quantize_activations import (
+    QuantizedRows,
+    TileScratch,
+    quantize_rows,
+    quantize_rows_reference,
+)
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, MLPBuffers, PlainMLP, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import companies, num_threads, random, require_native, same_bits
-from kernels.quantized_cases import exact_rows, exact_weight
+from kernels.quantized_cases import codable_rows, exact_rows, exact_weight, random_weight, weight_on
+from kernels.triton_cases import QUIET
 from quant.whole_weights import quantize
 
 
@@ -266,3 +273,55 @@ def test_the_gated_weights_are_within_reach():
     mlp = make_mlp("gated", 5, "silu")
     assert mlp.gate_up.weight_NK.shape == (10, HIDDEN)
     assert mlp.down.weight_NK.shape == (HIDDEN, 5)
+
+
+@KINDS
+@pytest.mark.parametrize("has_delta", [False, True], ids=["x", "x and delta"])
+def test_a_norm_leaves_codes_of_what_it_stores(kind, has_delta):
+    x, delta, weight, bias = random(5, 96), random(5, 96, seed=1), random(96, seed=2), random(96, seed=3)
+    norm = RMSNorm(weight, 1e-5) if kind == "rms" else LayerNorm(weight, bias, 1e-5)
+    room, host = (QuantizedRows(torch.zeros(5, 96).to(torch.float8_e4m3fn), torch.full((5, 1), NAN)) for _ in range(2))
+    out = torch.full((5, 96), NAN)
+    assert norm(x.clone(), delta if has_delta else None, out, room) is out
+    assert same_bits(out, norm(x.clone(), delta if has_delta else None, torch.empty(5, 96)))
+    quantize_rows_reference(out, host)
+    assert torch.equal(room.codes_TK.view(torch.uint8), host.codes_TK.view(torch.uint8))
+    assert same_bits(room.scales_TB, host.scales_TB)
+
+
+def fp8_mlp(activation, device, dtype) -> GatedMLP:
+    """Of 200 columns inside and 96 outside, with biases."""
+    linears = []
+    for index, (size_n, size_k) in enumerate(((400, 96), (96, 200))):
+        weight = random_weight(size_n, size_k, FP8, seed=index)
+        linears.append(Linear(weight_on(weight, device), random(size_n, seed=index + 5).to(device, dtype)))
+    return GatedMLP(*linears, activation)
+
+
+@QUIET
+@pytest.mark.parametrize("is_coded", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_in_the_epilogue_is_the_one_between_products(device, monkeypatch, activation, is_coded):
+    """Up to 64 rows where there is scratch; what stands between is then never written."""
+    monkeypatch.setattr(linear_module, "can_run", lambda tensor: True)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    mlp, on_cpu = (fp8_mlp(activation, place, dtype) for place in (device, torch.device("cpu")))
+    for num_rows, has_scratch in ((1, True), (20, True), (64, True), (65, True), (20, False)):
+        x = codable_rows(num_rows, 96).to(dtype)
+        codes = torch.zeros(num_rows * 200, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        arrived, amax = (torch.zeros(count, dtype=torch.int32, device=device) for count in (8, 64 * 4))
+        scratch = TileScratch(torch.zeros(128 * 4096, device=device), arrived, amax) if has_scratch else None
+        room = QuantizedRows(codes, torch.zeros(num_rows, device=device), scratch)
+        wide, active = (torch.full((num_rows, width), NAN, device=device, dtype=dtype) for width in (400, 200))
+        if is_coded:
+            quantize_rows(x.to(device), mlp.first.room_for_codes(room, num_rows))
+        out = torch.full((num_rows, 96), NAN, device=device, dtype=dtype)
+        assert mlp(x.to(device), MLPBuffers(wide, active, room), out, is_coded) is out
+        assert bool(wide.isnan().all()) == (has_scratch and num_rows <= 64)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_module, "can_run", lambda tensor: False)
+            host = QuantizedRows(torch.zeros(num_rows * 200).to(torch.float8_e4m3fn), torch.zeros(num_rows))
+            buffers = MLPBuffers(torch.empty(num_rows, 400, dtype=dtype), torch.empty(num_rows, 200, dtype=dtype), host)
+            expected = on_cpu(x, buffers, torch.empty(num_rows, 96, dtype=dtype)).float()
+        error = (out.cpu().float() - expected).norm() / expected.norm()
+        assert error < 0.02, f"{num_rows} rows: {error}"
