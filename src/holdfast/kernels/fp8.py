@@ -291,9 +291,11 @@ def e4m3_quotients(b_x, scale, PLAIN: constexpr):
         # The instruction for a division is many, and a call where x is zero. A product with the rounded inverse, corrected
         # twice by its remainder, is the rounded quotient; below 2^-100 it may not be, and its code is zero all the same.
         b_scale, b_inverse = tl.zeros_like(b_x) + scale, tl.zeros_like(b_x) + tl.div_rn(scale * 0 + 1.0, scale)
-        b_quotient = b_x * b_inverse
+        b_product = b_x * b_inverse
+        b_quotient = tl.fma(tl.fma(-b_product, b_scale, b_x), b_inverse, b_product)
         b_quotient = tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
-        b_quotient = tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
+        # A remainder of zero has no sign of its own, and would take that of -0 away.
+        b_quotient = tl.where(b_quotient == 0, b_product, b_quotient)
         b_codes = b_quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return b_codes
 

@@ -54,7 +54,7 @@ def test_as_exact_as_torch_and_codes_of_what_is_stored(device, size, offset, dty
 
 def test_what_is_not_finite_makes_its_row_nan_and_no_other(device):
     x, delta, weight = random(4, 300), random(4, 300, seed=1), random(300, seed=2)
-    x[1, 7], x[2] = float("nan"), 0.0
+    x[1, 7], x[2] = float("nan"), 0.0  # zeros by negative weights are -0
     delta[2] = 0.0
     quantized = room(RedZones(device), 4, 300)
     out = torch.empty(4, 300, device=device)

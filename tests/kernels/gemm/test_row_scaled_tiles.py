@@ -230,7 +230,7 @@ def test_the_gate_is_that_of_torch_and_its_amax_is_of_what_is_stored(device, kin
 @pytest.mark.parametrize("width", [1, 100, 2048, 2049, 6000], ids=lambda width: f"K{width}")
 def test_rows_are_coded_by_their_amax_as_without_it(device, width, num_amax):
     zones, x = RedZones(device), random(5, width)
-    x[1], x[2, 0], x[3, width - 1] = 0.0, NAN, float("inf")
+    x[1], x[2, 0], x[3, width - 1], x[4, width // 2] = -0.0, NAN, float("inf"), -0.0
     bits = torch.zeros(5, num_amax, dtype=torch.int32)
     bits[:, num_amax // 2] = bits_of(x)
     amax_bits = zones.allocate(5, num_amax, dtype=torch.int32).copy_(bits)

@@ -26,7 +26,6 @@ from holdfast.kernels.geometry import (
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
-    jit,
     jit_counting,
     next_power_of_two,
     pdl_launch,
@@ -38,10 +37,6 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-
-
-PREFETCHED_LINES = 4
-"""Blocks of 128 bytes of every row of the weight that are on their way before the rows are there."""
 
 
 def row_form(num_rows: int) -> int:
@@ -155,7 +150,6 @@ def _launch(
         BLOCK_N=ROW_SCALED_BLOCK_N,
         BLOCK_K=ROW_SCALED_BLOCK_K,
         NUM_STAGES=num_stages(block_m, num_blocks * splits),
-        PREFETCHED_LINES=PREFETCHED_LINES,
         PLAIN=is_interpreted(),
         PDL=pdl,
         num_warps=8 if block_m == 128 else 4,
@@ -167,14 +161,6 @@ def _launch(
 def num_stages(block_m: int, num_programs: int) -> int:
     """Blocks of K on their way: six, or four where a multiprocessor has several programs at once, each with its own."""
     return 4 if block_m == 128 or num_programs > 2 * ROW_SCALED_PROGRAMS else 6
-
-
-@jit
-def prefetch_line(p_line):
-    """Bring the 128 bytes around each pointer into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @jit_counting("num_rows")
@@ -200,7 +186,6 @@ def row_scaled_tile_kernel(
     BLOCK_N: constexpr,
     BLOCK_K: constexpr,
     NUM_STAGES: constexpr,
-    PREFETCHED_LINES: constexpr,
     PLAIN: constexpr,
     PDL: constexpr,
 ):
@@ -220,13 +205,6 @@ def row_scaled_tile_kernel(
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first_k = i_split * split_k
     if PDL:
-        # Rows have a producer that must end first; the weight waits for nobody, and comes as near as L2 meanwhile.
-        if PREFETCHED_LINES > 0:
-            o_line = tl.minimum(first_k + 128 * tl.arange(0, PREFETCHED_LINES), size_k - 1)
-            p_line = p_codes + tl.minimum(o_n, size_n - 1)[:, None].to(tl.int64) * size_k + o_line[None, :]
-            prefetch_line(p_line)
-            if GATED:
-                prefetch_line(p_line + up_offset)
         tl.extra.cuda.gdc_wait()
     for k in tl.range(first_k, tl.minimum(first_k + split_k, size_k), BLOCK_K, num_stages=NUM_STAGES):
         m_w = m_n[:, None]
