@@ -310,6 +310,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 3/3 D256, both": lambda: quantized_attention_of(BF16, (3, 3), 2, 256, 99, with_sinks=True, softcap=50.0),
     "row-scaled tiles, 32 rows": lambda: row_scaled_of(32, 5120, 8192),
     "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
+    "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "layer norm": lambda: layer_norm_of(BF16),
     **EXPERT_CASES,

@@ -11,7 +11,14 @@ import pytest
 PROGRAM = Path(__file__).parent / "gpu_compiler.py"
 SHARED_BYTES = 227 * 1024
 """What a program may hold on an H100 or H200."""
-COMMON_CASES = ("one gated row", "rows", "attention D128", "write quantized D128, one format", "quantized 4/4 D128")
+COMMON_CASES = (
+    "one gated row",
+    "rows",
+    "row-scaled tiles, 32 rows",
+    "attention D128",
+    "write quantized D128, one format",
+    "quantized 4/4 D128",
+)
 OTHER_CASES = (
     "one row",
     "one row of odd sizes",
@@ -43,6 +50,9 @@ OTHER_CASES = (
     "quantized 8/8 D64, sinks",
     "quantized 4/4 D128, both",
     "quantized 3/3 D256, both",
+    "row-scaled tiles, 64 rows",
+    "row-scaled tiles, 128 rows",
+    "row-scaled tiles of odd sizes",
     "layer norm",
     "experts in bfloat16, 1 rows",
     "experts in bfloat16, 8 rows",
