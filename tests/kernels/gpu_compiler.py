@@ -44,7 +44,8 @@ from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NAMES |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+NAMES |= {torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+NAMES |= {torch.float8_e4m3fn: "fp8e4nv"}
 BF16, FP16 = torch.bfloat16, torch.float16
 QUANTIZED_BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
 
@@ -328,6 +329,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        normed_routing,
         quantize_activations,
         quantized_attention,
         row_scaled_tiles,

@@ -22,7 +22,7 @@ import torch
 from holdfast.kernels import geometry
 from holdfast.kernels.attention import quantized_attention, tiled_attention
 from holdfast.kernels.gemm import gemv, quantized_tiles, row_scaled_tiles
-from holdfast.kernels.moe import expert_linear
+from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
 
 
@@ -94,7 +94,7 @@ class StepGraphs:
         self._steps.clear()
 
 
-LAUNCHERS = (tiled_attention, quantized_attention, gemv, quantized_tiles, row_scaled_tiles, expert_linear)
+LAUNCHERS = (tiled_attention, quantized_attention, gemv, quantized_tiles, row_scaled_tiles, expert_sum)
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
 
 

@@ -112,14 +112,14 @@ def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> Quanti
     )
     pdl = supports_pdl(x_TK)
     if num_blocks == 1:
-        block, pdl = min(WHOLE_ROW, next_power_of_two(num_columns)), supports_pdl(x_TK)
+        block = min(WHOLE_ROW, next_power_of_two(num_columns))
         _quantize_rows_kernel[(num_rows,)](
             *arguments,
             IS_ONE_SWEEP=num_columns <= block,
             BLOCK=block,
             PLAIN=is_interpreted(),
             PDL=pdl,
-            num_warps=max(1, min(16, block // 512)),
+            num_warps=max(1, min(16, block // 128)),
             **pdl_launch(pdl),
         )
     else:
@@ -191,9 +191,6 @@ def _quantize_rows_kernel(
     PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     o_x = tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -267,8 +264,8 @@ def _quantize_blocks_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_x = i_column < num_columns
