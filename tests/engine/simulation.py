@@ -536,7 +536,11 @@ def main(num_worlds: int, num_events: int, kind: str = "") -> None:
     start = process_time()
     for seed in range(num_worlds):
         simulation = Simulation(seed, World.late(seed) if kind == "late" else None)
-        simulation.run(num_events)
+        try:
+            simulation.run(num_events)
+        except AssertionError as error:
+            error.add_note(f"in the world of seed {seed}, after {simulation.num_events} events")
+            raise
         counts += simulation.counts
         seen += simulation.seen
         num_reads += simulation.num_reads

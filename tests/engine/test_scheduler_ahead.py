@@ -472,6 +472,21 @@ def test_nobody_guesses_what_cannot_be_taken_back() -> None:
     assert given(scheduler, four).scheduled[0].proposals == ()
 
 
+def test_guesses_count_as_far_ahead_as_a_window_may_be_run() -> None:
+    limits = Limits(8, max_num_batched_tokens=3, max_model_len=64, page_tokens=4, max_sampled_rows=20)
+    scheduler = Scheduler(limits, 32, True, 100, groups=(WINDOW,))
+    old, one = sequence(0, 1), sequence(1, 3)
+    one.may_speculate = True
+    scheduler.add(old)
+    given(scheduler)
+    scheduler.add(one)
+    chunk = given(scheduler)
+    assert shape(chunk) == [(0, 1, 1), (1, 0, 2)]
+    rest = given(scheduler, four)
+    assert shape(rest) == [(0, 2, 1), (1, 2, 1)], "two of its tokens are in flight, and a step has three"
+    assert rest.scheduled[1].proposals == ()
+
+
 def test_who_may_not_speculate_is_not_asked() -> None:
     scheduler, _ = guessing()
     scheduler.add(sequence(1, 4))

@@ -451,6 +451,8 @@ class Scheduler:
         """What is guessed to follow the last token: at most `most`, none of no use, on pages that nobody claims."""
         track, num_tokens = self._tracks[sequence.sequence_id], len(sequence.token_ids)
         most = min(most, guesses.num_rows, track.longest - num_tokens)
+        if self._windows:
+            most = min(most, self._most_ahead(sequence) - 1)
         if most <= 0:
             return ()
         proposals = tuple(guesses.propose(sequence)[:most])
