@@ -274,6 +274,7 @@ class EngineCore:
         runner = self.runner
         assert runner is not None, "the core is closed"
         while len(self._in_flight) <= self.run_ahead and not (self._in_flight and self._is_guessing()):
+            step = self.scheduler.schedule(None if self.proposer is None else self._propose)
             # None: not before a step in flight has ended.
             if step is None or not step.scheduled:
                 return
