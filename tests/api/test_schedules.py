@@ -38,8 +38,8 @@ class House:
 
 HOUSES = {
     "few pages": House("llama", {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": "44KiB"}),
-    "many sequences": House("qwen3", {"max_num_seqs": 12, "max_num_batched_tokens": 40, "kv_cache_memory": "240KiB"}),
-    "windows": House("qwen2_window", {"max_num_seqs": 5, "max_num_batched_tokens": 24, "kv_cache_memory": "96KiB"}),
+    "many sequences": House("qwen3", {"max_num_seqs": 12, "max_num_batched_tokens": 40, "kv_cache_memory": "180KiB"}),
+    "windows": House("qwen2_window", {"max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_cache_memory": "56KiB"}),
 }
 
 
