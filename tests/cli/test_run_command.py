@@ -308,3 +308,15 @@ def test_loading_is_told_where_nobody_watches(here: Here, tmp_path: Path) -> Non
     assert ended.err.startswith("Loading A-Model\nModel loading took ")
     assert "\x1b" not in ended.err + ended.out
     assert CHAT_TEMPLATE not in ended.out
+
+
+def test_proposals_change_no_answer_and_are_counted(here: Here, tiny: Path) -> None:
+    options = ("-p", "abababababab", "--max-tokens", "40", "--ignore-eos", "--temperature", "0")
+    plain = here("run", tiny, *options)
+    guessing = here("run", tiny, *options, "--speculative", "ngram:3")
+    assert (guessing.code, guessing.out) == (0, plain.out), guessing
+    assert "proposed tokens accepted" in guessing.err.splitlines()[-1]
+    assert "proposed" not in plain.err
+    wrong = here("run", tiny, *options, "--speculative", "eagle")
+    assert wrong.code != 0
+    assert "ngram:K with K from 1 to 16 works" in wrong.err

@@ -63,6 +63,11 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
         write_line("")
         show_beside(memory_lines(opened.memory))
         show_beside([Line(""), Line(speed_of(output).line)])
+        stats = opened.engine.stats()
+        if stats.num_proposed_tokens:
+            share = 100 * stats.num_accepted_tokens / stats.num_proposed_tokens
+            words = f"{stats.num_accepted_tokens:,} of {stats.num_proposed_tokens:,} proposed tokens accepted ({share:.0f}%)"
+            show_beside([Line(words)])
         if params.max_tokens is None and output.outputs[0].finish_reason == "length":
             write_line(f"cut at {prepared.max_tokens} tokens; --max-tokens N allows more, within the context")
 
