@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 import doc_tables
 from attention.steps import Geometry, build
+from cli.cli_models import make_model
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
@@ -42,6 +43,7 @@ gpu_quantized = import_module("gpu_quantized")
 dummy_models = import_module("dummy_models")
 gpu_before_after = import_module("gpu_before_after")
 window_pages = import_module("window_pages")
+ngram = import_module("ngram")
 MIB = 2**20
 
 
@@ -855,3 +857,33 @@ def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
 def test_two_trees_are_needed(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_before_after.parse(argv)
+
+
+# --- proposals
+
+
+def test_proposals_are_measured_beside_none(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
+    asked = arguments(tmp_path, model=str(model), speculative="ngram:2", rounds=1)
+    task = ngram.Task("repeat", "abababab", 24)
+    results = ngram.run_all(asked, (task,), [1, 2])
+    assert [result["measure"] for result in results] == ["repeat, batch 1", "repeat, batch 2"]
+    for result in results:
+        assert result["identical"]
+        assert result["first_differences"] == []
+        assert result["values"]["plain"] > 0
+        assert 0 <= result["accepted"] <= result["proposed"]
+    record = gpu_records.make_record("ngram", results, "M", "s", asked, {})
+    gpu_records.write_record(record, "ngram", asked)
+    table = doc_tables.section_tables(tmp_path, "ngram")
+    assert "| repeat, batch 1 |" in table
+    assert "| yes |" in table
+
+
+def test_the_first_difference_is_told_with_the_gap_of_its_logits() -> None:
+    plain = ngram.Run([[1, 2, 3], [4, 5]], [[0.5, 0.001, 0.2], [1.0, 1.0]], 1.0, 0, 0)
+    other = plain._replace(token_ids=[[1, 9, 9], [4, 5]])
+    assert ngram.first_differences(plain, other) == [{"answer": 0, "token": 1, "gap of logits": 0.001}]
+    assert ngram.first_differences(plain, plain) == []
+    differing = {"identical": False, "first_differences": ngram.first_differences(plain, other)}
+    assert doc_tables.SECTIONS["ngram"]["same tokens"](differing) == "until token 1 (gap 0.001)"
