@@ -21,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast import errors
 from holdfast.config import EngineConfig, Limits
@@ -64,9 +64,8 @@ class Ending:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What one step brought to one sequence."""
+class SequenceOutput(NamedTuple):
+    """What one step brought to one sequence. Made for every token, and therefore a tuple."""
 
     sequence_id: int
     token_ids: tuple[int, ...] = ()
