@@ -86,12 +86,12 @@ def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatc
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
     countdown = 0
 
-    def preempting() -> Any:
+    def preempting(propose: Any = None) -> Any:
         nonlocal countdown
         if countdown == 0 and scheduler.num_running:
             scheduler._preempt_youngest()
         countdown -= 1
-        return schedule()
+        return schedule(propose)
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
     for number in range(1, 36, 4):
@@ -108,8 +108,8 @@ def test_pages_behind_a_window_are_given_back(case: Case, monkeypatch: pytest.Mo
     held: list[list[int]] = []
     schedule = scheduler.schedule
 
-    def watched() -> Any:
-        step = schedule()
+    def watched(propose: Any = None) -> Any:
+        step = schedule(propose)
         for item in step.scheduled:
             for group, table in zip(scheduler.groups, item.sequence.tables, strict=True):
                 count = sum(page != HOLE for page in table)

@@ -271,7 +271,7 @@ def test_an_engine_that_dies_in_an_abort_tells_the_others():
 def test_a_scheduler_that_runs_nobody_does_not_hang_the_engine():
     engine = make_engine()
     engine.add_request("a", "Q", PARAMS)
-    engine.scheduler.schedule = lambda: LiveStep(())
+    engine.scheduler.schedule = lambda propose: LiveStep(())
     assert engine.step()[0].finish_reason == "error"
     assert engine.is_dead
 

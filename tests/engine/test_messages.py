@@ -53,7 +53,7 @@ PARAMS = SamplingParams(
 )
 REQUEST = CoreRequest(7, (1, 2, 2**31 - 1), PARAMS, 2**64 - 1, 9, b"salt", False, ((1, 2), (3,)))
 LOGPROBS = (TokenLogprobs(5, -0.25, 3, ((6, -0.125), (7, -float("inf")))), TokenLogprobs(6, -1e-300, 1, ()))
-STATS = CoreStats(1, 2, 3, 4, 5, 6, 7, 2**40, 0.125)
+STATS = CoreStats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 0.125)
 REPORT = MemoryReport(
     rows=(MemoryRow("weights", 5, None, "why", ("load", "serve"), 9), MemoryRow("kv pages", 4, 4, "so")),
     budget_bytes=2**40,
