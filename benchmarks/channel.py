@@ -2,10 +2,12 @@
 
 Both engines drive the same dummy model (the least work between two messages) with the same prompts in turn, text included.
 Greedy tokens must be equal. The best of many short runs counts, since whatever else the machine does only makes runs slower;
-medians stand beside it. The record is benchmarks/records/<cpu>-<date>-channel.json.
+medians stand beside it. So does the processor time that a token costs in the process that runs steps, which is what keeps the
+next step waiting: on a machine that others use too it says more than the clock. The record is benchmarks/records/<cpu>-<date>-channel.json.
 """
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -18,8 +20,9 @@ import gpu_records
 from dummy_models import TINY, write_dummy_model
 
 from holdfast.api.llm import open_engine
-from holdfast.cli.bench_cases import Case, HoldfastContestant, Result, check_agreement, latency_cases, race
+from holdfast.cli.bench_cases import Case, HoldfastContestant, Result, Timing, check_agreement, latency_cases, race
 from holdfast.config import EngineConfig
+from holdfast.engine.core_process import CoreProcess
 from holdfast.engine.engine import Engine
 
 MODEL = "Qwen3-0.6B"
@@ -28,14 +31,31 @@ SECTION = "channel"
 
 
 class Place(HoldfastContestant):
-    """An engine, named after where its core is."""
+    """An engine, named after where its core is; processor time of that process is added up."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         super().__init__(engine)
         self.name = name
+        self.seconds: dict[str, list[float]] = {}
+        """Of each run, by case."""
+        core = engine.core
+        self._pid = core.pid if isinstance(core, CoreProcess) else os.getpid()
+
+    def run(self, case: Case) -> Timing:
+        """A run like any other, with a look at the clock of the process before and after."""
+        before = processor_seconds(self._pid)
+        timing = super().run(case)
+        self.seconds.setdefault(case.measure, []).append(processor_seconds(self._pid) - before)
+        return timing
 
 
-def measure(folder: Path, cases: Sequence[Case], num_repeats: int) -> list[Result]:
+def processor_seconds(pid: int) -> float:
+    """What all threads of a process have run; Linux counts it to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task")
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+
+
+def measure(folder: Path, cases: Sequence[Case], num_repeats: int) -> list[dict[str, object]]:
     """Both engines, in turn."""
     path = write_dummy_model(folder, MODEL, **TINY)
     longest = max(case.longest for case in cases)
@@ -54,16 +74,19 @@ def measure(folder: Path, cases: Sequence[Case], num_repeats: int) -> list[Resul
         remote, local = engines
         contestants = [Place("core in a process of its own", remote), Place("core in process", local)]
         check_agreement(cases, contestants, print)
-        return race(cases, contestants, num_repeats, lambda line: None)
+        results = race(cases, contestants, num_repeats, lambda line: None)
+        return [figures(result, contestants) for result in results]
     finally:
         for engine in engines:
             engine.close()
 
 
-def figures(result: Result) -> dict[str, object]:
-    """By the best run, and by the median one."""
+def figures(result: Result, contestants: Sequence[Place]) -> dict[str, object]:
+    """By the best run, by the median one, and by processor time."""
     remote, local = result.rates
     best = result.best(remote) / result.best(local)
+    case = result.case
+    least = {one.name: min(one.seconds[case.measure]) * 1e6 / sum(case.num_new) for one in contestants}
     return {
         "measure": result.case.measure,
         "unit": "tokens/s",
@@ -71,6 +94,8 @@ def figures(result: Result) -> dict[str, object]:
         "medians": {name: round(result.median(name), 1) for name in result.rates},
         "cost_percent": round(100 * (1 - best), 2),
         "median_cost_percent": round(100 * (1 - result.median(remote) / result.median(local)), 2),
+        "core_microseconds_per_token": {name: round(value, 1) for name, value in least.items()},
+        "core_cost_percent": round(100 * (least[remote] / least[local] - 1), 2),
         "runs": {name: [round(rate, 1) for rate in rates] for name, rates in result.rates.items()},
     }
 
@@ -87,12 +112,12 @@ def main() -> None:
         shape = TINIEST
     cases = latency_cases((), shape["batches"], 16, shape["output_len"], random.Random(0), range(256))  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
-        results = measure(Path(folder), cases, int(shape["repeats"]))  # type: ignore[call-overload]
-    rows = [figures(result) for result in results]
+        rows = measure(Path(folder), cases, int(shape["repeats"]))  # type: ignore[call-overload]
+    costs = ("cost_percent", "median_cost_percent", "core_cost_percent")
     gpu_records.print_table(
         "tokens/s, best of the runs",
-        ("", "in a process of its own", "in process", "cost %", "by medians %"),
-        [(row["measure"], *row["values"].values(), row["cost_percent"], row["median_cost_percent"]) for row in rows],  # type: ignore[attr-defined]
+        ("", "in a process of its own", "in process", "cost %", "by medians %", "by processor time of the core %"),
+        [(row["measure"], *row["values"].values(), *(row[name] for name in costs)) for row in rows],  # type: ignore[attr-defined]
     )
     words = f"{MODEL} with {TINY['num_hidden_layers']} layers of {TINY['hidden_size']}, dummy weights, float32"
     settings = f"16 prompt tokens, {shape['output_len']} new ones, {shape['repeats']} runs in turn"

@@ -39,7 +39,7 @@ CALLS = (
     ("plan", "holdfast.runner.build", "plan_model"),
     ("load weights", "holdfast.runner.build", "RunnerBuild.load"),
     ("take memory", "holdfast.runner.build", "RunnerBuild.assemble"),
-    ("prefill and first token", "holdfast.runner.runner", "Runner.execute"),
+    ("prefill and first token", "holdfast.runner.runner", "Runner.collect"),
 )
 """Phases behind the imports: which function is one."""
 Phases = dict[str, dict[str, float]]

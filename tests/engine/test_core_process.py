@@ -400,10 +400,21 @@ ONE = CoreOutputs((SequenceOutput(0, (97,)),), CoreStats(num_submitted=1))
         (frames(READY) + frames(ONE, first=2)[:4] + b"\x09\x00" + frames(ONE, first=2)[6:], "version 9"),
         (frames(READY) + frames(ONE, first=2)[:-1] + b"\x55", "checksum"),
         (frames(READY, CoreOutputs((SequenceOutput(5, (97,)),))), "it spoke of sequence 5"),
+        (frames(READY, CoreOutputs((SequenceOutput(0, (264,)),))), "it chose token 264 of a vocabulary of 264"),
         (frames(READY, READY), "it sent Ready"),
         (frames(READY, Refused((), MessageError("a", "b", "c"))), "it refused what it was sent"),
     ],
-    ids=["out of order", "repeated", "garbage", "version", "altered", "unknown sequence", "unasked", "refused"],
+    ids=[
+        "out of order",
+        "repeated",
+        "garbage",
+        "version",
+        "altered",
+        "unknown sequence",
+        "unknown token",
+        "unasked",
+        "refused",
+    ],
 )
 def test_a_core_that_talks_nonsense_is_ended(said, words):
     core = CoreProcess(EngineConfig(), lambda done, total: None, command=(*BROKEN, said.hex()))

@@ -376,9 +376,7 @@ class CoreProcess:
     def _hear(self, message: Message) -> bool:
         """Take a message in; True where it was the answer to a StatsRequest."""
         if isinstance(message, CoreOutputs):
-            unknown = [one.sequence_id for one in message.outputs if one.sequence_id >= self._num_submitted]
-            if unknown:
-                self._die(f"it spoke of sequence {unknown[0]}, and those below {self._num_submitted} are known")
+            self._check_outputs(message)
             self._see(message.stats)
             self._live.difference_update(one.sequence_id for one in message.outputs if one.ending is not None)
             self._pending.append(message)
@@ -399,6 +397,14 @@ class CoreProcess:
         else:
             self._die(f"it sent {type(message).__name__}, which nobody asked for")
         return False
+
+    def _check_outputs(self, message: CoreOutputs) -> None:
+        """Tokens of this vocabulary, for sequences that there were; another core is not believed."""
+        for output in message.outputs:
+            if output.sequence_id >= self._num_submitted:
+                self._die(f"it spoke of sequence {output.sequence_id}, and those below {self._num_submitted} are known")
+            if output.token_ids and max(output.token_ids) >= self.facts.vocab_size:
+                self._die(f"it chose token {max(output.token_ids)} of a vocabulary of {self.facts.vocab_size}")
 
     def _see(self, stats: CoreStats) -> None:
         self._stats = stats

@@ -21,6 +21,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from holdfast import errors
@@ -297,103 +298,112 @@ def _read_abort(reader: Reader) -> Abort:
 # CoreOutputs, CoreStats
 
 
+def _stats_counts(stats: CoreStats) -> list[int]:
+    return [
+        stats.num_running,
+        stats.num_waiting,
+        stats.num_prefix_query_tokens,
+        stats.num_prefix_hit_tokens,
+        stats.num_prompt_tokens,
+        stats.num_preemptions,
+        stats.num_steps,
+        stats.num_submitted,
+        stats.num_proposed_tokens,
+        stats.num_accepted_tokens,
+    ]
+
+
+NUM_COUNTS = len(_stats_counts(CoreStats()))
+
+
 def _write_stats(writer: Writer, stats: CoreStats) -> None:
-    writer.ints(
-        (
-            stats.num_running,
-            stats.num_waiting,
-            stats.num_prefix_query_tokens,
-            stats.num_prefix_hit_tokens,
-            stats.num_prompt_tokens,
-            stats.num_preemptions,
-            stats.num_steps,
-            stats.num_submitted,
-            stats.num_proposed_tokens,
-            stats.num_accepted_tokens,
-        )
-    )
+    writer.ints(_stats_counts(stats))
     writer.float(stats.kv_usage)
 
 
 def _read_stats(reader: Reader) -> CoreStats:
     counts = reader.ints(0)
-    if len(counts) != 10:
-        refuse(f"it counts {len(counts)} things, and there are 10")
+    if len(counts) != NUM_COUNTS:
+        refuse(f"it counts {len(counts)} things, and there are {NUM_COUNTS}")
     return CoreStats(*counts, kv_usage=reader.float())
 
 
 def _write_outputs(writer: Writer, message: CoreOutputs) -> None:
-    _write_stats(writer, message.stats)
+    """Nearly all of it in one list, since a message comes with every token of a batch of one."""
     outputs = message.outputs
-    writer.ints(
-        [
-            number
-            for output in outputs
-            for number in (
-                output.sequence_id,
-                len(output.token_ids),
-                output.num_cached_tokens,
-                output.num_preemptions,
-            )
-        ]
-    )
-    writer.ints([token_id for output in outputs for token_id in output.token_ids])
-    _write_floats(writer, [output.queue_seconds for output in outputs])
     # Few sequences of a step end or bring log-probabilities, so these are listed by the place of their sequence.
     ended = [place for place, output in enumerate(outputs) if output.ending is not None]
-    writer.ints(ended)
+    measured = [place for place, output in enumerate(outputs) if output.logprobs]
+    prompts = [place for place, output in enumerate(outputs) if output.prompt_logprobs]
+    numbers = _stats_counts(message.stats)
+    numbers += (len(outputs), len(ended), len(measured), len(prompts), *ended, *measured, *prompts)
+    for output in outputs:
+        numbers += (output.sequence_id, output.num_cached_tokens, output.num_preemptions, len(output.token_ids))
+        numbers += output.token_ids
+    writer.ints(numbers)
+    _write_floats(writer, [message.stats.kv_usage, *(output.queue_seconds for output in outputs)])
     for place in ended:
         ending = outputs[place].ending
         assert ending is not None, "only those that end are listed"
         writer.text(json.dumps([ending.finish_reason, ending.stop_reason, ending.error]))
-    measured = [place for place, output in enumerate(outputs) if output.logprobs]
-    writer.ints(measured)
     for place in measured:
         _write_logprobs(writer, outputs[place].logprobs)
-    prompts = [place for place, output in enumerate(outputs) if output.prompt_logprobs]
-    writer.ints(prompts)
     for place in prompts:
         writer.int(outputs[place].prompt_start)
         _write_logprobs(writer, outputs[place].prompt_logprobs)
 
 
 def _read_outputs(reader: Reader) -> CoreOutputs:
-    stats = _read_stats(reader)
-    numbers = reader.ints(0)
-    token_ids = reader.ints(0, MAX_TOKEN_ID)
-    seconds = _read_floats(reader)
-    num_outputs = len(seconds)
-    if len(numbers) != 4 * num_outputs or sum(numbers[1::4]) != len(token_ids):
-        refuse(f"{len(numbers)} numbers and {len(token_ids)} tokens do not describe {num_outputs} sequences")
-    endings = {place: _read_ending(reader) for place in _places(reader, num_outputs)}
-    logprobs = {place: _read_logprobs(reader) for place in _places(reader, num_outputs)}
-    prompts = {place: (reader.int(0, MAX_TOKEN_ID), _read_logprobs(reader)) for place in _places(reader, num_outputs)}
-    outputs, begin = [], 0
+    numbers, seconds = reader.ints(0), _read_floats(reader)
+    begin = NUM_COUNTS + 4
+    if len(numbers) < begin:
+        refuse(f"{len(numbers)} numbers are too few for any outputs")
+    num_outputs, *counts = numbers[NUM_COUNTS:begin]
+    if len(seconds) != 1 + num_outputs:
+        refuse(f"{len(seconds)} times do not belong to {num_outputs} sequences")
+    places = []
+    for count in counts:
+        places.append(_checked_places(numbers[begin : begin + count], count, num_outputs))
+        begin += count
+    endings = {place: _read_ending(reader) for place in places[0]}
+    logprobs = {place: _read_logprobs(reader) for place in places[1]}
+    prompts = {place: (reader.int(0, MAX_TOKEN_ID), _read_logprobs(reader)) for place in places[2]}
+    outputs = []
     for place in range(num_outputs):
-        sequence_id, num_tokens, num_cached, num_preemptions = numbers[4 * place : 4 * place + 4]
+        sequence_id, num_cached, num_preemptions, num_tokens = _quadruple(numbers, begin)
+        end = begin + 4 + num_tokens
         start, prompt = prompts.get(place, (0, ()))
-        own = token_ids[begin : begin + num_tokens]
-        begin += num_tokens
         outputs.append(
             SequenceOutput(
                 sequence_id,
-                own,
+                numbers[begin + 4 : end],
                 logprobs.get(place, ()),
                 endings.get(place),
                 num_cached,
                 num_preemptions,
-                seconds[place],
+                seconds[1 + place],
                 start,
                 prompt,
             )
         )
-    return CoreOutputs(tuple(outputs), stats)
+        begin = end
+    if begin != len(numbers):
+        refuse(f"{len(numbers)} numbers do not describe {num_outputs} sequences")
+    return CoreOutputs(tuple(outputs), CoreStats(*numbers[:NUM_COUNTS], kv_usage=seconds[0]))
 
 
-def _places(reader: Reader, count: int) -> tuple[int, ...]:
-    places = reader.ints(0, max(count - 1, 0))
-    if list(places) != sorted(set(places)) or (places and not count):
-        refuse(f"it lists places {list(places)[:8]} of {count} sequences out of order")
+def _quadruple(numbers: tuple[int, ...], begin: int) -> tuple[int, ...]:
+    found = numbers[begin : begin + 4]
+    if len(found) < 4:
+        refuse(f"{len(numbers)} numbers end before what they describe")
+    return found
+
+
+def _checked_places(places: tuple[int, ...], count: int, num_outputs: int) -> tuple[int, ...]:
+    """Some of the outputs, in order and each once."""
+    is_sound = len(places) == count and (not places or places[-1] < num_outputs)
+    if not is_sound or any(one >= other for one, other in pairwise(places)):
+        refuse(f"it lists places {list(places)[:8]} of {num_outputs} sequences out of order")
     return places
 
 
