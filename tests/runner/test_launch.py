@@ -1,10 +1,14 @@
 """Launch and collect: whatever is in flight, tokens and log-probabilities are those of one step at a time, to the bit."""
 
+import linecache
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,11 +18,14 @@ from holdfast.config import Limits
 from holdfast.errors import MessageError
 from holdfast.kernels.triton_compat import triton
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import LiveStep
+from holdfast.request.sequence import LiveStep, StepResult
 from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.runner import runner as runner_module
+from holdfast.runner import slots as slots_module
 from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.sampling.device_sampler import DeviceChoosing
 from holdfast.runner.sampling.logit_edits import EditStaging
+from holdfast.runner.slots import Slots
 from kernels.exactness import require_native
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
@@ -143,93 +150,139 @@ def test_steps_that_are_dropped_leave_nothing_behind(load):
     assert num_cancelled > 50
 
 
-@pytest.mark.parametrize("place", ["step_logits", "book", "read"])
+class PatientCollect:
+    """In place of a runner's collect: called again until it is not interrupted. Ctrl-C comes while it runs, and only then."""
+
+    def __init__(self, runner: Any, dice: Random) -> None:
+        self._collect = runner.collect
+        self._dice = dice
+        self._is_collecting = False
+        self.num_interrupts = 0
+        runner.collect = self
+
+    def __call__(self) -> StepResult:
+        self._is_collecting = True
+        try:
+            while True:
+                try:
+                    return self._collect()
+                except KeyboardInterrupt:
+                    self.num_interrupts += 1
+        finally:
+            self._is_collecting = False
+
+    def interrupt(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        """Before or behind a call, now and then."""
+        call = getattr(owner, name)
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            when = self._dice.choice(["before", "behind", None, None]) if self._is_collecting else None
+            if when == "before":
+                raise KeyboardInterrupt
+            result = call(*arguments, **options)
+            if when == "behind":
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("place", ["step_logits", "compute"])
 def test_a_wait_that_is_interrupted_can_go_on(load, monkeypatch, place):
     """On a CPU, where the step itself is what is waited for."""
     model = load("llama")
     wishes = make_wishes(5, 10, VOCAB)
     expected = run(make_rig(model, like_gpu=False), wishes, 5, run_ahead=0)
-    rig, dice = make_rig(model, like_gpu=False), Random(0)
-    runner: Any = rig.runner
-    owner = {"step_logits": rig.decoder, "book": runner._slots, "read": runner}[place]
-    interrupt_at_times(monkeypatch, owner, "_result" if place == "read" else place, dice)
-    collect, num_interrupts = runner.collect, 0
-
-    def collect_at_last():
-        nonlocal num_interrupts
-        while True:
-            try:
-                return collect()
-            except KeyboardInterrupt:
-                num_interrupts += 1
-
-    runner.collect = collect_at_last
+    rig = make_rig(model, like_gpu=False)
+    patient = PatientCollect(rig.runner, Random(0))
+    owner, name = {"step_logits": (rig.decoder, "step_logits"), "compute": (rig.runner, "_compute")}[place]
+    patient.interrupt(monkeypatch, owner, name)
     assert_same(run(rig, wishes, 5, run_ahead=1), expected)
-    assert num_interrupts > 3
+    assert patient.num_interrupts > 3
 
 
-def interrupt_at_times(monkeypatch, owner: Any, name: str, dice: Random) -> None:
-    """Ctrl-C before or behind a call, now and then."""
-    call = getattr(owner, name)
-
-    def interrupted(*arguments, **options):
-        when = dice.choice(["before", "behind", None, None])
-        if when == "before":
-            raise KeyboardInterrupt
-        result = call(*arguments, **options)
-        if when == "behind":
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(owner, name, interrupted)
-
-
-@pytest.mark.parametrize("name", ["choose_late", "read"])
-def test_nor_does_an_interrupt_hurt_choices_that_are_late(load, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(DeviceChoosing, "read"), (DeviceChoosing, "choose_late"), (EditStaging, "apply"), (Slots, "book")],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_nor_does_an_interrupt_hurt_choices_that_are_late(load, monkeypatch, owner, name):
     model = load("llama")
     wishes = [
         Wish([20 + number, 9], SamplingParams(temperature=0.9, repetition_penalty=1.5, logprobs=1), 12, seed=number)
         for number in range(6)
     ]
     expected = run(make_rig(model, like_gpu=False), wishes, 5, run_ahead=0)
-    rig, dice, num_interrupts = make_rig(model, like_gpu=True), Random(1), 0
-    runner: Any = rig.runner
-    if name == "choose_late":
-        apply, armed = EditStaging.apply, [False]
-
-        def interrupted(staging, block):
-            if armed[0] and dice.random() < 0.4:
-                raise KeyboardInterrupt
-            apply(staging, block)
-
-        monkeypatch.setattr(EditStaging, "apply", interrupted)
-    else:
-        armed = [False]
-        read = DeviceChoosing.read
-
-        def read_or_not(choosing):
-            if dice.random() < 0.4:
-                raise KeyboardInterrupt
-            return read(choosing)
-
-        monkeypatch.setattr(DeviceChoosing, "read", read_or_not)
-    collect = runner.collect
-
-    def collect_at_last():
-        nonlocal num_interrupts
-        armed[0] = True
-        try:
-            while True:
-                try:
-                    return collect()
-                except KeyboardInterrupt:
-                    num_interrupts += 1
-        finally:
-            armed[0] = False
-
-    runner.collect = collect_at_last
+    rig = make_rig(model, like_gpu=True)
+    patient = PatientCollect(rig.runner, Random(1))
+    patient.interrupt(monkeypatch, owner, name)
     assert_same(run(rig, wishes, 5, run_ahead=1), expected)
-    assert num_interrupts > 5
+    assert patient.num_interrupts > 5
+
+
+class Interrupting:
+    """Ctrl-C at any line of the runner and its slots while a step is waited for, wherever the dice say.
+
+    But not between the last assignment of collect and its return, where Python does not look for signals and a trace does.
+    """
+
+    def __init__(self, dice: Random) -> None:
+        self._dice = dice
+        self._left = 0
+        self.lines: set[int] = set()
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        self._left = self._dice.randrange(2, 120)
+        if self._dice.random() < 0.4:
+            sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in (runner_module.__file__, slots_module.__file__):
+            return None
+        is_return = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "return result"
+        if event == "line" and not (frame.f_code.co_name == "collect" and is_return):
+            self._left -= 1
+            if self._left == 0:
+                self.lines.add(frame.f_lineno)
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def test_an_interrupt_at_any_line_and_then_a_cancel(load):
+    """As the core does it: what was not handed out never was, so both sides go on from the same place."""
+    model, num_cancelled, interrupting = load("llama"), 0, Interrupting(Random(0))
+    for seed in range(3):
+        wishes = make_wishes(seed, 8, VOCAB)
+        expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
+        guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
+        rig = make_rig(model, like_gpu=False)
+        stepper = Stepper(LIMITS, rig.groups, NUM_PAGES, guessing, seed)
+        while not stepper.is_done:
+            while len(stepper.flights) <= 1:
+                step = stepper.schedule()
+                if step is None:
+                    break
+                rig.runner.launch(step)
+            if stepper.flights:
+                result = None
+                try:
+                    with interrupting.armed():
+                        result = rig.runner.collect()
+                except KeyboardInterrupt:
+                    if result is None:
+                        assert rig.runner.cancel()
+                        stepper.forget()
+                        num_cancelled += 1
+                if result is not None:
+                    stepper.book(result)
+        assert_same(Ran([], [], stepper.people), expected)
+    assert num_cancelled > 10
+    assert len(interrupting.lines) > 10
 
 
 @pytest.mark.parametrize("like_gpu", [False, True])

@@ -125,6 +125,8 @@ class Runner:
         self._dummy_ids = count(-1, -1)
         self._slots = Slots(limits, groups, num_pages, vocab_size)
         self._flights: deque[_Flight] = deque()
+        self._collected: _Flight | None = None
+        """The oldest flight, where its results were handed out."""
         assert not sampler.keeps_tokens or buffers.keep_slots_T is not None, "chosen tokens have no slots to be kept by"
 
     @property
@@ -135,6 +137,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
+        self._advance()
         if self.can_run_ahead:
             assert len(self._flights) < MAX_UNDER_WAY, f"{len(self._flights)} steps are in flight"
         flight = _Flight(self._slots.accept(step))
@@ -143,14 +146,16 @@ class Runner:
             with self._on_stream():
                 self._begin(flight)
 
-    @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight. Where this is interrupted it can be called again."""
+        """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
+        self._advance()
         assert self._flights, "no step is in flight"
         flight = self._flights[0]
-        with self._on_stream():
-            result = self._settle(flight)
-        self._flights.popleft()
+        with torch.inference_mode(), self._on_stream():
+            result = self._settle(flight) if self.can_run_ahead else self._compute(flight)
+        # An interrupt comes before this line, and nothing was handed out, or after the caller has the result: Python looks
+        # for signals in calls and loops. What follows from having handed it out is done at the next call.
+        self._collected = flight
         return result
 
     def cancel(self) -> bool:
@@ -158,6 +163,7 @@ class Runner:
 
         Where steps begin when they are launched this cannot be done, unless there are none.
         """
+        self._advance()
         if self.can_run_ahead and self._flights:
             return False
         self._flights.clear()
@@ -167,16 +173,15 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: LiveStep) -> StepResult:
         """Run one step over somebody else's sequences, and wait for it; nothing else may be in flight."""
-        assert not self._flights, f"{len(self._flights)} steps are in flight"
+        self._check_idle()
         flight = _Flight(step)
         with self._on_stream():
-            self._begin(flight)
-            return self._result(flight)
+            return self._compute(flight)
 
     @torch.inference_mode()
     def hidden_rows(self, step: LiveStep) -> torch.Tensor:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
-        assert not self._flights, f"{len(self._flights)} steps are in flight"
+        self._check_idle()
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
             return self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
@@ -281,27 +286,40 @@ class Runner:
                 break
             self._settle(earlier)
         flight.result = self._with_prompt_logprobs(flight.step, wanted)
-        if self._flights:
+        if self._flights and self.can_run_ahead:
             self._settle(flight)
 
+    def _compute(self, flight: _Flight) -> StepResult:
+        """A step's results, begun here or on their way."""
+        if flight.result is None:
+            if flight.choosing is None:
+                self._begin(flight)
+            if flight.choosing is not None:
+                flight.result = _result_of(flight.step, flight.choosing.read())
+        assert flight.result is not None, "the step has not begun"
+        return flight.result
+
     def _settle(self, flight: _Flight) -> StepResult:
-        """A step's results, once all before it are settled; and the choices that waited for them."""
-        if flight.choosing is None and flight.result is None:
-            self._begin(flight)
-        flight.result = self._result(flight)
+        """The same, once all before it are settled; its tokens are known from here on, and what waited for them is chosen."""
+        result = self._compute(flight)
         if not flight.is_booked:
-            self._slots.book(flight.step, flight.result)
+            self._slots.book(flight.step, result)
             for later in self._flights:
                 if later is not flight and later.choosing is not None:
                     later.choosing.choose_late()
             flight.is_booked = True
-        return flight.result
+        return result
 
-    def _result(self, flight: _Flight) -> StepResult:
-        if flight.result is not None:
-            return flight.result
-        assert flight.choosing is not None, "the step has not begun"
-        return _result_of(flight.step, flight.choosing.read())
+    def _advance(self) -> None:
+        """What was handed out is over."""
+        if self._flights and self._flights[0] is self._collected:
+            self._settle(self._flights[0])
+            self._flights.popleft()
+        self._collected = None
+
+    def _check_idle(self) -> None:
+        self._advance()
+        assert not self._flights, f"{len(self._flights)} steps are in flight"
 
     def _keep_slots(self, num_rows: int) -> torch.Tensor | None:
         slots_T = self.buffers.keep_slots_T
