@@ -126,7 +126,7 @@ def test_what_comes_while_sending_is_bounded():
 
     def talk() -> None:
         for number in range(1, 100):
-            other.send(lambda: frame(number, "x" * 100_000), is_owner=False)
+            other.send(lambda number=number: frame(number, "x" * 100_000), is_owner=False)
 
     with pytest.raises(ChannelClosedError):
         talk()

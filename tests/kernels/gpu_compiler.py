@@ -249,6 +249,38 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     quantize_activations.quantize_rows(x, rows)
 
 
+def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
+    """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's."""
+    num_experts, coded = 128, scheme == "fp8"
+    weights: list[Any] = []
+    for shape in ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner)):
+        weight: Any = torch.empty((1, *shape[1:]), dtype=BF16).expand(shape)
+        if scheme is not None:
+            planes = WEIGHT_SCHEMES[scheme].planes(shape)
+            codes, scales = (torch.empty(1, dtype=getattr(torch, plane.dtype)) for plane in planes)
+            weight = QuantizedWeight(WEIGHT_SCHEMES[scheme], shape, codes, scales)
+        weights.append(weight)
+    squares, counts = torch.empty(1024), torch.empty(64, dtype=torch.int32)
+    amax = deferred_rms_norm.AmaxScratch(squares, squares, counts) if scheme is not None else None
+    scratch = deferred_rms_norm.SmallBatchScratch(squares, squares, counts, amax)
+    x, scaled, finished = (torch.empty(num_rows, hidden, dtype=BF16) for _ in range(3))
+    ids, shares = torch.zeros(num_rows, top_k, dtype=torch.int32), torch.empty(num_rows, top_k)
+    rows = deferred_rms_norm.NormedRows(scaled, 256, 1e-6)
+    codes = QuantizedRows(torch.empty(num_rows, hidden, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
+    given = codes if coded else finished
+    router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
+    normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
+    norm_weight = torch.empty(hidden, dtype=BF16)
+    if num_rows == 1:
+        active = torch.empty(top_k, inner, dtype=BF16)
+        operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
+        deep_gemv.deep_gemv(operands, ids, active, True, None, SILU_HALVES)
+        expert_row.down_row_add(active, weights[1], ids, shares, None, x, norm_weight, 1e-6, scaled, scratch)
+    else:
+        routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
+        expert_sum.add_experts(routed, shares, None, None, x, norm_weight, 1e-6, scaled, scratch)
+
+
 GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
 EXPERT_CASES: dict[str, Callable[[], None]] = {
     f"experts in {scheme or 'bfloat16'}, {num_rows} rows": partial(

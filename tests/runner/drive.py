@@ -248,7 +248,8 @@ class Drive:
                 is_idle = False
                 live.append(self._add(waiting.pop(0)))
             step = self.scheduler.schedule()
-            assert step and step.scheduled, "nobody is scheduled, and somebody waits"
+            assert step is not None, "nothing is in flight"
+            assert step.scheduled, "nobody is scheduled, and somebody waits"
             self._poison_given_back()
             result = self.rig.execute(step)
             self._book(step, result)
