@@ -77,10 +77,14 @@ def refuse_small_limits() -> None:
             held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
-def import_torch() -> None:
-    """Import all that a model needs; the end of the time in which Ctrl-C may simply leave."""
+def import_torch(config: EngineConfig | None = None) -> None:
+    """Import all that a model needs; the end of the time in which Ctrl-C may simply leave.
+
+    Where the config says that the model runs in a process of its own, torch is for that one to import.
+    """
     refuse_small_limits()
-    import holdfast.engine.build  # noqa: F401
+    if config is None or not config.core_process:
+        import holdfast.engine.build  # noqa: F401
 
     raise_interrupts()
 
@@ -113,7 +117,7 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     refuse_small_limits()
     started = time.monotonic()
     model = open_headers(config, quiet_download)
-    import_torch()
+    import_torch(config)
     engine = open_engine(config, lambda num_done, num_total: None, model)
     opened = _opened(config, engine, started)
     _write_report(opened, report)
@@ -128,11 +132,11 @@ def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedMode
     started = time.monotonic()
     model = open_headers(config, shown_download)
     if is_watched():
-        _import_torch_visibly()
+        _import_torch_visibly(config)
         opened = _opened(config, open_engine(config, None, model), started)
     else:
         write_line(f"Loading {model_name(config)}")
-        import_torch()
+        import_torch(config)
         engine = open_engine(config, lambda num_done, num_total: None, model, on_prepare=_once_a_line())
         opened = _opened(config, engine, started)
         weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
@@ -191,11 +195,11 @@ def _write_report(opened: OpenedModel, file: Path | None) -> bool:
     return True
 
 
-def _import_torch_visibly() -> None:
+def _import_torch_visibly(config: EngineConfig) -> None:
     """It takes its seconds before there is anything to count. No spinner, which would hide the cursor for ever."""
     sys.stderr.write(STARTING)
     sys.stderr.flush()
-    import_torch()
+    import_torch(config)
     sys.stderr.write(f"\r{' ' * len(STARTING)}\r")
 
 

@@ -336,6 +336,8 @@ ENGINE_SETTINGS = (
         "max_num_batched_tokens", MEMORY, "Most tokens in one step; longer prompts run in chunks.", "N", read_count
     ),
     _engine("max_queue", MEMORY, "Most sequences that may wait.", "N", read_count),
+    _engine("core_process", MODEL, "Run the model in a process of its own; tokenizer and templates stay in this one."),
+    _engine("core_timeout", MODEL, "Silence after which that process counts as dead.", "SECONDS", read_number),
     _engine("seed", SAMPLING, "Where random choices start; the same command gives the same answer.", "N", read_count),
 )
 """Every field of EngineConfig but the model, which is an argument."""

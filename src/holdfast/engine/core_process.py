@@ -462,11 +462,13 @@ class CoreServer:
         except ChannelClosedError:
             return
         except Exception as error:
-            with contextlib.suppress(ChannelClosedError):
-                is_refusal = core is None and isinstance(error, HoldfastError)
-                self.send(Refused((), error) if is_refusal else Died(describe(error)))
+            is_refusal = core is None and isinstance(error, HoldfastError)
             if not is_refusal:
                 _log.error("the core stopped: %s", describe(error), exc_info=error)
+            with contextlib.suppress(ChannelClosedError):
+                self.send(
+                    Refused((), error) if isinstance(error, HoldfastError) and is_refusal else Died(describe(error))
+                )
             sys.exit(1)
         finally:
             if core is not None:

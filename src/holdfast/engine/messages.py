@@ -475,7 +475,8 @@ def _write_start(writer: Writer, message: Start) -> None:
 
 
 def _read_start(reader: Reader) -> Start:
-    told = {name: tuple(value) if isinstance(value, list) else value for name, value in _read_object(reader).items()}
+    told = _read_object(reader)
+    told |= {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
     return Start(EngineConfig(**told))
 
 
