@@ -108,6 +108,8 @@ def _of_group(name: str, group: int) -> str:
 MAX_GRAPH_ROWS = 1024
 """Sequences in the largest captured step; a larger one runs without a graph, where launches no longer count."""
 TOKEN_BUCKETS = (64, 128, 256, 512)
+PROPOSAL_BUCKETS = (8, 16, 32)
+"""Rows of smaller mixed steps that are captured too where a sequence may bring several: those of few sequences with proposals."""
 PRESENT_BYTES = 4 * 2**20
 """Of what the driver keeps for graphs, so much lies in memory that the context has already; measured on an H200."""
 LEAST_BYTES = 2 * 2**20
@@ -116,17 +118,18 @@ GRAPH_BYTES_PER_LAYER = 38_800
 """What the driver keeps on the device for one layer's kernels in one graph; measured on an H200."""
 
 
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows of decode steps that are captured, all of which are chosen from: close together where a padded row costs most."""
-    largest = min(max_rows, MAX_GRAPH_ROWS)
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of decode steps that are captured: close together where a padded row costs most."""
+    largest = min(max_num_seqs, MAX_GRAPH_ROWS)
     ladder = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32))
     sizes = [size for size in ladder if size <= largest]
     return tuple(sizes) if sizes[-1] == largest else (*sizes, largest)
 
 
-def mixed_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Rows of the captured steps that mix prompts and decoding."""
-    return tuple(size for size in TOKEN_BUCKETS if size <= max_num_batched_tokens)
+def mixed_sizes(max_num_batched_tokens: int, has_proposals: bool = False) -> tuple[int, ...]:
+    """Rows of the captured steps in which some sequences have several: prompts, or proposals."""
+    buckets = (*PROPOSAL_BUCKETS, *TOKEN_BUCKETS) if has_proposals else TOKEN_BUCKETS
+    return tuple(size for size in buckets if size <= max_num_batched_tokens)
 
 
 def graph_bytes(num_layers: int, num_graphs: int) -> int:
@@ -134,10 +137,10 @@ def graph_bytes(num_layers: int, num_graphs: int) -> int:
     return max(LEAST_BYTES, num_graphs * num_layers * GRAPH_BYTES_PER_LAYER - PRESENT_BYTES)
 
 
-def graph_term(num_layers: int, max_rows: int, max_num_batched_tokens: int) -> Term:
+def graph_term(num_layers: int, max_num_seqs: int, max_num_batched_tokens: int, has_proposals: bool = False) -> Term:
     """The line of the plan."""
-    num_decode = len(graph_sizes(min(max_rows, max_num_batched_tokens)))
-    num_mixed = len(mixed_sizes(max_num_batched_tokens))
+    num_decode = len(graph_sizes(min(max_num_seqs, max_num_batched_tokens)))
+    num_mixed = len(mixed_sizes(max_num_batched_tokens, has_proposals))
     reason = f"{num_decode} decode and {num_mixed} mixed sizes of {num_layers} layers, one pool"
     return Term("cuda graphs", graph_bytes(num_layers, num_decode + num_mixed), reason, PAGE_PHASES)
 
@@ -515,7 +518,8 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     if layout.num_ranks > 1:
         terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
     if has_graphs and not layout.enforce_eager:
-        terms.append(graph_term(layout.declared.num_layers, limits.sampled_rows, limits.max_num_batched_tokens))
+        bounds = limits.max_num_seqs, limits.max_num_batched_tokens, resolved.num_proposals > 0
+        terms.append(graph_term(layout.declared.num_layers, *bounds))
     if layout.staging is None:
         terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))
     return terms

@@ -339,9 +339,10 @@ class RunnerBuild:
         if not enforce_eager and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
-                max(size, least) for size in graph_sizes(min(limits.sampled_rows, limits.max_num_batched_tokens))
+                max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
             )
-            mixed = mixed_sizes(limits.max_num_batched_tokens)
+            has_proposals = self._plan.resolved.num_proposals > 0
+            mixed = tuple(size for size in mixed_sizes(limits.max_num_batched_tokens, has_proposals) if size >= least)
             graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.sampled_rows, least))
         rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, self._model.spec.experts)
         _warm(runner, rows, graphs, on_prepare)
