@@ -180,7 +180,8 @@ def test_many_answers_are_the_same_in_every_way(case: Case) -> None:
     seen = check_all(case, ALL, WAYS)
     kinds = ("stop", "stop string", "length", "abort", "accepted", "rows that wait", "n > 1", "preemptions")
     for kind in (*kinds, "tokens of prefix hits"):
-        assert seen[kind] >= 20, f"too few {kind}: {seen}"
+        # Windows give pages back, so that few of their sequences are preempted.
+        assert seen[kind] >= (5 if kind == "preemptions" else 20), f"too few {kind}: {seen}"
 
 
 def test_an_index_is_dropped_with_its_sequence(case: Case) -> None:
