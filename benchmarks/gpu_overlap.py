@@ -59,7 +59,7 @@ ENGINES: Mapping[str, EngineCase] = {
         "Qwen3-30B-A3B", "fp8", (1, 8, 64), (1, 64), {1: (450, RATE), 8: (1600, RATE), 64: (6500, RATE)}
     ),
 }
-FULL = Shape(512, (17, 145), 8192, 2, 20)
+FULL = Shape(512, (17, 81), 8192, 2, 20)
 TINY = Shape(24, (3, 8), 128, 1, 2, (1, 3))
 
 
