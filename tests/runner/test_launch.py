@@ -31,6 +31,7 @@ from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
 from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
 from runner.stepping import Person, Ran, Stepper, Wish, drive, make_wishes, replay, with_guesses
+from runner.tiny_runners import held_storages
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=60, page_tokens=4, max_sampled_rows=10)
 NUM_PAGES = 60
@@ -363,6 +364,16 @@ def test_what_a_runner_says_of_itself(load):
         like_gpu.launch(prompt_step(3, 2, 5))
     assert len(like_gpu.collect().results) == 1, "and both of them are still there"
     assert len(like_gpu.collect().results) == 1
+
+
+def test_no_memory_is_taken_or_moved_on_the_way(load):
+    rig = make_rig(load("llama"), like_gpu=True)
+    places = held_storages(rig.runner)
+    run(rig, make_wishes(1, 8, VOCAB), 1, run_ahead=1)
+    rig.sampler.sampled.clear()  # what the test itself has kept
+    rig.sampler.prompt.clear()
+    assert held_storages(rig.runner) == places
+    assert len(places) > 8
 
 
 def test_closing_waits_for_what_is_in_flight(load):

@@ -1,5 +1,6 @@
 """Runners of tiny models, built as an engine builds them, and every piece of memory that an object reaches."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,7 +90,7 @@ def held_storages(root: object) -> dict[int, int]:
                 found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             waiting += item.values()
-        elif isinstance(item, list | tuple | set | frozenset):
+        elif isinstance(item, list | tuple | set | frozenset | deque):
             waiting += item
         elif isinstance(item, MethodType):
             waiting.append(item.__self__)

@@ -241,7 +241,8 @@ class Runner:
         if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
             self.model.logits(hidden_TH)
             logits_RV = self.model.step_logits(batch, plan)
-            self.sampler.find_argmax(logits_RV, self._keep_slots(num_rows))
+            num_chosen = min(num_rows, self.limits.sampled_rows)
+            self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
             self.sampler.warm(logits_RV)
 
     def close(self) -> None:

@@ -12,9 +12,10 @@ S sequences, T prompt positions, V vocabulary, R rows that are worked on togethe
 N slots
 """
 
+from collections import deque
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
-from itertools import cycle, repeat
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class DeviceSampler:
         self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
         self._scratch = LogitScratch.of(tensors)
         specs = host_specs(max_rows, vocab_size)
-        self._doubles = cycle([_Doubles(specs, tensors["edits"]) for _ in range(MAX_UNDER_WAY)])
+        self._doubles = deque(_Doubles(specs, tensors["edits"]) for _ in range(MAX_UNDER_WAY))
         self._vocab_size = vocab_size
         self._rows_at_once = self._block_argmax_R.shape[0]
         self._edited_at_once = edited_rows_per_block(vocab_size, max_rows)
@@ -116,8 +117,7 @@ class DeviceSampler:
         keep_slots_S: torch.Tensor | None = None,
     ) -> "DeviceChoosing":
         """Enqueue the choices, all that can be made now, and the way of the results where none is late."""
-        doubles = next(self._doubles)
-        doubles.begin()
+        doubles = self._next_doubles()
         table = _Table.of(choices, self._vocab_size, self._edited_at_once)
         if logits_SV is None:
             logits_SV = self._block_RV[:0]
@@ -165,8 +165,7 @@ class DeviceSampler:
         num_top = min(num_top, self._vocab_size)
         results: list[TokenLogprobs] = []
         for start in range(0, len(target_ids), PROMPT_ROWS):
-            doubles = next(self._doubles)
-            doubles.begin()
+            doubles = self._next_doubles()
             targets = target_ids[start : start + PROMPT_ROWS]
             logits_RV = logits_TV[start : start + PROMPT_ROWS]
             doubles.chosen_S.numpy()[: len(targets)] = targets
@@ -180,6 +179,12 @@ class DeviceSampler:
             columns = doubles.columns_SC[: len(targets)].tolist()
             results += [read_logprobs(token_id, row, num_top) for token_id, row in zip(targets, columns, strict=True)]
         return results
+
+    def _next_doubles(self) -> _Doubles:
+        """Those that were used longest ago; what they were used for has been read."""
+        self._doubles.rotate()
+        self._doubles[0].begin()
+        return self._doubles[0]
 
     def _send(self, doubles: _Doubles, fields: list[float]) -> torch.Tensor:
         """Rows of a table, one behind the other, on the device."""
