@@ -117,6 +117,24 @@ def test_somebody_elses_handler_is_called_and_kept():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_a_handler_that_only_takes_note_hears_every_one_at_once():
+    calls = []
+    signal.signal(signal.SIGINT, lambda signum, frame: calls.append(signum))
+    try:
+        with InterruptShield() as shield:
+            with shield.lifted():
+                interrupt()
+                interrupt()
+                assert len(calls) == 2
+            interrupt()
+            assert len(calls) == 2
+            with shield.lifted():
+                assert len(calls) == 3
+        assert len(calls) == 3
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_an_ignored_interrupt_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -70,46 +70,52 @@ class InterruptShield:
     """
 
     def __init__(self) -> None:
-        self._handler: object = None
+        self._handler: Callable[[int, FrameType | None], object] | None = None
+        """Whoever is to hear of it; None where nobody would."""
+        self._is_lifted = False
         self._is_pending = False
 
     def __enter__(self) -> "InterruptShield":
-        self._raise_shield()
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            # The default and ignoring dispositions raise nothing, and a handler set outside Python could not be put back.
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._hear)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._deliver()
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if self._is_pending:
+                handler(signal.SIGINT, None)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let interrupts through, a remembered one first; the shield is up again when the block is left by any way."""
+        """Let interrupts through, a remembered one first; the shield is up again when the block is left by any way.
+
+        Setting a handler takes Python longer than a flag, and a step of a small model is short.
+        """
         try:
-            self._deliver()
-            yield
-        finally:
-            self._raise_shield()
-
-    def _raise_shield(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        # The default and ignoring dispositions raise nothing, and a handler set outside Python could not be put back.
-        if callable(handler):
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._remember)
-
-    def _deliver(self) -> None:
-        handler, self._handler = self._handler, None
-        if callable(handler):
-            signal.signal(signal.SIGINT, handler)
+            self._is_lifted = True
             if self._is_pending:
                 self._is_pending = False
-                handler(signal.SIGINT, None)
+                self._hear(signal.SIGINT, None)
+            yield
+        finally:
+            self._is_lifted = False
 
-    def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self._is_pending = True
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_lifted and self._handler is not None:
+            # Up while this one is on its way out of the block; a handler that only takes note leaves it lifted.
+            self._is_lifted = False
+            self._handler(signum, frame)
+            self._is_lifted = True
+        else:
+            self._is_pending = True
 
 
 class Engine:
