@@ -3,7 +3,7 @@
 An engine of each model's shapes, with dummy weights, in a process of its own. Speed: tokens a second of decode steps (the
 difference of two lengths of output behind prompts in the prefix cache), against the time to read what a step must: all weights
 but the embedding, of experts those that a batch of random rows takes, and the keys and values that are seen. Memory: planned
-and what the driver says. After ready: allocations and compilations inside Runner.execute. Windows: pages that each group holds
+and what the driver says. After ready: allocations and compilations inside Runner.launch and collect. Windows: pages that each group holds
 while many long prompts run, beside the bound, and the sequences that run at once; and the same with all layers kept whole.
 """
 
@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -138,28 +138,30 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
 
 
 class Counted:
-    """Allocations and compilations inside Runner.execute, from now on."""
+    """Allocations and compilations inside Runner.launch and Runner.collect, from now on."""
 
     def __init__(self, opened: "OpenEngine") -> None:
-        import torch
-
         from holdfast.kernels.triton_compat import counting_compiles
 
         self._is_cuda = opened.runner.device.type == "cuda"
         self._num_steps = self._num_allocations = 0
         self._compiles = counting_compiles(lambda: None)
         self._counts = self._compiles.__enter__()
-        execute = opened.runner.execute
+        opened.runner.launch = self._counted(opened.runner.launch, 1)
+        opened.runner.collect = self._counted(opened.runner.collect, 0)
 
-        def counted(step: Any) -> Any:  # noqa: ANN401
+    def _counted(self, call: Callable[..., Any], num_steps: int) -> Callable[..., Any]:
+        import torch
+
+        def counted(*arguments: Any) -> Any:  # noqa: ANN401
             before = torch.cuda.memory_stats()["allocation.all.allocated"] if self._is_cuda else 0
-            result = execute(step)
+            result = call(*arguments)
             after = torch.cuda.memory_stats()["allocation.all.allocated"] if self._is_cuda else 0
-            self._num_steps += 1
+            self._num_steps += num_steps
             self._num_allocations += after - before
             return result
 
-        opened.runner.execute = counted
+        return counted
 
     def found(self) -> dict[str, int]:
         self._compiles.__exit__(None, None, None)

@@ -14,7 +14,8 @@ import torch
 from gpu_engines import OpenEngine, moved, pointers
 
 from holdfast.attention.backend import Batch
-from holdfast.request.sequence import LiveStep, StepResult
+from holdfast.request.sequence import StepResult
+from holdfast.request.step import Step
 
 POISON_BYTE = 0xFF
 """Every float of such bytes is NaN."""
@@ -194,48 +195,58 @@ COUNTERS = {
 
 
 class Watch:
-    """Counts what happens inside Runner.execute while it is on."""
+    """Counts what happens inside Runner.launch and Runner.collect while it is on."""
 
     def __init__(self, opened: OpenEngine, device: torch.device) -> None:
         self._runner, self._device = opened.runner, device
-        self._execute = opened.runner.execute
+        self._launch, self._collect = opened.runner.launch, opened.runner.collect
         self._last_size = 0
 
     @contextmanager
     def watching(self, sync_mode: str = "warn") -> Iterator[Stillness]:
-        """`sync_mode` is torch's: warn counts waits for the device, error raises at the first."""
+        """`sync_mode` is torch's: warn counts waits for the device, error raises at the first. A wait for an event, which a
+        collect is, is none to torch."""
         found, places = Stillness(), pointers(self._runner)
         self._last_size = 0
 
-        def execute(step: LiveStep) -> StepResult:
-            before = self._counters()
-            with warnings.catch_warnings(record=True) as caught, self._sync_mode(sync_mode):
-                warnings.simplefilter("always")
-                result = self._execute(step)
-            found.num_syncs += sum(SYNC_WORDS in str(warning.message) for warning in caught)
-            for name, value in self._counters().items():
-                setattr(found, name, getattr(found, name) + value - before[name])
+        def launch(step: Step) -> None:
+            with self._counting(found, sync_mode):
+                self._launch(step)
             self._note(step, found)
+
+        def collect() -> StepResult:
+            with self._counting(found, sync_mode):
+                result = self._collect()
             if found.num_steps % CHECK_POINTERS_EVERY == 0:
                 _note_moved(found, moved(places, pointers(self._runner)))
             return result
 
-        replace(self._runner, "execute", execute)
+        replace(self._runner, "launch", launch)
+        replace(self._runner, "collect", collect)
         try:
             yield found
         finally:
-            replace(self._runner, "execute", self._execute)
+            replace(self._runner, "launch", self._launch)
+            replace(self._runner, "collect", self._collect)
         _note_moved(found, moved(places, pointers(self._runner)))
 
-    def _note(self, step: LiveStep, found: Stillness) -> None:
-        size = len(step.scheduled)
+    @contextmanager
+    def _counting(self, found: Stillness, sync_mode: str) -> Iterator[None]:
+        before = self._counters()
+        with warnings.catch_warnings(record=True) as caught, self._sync_mode(sync_mode):
+            warnings.simplefilter("always")
+            yield
+        found.num_syncs += sum(SYNC_WORDS in str(warning.message) for warning in caught)
+        for name, value in self._counters().items():
+            setattr(found, name, getattr(found, name) + value - before[name])
+
+    def _note(self, step: Step, found: Stillness) -> None:
+        size = len(step.items)
         found.num_steps += 1
         found.num_decode_steps += step.num_tokens == size
         found.num_batch_changes += size != self._last_size
         found.most_sequences = max(found.most_sequences, size)
-        found.longest_context = max(
-            [found.longest_context, *(item.start + item.num_new_tokens for item in step.scheduled)]
-        )
+        found.longest_context = max([found.longest_context, *(item.start + item.num_new_tokens for item in step.items)])
         self._last_size = size
 
     def _counters(self) -> dict[str, int]:

@@ -96,6 +96,8 @@ def run_engine(case: EngineCase, shape: Shape, tiny: bool, device: str, result: 
     """Every batch both ways, and traces."""
     from gpu_engines import open_engine, prompts
 
+    from holdfast.engine.core import EngineCore
+
     batches = shape.batches or case.batches
     settings: dict[str, Any] = {
         "quantization": case.quantization,
@@ -114,11 +116,13 @@ def run_engine(case: EngineCase, shape: Shape, tiny: bool, device: str, result: 
         "step_bytes": step._asdict(),
         "decode": [],
     }
+    core = opened.engine.core
+    assert isinstance(core, EngineCore), "the core is in another process"
     made = prompts(Random(0), [shape.prompt_tokens] * max(batches), opened.runner.vocab_size)
     for batch in batches:
         entry: dict[str, Any] = {"batch": batch}
         for name, run_ahead in ((WAITING, 0), (AHEAD, 1)):
-            opened.engine.core.run_ahead = run_ahead
+            core.run_ahead = run_ahead
             entry[name] = time_batch(opened, made[:batch], shape)
             if device.startswith("cuda") and batch in case.traced:
                 entry[name]["trace"] = trace(opened, made[:batch])
@@ -134,10 +138,13 @@ def trace(opened: "OpenEngine", made: Sequence[Any]) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         generate(opened, made, TRACED_TOKENS)
         torch.cuda.synchronize()
+    assert profile.profiler is not None, "nothing was profiled"
+    results = profile.profiler.kineto_results
+    assert results is not None, "nothing was profiled"
     events = [
         (event.start_ns() / 1000, (event.start_ns() + event.duration_ns()) / 1000)
-        for event in profile.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        for event in results.events()
+        if event.device_type().name == "CUDA"
     ]
     intervals = busy_intervals(events, MERGED_MICROSECONDS)
     # What comes before the first decode steps is of the prompts, and at the end nothing is left to run ahead of.

@@ -2,7 +2,7 @@
 
 Requests come and go so that the number of sequences is another one at every step. Prompts of the decode stretches lie in the
 prefix cache up to their last token, so that whoever arrives takes part with one row, at any context, and every step is a
-decode step. Counted inside Runner.execute: allocations, segments, waits of the host, tensors that moved. Compared to the
+decode step. Counted inside Runner.launch and collect: allocations, segments, waits of the host, tensors that moved. Compared to the
 bit: logits of a replayed graph and of the same step run eagerly in its place, at every context from 1 to the longest and
 back; logits with and without NaN in free pages, in the workspace and in unused places of the page table.
 

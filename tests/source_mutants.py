@@ -66,9 +66,9 @@ SOURCE_MUTANTS = {
         says=r"frozenset\(\{2\}\) == frozenset\(\{2, 5\}\)",
     ),
     "cached prefixes outlive numbers that are not finite": SourceMutant(
-        file="engine/engine.py",
-        old="                self.scheduler.reset_prefix_cache()\n                token_id = None",
-        new="                token_id = None",
+        file="engine/core.py",
+        old="        self.scheduler.finish(sequence)\n        self.scheduler.reset_prefix_cache()",
+        new="        self.scheduler.finish(sequence)",
         test="tests/engine/test_engine_faults.py::test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterwards",
         says="assert 24 == 0",
     ),
@@ -80,11 +80,11 @@ SOURCE_MUTANTS = {
         says="'103MiB' == '104MiB'",
     ),
     "stop ids end a text before min_tokens": SourceMutant(
-        file="engine/outputs.py",
+        file="engine/core.py",
         old="elif may_stop and token_id in params.stop_token_ids:",
         new="elif token_id in params.stop_token_ids:",
-        test="tests/engine/test_engine_outputs.py::test_text_and_ending",
-        says="it was asked to go on after its end",
+        test="tests/engine/test_core.py::test_ends",
+        says="assert",
     ),
     "headers do not name compiled kernels": SourceMutant(
         file="kernels/native_library.py",

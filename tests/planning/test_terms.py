@@ -108,7 +108,9 @@ def test_every_ladder(most: int) -> None:
 @pytest.mark.parametrize(("most", "sizes"), [(63, ()), (64, (64,)), (300, (64, 128, 256)), (8192, (64, 128, 256, 512))])
 def test_buckets_of_mixed_steps(most: int, sizes: tuple[int, ...]) -> None:
     assert mixed_sizes(most) == sizes
-    assert mixed_sizes(most, has_proposals=True) == (8, 16, 32, *sizes), "few sequences with proposals are not padded to 64"
+    assert mixed_sizes(most, has_proposals=True) == (8, 16, 32, *sizes), (
+        "few sequences with proposals are not padded to 64"
+    )
     assert mixed_sizes(20, has_proposals=True) == (8, 16)
 
 
