@@ -67,8 +67,8 @@ SOURCE_MUTANTS = {
     ),
     "cached prefixes outlive numbers that are not finite": SourceMutant(
         file="engine/core.py",
-        old="        self.scheduler.finish(sequence)\n        self.scheduler.reset_prefix_cache()",
-        new="        self.scheduler.finish(sequence)",
+        old="        self._finish(sequence)\n        self.scheduler.reset_prefix_cache()",
+        new="        self._finish(sequence)",
         test="tests/engine/test_engine_faults.py::test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterwards",
         says="assert 24 == 0",
     ),
