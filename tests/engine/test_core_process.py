@@ -243,13 +243,16 @@ def run_to_death(engine: Engine, act=lambda: None) -> tuple[str, float]:
     """Two long requests and one that waits: what all of them are told, and after how long."""
     for name in ("a", "b"):
         engine.add_request(name, name, LONG)
-    engine.step()
+    ends = {}
+
+    def step() -> None:
+        ends.update({delta.request_id: delta for delta in engine.step() if delta.finish_reason is not None})
+
+    step()
     act()
-    began, ends = time.monotonic(), {}
+    began = time.monotonic()
     while not engine.is_dead:
-        for delta in engine.step():
-            if delta.finish_reason is not None:
-                ends[delta.request_id] = delta
+        step()
     seconds = time.monotonic() - began
     assert {name: delta.finish_reason for name, delta in ends.items()} == {"a": "error", "b": "error"}
     assert not engine.has_unfinished()

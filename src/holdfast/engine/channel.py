@@ -29,6 +29,7 @@ class Channel:
         self._socket = connection
         self._max_unread_bytes = max_unread_bytes
         self._unread = bytearray()
+        self._room = memoryview(bytearray(READ_BYTES))  # taken once: most looks find nothing
         self._is_ended = False
         self._sending = threading.Lock()
 
@@ -102,13 +103,13 @@ class Channel:
     def _read(self) -> bool:
         """Take in what has come; False where nothing had."""
         try:
-            data = self._socket.recv(READ_BYTES)
+            count = self._socket.recv_into(self._room)
         except BlockingIOError:
             return False
         except OSError:  # reset by the other side's end, or closed here
-            data = b""
-        if data:
-            self._unread += data
+            count = 0
+        if count:
+            self._unread += self._room[:count]
         else:
             self._is_ended = True
         return True

@@ -185,6 +185,11 @@ class EngineCore:
         return len(self._in_flight)
 
     @property
+    def awaits_decode(self) -> bool:
+        """Whether the oldest step in flight has one token of each sequence: it is as short as steps are."""
+        return all(item.num_new_tokens == 1 for item in self._in_flight[0].scheduled) if self._in_flight else False
+
+    @property
     def has_unfinished(self) -> bool:
         """True while a step has to be run or collected."""
         return bool(self._live or self._in_flight)

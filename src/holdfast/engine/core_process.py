@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import nullcontext
 from dataclasses import replace
@@ -78,6 +78,8 @@ LOADING_SECONDS = 120.0
 """Of silence while a model is opened, at the least: reading libraries from a slow disk may hold up every thread."""
 PROGRESS_SECONDS = 0.05
 """Between two messages about how far loading is."""
+HELD_SECONDS = 0.003
+"""That outputs of short steps are held back at the most, and a step."""
 END_SECONDS = (10.0, 2.0)
 """For a child that was asked to end, and then for one that was told to."""
 NUM_LAST_LINES = 20
@@ -434,6 +436,7 @@ def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
             if now - told_at >= HEARTBEAT_SECONDS:
                 told_at = now
                 channel.try_send(server.heartbeat)
+            server.flush_overdue()
             channel.wait_for_end(LOOK_SECONDS)
     time.sleep(GRACE_SECONDS)
     os._exit(1)
@@ -448,6 +451,10 @@ class CoreServer:
         self._received = Numbering()
         self._step_began: float | None = None
         """When the step in progress began."""
+        self._held: list[Message] = []
+        """What the front is told a little later."""
+        self._holding = threading.Lock()
+        self._flushed_at = 0.0
         self._told_at = 0.0
         """When the front was last told how far loading is."""
 
@@ -475,16 +482,56 @@ class CoreServer:
                 core.close()
 
     def send(self, message: Message) -> None:
-        """Send a message, in the order of its number."""
-        self._channel.send(lambda: encode_message(message, self._sent.next()))
+        """Send a message, in the order of its number, behind what is held back."""
+        with self._holding:
+            self._held.append(message)
+            self._flush(is_owner=True)
+
+    def flush_overdue(self) -> None:
+        """Another thread: a step that lasts does not keep what was held back before it."""
+        if time.monotonic() - self._flushed_at > LOOK_SECONDS and self._holding.acquire(blocking=False):
+            try:
+                self._flush(is_owner=False)
+            finally:
+                self._holding.release()
 
     def serve(self, core: EngineCore) -> None:
-        """Steps, as long as there is something to run; commands between them, and while there is not."""
+        """Steps, as long as there is something to run; commands between them, and while there is not.
+
+        To wake the front costs as much as a tenth of the shortest steps. So outputs of steps shorter than HELD_SECONDS are
+        held back for as long, and travel together; not one that ends something, and none behind which a prompt is computed.
+        """
+
+        @contextlib.contextmanager
+        def awaiting() -> Iterator[None]:
+            if self._held and not core.awaits_decode:
+                self._release()
+            yield
+
         while self._carry_out_commands(core):
-            self._step_began = time.monotonic()
-            outputs = core.step()
+            self._step_began = began = time.monotonic()
+            outputs = core.step(awaiting)
             self._step_began = None
-            self.send(outputs)
+            now = time.monotonic()
+            with self._holding:
+                self._held.append(outputs)
+            is_short = now - began < HELD_SECONDS and now - self._flushed_at < HELD_SECONDS
+            if not is_short or any(output.ending is not None for output in outputs.outputs):
+                self._release()
+
+    def _release(self) -> None:
+        with self._holding:
+            self._flush(is_owner=True)
+
+    def _flush(self, *, is_owner: bool) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._flushed_at = time.monotonic()
+
+            def made() -> bytes:
+                return b"".join(encode_message(message, self._sent.next()) for message in held)
+
+            self._channel.send(made, is_owner=is_owner)
 
     def heartbeat(self) -> bytes:
         """Any thread: one more of them, in its turn."""
@@ -505,6 +552,7 @@ class CoreServer:
             elif core.has_unfinished:
                 return True
             else:
+                self._release()
                 if not is_told:
                     self.send(core.stats())
                     is_told = True
