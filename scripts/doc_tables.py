@@ -216,6 +216,20 @@ SECTIONS: Mapping[str, Columns] = {
         "% of the roof": _value("percent_of_roof"),
         "its graph alone": _value("graph_alone"),
     },
+    "gpu-overlap": {
+        "tokens/s": _value("measure"),
+        "waits": _value("values", "waits"),
+        "runs ahead": _value("values", "runs ahead"),
+        "its graph alone": _value("graph_alone", "runs ahead"),
+        "% of the roof": _value("percent_of_roof", "runs ahead"),
+        "against waiting": _value("ratio"),
+    },
+    "channel": {
+        "tokens/s": _value("measure"),
+        "core in process": _value("values", "core in process"),
+        "in a process of its own": _value("values", "core in a process of its own"),
+        "cost, %": _value("cost_percent"),
+    },
     "ngram": {
         "tokens/s": _value("measure"),
         "without proposals": _value("values", "plain"),
