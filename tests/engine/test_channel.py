@@ -1,5 +1,7 @@
 """Channel: frames whole and in order, however they arrive; an end that is seen; two that send at once."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -147,3 +149,45 @@ def test_a_heartbeat_does_not_wait(pair):
         num_sent += 1
     assert num_sent > 10
     assert not ours.try_send(beat)
+
+
+def test_one_that_neither_takes_nor_talks_is_given_up():
+    ours, theirs = channel_pair()
+    channel = Channel(ours, silence_seconds=0.2)
+    with pytest.raises(MessageError, match=r"taken and said nothing for 0\.2 seconds"):
+        channel.send(lambda: frame(1, "x" * 10_000_000))
+    channel.close()
+    theirs.close()
+
+
+def test_one_that_talks_may_take_late():
+    ours, theirs = channel_pair()
+    channel, other, whole = Channel(ours, silence_seconds=0.4), Channel(theirs), frame(1, "x" * 3_000_000)
+
+    def talk() -> None:
+        for number in range(1, 8):
+            other.send(lambda number=number: frame(number), is_owner=False)
+            threading.Event().wait(0.1)
+        while other.wait(1.0) and other.take() is None:
+            pass
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    channel.send(lambda: whole)
+    thread.join(30)
+    assert [decode_message(channel.take())[0] for _ in range(7)] == list(range(1, 8))
+    channel.close()
+    other.close()
+
+
+def test_sockets_keep_clear_of_standard_streams():
+    code = (
+        "import os, sys\n"
+        "report = os.dup(1)\n"
+        "os.closerange(0, 3)\n"
+        "from holdfast.engine.channel import channel_pair\n"
+        "numbers = [end.fileno() for end in channel_pair()]\n"
+        "os.write(report, repr(min(numbers) > 2).encode())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"True"

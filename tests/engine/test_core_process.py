@@ -278,6 +278,22 @@ def test_a_core_that_stops_answering(make_remote):
     assert 0.9 < seconds < 5
 
 
+def test_a_core_that_stops_answering_while_it_is_sent_more_than_fits(make_remote):
+    engine = make_remote("slow", core_timeout=1.0)
+    engine.add_request("a", "a", LONG)
+    engine.step()
+    os.kill(engine.core.pid, signal.SIGSTOP)
+
+    def flood() -> None:
+        for number in range(2000):
+            engine.add_request(f"more {number}", "words " * 20, SamplingParams(max_tokens=1, bad_words=["x" * 1000]))
+
+    with pytest.raises(EngineDeadError, match="taken and said nothing"):
+        flood()
+    assert {delta.finish_reason for delta in engine.step()} == {"error"}
+    assert is_gone(engine.core.pid, 0.1), "it is reaped"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

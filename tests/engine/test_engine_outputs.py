@@ -233,6 +233,15 @@ def test_logprobs_add_up():
     assert [list(position) for position in completion.logprobs] == [[1], [2], [3]]
 
 
+def test_logprobs_add_up_to_the_same_bits_however_tokens_come_together():
+    first, others = delta(0, "", 9, logprob=-0.7), [delta(0, "", token, logprob=-0.1) for token in (1, 2, 3)]
+    totals = {
+        assembled(deltas, n=1).output().outputs[0].cumulative_logprob
+        for deltas in ([first, *others], [first, delta(0, "", 1, 2, 3, logprob=-0.1)])
+    }
+    assert totals == {-0.7 - 0.1 - 0.1 - 0.1}
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_merged_deltas_say_the_same(every):
     assembler, buffer = OutputAssembler("prompt", [5, 6], 2), DeltaBuffer()

@@ -2,6 +2,7 @@
 
 A frame is taken out only when all of it is there. Whoever sends and finds the socket full takes in meanwhile what the
 other side sends, so that two that send at once do not wait for each other for ever; what is taken in that way is bounded.
+With `silence_seconds` a sender gives up on one that neither takes nor says anything for so long.
 """
 
 import select
@@ -13,6 +14,7 @@ from holdfast.errors import MessageError
 from holdfast.request.wire import HEADER_BYTES, body_length
 
 READ_BYTES = 2**18
+LOOK_SECONDS = 0.5
 MAX_UNREAD_BYTES = 2**30
 """Taken in while sending, at the most: the other side would talk and not listen."""
 
@@ -24,8 +26,14 @@ class ChannelClosedError(Exception):
 class Channel:
     """One end of a connection. One thread reads; several may send."""
 
-    def __init__(self, connection: socket.socket, max_unread_bytes: int = MAX_UNREAD_BYTES) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+        silence_seconds: float | None = None,
+    ) -> None:
         connection.setblocking(False)
+        self._silence_seconds = silence_seconds
         self._socket = connection
         self._max_unread_bytes = max_unread_bytes
         self._unread = bytearray()
@@ -115,30 +123,55 @@ class Channel:
         return True
 
     def _write(self, frame: bytes, is_owner: bool) -> None:
-        left = memoryview(frame)
+        left, most = memoryview(frame), self._silence_seconds
+        look_seconds = None if most is None else min(LOOK_SECONDS, most)
+        silent_seconds = 0.0
         while left:
             try:
                 left = left[self._socket.send(left) :]
+                silent_seconds = 0.0
             except BlockingIOError:
-                self._make_way(is_owner)
+                if self._make_way(is_owner, look_seconds):
+                    silent_seconds = 0.0
+                    continue
+                # Counted in waits and not by the clock: a machine that slept was silent as a whole.
+                silent_seconds += look_seconds or 0.0
+                if most is not None and silent_seconds >= most:
+                    raise MessageError(
+                        "a message was to be sent",
+                        f"the other side has taken and said nothing for {silent_seconds:.1f} seconds",
+                        "start the core anew",
+                    ) from None
             except OSError as error:
                 raise ChannelClosedError("the other side has closed the channel") from error
 
-    def _make_way(self, is_owner: bool) -> None:
-        """Wait for room, and take in what comes meanwhile."""
+    def _make_way(self, is_owner: bool, timeout: float | None) -> bool:
+        """Wait for room, and take in what comes meanwhile; False where neither came in time."""
         if not is_owner or self._is_ended:
-            self._poll(select.POLLOUT, None)
-            return
-        if self._poll(select.POLLIN | select.POLLOUT, None) & select.POLLOUT:
-            return
+            return bool(self._poll(select.POLLOUT, timeout))
+        found = self._poll(select.POLLIN | select.POLLOUT, timeout)
+        if not found or found & select.POLLOUT:
+            return bool(found)
         if self._read() and len(self._unread) > self._max_unread_bytes:
             raise MessageError(
                 "a message was to be sent",
                 f"the other side sent {len(self._unread)} bytes meanwhile and takes none",
                 "start the core anew",
             )
+        return True
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected sockets, that only the processes they are passed to inherit."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return _above_standard(ours), _above_standard(theirs)
+
+
+def _above_standard(connection: socket.socket) -> socket.socket:
+    """Where standard streams are closed a socket may have got one of their numbers, which a child puts its own streams at."""
+    if connection.fileno() > 2:
+        return connection
+    import fcntl  # a system without it has no such numbers
+
+    with connection:
+        return socket.socket(fileno=fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))

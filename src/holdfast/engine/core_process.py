@@ -141,7 +141,7 @@ def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
 class Child:
     """The process, the channel to it, and its end. Knows nothing of who uses it."""
 
-    def __init__(self, command: SequenceABC[str]) -> None:
+    def __init__(self, command: SequenceABC[str], silence_seconds: float | None = None) -> None:
         ours, theirs = channel_pair()
         with theirs:
             self.process = subprocess.Popen(
@@ -153,7 +153,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C on a terminal is for this process alone
                 env=_environment(),
             )
-        self.channel = Channel(ours)
+        self.channel = Channel(ours, silence_seconds=silence_seconds)
         self._sent = Numbering()
         assert self.process.stdout is not None, "it was opened with a pipe"
         self._last_lines = LastLines(self.process.stdout)
@@ -227,7 +227,7 @@ class CoreProcess:
         self._death: str | None = None
         self.step_seconds = 0.0
         """How long the step of the core had run at its last heartbeat."""
-        self._child = Child(command)
+        self._child = Child(command, config.core_timeout)
         # Also runs when nobody holds the engine any more, and before the interpreter ends.
         self._end = weakref.finalize(self, self._child.end)
         try:

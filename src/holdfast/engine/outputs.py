@@ -226,9 +226,10 @@ class OutputAssembler:
         self._request_id = delta.request_id
         self._parts[delta.index].add(delta)
         if delta.logprobs is not None:
-            chosen = zip(delta.token_ids, delta.logprobs, strict=True)
-            added = sum(logprobs[token_id].logprob for token_id, logprobs in chosen)
-            self._cumulative[delta.index] = (self._cumulative[delta.index] or 0.0) + added
+            total = self._cumulative[delta.index] or 0.0
+            for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
+                total += logprobs[token_id].logprob  # one by one: the same sum however tokens come together
+            self._cumulative[delta.index] = total
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = list(delta.prompt_logprobs)
         if delta.index == 0:
