@@ -272,3 +272,9 @@ def test_every_field_says_what_it_is() -> None:
     for node, after in zip(body.body, body.body[1:], strict=False):
         if node in fields:
             assert isinstance(after, ast.Expr), f"no words after {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.5, float("nan"), float("inf"), "30", None, True])
+def test_a_core_is_given_a_second_at_the_least(seconds: object) -> None:
+    with pytest.raises(ConfigError, match="a number of seconds from 1 up works"):
+        EngineConfig(core_timeout=seconds)  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ class EngineConfig:
     core_process: bool = False
     """Run the model in a process of its own: tokenizer and templates stay in this one, which then does without torch."""
     core_timeout: float = 30.0
-    """Seconds of silence after which a core process counts as dead."""
+    """Seconds of silence, from 1 up, after which a core process counts as dead."""
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -366,9 +366,9 @@ def _share(name: str, value: object) -> None:
 
 
 def _seconds(name: str, value: object) -> None:
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_COUNT
     if not sound:
-        raise ConfigError(f"{name}={shown(value)} was asked", "a number of seconds above 0 works", "try 30")
+        raise ConfigError(f"{name}={shown(value)} was asked", "a number of seconds from 1 up works", "try 30")
 
 
 def _is_device(device: object) -> bool:

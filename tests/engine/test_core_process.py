@@ -268,6 +268,9 @@ def test_a_core_that_is_killed(make_remote):
     engine = make_remote("slow")
     error, seconds = run_to_death(engine, lambda: os.kill(engine.core.pid, signal.SIGKILL))
     assert "it ended with signal SIGKILL" in error
+    with pytest.raises(EngineDeadError) as told:
+        engine.raise_if_dead()
+    assert str(told.value).count("make a new engine") == 1
     assert seconds < 3
 
 

@@ -3,7 +3,7 @@
     this process                               the child: python -m holdfast.engine.core_process
     Engine = Front + CoreProcess  -- Start, Submit, Abort, ... -->  CoreServer: commands between two steps,
     (text, templates, names)      <-- Ready, CoreOutputs, ... ----  EngineCore.step(), outputs without an answer awaited
-                                  <-- Heartbeat ------------------  pulse: a thread, every second
+                                  <-- Heartbeat ------------------  pulse: a thread, all the time
 
 The child never waits for the front: it sends what a step brought and goes on, so that aborts and stop strings reach it
 a few steps late; the front drops what is surplus. Where nobody reads, it stops at a full socket.
@@ -69,7 +69,7 @@ from holdfast.observability.log import get_logger, log_to_stderr
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.request.wire import refuse
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS = 0.25
 """How often a child looks whether its parent is there."""
 GRACE_SECONDS = 0.5
@@ -154,6 +154,7 @@ class Child:
                 env=_environment(),
             )
         self.channel = Channel(ours, silence_seconds=silence_seconds)
+        self._patience = min(END_SECONDS[0], silence_seconds or END_SECONDS[0])
         self._sent = Numbering()
         assert self.process.stdout is not None, "it was opened with a pipe"
         self._last_lines = LastLines(self.process.stdout)
@@ -182,10 +183,9 @@ class Child:
         with contextlib.suppress(ChannelClosedError):
             self.channel.try_send(lambda: encode_message(Shutdown(), self._sent.next()))
         self.channel.close()
-        asked, told = END_SECONDS
-        if self._wait(asked) is None:
+        if self._wait(self._patience) is None:
             self.process.terminate()
-            if self._wait(told) is None:
+            if self._wait(min(END_SECONDS[1], self._patience)) is None:
                 self.process.kill()
                 self.process.wait()
         self._last_lines.join(GRACE_SECONDS)
@@ -428,7 +428,7 @@ class CoreProcess:
 
 
 def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
-    """A thread of the child: tells every second that it lives, and ends it where nobody listens."""
+    """A thread of the child: tells again and again that it lives, and ends it where nobody listens."""
     told_at = 0.0
     with contextlib.suppress(ChannelClosedError):
         while os.getppid() == parent and not channel.is_other_side_gone():

@@ -278,8 +278,11 @@ class Engine:
     def raise_if_dead(self) -> None:
         """EngineDeadError with the first cause, if there was one."""
         if self._death is not None:
+            # What a core in a process of its own died of says who and why, and what to do is said here.
+            death = self._death
+            words = f"{death.asked}; {death.has}" if isinstance(death, EngineDeadError) else describe(death)
             raise EngineDeadError(
-                "the engine was asked to go on", f"it stopped at {describe(self._death)}", "make a new engine"
+                "the engine was asked to go on", f"it stopped at {words}", "make a new engine"
             ) from self._death
 
     def _guarded(self, call: Callable[[Waiting], None]) -> None:
