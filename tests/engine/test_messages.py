@@ -169,6 +169,7 @@ def test_sound_frames_of_unsound_bodies_are_refused_or_make_a_message(message):
         (16, lambda writer: writer.text('{"model": 5}'), "not sound"),
         (16, lambda writer: writer.text('{"modell": "x"}'), "not sound"),
         (16, lambda writer: writer.text("[]"), "no object"),
+        (16, lambda writer: writer.text("[" * 100_000), "not sound"),
         (33, lambda writer: writer.text('{"facts": {}, "memory": null}'), "not sound"),
         (35, lambda writer: (writer.ints([1, 2]), writer.float(0.0)), "counts 2 things"),
         (36, lambda writer: (writer.ints([]), writer.text('{"kind": "int", "clauses": ["a"]}')), "not sound"),

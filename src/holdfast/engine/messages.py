@@ -233,7 +233,7 @@ def decode_message(frame: bytes) -> tuple[int, Message]:
         message = read(reader)
     except MessageError:
         raise
-    except (HoldfastError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (HoldfastError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MessageError("a message came", f"what it says is not sound ({error})", "send it again") from error
     reader.end()
     return number, message
