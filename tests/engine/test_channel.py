@@ -162,10 +162,10 @@ def test_one_that_neither_takes_nor_talks_is_given_up():
 
 def test_one_that_talks_may_take_late():
     ours, theirs = channel_pair()
-    channel, other, whole = Channel(ours, silence_seconds=0.4), Channel(theirs), frame(1, "x" * 3_000_000)
+    channel, other, whole = Channel(ours, silence_seconds=1.0), Channel(theirs), frame(1, "x" * 3_000_000)
 
     def talk() -> None:
-        for number in range(1, 8):
+        for number in range(1, 14):
             other.send(lambda number=number: frame(number), is_owner=False)
             threading.Event().wait(0.1)
         while other.wait(1.0) and other.take() is None:
@@ -175,7 +175,7 @@ def test_one_that_talks_may_take_late():
     thread.start()
     channel.send(lambda: whole)
     thread.join(30)
-    assert [decode_message(channel.take())[0] for _ in range(7)] == list(range(1, 8))
+    assert [decode_message(channel.take())[0] for _ in range(13)] == list(range(1, 14))
     channel.close()
     other.close()
 
