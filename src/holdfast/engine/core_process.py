@@ -498,8 +498,8 @@ class CoreServer:
     def serve(self, core: EngineCore) -> None:
         """Steps, as long as there is something to run; commands between them, and while there is not.
 
-        To wake the front costs as much as a tenth of the shortest steps. So outputs of steps shorter than HELD_SECONDS are
-        held back for as long, and travel together; not one that ends something, and none behind which a prompt is computed.
+        A message of its own for each made the shortest steps up to a tenth longer. So outputs of steps shorter than
+        HELD_SECONDS are held back for as long, and travel together; not one that ends something, and none behind which a prompt is computed.
         """
 
         @contextlib.contextmanager
