@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import parse_bytes
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUANTIZED, WeightRecipe, find_scheme
 from holdfast.request.vllm_names import (
     ENGINE_ALIASES,
@@ -127,8 +127,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
-        _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_FORMATS))
-        _choice("kv_protected_dtype", self.kv_protected_dtype, ("auto", *KV_FORMATS))
+        _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *ALL_KV_FORMATS))
+        _choice("kv_protected_dtype", self.kv_protected_dtype, ("auto", *ALL_KV_FORMATS))
         parse_layers(self.kv_protected_layers, "kv_protected_layers")
         _choice("load_format", self.load_format, LOAD_FORMATS)
         self._check_quantization()

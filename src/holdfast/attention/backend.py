@@ -1,4 +1,4 @@
-"""The attention contract: the Batch of a step, what every family of attention has, and the verbs of grouped attention.
+"""The attention contract: the Batch of a step, what every family of attention has, and the verbs of grouped and of latent attention.
 
 rows        sequence 0: positions [start, start + n)  |  sequence 1: ...  |  ...  |  padding      one row a token, T in all
 slot        chunk number * page_tokens + position % page_tokens: where a row's keys and values go; -1 for padding: nowhere
@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.attention.write_latent import LatentNorm
 
 
 class SequenceRows(NamedTuple):
@@ -124,5 +125,46 @@ class GroupedAttention(AttentionFamily[PlanT], Protocol[PlanT]):
         """Attend to all that is stored: [T, H * D]; or only with the rows whose logits are wanted: [R, H * D].
 
         `scratch` is what its declaration asked for, by name.
+        """
+        ...
+
+
+class LatentAttention(AttentionFamily[PlanT], Protocol[PlanT]):
+    """One latent a token, shared by all query heads, beside a few rotated elements (MLA).
+
+    N query heads of D = P + R elements: P meet the latent of L elements through kv_b, R are rotated; V elements of a head's
+    output. kv_b is [N, P + V, L]: of a head first the rows of keys (W_UK), then those of values (W_UV).
+
+    Attention is computed in the latent space (absorbed: queries go through W_UK, what comes out through W_UV, and a token's
+    row is read once for all heads) or with keys and values of every head (up-projected), whichever is less work for the shape of
+    a step. Both read kv_b as it lies. Nothing outside a backend knows which it was.
+    """
+
+    def write(
+        self,
+        latent_TX: torch.Tensor,
+        q_TND: torch.Tensor,
+        batch: Batch,
+        norm: LatentNorm,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        """Norm and rotate the step's latents [T, L + R] and write them into their slots; rotate the last R elements of every
+        query head where they are. Rows of `latent_TX` may lie apart."""
+        ...
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        layer: int,
+        plan: PlanT,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        """Attend to all that is stored: [T, N * V]; or only with the rows whose logits are wanted: [R, N * V].
+
+        Padded rows are written as zeros. `scratch` is what its declaration asked for, by name.
         """
         ...

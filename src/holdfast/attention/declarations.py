@@ -43,6 +43,10 @@ class AttentionSpec:
     """cap * tanh(score / cap) in the place of every score, after `scale`; None: as they are."""
     has_sinks: bool = False
     """One logit a query head joins every softmax, in the denominator alone."""
+    nope_dim: int = 0
+    """Of latent attention: elements of a query head that meet the latent through kv_b, beside the cache's rope_dim."""
+    value_dim: int = 0
+    """Of latent attention: elements of a head's output."""
 
     @property
     def is_plain_softmax(self) -> bool:

@@ -40,14 +40,26 @@ class LayerCache:
     format: KVFormat
     num_kv_heads: int
     head_dim: int
+    rope_dim: int = 0
+    """Of a latent (MLA), the rotated elements at the end of its `head_dim`; 0: keys and values by head."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a token is one latent that all query heads share."""
+        return self.rope_dim > 0
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a latent beside the rotated ones."""
+        return self.head_dim - self.rope_dim
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return self.format.planes(self.num_kv_heads, self.head_dim)
+        return self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.format.bytes_per_token(self.num_kv_heads, self.head_dim)
+        return self.format.bytes_per_token(self.num_kv_heads, self.head_dim, self.rope_dim)
 
     @property
     def kind(self) -> tuple[Plane, ...]:
@@ -114,7 +126,7 @@ class CacheSpec:
 
     def _kinds(self) -> list[tuple[Plane, ...]]:
         """Of every layer. Many layers have few kinds, and to list the planes of one takes a while."""
-        shapes = [(layer.format, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+        shapes = [(layer.format, layer.num_kv_heads, layer.head_dim, layer.rope_dim) for layer in self.layers]
         kinds = {shape: shape[0].planes(*shape[1:]) for shape in dict.fromkeys(shapes)}
         return [kinds[shape] for shape in shapes]
 
@@ -178,17 +190,18 @@ def mixed_cache(
     page_tokens: int,
     windows: Sequence[int | None] = (),
     max_model_len: int | None = None,
+    rope_dim: int = 0,
 ) -> CacheSpec:
-    """The cache of a decoder whose layers have the same heads, and a format and perhaps a window each.
+    """The cache of a decoder whose layers have the same heads, or latents, and a format and perhaps a window each.
 
-    A window that no context of `max_model_len` outgrows is none.
+    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0.
     """
     seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
         for window in (windows or (None,) * len(formats))
     )
     assert len(seen) == len(formats), f"{len(seen)} windows for {len(formats)} layers"
-    return _laid_out(tuple(formats), num_kv_heads, head_dim, page_tokens, seen)
+    return _laid_out(tuple(formats), num_kv_heads, head_dim, rope_dim, page_tokens, seen)
 
 
 @lru_cache(maxsize=64)  # one plan tries many settings, and few of them change the geometry
@@ -196,11 +209,13 @@ def _laid_out(
     formats: tuple[KVFormat, ...],
     num_kv_heads: int,
     head_dim: int,
+    rope_dim: int,
     page_tokens: int,
     windows: tuple[int | None, ...],
 ) -> CacheSpec:
     """Groups by window, on pages that leave the least unused."""
-    layers = tuple(LayerCache(layer, "attention", form, num_kv_heads, head_dim) for layer, form in enumerate(formats))
+    shape = "latent" if rope_dim else "attention", num_kv_heads, head_dim, rope_dim
+    layers = tuple(LayerCache(layer, shape[0], form, *shape[1:]) for layer, form in enumerate(formats))
     members = {
         window: tuple(i for i, own in enumerate(windows) if own == window)
         for window in sorted(set(windows), key=_order)
@@ -228,7 +243,8 @@ def _spread(page_tokens: int, layers: tuple[LayerCache, ...], groups: tuple[Laye
 
 def _group_bytes(layers: tuple[LayerCache, ...], group: LayerGroup) -> int:
     """Of one token in all layers of a group."""
-    formats = Counter((layers[i].format, layers[i].num_kv_heads, layers[i].head_dim) for i in group.layers)
+    own = (layers[i] for i in group.layers)
+    formats = Counter((layer.format, layer.num_kv_heads, layer.head_dim, layer.rope_dim) for layer in own)
     return sum(count * form.bytes_per_token(*shape) for (form, *shape), count in formats.items())
 
 
@@ -240,10 +256,10 @@ def _cost(spec: CacheSpec) -> tuple[float, int]:
 
 
 def uniform_cache(
-    num_layers: int, kv_format: KVFormat, num_kv_heads: int, head_dim: int, page_tokens: int
+    num_layers: int, kv_format: KVFormat, num_kv_heads: int, head_dim: int, page_tokens: int, rope_dim: int = 0
 ) -> CacheSpec:
-    """The cache of a decoder whose layers all keep keys and values in one format, and all tokens."""
-    return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens)
+    """The cache of a decoder whose layers all keep the same in one format, and all tokens."""
+    return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens, rope_dim=rope_dim)
 
 
 def kv_padding_term(spec: CacheSpec) -> Term:

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError, PromptError, shown
 from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.models.declared_weights import BEFORE
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:
@@ -233,10 +233,10 @@ def read_formats(typed: str) -> tuple[str, ...] | None:
         return None
     names = tuple(dict.fromkeys(part.strip() for part in typed.split(",") if part.strip()))
     for name in names or (typed,):
-        if name not in KV_FORMATS:
-            near = difflib.get_close_matches(name, KV_FORMATS, n=1, cutoff=0.3)
+        if name not in ALL_KV_FORMATS:
+            near = difflib.get_close_matches(name, ALL_KV_FORMATS, n=1, cutoff=0.3)
             do = f"did you mean {near[0]}?" if near else f"write --formats {ALL}"
-            raise ConfigError(f"--formats {shown(name)} was asked", f"the formats are {', '.join(KV_FORMATS)}", do)
+            raise ConfigError(f"--formats {shown(name)} was asked", f"the formats are {', '.join(ALL_KV_FORMATS)}", do)
     return names
 
 

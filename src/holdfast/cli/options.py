@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
 from holdfast.errors import ConfigError, RequestError, shown
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, DTYPE_BYTES, KV_FORMATS, MLA_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
 
@@ -205,13 +205,18 @@ def _sampling(name: str, help: str, metavar: str = "", read: Callable[[Any], obj
 
 
 def _format_words() -> str:
-    """Every format; of quantized ones the bits of keys and values."""
-    return ", ".join(
+    """Every format; of quantized ones the bits of keys and values, or of latents."""
+    heads = (
         f"{kv_format.name} ({kv_format.key_bits}-bit keys, {kv_format.value_bits}-bit values)"
         if kv_format.is_quantized
         else kv_format.name
         for kv_format in KV_FORMATS.values()
     )
+    latents = (
+        f"{kv_format.name} ({kv_format.key_bits}-bit latents, {8 * DTYPE_BYTES[kv_format.rope_dtype or '']}-bit rope)"
+        for kv_format in MLA_FORMATS.values()
+    )
+    return f"{', '.join(heads)}; for latents (MLA) {', '.join(latents)}"
 
 
 def _scheme_words() -> str:

@@ -27,7 +27,7 @@ from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, unfitting_runner
 from holdfast.planning.resolve import Choice, Resolved
 from holdfast.planning.terms import list_needs
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
 from holdfast.quant.weight_schemes import UNQUANTIZED
 
 STARTING = (
@@ -395,8 +395,8 @@ def sweep(request: PlanRequest) -> tuple[Cell, ...]:
 def _formats(request: PlanRequest, asked: str) -> list[_Pages]:
     """The asked one first, then fewer and fewer bytes; of plain ones one for each number of bytes."""
     first = _pages_in(request, asked)
-    found = {} if first is None else {(first.bytes_per_token, KV_FORMATS[asked].is_quantized and asked): first}
-    for kv_format in KV_FORMATS.values():
+    found = {} if first is None else {(first.bytes_per_token, ALL_KV_FORMATS[asked].is_quantized and asked): first}
+    for kv_format in formats_of(request.declared.keeps_latents).values():
         pages = _pages_in(request, kv_format.name)
         if pages is not None and first is not None and pages.bytes_per_token <= first.bytes_per_token:
             found.setdefault((pages.bytes_per_token, kv_format.is_quantized and kv_format.name), pages)

@@ -29,11 +29,12 @@ class CacheRows(NamedTuple):
 
 
 class HeadGeometry(NamedTuple):
-    """Attention with keys and values by head, as the backends of this version know it."""
+    """Attention as the backends of this version know it: with keys and values by head, or over latents."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of a latent all that is kept of a token, `rope_dim` included."""
     windows: tuple[int | None, ...]
     """One entry a layer."""
     has_key_bias: bool = False
@@ -47,6 +48,12 @@ class HeadGeometry(NamedTuple):
     """One logit a query head joins every softmax."""
     is_rotated: bool = True
     """Positions are rotated into keys and queries; else they are learned."""
+    rope_dim: int = 0
+    """Of a latent that all query heads share (MLA), the rotated elements; 0: keys and values by head."""
+    nope_dim: int = 0
+    """Elements of a query head that meet the latent through kv_b, beside `rope_dim`; 0 where there are no latents."""
+    value_dim: int = 0
+    """Elements of a head's output there."""
 
     def attention_spec(
         self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str
@@ -64,6 +71,8 @@ class HeadGeometry(NamedTuple):
             group=group,
             softcap=self.softcap,
             has_sinks=self.has_sinks,
+            nope_dim=self.nope_dim,
+            value_dim=self.value_dim,
         )
 
 
@@ -108,7 +117,7 @@ class Declaration(Protocol):
         ...
 
     def heads(self, num_ranks: int) -> HeadGeometry | None:
-        """Keys and values by head, or None where the cache keeps something else."""
+        """Keys and values by head, or latents; None where the cache keeps something else."""
         ...
 
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:

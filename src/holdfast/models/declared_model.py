@@ -20,7 +20,7 @@ from holdfast.models.declared_weights import (
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.families import FAMILIES
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.formats import KVFormat, kv_format
+from holdfast.quant.formats import MLA_FORMATS, MLA_NAMES, KVFormat, formats_of, kv_format
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 MAX_RANKS = 4096
@@ -55,6 +55,8 @@ class DeclaredModel:
     """The files by stored type, where their headers have been read and store blocks (GGUF)."""
     unread_pattern: str | None = None
     """Of the names that the makers left out, a pattern that is not followed: with one, it is not known what is open."""
+    keeps_latents: bool = False
+    """What is kept of a token is one latent (MLA), which has formats of its own."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What has been listed before: a plan asks many times, with other sizes of everything else."""
 
@@ -156,10 +158,17 @@ class DeclaredModel:
     def check_format(self, format: KVFormat | str) -> KVFormat:
         """The format, by name or as it is, or an error where this model's cache cannot be kept in it."""
         found = kv_format(format) if isinstance(format, str) else format
+        if self.keeps_latents and found.name in MLA_NAMES:
+            found = MLA_FORMATS[MLA_NAMES[found.name]]
         reason = self.declaration.unsupported_format(found)
+        if found.is_latent and not self.keeps_latents:
+            reason = f"{found.name} keeps latents (MLA), and this model keeps keys and values by head"
         if reason is not None:
+            known = formats_of(self.keeps_latents)
             works = [
-                name for name in ("bfloat16", "fp8") if self.declaration.unsupported_format(kv_format(name)) is None
+                name
+                for name in ("bfloat16", "fp8", *MLA_FORMATS)
+                if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
             raise ConfigError(f"kv_cache_dtype={found.name} was asked", reason, f"try {' or '.join(works)}")
         return found
@@ -185,4 +194,5 @@ def declare_named(name: str, declaration: DecoderDeclaration, not_runnable: str 
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         declaration=declaration,
+        keeps_latents=spec.latent is not None,
     )

@@ -22,10 +22,13 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal
 
-from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
 
-Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router"]
-"""What a parameter is for; linear, expert and head are what quantization is for."""
+Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "absorbed"]
+"""What a parameter is for; linear, expert and head are what quantization is for.
+
+An absorbed one (kv_b of latent attention) is multiplied by queries from one side and by what was attended to from the other: it
+is small, and kept in the type of the engine whatever the checkpoint stores it in."""
 Split = Literal["none", "rows", "columns"]
 """How ranks share a parameter: all of it each, some rows of every part each, or some columns of all rows each."""
 
@@ -183,6 +186,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
+    score_bias: str = "e_score_correction_bias"
+    """What follows the router's name in that of the bias on its scores."""
     bias: str = "_bias"
     """What follows the name of a stacked tensor in the name of its biases."""
 
@@ -199,6 +204,9 @@ def list_experts(
     if experts.has_router_bias:
         bias = [(f"{theirs}{names.router}.bias", (experts.num_experts,))]
         parameters.append(stacked(f"{ours}router.bias", bias, "bias", "none"))
+    if experts.has_score_bias:
+        bias = [(f"{theirs}{names.router}.{names.score_bias}", (experts.num_experts,))]
+        parameters.append(replace(stacked(f"{ours}router.score_bias", bias, "bias", "none"), dtype="float32"))
     for make in (_gate_up, _down):
         parameter = make(experts, names, hidden, f"{ours}experts.", f"{theirs}{names.experts}.", with_layouts)
         parameters.append(parameter)
@@ -280,6 +288,26 @@ def _in_turn(tensors: list[tuple[Part, ...]], num_rows: int) -> tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class LatentNames:
+    """What a family calls the modules of latent attention."""
+
+    q: str = "self_attn.q_proj"
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+    k_b: str = "self_attn.k_b_proj"
+    """Keys of kv_b by themselves and transposed, [heads, kv_rank, nope_dim], where a checkpoint (GGUF) has split it."""
+    v_b: str = "self_attn.v_b_proj"
+    """Values of kv_b by themselves: [heads, value_dim, kv_rank]."""
+
+
+LATENT_NAMES = LatentNames()
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """What a family calls its modules; names in a layer follow `layer` with the layer's number filled in."""
 
@@ -305,6 +333,7 @@ class CheckpointNames:
     mlp_out_norm: str = ""
     sinks: str = "self_attn.sinks"
     experts: ExpertNames = EXPERT_NAMES
+    latent: LatentNames = LATENT_NAMES
 
 
 LLAMA_NAMES = CheckpointNames(
@@ -328,6 +357,7 @@ GEMMA3_NAMES = replace(
     mlp_out_norm="post_feedforward_layernorm",
 )
 GPT_OSS_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(router="mlp.router"))
+DEEPSEEK_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(shared="mlp.shared_experts"))
 OPT_NAMES = CheckpointNames(
     embed="model.decoder.embed_tokens",
     layer="model.decoder.layers.{}.",
@@ -370,6 +400,8 @@ def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool 
 
 def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool) -> list[Parameter]:
     ours, theirs, hidden = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size
+    if spec.latent is not None:
+        return _list_latent_layer(spec, spec.latent, names, layer, with_layouts)
     qkv = [(theirs + names.q, spec.query_size), (theirs + names.k, spec.kv_size), (theirs + names.v, spec.kv_size)]
     parameters = [
         *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
@@ -393,6 +425,54 @@ def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layout
     if spec.has_output_norms:
         parameters += _norm(spec, f"{ours}mlp_out_norm", theirs + names.mlp_out_norm)
     return parameters
+
+
+def _list_latent_layer(
+    spec: ModelSpec, latent: LatentSpec, names: CheckpointNames, layer: int, with_layouts: bool
+) -> list[Parameter]:
+    """Latent attention, and what follows it. Ranks share query heads; latents are the same on all of them."""
+    ours, theirs, hidden, own = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size, names.latent
+    parameters = [*_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm)]
+    kv_a = (theirs + own.kv_a, latent.row_dim)
+    q_rows = spec.num_heads * latent.query_dim
+    if latent.q_rank is None:
+        parameters += _linear(f"{ours}q", [(theirs + own.q, q_rows)], hidden, "rows", has_bias=False)
+        parameters += _linear(f"{ours}qkv_a", [kv_a], hidden, "none", spec.qkv_bias)
+    else:
+        q_a = (theirs + own.q_a, latent.q_rank)
+        norm = [(f"{theirs}{own.q_a_norm}.weight", latent.q_rank)]
+        parameters += _linear(f"{ours}qkv_a", [q_a, kv_a], hidden, "none", spec.qkv_bias)
+        parameters.append(_typed_norm(spec, _vector(f"{ours}q_a_norm.weight", norm, "norm", "none")))
+        parameters += _linear(f"{ours}q_b", [(theirs + own.q_b, q_rows)], latent.q_rank, "rows", has_bias=False)
+    norm = [(f"{theirs}{own.kv_a_norm}.weight", latent.kv_rank)]
+    parameters.append(_typed_norm(spec, _vector(f"{ours}kv_a_norm.weight", norm, "norm", "none")))
+    parameters.append(_kv_b(spec.num_heads, latent, own, ours, theirs, with_layouts))
+    value_size = spec.num_heads * latent.value_dim
+    parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], value_size, "columns", spec.o_bias)
+    parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
+    experts = spec.layer_experts(layer)
+    if experts is None:
+        return [*parameters, *_list_mlp(spec, names, ours, theirs)]
+    return [*parameters, *list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)]
+
+
+def _kv_b(
+    num_heads: int, latent: LatentSpec, names: LatentNames, ours: str, theirs: str, with_layouts: bool
+) -> Parameter:
+    """[heads * (nope_dim + value_dim), kv_rank], head by head, keys before values: whole, or from two tensors."""
+    nope, value, rank = latent.nope_dim, latent.value_dim, latent.kv_rank
+    whole = [(f"{theirs}{names.kv_b}.weight", (num_heads * latent.expanded_dim, rank))]
+    parameter = stacked(f"{ours}kv_b.weight", whole, "absorbed", "rows")
+    if not with_layouts:
+        return parameter
+    keys, values = f"{theirs}{names.k_b}.weight", f"{theirs}{names.v_b}.weight"
+    split: list[Part] = []
+    for head in range(num_heads):
+        first, k_first, v_first = head * latent.expanded_dim, head * nope, head * value
+        k_rows, v_rows = (k_first, k_first + nope), (v_first, v_first + value)
+        split.append(Part(keys, first, (num_heads, rank, nope), k_rows, is_transposed=True))
+        split.append(Part(values, first + nope, (num_heads, value, rank), v_rows))
+    return replace(parameter, layouts=(tuple(split),))
 
 
 def _list_mlp(spec: ModelSpec, names: CheckpointNames, ours: str, theirs: str) -> list[Parameter]:

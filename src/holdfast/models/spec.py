@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["largest", "two_largest"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
@@ -52,8 +54,52 @@ class ExpertsSpec:
     """Biases on gate and up and on down, a row for each expert."""
     is_interleaved: bool = False
     """Rows of gate and up alternate: gate 0, up 0, gate 1, ...; else all gates come first."""
+    scoring: Scoring = "softmax"
+    """What makes a score of a logit: over all experts, or of each by itself."""
+    num_groups: int = 1
+    """Experts stand in so many equal groups, and a token takes its experts from the best `groups_taken` of them."""
+    groups_taken: int = 1
+    group_score: GroupScore = "largest"
+    """How good a group is: its largest score, or the sum of its two largest."""
+    has_score_bias: bool = False
+    """A float32 bias on the scores by which experts and groups are chosen; shares are of the scores without it."""
+    share_scale: float = 1.0
+    """What the shares of the chosen experts are multiplied by in the end."""
     swiglu_limit: float | None = None
     """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most, and up within plus and minus, this; None: silu(gate) * up."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (MLA): keys and values of all heads are projections of one latent, which is all that is kept of a token.
+
+    A query head is [nope_dim | rope_dim]; a latent row is [kv_rank | rope_dim], where the rotated part is shared by all heads.
+    Rope turns neighbours: elements 2 i and 2 i + 1 by frequency i.
+    """
+
+    q_rank: int | None
+    """Width of the queries' own latent, which has a norm; None: queries are projected in one step."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+    """Of the norms of both latents."""
+
+    @property
+    def row_dim(self) -> int:
+        """Elements that are kept of a token."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def expanded_dim(self) -> int:
+        """Rows of kv_b for a head: keys without positions, then values."""
+        return self.nope_dim + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +162,9 @@ class ModelSpec:
     """What token embeddings are multiplied by, rounded to the type of the weights; None: nothing."""
     local_rope: RopeSpec | None = None
     """The rotation of layers with a window, where it is another; None: `rope` in all layers."""
+    latent: LatentSpec | None = None
+    """Latent attention in every layer: `num_kv_heads` is 1, `head_dim` is what is kept of a token (`LatentSpec.row_dim`), and
+    `qkv_bias` is of the projections to latents; None: keys and values by head."""
 
     @property
     def query_size(self) -> int:

@@ -20,7 +20,7 @@ from holdfast.planning.fit import (
 )
 from holdfast.planning.resolve import DEFAULT_UTILIZATION
 from holdfast.planning.target import gpu_target, too_old_words
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
+from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 
 MAX_UTILIZATION = 0.98
@@ -374,7 +374,7 @@ def _format_changes(request: PlanRequest) -> Iterator[_Change]:
         yield _pages_in(request, half)
     if resolved.dtype == "float32":
         yield _set(request, f"compute in {half}", FORMAT, "dtype", half)
-    for kv_format in KV_FORMATS.values():
+    for kv_format in formats_of(request.declared.keeps_latents).values():
         if kv_format.is_quantized and kv_format.name != current:
             yield _pages_in(request, kv_format.name)
 

@@ -15,7 +15,7 @@ from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.declared_weights import BEFORE
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.target import Target
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat, formats_of
 from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightRecipe
 
 CPU_KV_BYTES = 1024**3
@@ -29,6 +29,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PAGE_TOKENS = 16
 QUANTIZED_PAGE_TOKENS = 64
 """Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
+LATENT_PAGE_TOKENS = 64
+"""The same of latents (MLA), whatever their format: a row is wide, and a tile of them fills a program's shared memory."""
 FP8_PRODUCTS = (8, 9)
 """The compute capability from which on a GPU multiplies e4m3 by e4m3."""
 
@@ -116,6 +118,9 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     if config.kv_cache_dtype == "auto":
         choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
     kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    if kv_format.name not in (config.kv_cache_dtype, dtype):
+        reason = f"what {config.kv_cache_dtype} is of latents (MLA)"
+        choices.append(Choice("kv_cache_dtype", kv_format.name, reason))
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
@@ -159,6 +164,10 @@ def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tupl
 def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
     if config.page_tokens is not None:
         return config.page_tokens
+    if model.keeps_latents:
+        reason = f"attention over latents works in tiles of {LATENT_PAGE_TOKENS} tokens"
+        choices.append(Choice("page_tokens", str(LATENT_PAGE_TOKENS), reason))
+        return LATENT_PAGE_TOKENS
     if not kv_format.is_quantized or model.declaration.heads(1) is None:
         return PAGE_TOKENS
     reason = f"attention over quantized pages works in tiles of {QUANTIZED_PAGE_TOKENS} tokens"
@@ -322,7 +331,8 @@ def _padding_share(
     """Of a page, what the group that leaves most of it has no layer for."""
     formats = protected.formats(kv_format, model.num_layers)
     shape = heads.num_kv_heads, heads.head_dim, _page_tokens(config, model, kv_format, [])
-    cache = mixed_cache(formats, *shape, heads.windows, config.max_model_len or model.max_position)
+    longest = config.max_model_len or model.max_position
+    cache = mixed_cache(formats, *shape, heads.windows, longest, heads.rope_dim)
     return max(map(cache.padding_bytes, range(len(cache.groups)))) / cache.bytes_per_page
 
 
@@ -380,8 +390,10 @@ def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
 
 
 def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
-    found = KV_FORMATS[dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype]
-    sizes = {name: value.bytes_per_token(1, model.head_dim) for name, value in KV_FORMATS.items()}
+    found = model.check_format(dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype)
+    heads, known = model.declaration.heads(1), formats_of(model.keeps_latents)
+    rope_dim = 0 if heads is None else heads.rope_dim
+    sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
     if sizes[found.name] > sizes[kv_format.name]:
         return found
     wider = [name for name, size in sizes.items() if size > sizes[kv_format.name]]

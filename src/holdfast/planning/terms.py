@@ -355,7 +355,7 @@ class Layout(NamedTuple):
 
         def make() -> Pages:
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
-            cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len)
+            cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len, heads.rope_dim)
             return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
 
         return self.declared.remembered((*key, outgrown), make)
@@ -425,7 +425,7 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
         for kv_format in everywhere or (own,):
             first_of.setdefault((kv_format, window), layer)
     caches = (
-        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim)
+        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim, heads.rope_dim)
         for (kv_format, _), layer in first_of.items()
     )
     return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
@@ -460,7 +460,8 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     elif heads is not None:
         shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
         counts = Counter(layout.formats(resolved)).items()
-        paddings = [(count, kv_padding_term(uniform_cache(1, kv_format, *shape))) for kv_format, count in counts]
+        alone = ((count, uniform_cache(1, kv_format, *shape, heads.rope_dim)) for kv_format, count in counts)
+        paddings = [(count, kv_padding_term(cache)) for count, cache in alone]
         if any(padding.num_bytes for _, padding in paddings):
             num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
             reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
@@ -485,7 +486,7 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     """What quantized layers hold so that their pages have keys without bias: copies of it, without and with the keys' part."""
     heads = layout.heads()
     num_layers = sum(kv_format.is_quantized for kv_format in layout.formats(resolved))
-    if heads is None or num_layers == 0:
+    if heads is None or heads.rope_dim or num_layers == 0:
         return []
     is_plain, has_turned_bias = specs[0].is_plain_softmax, any(spec.has_key_bias for spec in specs)
     if is_plain and not has_turned_bias:

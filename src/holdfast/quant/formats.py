@@ -44,9 +44,13 @@ class Plane:
         return bytes_for(self.dtype, self.token_shape)
 
 
+LATENT_TILE = 128
+"""Latent elements that share a float32 scale in a row of fp8_ds_mla."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """A way to store keys and values: plain elements, or codes with a scale for every token and head."""
+    """A way to store keys and values, or latents (MLA): plain elements, or codes with scales."""
 
     name: str
     key_dtype: str
@@ -54,14 +58,32 @@ class KVFormat:
     key_bits: int | None = None
     """Bits of a quantized key (quant/kv_quantize.py); None: every element is stored as `key_dtype`."""
     value_bits: int | None = None
+    rope_dtype: str | None = None
+    """Of a format for latents alone: how the rotated elements beside a latent are stored; None: every other format."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether heads are codes and scales, which only their own kernels read."""
+        """Whether heads or latents are codes and scales, which only their own kernels read."""
         return self.key_bits is not None
 
-    def planes(self, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
-        """The planes of one layer, in the order in which they are laid out."""
+    @property
+    def is_latent(self) -> bool:
+        """Whether only latents can be kept in it."""
+        return self.rope_dtype is not None
+
+    @property
+    def rotates_latents(self) -> bool:
+        """Whether latents are quantized in the rotated space, which the weights around them are then folded into."""
+        return self.is_latent and self.key_bits == 4
+
+    def planes(self, num_kv_heads: int, head_dim: int, rope_dim: int = 0) -> tuple[Plane, ...]:
+        """The planes of one layer, in the order in which they are laid out.
+
+        With `rope_dim` a token is one latent, of which the last `rope_dim` of `head_dim` elements are the rotated ones.
+        """
+        if rope_dim:
+            return self._latent_planes(head_dim - rope_dim, rope_dim)
+        assert not self.is_latent, f"{self.name} keeps latents, not {num_kv_heads} heads"
         token_shape = (num_kv_heads, head_dim)
         keys: tuple[Plane, ...] = (Plane("k", self.key_dtype, token_shape),)
         if self.key_bits is not None:
@@ -71,9 +93,24 @@ class KVFormat:
             values = _quantized_planes("v", self.value_bits, num_kv_heads, head_dim)
         return (*keys, *values)
 
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
+    def _latent_planes(self, latent_dim: int, rope_dim: int) -> tuple[Plane, ...]:
+        """A row of one plane; or codes, scales and rotated elements each in a plane of its own, so that rows stay aligned."""
+        if not self.is_quantized:
+            return (Plane("latent", self.key_dtype, (latent_dim + rope_dim,)),)
+        assert self.rope_dtype is not None, f"{self.name} keeps keys and values by head, not latents"
+        if self.key_bits == 8:
+            num_bytes = latent_dim + 4 * -(-latent_dim // LATENT_TILE) + bytes_for(self.rope_dtype, (rope_dim,))
+            return (Plane("latent", "uint8", (num_bytes,)),)
+        num_scales = 2 if self.rope_dtype == FP8 else 1
+        return (
+            Plane("latent_codes", "uint8", (latent_dim // 2,)),
+            Plane("latent_scale", "float16", (num_scales,)),
+            Plane("rope", self.rope_dtype, (rope_dim,)),
+        )
+
+    def bytes_per_token(self, num_kv_heads: int, head_dim: int, rope_dim: int = 0) -> int:
         """What a token takes in one layer."""
-        return sum(plane.bytes_per_token for plane in self.planes(num_kv_heads, head_dim))
+        return sum(plane.bytes_per_token for plane in self.planes(num_kv_heads, head_dim, rope_dim))
 
 
 def _quantized_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
@@ -99,7 +136,29 @@ KV_FORMATS: dict[str, KVFormat] = {
         )
     },
 }
-"""Every KV format by the name that `kv_cache_dtype` takes."""
+"""Formats of keys and values by head, by the name that `kv_cache_dtype` takes; plain ones keep latents too."""
+MLA_FORMATS: dict[str, KVFormat] = {
+    kv_format.name: kv_format
+    for kv_format in (
+        KVFormat("fp8_ds_mla", FP8, FP8, key_bits=8, value_bits=8, rope_dtype="bfloat16"),
+        KVFormat("turboquant_mla_4bit", "uint8", "uint8", key_bits=4, value_bits=4, rope_dtype="bfloat16"),
+        KVFormat("turboquant_mla_4bit_r8", "uint8", "uint8", key_bits=4, value_bits=4, rope_dtype=FP8),
+    )
+}
+"""Formats of latents alone (MLA): what 8 and 4 bits are there."""
+MLA_NAMES: dict[str, str] = {"fp8": "fp8_ds_mla", "turboquant_4bit_nc": "turboquant_mla_4bit"}
+"""What a model that keeps latents takes a format of heads for."""
+ALL_KV_FORMATS: dict[str, KVFormat] = {**KV_FORMATS, **MLA_FORMATS}
+"""Every name that `kv_cache_dtype` takes."""
+
+
+def formats_of(is_latent: bool) -> dict[str, KVFormat]:
+    """The formats of a model that keeps latents, or of one with keys and values by head."""
+    if not is_latent:
+        return KV_FORMATS
+    return {**{name: value for name, value in KV_FORMATS.items() if not value.is_quantized}, **MLA_FORMATS}
+
+
 DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "fp8": 0,
     "turboquant_k8v4": 0,
@@ -114,12 +173,12 @@ QUANTIZED_HEAD_DIM = 16
 
 def kv_format(name: str) -> KVFormat:
     """The format of that name."""
-    found = KV_FORMATS.get(name) if isinstance(name, str) else None
+    found = ALL_KV_FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
-        near = difflib.get_close_matches(name, KV_FORMATS, n=1) if isinstance(name, str) else []
+        near = difflib.get_close_matches(name, ALL_KV_FORMATS, n=1) if isinstance(name, str) else []
         raise ConfigError(
             f"kv_cache_dtype={shown(name)} was asked",
-            f"the formats are {', '.join(KV_FORMATS)}",
+            f"the formats are {', '.join(ALL_KV_FORMATS)}",
             f"try {near[0] if near else 'bfloat16'}",
         )
     return found

@@ -1,0 +1,47 @@
+"""LatentPlanes: the pages of one layer that keeps latents (MLA), as kernels read and write them: plain, fp8_ds_mla and TurboQuant.
+
+S slots, L latent, R rotated elements, X bytes or elements of a row
+
+plain         rows_SX [S, L + R] in the type of the engine: latent, then rotated elements
+fp8_ds_mla    rows_SX uint8 [S, L + 4 * ceil(L / 128) + 2 R]: L e4m3 numbers in tiles of 128, a float32 scale a tile, R bfloat16
+turboquant    rows_SX uint8 [S, L / 2]: 4-bit codes of the rotated latent; scales_SC float16 [S, 1] or [S, 2]; rope_SR bfloat16, or
+              e4m3 with the second scale
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+
+from holdfast.quant.formats import KVFormat
+
+LatentKind = Literal["plain", "fp8_ds_mla", "turboquant"]
+
+
+class LatentPlanes(NamedTuple):
+    """One layer's planes, each [num_slots, ...]: slot s is token s % page_tokens of page s // page_tokens."""
+
+    kind: LatentKind
+    latent_dim: int
+    rope_dim: int
+    page_tokens: int
+    rows_SX: torch.Tensor
+    scales_SC: torch.Tensor | None = None
+    rope_SR: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, planes: Mapping[str, torch.Tensor], kv_format: KVFormat, latent_dim: int, rope_dim: int, page_tokens: int
+    ) -> "LatentPlanes":
+        """From the storage's planes of a layer, by name (`KVFormat.planes`)."""
+        shape = latent_dim, rope_dim, page_tokens
+        if not kv_format.is_quantized:
+            return cls("plain", *shape, planes["latent"])
+        if kv_format.key_bits == 8:
+            return cls("fp8_ds_mla", *shape, planes["latent"])
+        return cls("turboquant", *shape, planes["latent_codes"], planes["latent_scale"], planes["rope"])
+
+    @property
+    def has_small_rope(self) -> bool:
+        """Whether rotated elements are e4m3 with a scale of their own."""
+        return self.rope_SR is not None and self.rope_SR.dtype == torch.float8_e4m3fn
