@@ -19,7 +19,7 @@ from attention.steps import (
     texts,
 )
 from holdfast.attention.declarations import (
-    DECLARATIONS,
+    GROUPED_DECLARATIONS,
     NativePagedDeclaration,
     TorchPagedDeclaration,
     TritonPagedDeclaration,
@@ -141,7 +141,7 @@ def test_pages_that_were_given_back_change_no_bit(device, backend_type, window, 
     assert any(text.pages[0] == HOLE for text in made), "nothing was given back"
 
 
-@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda one: one.name)
+@pytest.mark.parametrize("declaration", GROUPED_DECLARATIONS, ids=lambda one: one.name)
 def test_what_is_held_is_what_is_planned(device, declaration):
     backend_type = {one.name: one for one in BACKENDS.values()}[declaration.name]
     for has_sinks in (True, False):

@@ -17,6 +17,7 @@ from attention.work_lists import dummy_batch
 from holdfast.attention import declarations
 from holdfast.attention.declarations import (
     DECLARATIONS,
+    GROUPED_DECLARATIONS,
     MASK_ELEMENTS,
     MAX_MASK_ROWS,
     MAX_PARTIALS,
@@ -79,7 +80,7 @@ BOUNDS = StepBounds(max_num_seqs=4, max_num_rows=64, page_tokens=4)
 BACKENDS = {backend.name: backend for backend in (NativePagedAttention, TritonPagedAttention, TorchPagedAttention)}
 
 
-@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.name)
+@pytest.mark.parametrize("declaration", GROUPED_DECLARATIONS, ids=lambda declaration: declaration.name)
 def test_every_declaration_becomes_the_backend_of_its_name(declaration):
     geometry = Geometry(windows=(None, 5))
     backend = build_backend(declaration, geometry.specs, geometry.storage(4), BOUNDS, 2, False)
@@ -106,7 +107,7 @@ def test_the_machine_and_batch_invariance_reach_the_backend(batch_invariant):
     assert work.rows_T2[0, 1] == (63 if batch_invariant else 125), "of whole blocks"
 
 
-@pytest.mark.parametrize("declaration", DECLARATIONS[1:], ids=lambda declaration: declaration.name)
+@pytest.mark.parametrize("declaration", GROUPED_DECLARATIONS[1:], ids=lambda declaration: declaration.name)
 def test_means_reach_the_pages_of_their_layer(declaration):
     geometry = Geometry(windows=(None, None), kv_dtype="float32 turboquant_4bit_nc", page_tokens=16)
     mean = torch.ones(2, 16)
@@ -241,7 +242,10 @@ def test_every_reason_is_listed_once(compiler):
         "attention for this model was asked; no backend fits ("
         "native_paged: it runs on CPU only, not on cuda; "
         "triton_paged: pages must be bfloat16, the type of the queries, 7 query heads do not divide into 2 key heads; "
-        "torch_paged: 7 query heads do not divide into 2 key heads); choose another kv_cache_dtype"
+        "torch_paged: 7 query heads do not divide into 2 key heads; "
+        "triton_latent: it attends to latents (MLA), and this model keeps keys and values by head; "
+        "torch_latent: it attends to latents (MLA), and this model keeps keys and values by head); "
+        "choose another kv_cache_dtype"
     )
 
 

@@ -13,8 +13,10 @@ from holdfast.kernels.geometry import (
     LARGE_TILE,
     QUANTIZED_LARGE_TILE,
     TILE_FIELDS,
+    head_blocks,
     key_bias_spec,
     key_turns_specs,
+    latent_geometry,
 )
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
@@ -94,6 +96,21 @@ QUANTIZED_HEADS = 16
 CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
 """Tables of plain torch by bits: two coordinates for every byte, or four for every 12 bits, in float32."""
 MAX_MASK_ROWS = 128
+BY_HEAD = "it attends to keys and values by head, and this model keeps latents (MLA)"
+BY_LATENT = "it attends to latents (MLA), and this model keeps keys and values by head"
+MAX_LATENT_DIM, LATENT_UNIT = 512, 16
+"""Latents that kernels take are multiples of the latter up to the former: one row of a tile must fit into registers."""
+LATENT_ROPE_DIMS = (16, 32, 64)
+LATENT_ROWS = 1024
+"""Rows of a step whose queries are in the latent space at once: a larger step goes in parts, each with tiles of its own."""
+LATENT_HEAD_ROWS = 2**16
+"""Rows times heads of them: where there are more, heads go in groups ..."""
+LATENT_HEADS = 64
+"""... of so many, which is what a tile has side by side at the most."""
+PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
+"""Rows times heads of latent split-KV partials: two waves over 132 multiprocessors, two tiles of 64 heads in each."""
+LATENT_BLOCK_ROWS, LATENT_BLOCK_TOKENS = 1024, 1024
+"""Rows times heads, and tokens, that plain torch has scores of at once."""
 MASK_ELEMENTS = 2**22
 """The mask template of plain torch holds block rows x context; longer contexts take lower blocks, not more memory."""
 
@@ -106,6 +123,8 @@ class NativePagedDeclaration:
     can_be_invariant = True
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
+        if spec.cache.is_latent:
+            return BY_HEAD
         if spec.device_kind != "cpu":
             return f"it runs on CPU only, not on {spec.device_kind}"
         planes = {plane.name: plane.dtype for plane in spec.cache.planes}
@@ -130,6 +149,8 @@ class TritonPagedDeclaration:
     can_be_invariant = True
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
+        if spec.cache.is_latent:
+            return BY_HEAD
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         if half_quantized := _half_quantized(spec):
@@ -179,6 +200,8 @@ class TorchPagedDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
+        if spec.cache.is_latent:
+            return BY_HEAD
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
         if spec.cache.format.is_quantized and spec.cache.head_dim % QUANTIZED_HEADS:
@@ -205,11 +228,84 @@ class TorchPagedDeclaration:
         return (masks, tables, *rotation_terms(specs))
 
 
-DECLARATIONS: tuple[BackendDeclaration, ...] = (
+class TritonLatentDeclaration:
+    """Triton kernels over pages of latents (MLA) on a GPU."""
+
+    name = "triton_latent"
+    can_be_captured = True
+    can_be_invariant = False
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        cache = spec.cache
+        if not cache.is_latent:
+            return BY_LATENT
+        if spec.device_kind != "cuda":
+            return f"it runs on GPUs, not on {spec.device_kind}"
+        if spec.dtype not in ("float16", "bfloat16"):
+            return f"it computes in half precision, not in {spec.dtype}"
+        if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
+            return f"pages must be {spec.dtype}, the type of the queries"
+        return _unsupported_latent(spec)
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """Queries and outputs in the latent space, as vectors of which a step takes what it needs; and partials."""
+        spec = specs[0]
+        head_rows = latent_head_rows(spec.num_heads, bounds)
+        num_partials = latent_partials(spec, bounds)
+        partials: tuple[TensorSpec, ...] = ()
+        if num_partials:
+            partials = (
+                TensorSpec("partial_out", (num_partials, spec.num_heads * spec.cache.latent_dim), "float32"),
+                TensorSpec("partial_lse", (num_partials, spec.num_heads), "float32"),
+            )
+        return (
+            TensorSpec("absorbed", (head_rows * spec.cache.head_dim,), spec.dtype),
+            TensorSpec("attended_latent", (head_rows * spec.cache.latent_dim,), spec.dtype),
+            *partials,
+        )
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        parts = latent_parts(bounds)
+        kind = latent_tile_kind(specs[0])
+        num_tiles = sum(max_latent_tiles(specs[0], kind, part) for part in parts)
+        list_bytes = bytes_for("int32", (num_tiles + len(parts), len(TILE_FIELDS)))
+        row_bytes = sum(bytes_for("int32", (part.max_num_rows, 2)) for part in parts)
+        return (
+            Term("attention/tiles", list_bytes, f"{num_tiles} tiles of a step's work, in {len(parts)} lists"),
+            Term("attention/rows", row_bytes, "where each row's partial results lie"),
+        )
+
+
+class TorchLatentDeclaration:
+    """Plain torch over pages of latents (MLA), anywhere."""
+
+    name = "torch_latent"
+    can_be_captured = False
+    can_be_invariant = False
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        return _unsupported_latent(spec) if spec.cache.is_latent else BY_LATENT
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        cache, rows, tokens = specs[0].cache, latent_block_rows(specs[0].num_heads), LATENT_BLOCK_TOKENS
+        head_rows = rows * specs[0].num_heads
+        num_elements = 3 * head_rows * tokens + 5 * head_rows * cache.head_dim + 3 * tokens * cache.head_dim
+        words = f"scores of {rows} rows against {tokens} tokens at a time, and what they are made of"
+        return (Term("attention/blocks", bytes_for("float32", (num_elements,)), words),)
+
+
+GROUPED_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     NativePagedDeclaration(),
     TritonPagedDeclaration(),
     TorchPagedDeclaration(),
 )
+"""Of keys and values by head."""
+LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (TritonLatentDeclaration(), TorchLatentDeclaration())
+"""Of latents (MLA)."""
+DECLARATIONS: tuple[BackendDeclaration, ...] = (*GROUPED_DECLARATIONS, *LATENT_DECLARATIONS)
 
 
 def choose_declaration(specs: Sequence[AttentionSpec]) -> BackendDeclaration:
@@ -333,6 +429,65 @@ def rotated_head_dims(specs: Sequence[AttentionSpec]) -> tuple[int, ...]:
 def code_table_bytes(key_bits: int, value_bits: int, head_dim: int) -> int:
     """Of the tables of both, and two orders of coordinates."""
     return CODE_TABLE_BYTES[key_bits] + CODE_TABLE_BYTES[value_bits] + 2 * bytes_for("int64", (head_dim,))
+
+
+def unsupported_latent_dims(latent_dim: int, rope_dim: int) -> str | None:
+    """None, or why no kernel takes latents of these sizes, in words."""
+    if latent_dim % LATENT_UNIT or not 0 < latent_dim <= MAX_LATENT_DIM:
+        return f"latents have {latent_dim} elements, and a multiple of {LATENT_UNIT} up to {MAX_LATENT_DIM} is computed"
+    if rope_dim not in LATENT_ROPE_DIMS:
+        return f"{rope_dim} elements are rotated, and {', '.join(map(str, LATENT_ROPE_DIMS))} can be"
+    return None
+
+
+def _unsupported_latent(spec: AttentionSpec) -> str | None:
+    cache = spec.cache
+    if cache.format.is_quantized and not cache.format.is_latent:
+        return f"the format {cache.format.name} keeps keys and values by head"
+    if spec.window is not None or not spec.is_plain_softmax:
+        return "it knows neither windows, nor sinks, nor soft-capping"
+    return unsupported_latent_dims(cache.latent_dim, cache.rope_dim)
+
+
+def latent_head_rows(num_heads: int, bounds: StepBounds) -> int:
+    """Rows times heads that are in the latent space at once, at the most."""
+    rows = min(LATENT_ROWS, bounds.max_num_rows)
+    return min(rows * num_heads, max(LATENT_HEAD_ROWS, rows * min(num_heads, LATENT_HEADS)))
+
+
+def latent_heads_at_once(num_heads: int, num_rows: int) -> int:
+    """Heads of a group, for a part of a step of so many rows."""
+    return num_heads if num_rows * num_heads <= LATENT_HEAD_ROWS else min(num_heads, LATENT_HEADS)
+
+
+def latent_parts(bounds: StepBounds) -> tuple[StepBounds, ...]:
+    """The largest step in parts of LATENT_ROWS rows; a decode step has one."""
+    starts = range(0, bounds.max_num_rows, LATENT_ROWS)
+    rows = (min(LATENT_ROWS, bounds.max_num_rows - start) for start in starts)
+    return tuple(StepBounds(min(bounds.max_num_seqs, count), count, bounds.page_tokens) for count in rows)
+
+
+def latent_partials(spec: AttentionSpec, bounds: StepBounds) -> int:
+    """Split-KV partials of a part of a step: capped by rows and by rows times heads, whatever the context."""
+    return min(max_partials(spec.max_model_len, latent_parts(bounds)[0]), PARTIAL_HEAD_ROWS // spec.num_heads)
+
+
+def latent_tile_kind(spec: AttentionSpec) -> TileKind:
+    """Heads stand in blocks, each of which reads the same latents."""
+    num_blocks, _ = head_blocks(spec.num_heads)
+    return TileKind(spec.num_heads, num_blocks, None, None)
+
+
+def max_latent_tiles(spec: AttentionSpec, kind: TileKind, part: StepBounds) -> int:
+    """Tiles of the largest part of a step, as `max_tiles` counts them."""
+    rows_per_tile = latent_geometry(kind.num_heads).large_rows
+    tiles = -(-part.max_num_rows // rows_per_tile) + min(part.max_num_seqs, part.max_num_rows)
+    return tiles + latent_partials(spec, part)
+
+
+def latent_block_rows(num_heads: int) -> int:
+    """Rows that plain torch attends with at once."""
+    return max(1, LATENT_BLOCK_ROWS // num_heads)
 
 
 def _half_quantized(spec: AttentionSpec) -> str | None:

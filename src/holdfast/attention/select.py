@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.attention.backend import GroupedAttention
+from holdfast.attention.backend import GroupedAttention, LatentAttention
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.layer_pages import KeyBiases, KeyMeans, Sinks
 from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.storage import PageStorage
 
@@ -33,3 +35,16 @@ def build_backend(
     if declaration.name == TorchPagedAttention.name:
         return TorchPagedAttention(specs, storage, k_means, key_biases, sinks)
     return {NativePagedAttention.name: NativePagedAttention}[declaration.name](specs, storage, sinks)
+
+
+def build_latent_backend(
+    declaration: BackendDeclaration,
+    specs: Sequence[AttentionSpec],
+    storage: PageStorage,
+    bounds: StepBounds,
+    num_sms: int,
+) -> LatentAttention[Any]:
+    """The backend over latents (MLA)."""
+    if declaration.name == TritonLatentAttention.name:
+        return TritonLatentAttention(specs, storage, bounds, num_sms)
+    return {TorchLatentAttention.name: TorchLatentAttention}[declaration.name](specs, storage)

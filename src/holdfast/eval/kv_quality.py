@@ -22,11 +22,12 @@ from holdfast.cache.chunks import ring_tables
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.resolve import numbers, resolve
 from holdfast.planning.target import choose_device, device_target
 from holdfast.planning.terms import PROMPT_ROWS
-from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS
+from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence
 from holdfast.request.sequence import Sequence as TokenSequence
@@ -313,11 +314,13 @@ def reference_entry(config: EngineConfig) -> Entry:
 
 def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
     """Pages of a format. Protected layers are for formats that are narrower than what protects them."""
+    spec = model.spec
+    declared, rope_dim = declare_decoder(spec, model.name), 0 if spec.latent is None else spec.latent.rope_dim
     own, wide = (
-        KV_FORMATS[config.dtype if each == "auto" else each].bytes_per_token(1, model.spec.head_dim)
+        declared.check_format(config.dtype if each == "auto" else each).bytes_per_token(1, spec.head_dim, rope_dim)
         for each in (name, config.kv_protected_dtype)
     )
-    asked = config.kv_protected_layers if KV_FORMATS[name].is_quantized and own < wide else None
+    asked = config.kv_protected_layers if declared.check_format(name).is_quantized and own < wide else None
     return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=asked)))
 
 
@@ -326,7 +329,7 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
     target = device_target(config.device)
     least = DTYPE_BYTES[config.dtype]
     names, left_out = [], {}
-    for name, kv_format in KV_FORMATS.items():
+    for name, kv_format in formats_of(model.spec.latent is not None).items():
         if not kv_format.is_quantized and DTYPE_BYTES[kv_format.key_dtype] >= least:
             continue
         try:

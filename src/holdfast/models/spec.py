@@ -188,6 +188,11 @@ class ModelSpec:
         """What scores are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def rotated_dim(self) -> int:
+        """Elements that rope turns, of a head or beside a latent."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
     def layer_rope(self, layer: int) -> RopeSpec | None:
         """The rotation of a layer; None where positions are learned."""
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, GroupedAttention
+from holdfast.attention.backend import AttentionFamily, Batch
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
@@ -96,7 +96,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        backend: GroupedAttention[Any],
+        backend: AttentionFamily[Any],
         buffers: BatchBuffers,
         sampler: Sampler,
         limits: Limits,

@@ -45,3 +45,9 @@ class LatentPlanes(NamedTuple):
     def has_small_rope(self) -> bool:
         """Whether rotated elements are e4m3 with a scale of their own."""
         return self.rope_SR is not None and self.rope_SR.dtype == torch.float8_e4m3fn
+
+
+def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[L, latent_dim + rope_dim] of these slots as numbers; rotated latents stay rotated."""
+    assert planes.kind == "plain", f"{planes.kind}"
+    return planes.rows_SX.index_select(0, slots_L).to(dtype)

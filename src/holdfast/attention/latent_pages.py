@@ -1,0 +1,43 @@
+"""LatentPages: the pages of every layer that keeps latents (MLA), and how a step is written into them; what both backends share."""
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.attention.backend import Batch
+from holdfast.attention.declarations import AttentionSpec
+from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.write_latent import LatentNorm, write_latent
+
+
+class LatentPages:
+    """One `LatentPlanes` a layer."""
+
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
+        self._specs = tuple(specs)
+        self.planes = tuple(
+            LatentPlanes.of(
+                storage.planes(layer),
+                spec.cache.format,
+                spec.cache.latent_dim,
+                spec.cache.rope_dim,
+                storage.spec.page_tokens,
+            )
+            for layer, spec in enumerate(specs)
+        )
+        self._device = self.planes[0].rows_SX.device
+
+    def write(
+        self,
+        latent_TX: torch.Tensor,
+        q_TND: torch.Tensor,
+        batch: Batch,
+        norm: LatentNorm,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        """Latents to their slots, queries rotated where they are, in one pass."""
+        slots_T = batch.slots_GT[self._specs[layer].group]
+        write_latent(latent_TX, q_TND, batch.positions_T, slots_T, norm, rotary, self.planes[layer])

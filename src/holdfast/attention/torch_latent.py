@@ -1,0 +1,135 @@
+"""Latent attention (MLA) over paged latents in plain torch, on any device and in any format, in the absorbed form.
+
+T rows of the step, N query heads, D = P + R elements of a query head, L latent, V value elements, C stored tokens at a time,
+n rows of a block
+
+Rows of a sequence are taken in blocks, tokens in blocks too, with a softmax that goes on from one to the next: what is held at
+once does not grow with the context, nor with the step. A sequence is computed by itself whatever its company.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.declarations import LATENT_BLOCK_TOKENS, AttentionSpec, latent_block_rows
+from holdfast.attention.latent_pages import LatentPages
+from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlots:
+    """One sequence's rows of a step, and the slots of all tokens that they see."""
+
+    rows: SequenceRows
+    slots_L: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLatentPlan:
+    """All rows; and those whose logits are wanted, where they are not all."""
+
+    every: tuple[SequenceSlots, ...]
+    wanted: tuple[SequenceSlots, ...] | None
+    wanted_rows_R: torch.Tensor | None
+
+
+class TorchLatentAttention(LatentPages):
+    """The backend."""
+
+    name: ClassVar[str] = "torch_latent"
+
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
+        super().__init__(specs, storage)
+        self._page_tokens = storage.spec.page_tokens
+        self._block_rows = latent_block_rows(specs[0].num_heads)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Nothing between steps."""
+        return {}
+
+    def plan(self, batch: Batch, captured: bool = False) -> TorchLatentPlan:
+        every = tuple(map(self._locate, batch.sequences))
+        if batch.logits is None:
+            return TorchLatentPlan(every, None, None)
+        return TorchLatentPlan(every, tuple(map(self._locate, batch.logits.sequences)), batch.logits.rows_R)
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        layer: int,
+        plan: TorchLatentPlan,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        sequences = plan.every
+        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
+            sequences, q_TND = plan.wanted, q_TND.index_select(0, plan.wanted_rows_R)
+        num_rows, num_heads, _ = q_TND.shape
+        out_TNV = out_TX[:num_rows].view(num_rows, num_heads, -1)
+        num_done = 0
+        for sequence in sequences:
+            rows = sequence.rows
+            for first in range(0, rows.num_rows, self._block_rows):
+                count = min(self._block_rows, rows.num_rows - first)
+                place = slice(rows.row_start + first, rows.row_start + first + count)
+                position = rows.start + first
+                slots_L = sequence.slots_L[: position + count]
+                self._attend_block(q_TND[place], kv_b_NXL, layer, position, slots_L, out_TNV[place])
+            num_done = rows.row_start + rows.num_rows
+        out_TNV[num_done:].zero_()
+        return out_TX[:num_rows]
+
+    def _locate(self, rows: SequenceRows) -> SequenceSlots:
+        num_pages = -(-rows.end // self._page_tokens)
+        pages_P = torch.tensor(list(rows.tables[0][:num_pages]), dtype=torch.int64)
+        slots_PB = pages_P.unsqueeze(1) * self._page_tokens + torch.arange(self._page_tokens)
+        return SequenceSlots(rows, slots_PB.flatten()[: rows.end].to(self._device))
+
+    def _attend_block(
+        self,
+        q_nND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        layer: int,
+        position: int,
+        slots_L: torch.Tensor,
+        out_nNV: torch.Tensor,
+    ) -> None:
+        """Rows from `position` on against the tokens in these slots, of which each row sees those up to its own."""
+        spec, planes = self._specs[layer], self.planes[layer]
+        num_rows, num_heads, _ = q_nND.shape
+        absorbed_nNX = q_nND.new_empty(num_rows, num_heads, spec.cache.head_dim)
+        absorb_queries(q_nND, kv_b_NXL, absorbed_nNX)
+        latent_nNL = attend_latents(absorbed_nNX, planes, slots_L, position, spec.scale)
+        project_values(latent_nNL.to(q_nND.dtype), kv_b_NXL, out_nNV)
+
+
+def attend_latents(
+    q_nNX: torch.Tensor, planes: LatentPlanes, slots_L: torch.Tensor, position: int, scale: float
+) -> torch.Tensor:
+    """[n, N, L] in float32: online softmax over blocks of tokens."""
+    num_rows, num_heads, row_dim = q_nNX.shape
+    q_MX = q_nNX.reshape(num_rows * num_heads, row_dim).float()
+    acc_ML = q_MX.new_zeros(len(q_MX), planes.latent_dim)
+    m_M1 = q_MX.new_full((len(q_MX), 1), -torch.inf)
+    l_M1 = torch.zeros_like(m_M1)
+    own_M1 = (position + torch.arange(num_rows, device=q_MX.device)).repeat_interleave(num_heads).unsqueeze(1)
+    for first in range(0, len(slots_L), LATENT_BLOCK_TOKENS):
+        rows_CX = read_latents(planes, slots_L[first : first + LATENT_BLOCK_TOKENS], torch.float32)
+        scores_MC = (q_MX @ rows_CX.T).mul_(scale)
+        if first + len(rows_CX) > position + 1:
+            token_C = torch.arange(first, first + len(rows_CX), device=q_MX.device)
+            scores_MC.masked_fill_(token_C > own_M1, -torch.inf)
+        m_new_M1 = torch.maximum(m_M1, scores_MC.amax(dim=1, keepdim=True))
+        p_MC = scores_MC.sub_(m_new_M1).exp_()
+        alpha_M1 = (m_M1 - m_new_M1).exp_()
+        l_M1 = l_M1 * alpha_M1 + p_MC.sum(dim=1, keepdim=True)
+        acc_ML = acc_ML.mul_(alpha_M1).addmm_(p_MC, rows_CX[:, : planes.latent_dim])
+        m_M1 = m_new_M1
+    return acc_ML.div_(l_M1).view(num_rows, num_heads, planes.latent_dim)

@@ -1,0 +1,167 @@
+"""Latent attention (MLA) over paged latents on a GPU: absorbed over lists of tiles, and up-projected for long prompts.
+
+T rows of the step, N query heads, D = P + R elements of a query head, L latent, V value elements
+
+A step goes in parts of at most LATENT_ROWS rows, each with lists of its own: queries and outputs in the latent space are several
+times as wide as elsewhere, and this bounds them. Steps that a graph holds have one part. Rows of a sequence that brings many
+take the up-projected form, from the host, one sequence after the other; the tiles leave them alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.declarations import (
+    LATENT_ROWS,
+    AttentionSpec,
+    StepBounds,
+    latent_heads_at_once,
+    latent_partials,
+    latent_parts,
+    latent_tile_kind,
+    max_latent_tiles,
+)
+from holdfast.attention.latent_pages import LatentPages
+from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
+from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.latent_attention import latent_attention
+from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.geometry import latent_geometry
+
+
+class LatentPart(NamedTuple):
+    """Some rows of a step that are in the latent space together."""
+
+    first_row: int
+    num_rows: int
+    work: TileWork
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLatentPlan:
+    """One step's work."""
+
+    parts: tuple[LatentPart, ...]
+    page_table_NP: torch.Tensor
+    wanted_rows_R: torch.Tensor | None
+
+
+class TritonLatentAttention(LatentPages):
+    """The backend."""
+
+    name: ClassVar[str] = "triton_latent"
+
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage, bounds: StepBounds, num_sms: int) -> None:
+        super().__init__(specs, storage)
+        self._num_sms = num_sms
+        spec = specs[0]
+        kind, geometry = latent_tile_kind(spec), latent_geometry(spec.num_heads)
+        machine = Machine(num_sms, False, self._device)
+        self._lists = tuple(
+            TileScheduler(
+                geometry,
+                kind.num_kv_heads,
+                None,
+                ListRoom(
+                    max_latent_tiles(spec, kind, part),
+                    part.max_num_rows,
+                    part.max_num_seqs,
+                    latent_partials(spec, part),
+                ),
+                machine,
+            )
+            for part in latent_parts(bounds)
+        )
+
+    def held_bytes(self) -> dict[str, int]:
+        """The lists."""
+        return {
+            "attention/tiles": sum(one.tile_bytes for one in self._lists),
+            "attention/rows": sum(one.row_bytes for one in self._lists),
+        }
+
+    def plan(self, batch: Batch, captured: bool = False) -> TritonLatentPlan:
+        assert batch.page_tables is not None, "the batch has no page tables on the device"
+        parts = []
+        for index, first_row in enumerate(range(0, batch.num_rows, LATENT_ROWS)):
+            num_rows = min(LATENT_ROWS, batch.num_rows - first_row)
+            step = StepRows.of(rows_between(batch.sequences, first_row, first_row + num_rows), num_rows)
+            parts.append(LatentPart(first_row, num_rows, self._lists[index].fill(step, captured)))
+        group = self._specs[0].group
+        return TritonLatentPlan(
+            tuple(parts), batch.page_tables[group], batch.logits.rows_R if batch.logits is not None else None
+        )
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        layer: int,
+        plan: TritonLatentPlan,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        num_rows, num_heads, _ = q_TND.shape
+        out_TNV = out_TX.view(num_rows, num_heads, -1)
+        for part in plan.parts:
+            rows = slice(part.first_row, part.first_row + part.num_rows)
+            self._attend_part(q_TND[rows], kv_b_NXL, layer, plan.page_table_NP, part, scratch, out_TNV[rows])
+        if not wanted_only or plan.wanted_rows_R is None:
+            return out_TX
+        # Queries have been used, so their place takes the rows that are wanted.
+        wanted_RX = q_TND.view(-1)[: len(plan.wanted_rows_R) * out_TX.shape[1]].view(-1, out_TX.shape[1])
+        return torch.index_select(out_TX, 0, plan.wanted_rows_R, out=wanted_RX)
+
+    def _attend_part(
+        self,
+        q_TND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        layer: int,
+        page_table_NP: torch.Tensor,
+        part: LatentPart,
+        scratch: Mapping[str, torch.Tensor],
+        out_TNV: torch.Tensor,
+    ) -> None:
+        """The absorbed form of some rows, a group of heads after the other."""
+        spec, (num_rows, num_heads, _) = self._specs[layer], q_TND.shape
+        at_once = latent_heads_at_once(num_heads, num_rows)
+        for first in range(0, num_heads, at_once):
+            heads = slice(first, min(first + at_once, num_heads))
+            count = heads.stop - heads.start
+            absorbed_TNX = _cut(scratch["absorbed"], num_rows, count, spec.cache.head_dim)
+            latent_TNL = _cut(scratch["attended_latent"], num_rows, count, spec.cache.latent_dim)
+            partials = (scratch.get("partial_out", latent_TNL), scratch.get("partial_lse", latent_TNL))
+            absorb_queries(q_TND[:, heads], kv_b_NXL[heads], absorbed_TNX)
+            latent_attention(
+                absorbed_TNX,
+                self.planes[layer],
+                page_table_NP,
+                part.work,
+                spec.scale,
+                *partials,
+                latent_TNL,
+                self._num_sms,
+            )
+            project_values(latent_TNL, kv_b_NXL[heads], out_TNV[:, heads])
+
+
+def rows_between(sequences: Sequence[SequenceRows], first_row: int, end_row: int) -> tuple[SequenceRows, ...]:
+    """What of each sequence lies in these rows of a step, numbered from the first of them."""
+    cut = []
+    for rows in sequences:
+        first, end = max(rows.row_start, first_row), min(rows.row_start + rows.num_rows, end_row)
+        if first < end:
+            shift = first - rows.row_start
+            cut.append(rows._replace(row_start=first - first_row, num_rows=end - first, start=rows.start + shift))
+    return tuple(cut)
+
+
+def _cut(vector: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The beginning of a vector of the workspace, in this shape."""
+    num_rows, count, width = shape
+    return vector[: num_rows * count * width].view(num_rows, count, width)

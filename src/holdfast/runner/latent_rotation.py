@@ -1,0 +1,46 @@
+"""kv_b of layers that keep latents rotated (TurboQuant, MLA): folded once, so that neither queries nor outputs are rotated in a step.
+
+N query heads, X = P + V rows of a head, L latent
+
+A page holds R c in the place of c, where R is the Hadamard rotation of quant/kv_quantize.py and R R = 1. Keys and values are
+W c = (W R) (R c), so kv_b times R reads the pages as they are. kv_b is never quantized, so that the fold comes after loading and
+the cache of quantized weights has kv_b as the checkpoint does: it serves every format of pages.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from holdfast.attention.declarations import AttentionSpec
+from holdfast.quant.kv_quantize import rotate_heads
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+ROWS_AT_ONCE = 4096
+"""Rows that are rotated together, in float32 beside the weight."""
+
+
+def kv_b_name(layer: int) -> str:
+    """The weight through which queries and values of a layer meet its latents, [N * X, L]."""
+    return f"layers.{layer}.kv_b.weight"
+
+
+def fold_rotation(
+    weights: Mapping[str, torch.Tensor | QuantizedWeight], specs: Sequence[AttentionSpec], is_shared: bool
+) -> dict[str, torch.Tensor]:
+    """kv_b of every layer whose latents are kept rotated: folded where it lies, or as copies where others read the weights too."""
+    folded: dict[str, torch.Tensor] = {}
+    for layer, spec in enumerate(specs):
+        if not spec.cache.format.rotates_latents:
+            continue
+        weight_XL = weights[kv_b_name(layer)]
+        assert isinstance(weight_XL, torch.Tensor), f"{kv_b_name(layer)} is quantized"
+        folded[kv_b_name(layer)] = rotate_rows(weight_XL.clone() if is_shared else weight_XL)
+    return folded
+
+
+def rotate_rows(weight_XL: torch.Tensor) -> torch.Tensor:
+    """Every row times R, in place and in float32, a few rows at a time."""
+    for first in range(0, len(weight_XL), ROWS_AT_ONCE):
+        rows_XL = weight_XL[first : first + ROWS_AT_ONCE]
+        rows_XL.copy_(rotate_heads(rows_XL))
+    return weight_XL
