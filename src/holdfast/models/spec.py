@@ -165,6 +165,9 @@ class ModelSpec:
     latent: LatentSpec | None = None
     """Latent attention in every layer: `num_kv_heads` is 1, `head_dim` is what is kept of a token (`LatentSpec.row_dim`), and
     `qkv_bias` is of the projections to latents; None: keys and values by head."""
+    num_draft_layers: int = 0
+    """Layers behind the last one that guess tokens further ahead (multi-token prediction): checkpoints hold them, nothing here
+    reads them."""
 
     @property
     def query_size(self) -> int:
