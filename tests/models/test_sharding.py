@@ -1,5 +1,7 @@
 """Sharding: the shares of all ranks are slices of the whole that tile it, in every layout; what does not divide is said."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +9,19 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.models.families import parameters, read_spec
-from holdfast.models.parameters import Parameter, Part
+from holdfast.models.parameters import DEEPSEEK_NAMES, Parameter, Part, list_parameters
 from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows
+from holdfast.models.spec import LatentSpec
+
+LATENT_SHAPES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+"""Of the layers around latent attention."""
 
 
 def filled(parameter, parts, tensors):
@@ -171,6 +184,28 @@ def test_what_is_not_split_stays_and_one_rank_has_everything():
     assert norm is parameters[0]
     assert up.whole is parameters[1]
     assert shard_parameters(parameters, Mesh(), 1, 1) == tuple(parameters)
+
+
+def test_latent_attention_is_shared_by_whole_heads():
+    """Of kv_b in its halves a rank has both, of its own heads; the latents' projection is the same on all ranks."""
+    latent = LatentSpec(q_rank=8, kv_rank=16, nope_dim=4, rope_dim=2, value_dim=6)
+    spec = replace(read_spec(LATENT_SHAPES), num_heads=6, num_kv_heads=1, head_dim=18, latent=latent)
+    by_name = {one.name: one for one in list_parameters(spec, DEEPSEEK_NAMES)}
+    shares = [
+        {share.name: share for share in shard_parameters(by_name.values(), Mesh(rank, 3), 6, 1)} for rank in range(3)
+    ]
+    assert shares[1]["layers.0.qkv_a.weight"] == by_name["layers.0.qkv_a.weight"]
+    assert shares[1]["layers.0.q_b.weight"].shape == (12, 8)
+    assert shares[1]["layers.0.o.weight"].shape == (32, 12)
+    whole = by_name["layers.0.kv_b.weight"]
+    values = np.arange(whole.num_elements).reshape(whole.shape)
+    for place, parts in enumerate((whole.parts, *whole.layouts)):
+        tensors = numbered(whole, parts, values)
+        for rank, share in enumerate(share["layers.0.kv_b.weight"] for share in shares):
+            found = filled(share, (share.parts, *share.layouts)[place], tensors)
+            assert (found == values[20 * rank : 20 * rank + 20]).all()
+    with pytest.raises(UnsupportedModelError, match="are 6 heads, which do not divide by 4"):
+        shard_parameters([whole], Mesh(0, 4), 6, 1)
 
 
 def test_a_share_of_a_share_knows_the_whole():

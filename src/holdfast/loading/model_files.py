@@ -12,6 +12,7 @@ from holdfast.loading.gguf.parts import gguf_inside, read_parts
 from holdfast.loading.gguf.source import GGUFSource
 from holdfast.loading.hub.download import Watch
 from holdfast.loading.locate import locate_model
+from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, read_stored_schemes
@@ -119,7 +120,9 @@ def open_directory(folder: Path) -> OpenModel:
         stored = stored.used_by(source.entries)
     if not has_dtype and stored is None:
         spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
-    return OpenModel(folder, "directory", spec, parameters(spec), source, generation, stored=stored)
+    wanted = parameters(spec)
+    plain = dequantize_plain_kinds(source, wanted, stored)
+    return OpenModel(folder, "directory", spec, wanted, plain, generation, stored=stored)
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:

@@ -16,6 +16,8 @@ from holdfast.models.parameters import Parameter, Part
 
 QKV_NAMES = (".qkv.weight", ".qkv.bias")
 """Endings of parameters whose three parts are split by heads."""
+LATENT_HEAD_NAMES = (".q.weight", ".q_b.weight", ".kv_b.weight")
+"""Endings of those of latent attention that are all query heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ def _row_share(parameter: Parameter, mesh: Mesh, num_heads: int, num_kv_heads: i
         if parameter.name.endswith(QKV_NAMES):
             assert len(units) == 3, f"{parameter.name} has {len(units)} parts, not those of queries, keys and values"
             units = [num_heads, num_kv_heads, num_kv_heads]
+        elif parameter.name.endswith(LATENT_HEAD_NAMES):
+            units = [num_heads]
         rows = [
             _rows_of(parameter, start, end, count, mesh, is_shareable=place > 0 and count is not None)
             for place, (start, end, count) in enumerate(zip(seams, seams[1:], units, strict=False))

@@ -98,6 +98,15 @@ class StoredSchemes:
         is_used = any(one.dtype == self.scheme.code_dtype for name, one in entries.items() if name not in others)
         return self if is_used else None
 
+    def refuse_left_alone(self, codes: TensorEntry, tensors: Iterable[str]) -> None:
+        """Codes of a parameter of which the makers of the checkpoint say that it has none."""
+        if self.leaves_alone(tensors):
+            raise ModelFormatError(
+                f"{codes.file}: {shown(codes.name)} is stored as {codes.dtype}",
+                f"{self.file} says that it is not quantized",
+                "use weights and settings of the same model",
+            )
+
     def ignorable(self, names: Iterable[str]) -> frozenset[str]:
         """Those of the tensors that may stay unused."""
         return frozenset(name for name in names if name.endswith(UNNEEDED_ENDINGS))
@@ -165,12 +174,7 @@ class StoredSchemes:
                 f"{parameter.name} is made of it and of {shown(stored[0].name)}, which is {self.scheme.code_dtype}",
                 "use a checkpoint that stores both alike",
             )
-        if self.leaves_alone(tensors):
-            raise ModelFormatError(
-                f"{stored[0].file}: {shown(stored[0].name)} is stored as {stored[0].dtype}",
-                f"{self.file} says that it is not quantized",
-                "use weights and settings of the same model",
-            )
+        self.refuse_left_alone(stored[0], tensors)
         return choice
 
     def _has_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> bool:
