@@ -163,8 +163,8 @@ def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> float
     counts: list[int] = []
     route_tokens, graphs = moe.route_tokens, opened.runner.graphs
 
-    def counted(logits_TE: Any, normalize: bool, expert_ids_TS: Any, *others: Any) -> None:  # noqa: ANN401
-        route_tokens(logits_TE, normalize, expert_ids_TS, *others)
+    def counted(logits_TE: Any, routing: Any, expert_ids_TS: Any, *others: Any) -> None:  # noqa: ANN401
+        route_tokens(logits_TE, routing, expert_ids_TS, *others)
         if len(expert_ids_TS) == len(made):  # steps with more rows are of prompts
             counts.append(expert_ids_TS.unique().numel())
 

@@ -281,6 +281,12 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
         expert_sum.add_experts(routed, shares, None, None, x, norm_weight, 1e-6, scaled, scratch)
 
 
+def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bias: bool = False) -> None:
+    logits, bias = torch.empty(7, num_experts), torch.empty(num_experts)
+    ids, shares = torch.empty(7, top_k, dtype=torch.int32), torch.empty(7, top_k)
+    routing.route_tokens(logits, way, ids, shares, None, bias if has_score_bias else None)
+
+
 GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
 EXPERT_CASES: dict[str, Callable[[], None]] = {
     f"experts in {scheme or 'bfloat16'}, {num_rows} rows": partial(
@@ -346,6 +352,8 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "layer norm": lambda: layer_norm_of(BF16),
+    "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
+    "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
     **EXPERT_CASES,
     **LAYER_CASES,
 }
@@ -365,6 +373,7 @@ def main() -> None:
         quantize_activations,
         quantized_attention,
         row_scaled_tiles,
+        routing,
         norm,
         small_batch,
         tiled_attention,

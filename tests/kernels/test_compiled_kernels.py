@@ -54,6 +54,8 @@ OTHER_CASES = (
     "row-scaled tiles, 128 rows",
     "row-scaled tiles of odd sizes",
     "layer norm",
+    "routing of V2",
+    "routing of V3",
     "experts in bfloat16, 1 rows",
     "experts in bfloat16, 8 rows",
     "experts in bfloat16, 700 rows",

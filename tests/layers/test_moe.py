@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from holdfast.kernels.activation import GateForm
 from holdfast.kernels.geometry import order_specs
+from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
 from holdfast.layers.moe import ExpertBiases, ExpertBuffers, ExpertLayer, SharedExpert
 from kernels.exactness import assert_as_exact_as_torch, companies, random, require_native, same_bits
@@ -27,7 +28,7 @@ def make(kind: str, normalizes: bool = False) -> ExpertLayer:
     if kind != "routed":
         mlp = GatedMLP(Linear(SHARED_GATE_UP), Linear(SHARED_DOWN), "silu")
         shared = SharedExpert(mlp, SHARED_GATE if kind == "gated" else None)
-    return ExpertLayer(ROUTER, GATE_UP, DOWN, normalizes, shared)
+    return ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(normalizes), shared)
 
 
 def make_buffers(num_rows: int, kind: str, num_experts: int = NUM_EXPERTS, top_k: int = TOP_K) -> ExpertBuffers:
@@ -110,7 +111,7 @@ def test_a_row_of_nan_stays_alone(kind):
 def test_all_rows_may_choose_one_expert():
     router = torch.zeros(NUM_EXPERTS, HIDDEN)
     router[3] = 1.0
-    layer, x = ExpertLayer(router, GATE_UP, DOWN, True, None), random(11, HIDDEN, seed=3).abs()
+    layer, x = ExpertLayer(router, GATE_UP, DOWN, Routing(True), None), random(11, HIDDEN, seed=3).abs()
     buffers = make_buffers(11, "routed", top_k=1)
     out = layer(x, buffers, torch.full_like(x, NAN))
     assert buffers.expert_ids_TS.flatten().tolist() == [3] * 11
@@ -155,7 +156,7 @@ def gpt_oss_by_hand(x: torch.Tensor, limit: float) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
 def test_experts_of_gpt_oss(num_rows):
     biases, form = ExpertBiases(ROUTER_BIAS, GATE_UP_BIAS, DOWN_BIAS), GateForm(is_interleaved=True, limit=1.5)
-    layer = ExpertLayer(ROUTER, GATE_UP, DOWN, True, None, biases, form)
+    layer = ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(True), None, biases, form)
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
     in_torch, exact = (gpt_oss_by_hand(rows, 1.5) for rows in (x, x.double()))
     assert_as_exact_as_torch(run(layer, x, "routed"), in_torch, exact)

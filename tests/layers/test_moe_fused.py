@@ -15,6 +15,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, SmallBatchScrat
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX, SPLIT_K_COLUMNS, order_specs
 from holdfast.kernels.moe import expert_linear, expert_row, expert_sum, normed_routing, routing
+from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.mlp import RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertBuffers, ExpertLayer
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -56,7 +57,7 @@ def make_layer(scheme: str | None, dtype: torch.dtype, device: torch.device, for
     router = random(NUM_EXPERTS, HIDDEN, seed=3, scale=3 * HIDDEN**-0.5).to(device, dtype)
     given = ExpertBiases(*biases) if form is GPT_OSS else ExpertBiases()
     norm = RMSNorm((1 + 0.3 * random(HIDDEN, seed=9)).to(device, dtype), EPS)
-    return ExpertLayer(router, *stored, True, None, given, form), norm
+    return ExpertLayer(router, *stored, Routing(True), None, given, form), norm
 
 
 def make_buffers(num_rows: int, dtype: torch.dtype, device: torch.device) -> ExpertBuffers:

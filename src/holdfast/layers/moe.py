@@ -17,7 +17,7 @@ from holdfast.kernels.moe.expert_linear import expert_linear
 from holdfast.kernels.moe.expert_row import down_row_add
 from holdfast.kernels.moe.expert_sum import add_experts, sum_experts
 from holdfast.kernels.moe.normed_routing import route_normed
-from holdfast.kernels.moe.routing import ExpertOrder, order_experts, route_tokens
+from holdfast.kernels.moe.routing import ExpertOrder, Routing, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -72,6 +72,8 @@ class ExpertBiases(NamedTuple):
     """A row for each expert, as its rows of gate and up lie."""
     down_EH: torch.Tensor | None = None
     """Part of what an expert gives: its share is of this too."""
+    score_E: torch.Tensor | None = None
+    """float32: counts in the choice of experts, and not in their shares."""
 
 
 NO_BIASES = ExpertBiases()
@@ -85,7 +87,7 @@ class ExpertLayer:
         router_EH: torch.Tensor,
         gate_up: torch.Tensor | QuantizedWeight,
         down: torch.Tensor | QuantizedWeight,
-        normalizes: bool,
+        routing: Routing,
         shared: SharedExpert | None,
         biases: ExpertBiases = NO_BIASES,
         form: GateForm = SILU_HALVES,
@@ -95,17 +97,23 @@ class ExpertLayer:
         self.gate_up = gate_up
         self.down = down
         self.shared = shared
-        self._normalizes = normalizes
+        self._routing = routing
         self._biases = biases
         self._form = form
 
     def __call__(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         linear_float32(x_TH, self.router_EH, buffers.logits_TE)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
-        route_tokens(buffers.logits_TE, self._normalizes, ids_TS, shares_TS, self._biases.router_E)
+        biases = self._biases
+        route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
         self._multiply(x_TH, buffers)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
         return sum_experts(buffers.routed_PH, shares_TS, shared_TH, logit_T1, out_TH)
+
+    @property
+    def has_plain_routing(self) -> bool:
+        """Whether experts are the largest of all logits: what the fused decode path computes."""
+        return self._routing.is_plain and self._biases.score_E is None
 
     def add_normed(
         self,
@@ -122,13 +130,14 @@ class ExpertLayer:
         `finished_TH` is room for the norm of the rows, where experts take it as it is.
         """
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
+        assert self.has_plain_routing, f"{self._routing} is not computed on the fused decode path"
         codes = self._room_for_codes(buffers.quantized, len(x_TH), scratch)
         finished = finished_TH if codes is None else codes
         route_normed(
             rows,
             self.router_EH,
             biases.router_E,
-            self._normalizes,
+            self._routing.normalizes,
             buffers.logits_TE,
             ids_TS,
             shares_TS,

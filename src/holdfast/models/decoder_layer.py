@@ -8,6 +8,7 @@ import torch
 from holdfast.attention.backend import GroupedAttention
 from holdfast.kernels.activation import GateForm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.attention import AttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
@@ -107,8 +108,25 @@ class LayerBuilder:
             self.plain(f"{prefix}.router.weight"),
             self._weights[f"{prefix}.experts.gate_up.weight"],
             self._weights[f"{prefix}.experts.down.weight"],
-            experts.normalizes,
+            _routing(experts),
             shared,
-            ExpertBiases(*(self._bias(f"{prefix}.{name}") for name in ("router", "experts.gate_up", "experts.down"))),
+            self._expert_biases(experts, prefix),
             GateForm(experts.is_interleaved, experts.swiglu_limit),
         )
+
+    def _expert_biases(self, experts: ExpertsSpec, prefix: str) -> ExpertBiases:
+        names = ("router", "experts.gate_up", "experts.down")
+        router_E, gate_up_EX, down_EH = (self._bias(f"{prefix}.{name}") for name in names)
+        score_E = self.plain(f"{prefix}.router.score_bias") if experts.has_score_bias else None
+        return ExpertBiases(router_E, gate_up_EX, down_EH, score_E)
+
+
+def _routing(experts: ExpertsSpec) -> Routing:
+    return Routing(
+        experts.normalizes,
+        experts.scoring,
+        experts.num_groups,
+        experts.groups_taken,
+        experts.group_score,
+        experts.share_scale,
+    )

@@ -11,7 +11,7 @@ from holdfast.kernels.gemm.linear import dequantize_rows
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SPLIT_K_COLUMNS
 from holdfast.kernels.moe.normed_routing import route_normed, route_normed_reference, route_normed_triton
-from holdfast.kernels.moe.routing import route_tokens_reference
+from holdfast.kernels.moe.routing import Routing, route_tokens_reference
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import codable_rows, widest_on
 from kernels.small_batch_cases import EPS, amax_of, squares_of
@@ -97,7 +97,7 @@ def judge(case: Case, device, is_coded=False, normalize=True) -> None:
     expected = run(case, CPU, is_coded, normalize, route_normed_reference)
     torch.testing.assert_close(found.logits_TE, expected.logits_TE, rtol=1e-4, atol=1e-4)
     ids, shares = torch.empty_like(found.ids_TS), torch.empty_like(found.shares_TS)
-    route_tokens_reference(found.logits_TE, normalize, ids, shares, case.bias_E)
+    route_tokens_reference(found.logits_TE, Routing(normalize), ids, shares, case.bias_E)
     assert same_bits(found.ids_TS, ids)
     torch.testing.assert_close(found.shares_TS, shares, rtol=1e-5, atol=1e-6)
     tolerance = 1e-5 if is_coded or case.scaled_TK.dtype == torch.float32 else 1e-2

@@ -13,6 +13,7 @@ from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, num_expert_b
 from holdfast.kernels.moe.routing import (
     PADDING,
     ExpertOrder,
+    Routing,
     order_experts,
     order_experts_reference,
     order_experts_triton,
@@ -36,7 +37,7 @@ def run(route, logits: torch.Tensor, top_k: int, normalize: bool, device: torch.
     zones = RedZones(device)
     ids = zones.allocate(len(logits), top_k, dtype=torch.int32).fill_(2**30)
     shares = zones.allocate(len(logits), top_k, dtype=torch.float32).fill_(float("nan"))
-    route(among(logits, device), normalize, ids, shares, None if bias is None else among(bias, device))
+    route(among(logits, device), Routing(normalize), ids, shares, None if bias is None else among(bias, device))
     zones.check()
     return ids.cpu(), shares.cpu()
 
@@ -157,7 +158,7 @@ def test_more_experts_of_a_token_than_there_are_are_refused():
 def test_nothing_is_allocated(device):
     logits = random(9, 128).to(device)
     ids, shares = torch.empty(9, 8, dtype=torch.int32, device=device), torch.empty(9, 8, device=device)
-    assert_allocates_nothing(lambda: route_tokens(logits, True, ids, shares))
+    assert_allocates_nothing(lambda: route_tokens(logits, Routing(True), ids, shares))
 
 
 BEYOND = 2**30

@@ -14,7 +14,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratc
 from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
-from holdfast.kernels.moe.routing import choose_experts, route_tokens_reference
+from holdfast.kernels.moe.routing import Routing, choose_experts, route_tokens_reference
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -49,7 +49,7 @@ def route_normed(
     finished: QuantizedRows | torch.Tensor,
     scratch: SmallBatchScratch,
 ) -> None:
-    """Experts and shares of each row (see `route_tokens`), and its finished norm, as codes with a scale a row or as numbers.
+    """Experts and shares of each row by plain routing (`Routing.is_plain`), and its finished norm, as codes with a scale a row or as numbers.
 
     `finished` is not where the rows lie. `logits_TE` are the router's products without the bias.
     """
@@ -74,7 +74,7 @@ def route_normed_reference(
     squares_TJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
     rms_T1 = (squares_TJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
     logits_TE.copy_(scaled_TK @ router_EK.float().t() * rms_T1)
-    route_tokens_reference(logits_TE, normalize, expert_ids_TS, shares_TS, bias_E)
+    route_tokens_reference(logits_TE, Routing(normalize), expert_ids_TS, shares_TS, bias_E)
     if isinstance(finished, torch.Tensor):
         finished.copy_((scaled_TK * rms_T1).to(finished.dtype))
         return

@@ -9,6 +9,7 @@ whatever experts are chosen.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from holdfast.kernels.triton_compat import (
     constexpr,
     jit,
     jit_counting,
+    kernel_constant,
     next_power_of_two,
     pdl_launch,
     supports_pdl,
@@ -27,48 +29,114 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
 
 
+class Routing(NamedTuple):
+    """How a token's experts are chosen from its logits, and what their shares are."""
+
+    normalizes: bool = False
+    """The shares of a token are divided by their sum."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes a score of a logit: over all experts, or of each by itself."""
+    num_groups: int = 1
+    """Experts stand in so many equal groups, and a token takes its experts from the best `groups_taken` of them."""
+    groups_taken: int = 1
+    group_score: Literal["largest", "two_largest"] = "largest"
+    """How good a group is: its largest score, or the sum of its two largest."""
+    share_scale: float = 1.0
+    """What shares are multiplied by in the end."""
+
+    @property
+    def is_plain(self) -> bool:
+        """The largest of all logits, and their softmax: what the fused decode path computes too."""
+        return self.scoring == "softmax" and not self.limits_groups and self.share_scale == 1.0
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether there are groups that a token does not take."""
+        return self.groups_taken < self.num_groups
+
+    def ranks_by_logits(self, has_score_bias: bool) -> bool:
+        """Whether logits rank experts and groups as their scores do; they tell apart what scores round to one number."""
+        sums_scores = self.limits_groups and self.group_score == "two_largest"
+        return self.scoring == "softmax" and not has_score_bias and not sums_scores
+
+
+LEAST_SUM = 1e-20
+"""Added to the sum that shares of sigmoids are divided by: all of them may be zero."""
+KERNEL_LEAST_SUM = kernel_constant(LEAST_SUM)
+
+
 def route_tokens(
     logits_TE: torch.Tensor,
-    normalize: bool,
+    routing: Routing,
     expert_ids_TS: torch.Tensor,
     shares_TS: torch.Tensor,
     bias_E: torch.Tensor | None = None,
+    score_bias_E: torch.Tensor | None = None,
 ) -> None:
-    """The S experts with the largest logits, ties to the lower id, and their softmax over all experts, in float32.
+    """The S experts with the largest scores in the groups taken, ties to the lower id, and their shares, in float32.
 
-    `bias_E` is added to the logits before anything else. With `normalize` the shares of a token sum to one: they are then the softmax
-    over the chosen alone. A logit that is NaN counts as the lowest; it makes the shares of its
-    token NaN, and the ids are still those of experts, each once.
+    `bias_E` is added to the logits before anything else, `score_bias_E` to the scores by which experts and groups are chosen:
+    shares are of the scores without it. Of plain routing, normalized shares are the softmax over the chosen alone. A score that is
+    NaN counts as the lowest; it makes the shares of its token NaN, and the ids are still those of experts, each once.
     """
-    if can_run(logits_TE):
-        route_tokens_triton(logits_TE, normalize, expert_ids_TS, shares_TS, bias_E)
-    else:
-        route_tokens_reference(logits_TE, normalize, expert_ids_TS, shares_TS, bias_E)
+    launch = route_tokens_triton if can_run(logits_TE) else route_tokens_reference
+    launch(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
 
 
 def route_tokens_reference(
     logits_TE: torch.Tensor,
-    normalize: bool,
+    routing: Routing,
     expert_ids_TS: torch.Tensor,
     shares_TS: torch.Tensor,
     bias_E: torch.Tensor | None = None,
+    score_bias_E: torch.Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
-    _check(logits_TE, expert_ids_TS, shares_TS, bias_E)
+    _check(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     if bias_E is not None:
         logits_TE = logits_TE + bias_E.float()
-    top_k = expert_ids_TS.shape[1]
-    ranked_TE = logits_TE.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    ids_TS = ranked_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    chosen_TS = logits_TE.softmax(dim=1).gather(1, ids_TS)
-    if normalize:
-        chosen_TS = chosen_TS / chosen_TS.sum(dim=1, keepdim=True)
+    scores_TE = logits_TE.softmax(dim=1) if routing.scoring == "softmax" else logits_TE.sigmoid()
+    choice_TE = logits_TE if routing.ranks_by_logits(score_bias_E is not None) else scores_TE
+    if score_bias_E is not None:
+        choice_TE = choice_TE + score_bias_E
+    ids_TS = _rank_experts(choice_TE, routing)[:, : expert_ids_TS.shape[1]]
+    chosen_TS = scores_TE.gather(1, ids_TS)
+    if routing.normalizes:
+        sum_T1 = chosen_TS.sum(dim=1, keepdim=True)
+        chosen_TS = chosen_TS / (sum_T1 if routing.scoring == "softmax" else sum_T1 + LEAST_SUM)
+    is_nan_T1 = choice_TE.isnan().any(dim=1, keepdim=True)
     expert_ids_TS.copy_(ids_TS)
-    shares_TS.copy_(chosen_TS)
+    shares_TS.copy_((chosen_TS * routing.share_scale).masked_fill(is_nan_T1, torch.nan))
+
+
+def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Ids from the best: all experts of groups that are taken come before those of others."""
+    ranked_TE = _with_nan_lowest(choice_TE)
+    order_TE = ranked_TE.sort(dim=1, descending=True, stable=True).indices
+    if not routing.limits_groups:
+        return order_TE
+    ranked_TGM = ranked_TE.unflatten(1, (routing.num_groups, -1))
+    if routing.group_score == "largest":
+        groups_TG = ranked_TGM.amax(dim=2)
+    else:
+        groups_TG = _with_nan_lowest(ranked_TGM.topk(2, dim=2).values.sum(dim=2))
+    best_TG = groups_TG.sort(dim=1, descending=True, stable=True).indices[:, : routing.groups_taken]
+    is_left_TG = torch.ones_like(groups_TG, dtype=torch.int32).scatter_(1, best_TG, 0)
+    is_left_TE = is_left_TG.repeat_interleave(ranked_TGM.shape[2], dim=1)
+    return order_TE.gather(1, is_left_TE.gather(1, order_TE).sort(dim=1, stable=True).indices)
+
+
+def _with_nan_lowest(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _check(
-    logits_TE: torch.Tensor, expert_ids_TS: torch.Tensor, shares_TS: torch.Tensor, bias_E: torch.Tensor | None
+    logits_TE: torch.Tensor,
+    routing: Routing,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    score_bias_E: torch.Tensor | None,
 ) -> None:
     num_rows, num_experts = logits_TE.shape
     top_k = expert_ids_TS.shape[1]
@@ -78,35 +146,57 @@ def _check(
         assert tensor.shape[0] == num_rows, f"{tensor.shape=} for {num_rows} tokens"
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
     assert shares_TS.shape == expert_ids_TS.shape, f"{shares_TS.shape=} {expert_ids_TS.shape=}"
-    assert bias_E is None or bias_E.shape == (num_experts,), f"{bias_E.shape=} for {num_experts} experts"
+    for bias in (bias_E, score_bias_E):
+        assert bias is None or bias.shape == (num_experts,), f"{bias.shape=} for {num_experts} experts"
+    assert score_bias_E is None or score_bias_E.dtype == torch.float32, f"{score_bias_E.dtype=}, not float32"
+    group_size, rest = divmod(num_experts, routing.num_groups)
+    assert not rest, f"{num_experts} experts in {routing.num_groups} groups: they are not equal"
+    assert 1 <= routing.groups_taken <= routing.num_groups, f"{routing}: groups that are not there"
+    if routing.limits_groups:
+        seen = routing.groups_taken * group_size
+        assert top_k <= seen, f"{top_k} experts of a token, and the {routing.groups_taken} groups taken have {seen}"
+        assert routing.group_score == "largest" or group_size > 1, f"two scores of groups of {group_size}"
 
 
 def route_tokens_triton(
     logits_TE: torch.Tensor,
-    normalize: bool,
+    routing: Routing,
     expert_ids_TS: torch.Tensor,
     shares_TS: torch.Tensor,
     bias_E: torch.Tensor | None = None,
+    score_bias_E: torch.Tensor | None = None,
 ) -> None:
     """The same as a Triton kernel, a program for each token."""
-    _check(logits_TE, expert_ids_TS, shares_TS, bias_E)
+    _check(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
         return
-    pdl, block = supports_pdl(logits_TE), next_power_of_two(num_experts)
+    num_groups = routing.num_groups if routing.limits_groups else 1
+    group_size = num_experts // num_groups
+    pdl, block_g, block_m = supports_pdl(logits_TE), next_power_of_two(num_groups), next_power_of_two(group_size)
     _route_kernel[(num_rows,)](
         logits_TE,
         logits_TE if bias_E is None else bias_E,
+        logits_TE if score_bias_E is None else score_bias_E,
         expert_ids_TS,
         shares_TS,
         num_experts,
+        IS_PLAIN=routing.is_plain and score_bias_E is None,
         HAS_BIAS=bias_E is not None,
-        NORMALIZE=normalize,
+        HAS_SCORE_BIAS=score_bias_E is not None,
+        NORMALIZE=routing.normalizes,
+        IS_SIGMOID=routing.scoring == "sigmoid",
+        BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None),
+        SUMS_TWO=routing.group_score == "two_largest",
+        SHARE_SCALE=routing.share_scale,
+        GROUP_SIZE=group_size,
+        GROUPS_TAKEN=routing.groups_taken if routing.limits_groups else 0,
         TOP_K=top_k,
-        BLOCK_E=block,
+        BLOCK_G=block_g,
+        BLOCK_M=block_m,
         BLOCK_S=next_power_of_two(top_k),
         PDL=pdl,
-        num_warps=max(1, min(4, block // 256)),
+        num_warps=max(1, min(4, block_g * block_m // 256)),
         **pdl_launch(pdl),
     )
 
@@ -115,26 +205,159 @@ def route_tokens_triton(
 def _route_kernel(
     p_logits,
     p_bias,
+    p_score_bias,
     p_ids,
     p_shares,
     num_experts,
+    IS_PLAIN: constexpr,
     HAS_BIAS: constexpr,
+    HAS_SCORE_BIAS: constexpr,
     NORMALIZE: constexpr,
+    IS_SIGMOID: constexpr,
+    BY_LOGITS: constexpr,
+    SUMS_TWO: constexpr,
+    SHARE_SCALE: constexpr,
+    GROUP_SIZE: constexpr,
+    GROUPS_TAKEN: constexpr,
     TOP_K: constexpr,
-    BLOCK_E: constexpr,
+    BLOCK_G: constexpr,
+    BLOCK_M: constexpr,
     BLOCK_S: constexpr,
     PDL: constexpr,
 ):
+    BLOCK_E: constexpr = BLOCK_G * BLOCK_M
     i_row = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < num_experts
+    if GROUPS_TAKEN:
+        # A group is a row of a power of two; ids still rise with places.
+        o_m = o_e % BLOCK_M
+        o_e = o_e // BLOCK_M * GROUP_SIZE + o_m
+        m_e = (o_m < GROUP_SIZE) & (o_e < num_experts)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
     if HAS_BIAS:
         b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
-    choose_experts(b_logits, p_ids + i_row * TOP_K, p_shares + i_row * TOP_K, m_e, NORMALIZE, TOP_K, BLOCK_E, BLOCK_S)
+    p_ids += i_row * TOP_K
+    p_shares += i_row * TOP_K
+    if IS_PLAIN:
+        choose_experts(b_logits, p_ids, p_shares, m_e, NORMALIZE, TOP_K, BLOCK_E, BLOCK_S)
+    else:
+        b_bias = tl.zeros((BLOCK_E,), dtype=tl.float32)
+        if HAS_SCORE_BIAS:
+            b_bias = tl.load(p_score_bias + o_e, mask=m_e, other=0.0)
+        _choose_by_scores(
+            b_logits, b_bias, p_ids, p_shares, m_e, NORMALIZE, IS_SIGMOID, BY_LOGITS, SUMS_TWO, SHARE_SCALE, GROUP_SIZE,
+            GROUPS_TAKEN, TOP_K, BLOCK_G, BLOCK_M, BLOCK_S,
+        )  # fmt: skip
+
+
+@jit
+def _choose_by_scores(
+    b_logits,
+    b_bias,
+    p_ids,
+    p_shares,
+    m_e,
+    NORMALIZE: constexpr,
+    IS_SIGMOID: constexpr,
+    BY_LOGITS: constexpr,
+    SUMS_TWO: constexpr,
+    SHARE_SCALE: constexpr,
+    GROUP_SIZE: constexpr,
+    GROUPS_TAKEN: constexpr,
+    TOP_K: constexpr,
+    BLOCK_G: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_S: constexpr,
+):
+    """Ids and shares of one token from its logits, by scores and groups."""
+    BLOCK_E: constexpr = BLOCK_G * BLOCK_M
+    o_e = tl.arange(0, BLOCK_E)
+    o_s = tl.arange(0, BLOCK_S)
+    m_s = o_s < TOP_K
+    if IS_SIGMOID:
+        b_scores = tl.sigmoid(b_logits)
+    else:
+        largest = tl.max(_nan_lowest(b_logits), axis=0)
+        b_scores = tl.where(m_e, tl.exp(b_logits - largest), 0.0)
+        b_scores = b_scores / tl.sum(b_scores, axis=0)
+    b_choice = b_logits
+    if not BY_LOGITS:
+        b_choice = b_scores + b_bias
+    is_nan = tl.max((m_e & (b_choice != b_choice)).to(tl.int32), axis=0)
+    # Places without an expert are behind everything, so behind experts that are NaN too.
+    b_order = tl.where(m_e, _order_of(_nan_lowest(b_choice)), -2147483648)
+    if GROUPS_TAKEN:
+        m_taken = _best_groups(b_choice, b_order, SUMS_TWO, GROUPS_TAKEN, BLOCK_G, BLOCK_M)
+        b_order = tl.where(m_taken, b_order, -2147483648)
+    b_ids = tl.zeros((BLOCK_S,), dtype=tl.int32)
+    b_chosen = tl.zeros((BLOCK_S,), dtype=tl.float32)
+    for s in tl.static_range(TOP_K):
+        best = tl.max(b_order, axis=0)
+        place = tl.min(tl.where(b_order == best, o_e, BLOCK_E), axis=0)
+        score = tl.sum(tl.where(o_e == place, b_scores, 0.0), axis=0)
+        b_order = tl.where(o_e == place, -2147483648, b_order)
+        b_ids = tl.where(o_s == s, place, b_ids)
+        b_chosen = tl.where(o_s == s, score, b_chosen)
+    if GROUPS_TAKEN:
+        b_ids = b_ids // BLOCK_M * GROUP_SIZE + b_ids % BLOCK_M
+    if NORMALIZE:
+        total = tl.sum(b_chosen, axis=0)
+        if IS_SIGMOID:
+            total += KERNEL_LEAST_SUM
+        b_chosen = b_chosen / total
+    b_chosen = tl.where(is_nan != 0, float("nan"), b_chosen * SHARE_SCALE)
+    tl.store(p_ids + o_s, b_ids, mask=m_s)
+    tl.store(p_shares + o_s, b_chosen, mask=m_s)
+
+
+@jit
+def _best_groups(
+    b_choice, b_order, SUMS_TWO: constexpr, GROUPS_TAKEN: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr
+):
+    """Which places are of the groups that a token takes."""
+    o_g = tl.arange(0, BLOCK_G)
+    b_order_gm = tl.reshape(b_order, (BLOCK_G, BLOCK_M))
+    b_first = tl.max(b_order_gm, axis=1)
+    if SUMS_TWO:
+        o_m = tl.arange(0, BLOCK_M)[None, :]
+        b_place = tl.min(tl.where(b_order_gm == b_first[:, None], o_m, BLOCK_M), axis=1)
+        b_second = tl.max(tl.where(o_m == b_place[:, None], -2147483648, b_order_gm), axis=1)
+        b_sums = _number_of(b_first) + _number_of(b_second)
+        # A group of the padding has places without an expert only.
+        b_groups = tl.where(b_first == -2147483648, -2147483648, _order_of(_nan_lowest(b_sums)))
+    else:
+        b_groups = b_first
+    b_taken = tl.zeros((BLOCK_G,), dtype=tl.int32)
+    for _ in tl.static_range(GROUPS_TAKEN):
+        best = tl.max(b_groups, axis=0)
+        group = tl.min(tl.where(b_groups == best, o_g, BLOCK_G), axis=0)
+        b_groups = tl.where(o_g == group, -2147483648, b_groups)
+        b_taken = tl.where(o_g == group, 1, b_taken)
+    b_taken_gm = tl.broadcast_to(b_taken[:, None], (BLOCK_G, BLOCK_M))
+    return tl.reshape(b_taken_gm, (BLOCK_G * BLOCK_M,)) != 0
+
+
+@jit
+def _nan_lowest(b_x):
+    """-inf in the place of NaN, and 0 in that of -0."""
+    return tl.where(b_x != b_x, float("-inf"), b_x) + 0.0
+
+
+@jit
+def _order_of(b_x):
+    """Bits that rank as their numbers do: a maximum of whole numbers is one instruction of a warp."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@jit
+def _number_of(b_order):
+    """Back from `_order_of`."""
+    return tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -144,11 +367,8 @@ def choose_experts(
     """Ids and shares of one token from its logits."""
     o_e = tl.arange(0, BLOCK_E)
     o_s = tl.arange(0, BLOCK_S)
-    b_is_nan = b_logits != b_logits
-    b_ranked = tl.where(b_is_nan, float("-inf"), b_logits) + 0.0  # -0 is as large as 0
-    # Bits that rank as their numbers do: a maximum of whole numbers is one instruction of a warp.
-    b_bits = b_ranked.to(tl.int32, bitcast=True)
-    b_order = tl.where(m_e, tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits), -2147483648)
+    b_ranked = _nan_lowest(b_logits)
+    b_order = tl.where(m_e, _order_of(b_ranked), -2147483648)
     largest = tl.max(b_ranked, axis=0)
     total = tl.sum(tl.where(m_e, tl.exp(b_logits - largest), 0.0), axis=0)
     b_ids = tl.zeros((BLOCK_S,), dtype=tl.int32)
@@ -160,8 +380,7 @@ def choose_experts(
         b_ids = tl.where(o_s == s, expert, b_ids)
         b_chosen_order = tl.where(o_s == s, best, b_chosen_order)
     # Where a logit is NaN, so are the total and all shares.
-    b_bits = tl.where(b_chosen_order < 0, b_chosen_order ^ 0x7FFFFFFF, b_chosen_order)
-    b_chosen = tl.where(o_s < TOP_K, tl.exp(b_bits.to(tl.float32, bitcast=True) - largest), 0.0) / total
+    b_chosen = tl.where(o_s < TOP_K, tl.exp(_number_of(b_chosen_order) - largest), 0.0) / total
     if NORMALIZE:
         b_chosen = b_chosen / tl.sum(b_chosen, axis=0)
     m_s = o_s < TOP_K
