@@ -133,7 +133,7 @@ def quantize_keys(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
     """Keys, rotated already where bits are below 8; the quantized head has the length of the true one."""
     if bits == 8:
         return _quantize_fp8(y_XD, parts=KEY_PARTS[8])
-    rising_XD, values_XD = _nearest(y_XD, KEY_CODEBOOKS[bits])
+    rising_XD, values_XD = nearest_codes(y_XD, KEY_CODEBOOKS[bits])
     norm_X = y_XD.float().norm(dim=-1)
     scale_X = (norm_X / values_XD.norm(dim=-1)).clamp(max=FP16_MAX).half()
     return QuantizedHeads(*_pack_keys(rising_XD, bits), scale_X)
@@ -143,7 +143,7 @@ def quantize_values(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
     """Values, rotated already where bits are below 8; the quantized head is the nearest to the true one."""
     if bits == 8:
         return _quantize_fp8(y_XD, parts=VALUE_PARTS[8])
-    rising_XD, values_XD = _nearest(y_XD, VALUE_CODEBOOKS[bits])
+    rising_XD, values_XD = nearest_codes(y_XD, VALUE_CODEBOOKS[bits])
     scale_X = (y_XD.float() * values_XD).sum(-1) / values_XD.square().sum(-1)
     return QuantizedHeads(*_pack_values(rising_XD, bits), scale_X.clamp(-FP16_MAX, FP16_MAX).half())
 
@@ -154,14 +154,14 @@ def dequantize_keys(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Te
         return _dequantize_fp8(heads, parts=KEY_PARTS[8])
     magnitudes = KEY_CODEBOOKS[bits].magnitudes
     by_code = (*magnitudes, *(-magnitude for magnitude in magnitudes))
-    return _looked_up(_unpack_keys(heads, bits), by_code) * heads.scale_X.float().unsqueeze(-1)
+    return looked_up(_unpack_keys(heads, bits), by_code) * heads.scale_X.float().unsqueeze(-1)
 
 
 def dequantize_values(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Tensor:
     """float32 [X, D], rotated as they were quantized."""
     if bits == 8:
         return _dequantize_fp8(heads, parts=VALUE_PARTS[8])
-    values_XD = _looked_up(_unpack_values(heads, bits), VALUE_CODEBOOKS[bits].values)
+    values_XD = looked_up(_unpack_values(heads, bits), VALUE_CODEBOOKS[bits].values)
     return values_XD * heads.scale_X.float().unsqueeze(-1)
 
 
@@ -172,7 +172,7 @@ def part_dims(num_parts: int, head_dim: int) -> torch.Tensor:
     return part_P1 // per_half * (head_dim // 2) + per_half * column_C + part_P1 % per_half
 
 
-def _nearest(y_XD: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
+def nearest_codes(y_XD: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Rising codes (int32) and their values (float32). Of a head of zeros all are alike, of one without numbers all are 0."""
     y_XD = y_XD.float()
     norm_X1 = y_XD.norm(dim=-1, keepdim=True)
@@ -180,10 +180,10 @@ def _nearest(y_XD: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torc
     boundaries = torch.tensor(codebook.boundaries, device=y_XD.device)
     scaled_XD = (y_XD * factor_X1).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     rising_XD = torch.bucketize(scaled_XD, boundaries, out_int32=True)
-    return rising_XD, _looked_up(rising_XD, codebook.values)
+    return rising_XD, looked_up(rising_XD, codebook.values)
 
 
-def _looked_up(codes_XD: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
+def looked_up(codes_XD: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
     """The number that each code (int32) stands for, as float32."""
     table = torch.tensor(numbers, device=codes_XD.device)
     return table.index_select(0, codes_XD.reshape(-1)).view(codes_XD.shape)

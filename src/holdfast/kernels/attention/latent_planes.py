@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from holdfast.quant.formats import KVFormat
+from holdfast.quant.latent_quantize import QuantizedLatents, dequantize_latents, unpack_fp8_rows
 
 LatentKind = Literal["plain", "fp8_ds_mla", "turboquant"]
 
@@ -48,6 +49,14 @@ class LatentPlanes(NamedTuple):
 
 
 def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[L, latent_dim + rope_dim] of these slots as numbers; rotated latents stay rotated."""
-    assert planes.kind == "plain", f"{planes.kind}"
-    return planes.rows_SX.index_select(0, slots_L).to(dtype)
+    """[L, latent_dim + rope_dim]: what some slots hold, in plain torch; the latents of TurboQuant stay in the rotated space."""
+    rows_LX = planes.rows_SX[slots_L]
+    if planes.kind == "plain":
+        return rows_LX.to(dtype)
+    if planes.kind == "fp8_ds_mla":
+        return unpack_fp8_rows(rows_LX, planes.latent_dim, planes.rope_dim).to(dtype)
+    assert planes.scales_SC is not None and planes.rope_SR is not None, (
+        "TurboQuant has planes of scales and rotated elements"
+    )
+    rope_LR = planes.rope_SR.view(torch.uint8)[slots_L].view(planes.rope_SR.dtype)
+    return dequantize_latents(QuantizedLatents(rows_LX, planes.scales_SC[slots_L], rope_LR)).to(dtype)

@@ -1,0 +1,113 @@
+"""Latents quantized (MLA): rows of fp8_ds_mla and TurboQuant's codes and scales in plain torch, and the order of their bytes.
+
+X any leading dimensions, L latent dim, R rotated elements, B bytes of a row or of its codes, C scales of a row
+
+fp8_ds_mla    one row of bytes: L e4m3 numbers in order; a little-endian float32 scale for every tile of 128 of them, the last of
+              which may be shorter; R bfloat16 numbers. A scale takes the largest of its tile to 448, and is at least the smallest
+              normal float32. That is how vLLM and FlashMLA lay rows out.
+TurboQuant    the latent in the rotated space (`rotate_heads` in kv_quantize.py) as codes of 4 bits: little-endian 16-bit word c
+              has in bits 4 j to 4 j + 3 the rising code of coordinate j L / 4 + c, j < 4. A float16 scale. The rotated elements
+              are bfloat16, or e4m3 numbers with a second scale, which takes their largest to 448.
+
+One latent is key and value at once, so there is one codebook for both: t + t^3 for t = (code - 7.5) * 3 / 32 as half precision
+rounds it. Kernels make two numbers of it in four instructions, whichever of two operands they are: 16-bit words of two
+coordinates of a token, or of two tokens, are taken apart alike. The mean squared error of N(0, 1) is 0.009688, 2 % above the best.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.quant.formats import LATENT_TILE
+from holdfast.quant.kv_quantize import FP8_MAX, FP16_MAX, Codebook, looked_up, nearest_codes
+
+LATENT_STEP = 3 / 32
+"""What a code adds to t."""
+LATENT_PARTS = 4
+"""Codes of a word."""
+LEAST_FP8_SCALE = torch.finfo(torch.float32).tiny
+LATENT_CODEBOOK = Codebook(
+    4,
+    (
+        0.046966552734375,
+        0.143310546875,
+        0.2471923828125,
+        0.36328125,
+        0.496826171875,
+        0.65234375,
+        0.83544921875,
+        1.05078125,
+    ),
+    0.39065,
+)
+"""What half-precision arithmetic makes of the cubic, to the bit."""
+
+
+class QuantizedLatents(NamedTuple):
+    """Some latents as TurboQuant's planes hold them."""
+
+    codes_XB: torch.Tensor
+    """uint8."""
+    scales_XC: torch.Tensor
+    """float16: of the latent, and of the rotated elements where they are e4m3."""
+    rope_XR: torch.Tensor
+    """bfloat16 or float8_e4m3fn."""
+
+
+def num_fp8_tiles(latent_dim: int) -> int:
+    """Scales of a row of fp8_ds_mla."""
+    return -(-latent_dim // LATENT_TILE)
+
+
+def pack_fp8_rows(latent_XL: torch.Tensor, rope_XR: torch.Tensor) -> torch.Tensor:
+    """Rows of fp8_ds_mla, uint8 [X, B]."""
+    tiles = latent_XL.float().split(LATENT_TILE, dim=-1)
+    scales = [(tile_XE.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=LEAST_FP8_SCALE) for tile_XE in tiles]
+    codes = [_e4m3(tile_XE / scale_X1) for tile_XE, scale_X1 in zip(tiles, scales, strict=True)]
+    pieces = [*codes, torch.cat(scales, dim=-1), rope_XR.bfloat16()]
+    return torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces], dim=-1)
+
+
+def unpack_fp8_rows(rows_XB: torch.Tensor, latent_dim: int, rope_dim: int) -> torch.Tensor:
+    """float32 [X, L + R] of rows of fp8_ds_mla."""
+    num_tiles = num_fp8_tiles(latent_dim)
+    codes_XL, scales_XB, rope_XB = rows_XB.split((latent_dim, 4 * num_tiles, 2 * rope_dim), dim=-1)
+    scales_XC = scales_XB.contiguous().view(torch.float32)
+    scales_XL = scales_XC.repeat_interleave(LATENT_TILE, dim=-1)[..., :latent_dim]
+    latent_XL = codes_XL.contiguous().view(torch.float8_e4m3fn).float() * scales_XL
+    return torch.cat((latent_XL, rope_XB.contiguous().view(torch.bfloat16).float()), dim=-1)
+
+
+def quantize_latents(rotated_XL: torch.Tensor, rope_XR: torch.Tensor, rope_dtype: torch.dtype) -> QuantizedLatents:
+    """Latents that were rotated already, as TurboQuant keeps them; a quantized latent has the length of the true one.
+
+    The nearest one would be 1 % shorter, in every token alike: an error that a long context does not average out.
+    """
+    rising_XL, values_XL = nearest_codes(rotated_XL, LATENT_CODEBOOK)
+    norm_X1 = rotated_XL.float().norm(dim=-1, keepdim=True)
+    scale_X1 = (norm_X1 / values_XL.norm(dim=-1, keepdim=True)).clamp(max=FP16_MAX).half()
+    part_P1 = 4 * torch.arange(LATENT_PARTS, dtype=torch.int32, device=rising_XL.device).unsqueeze(1)
+    words_XW = (rising_XL.unflatten(-1, (LATENT_PARTS, -1)) << part_P1).sum(-2, dtype=torch.int32)
+    codes_XB = words_XW.to(torch.int16).view(torch.uint8)
+    if rope_dtype != torch.float8_e4m3fn:
+        return QuantizedLatents(codes_XB, scale_X1, rope_XR.to(rope_dtype))
+    rope_scale_X1 = (rope_XR.float().abs().amax(-1, keepdim=True) / FP8_MAX).clamp(max=FP16_MAX).half()
+    factor_X1 = torch.where(rope_scale_X1 == 0, 0.0, 1.0 / rope_scale_X1.float())
+    rope_codes_XR = _e4m3(rope_XR.float() * factor_X1)
+    return QuantizedLatents(codes_XB, torch.cat((scale_X1, rope_scale_X1), dim=-1), rope_codes_XR)
+
+
+def dequantize_latents(latents: QuantizedLatents) -> torch.Tensor:
+    """float32 [X, L + R]; the latent stays in the rotated space."""
+    words_XW = latents.codes_XB.contiguous().view(torch.int16).int()
+    rising_XL = torch.cat([words_XW >> 4 * part & 15 for part in range(LATENT_PARTS)], dim=-1)
+    scales_XC = latents.scales_XC.float()
+    latent_XL = looked_up(rising_XL, LATENT_CODEBOOK.values) * scales_XC[..., :1]
+    rope_XR = latents.rope_XR.float()
+    if latents.rope_XR.dtype == torch.float8_e4m3fn:
+        rope_XR = rope_XR * scales_XC[..., 1:]
+    return torch.cat((latent_XL, rope_XR), dim=-1)
+
+
+def _e4m3(x_XD: torch.Tensor) -> torch.Tensor:
+    return x_XD.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
