@@ -1,0 +1,161 @@
+"""What kernels over paged latents (MLA) share, plain or quantized: blocks of heads, heights of tiles, forms of a launch, the merge of split-KV partials.
+
+T rows, N query heads, L latent, C split-KV partials
+
+A block of heads stands side by side with the rows of a tile, so that a latent that was read serves all of them. Small tiles
+take as many heads as a block may have, because a decoded row has nothing else that could share its latents; large ones take a
+few heads of many rows. Every kernel over latents finds its blocks from the heads that it is given, which may be some of a
+layer's: the rows of tiles are those of the geometry of all heads, and fit.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS, merge_head, merge_heads
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+SMALL_HEIGHT = 16
+"""Rows times heads that tensor cores take at the least: what a small tile of few heads is filled up to with rows."""
+LARGE_HEIGHT = 64
+"""Rows times heads of a large tile, and most heads of a block: the sums of twice as many would be all registers of a multiprocessor."""
+LARGE_HEADS = 8
+"""Most heads of a block in large tiles."""
+SPREAD_MERGE_ROWS = 64
+"""Steps of up to so many rows have many splits of a row, and merge one head a program."""
+MERGED_SPLITS, MERGED_COLUMNS = 64, 64
+"""Splits and columns that a program merges side by side in steps of few rows, where a row may have hundreds of splits."""
+
+
+class RowForm(NamedTuple):
+    """What of a launch follows from the number of rows, padding included."""
+
+    merges_side_by_side: bool
+    """A merge takes many splits of some columns of one head at once."""
+    merges_by_head: bool
+    """A merge takes one head a program; else several."""
+
+
+def row_form(num_rows: int) -> RowForm:
+    """The form of a step of so many rows. Beyond 16 all forms compute the same to the bit."""
+    return RowForm(num_rows <= MERGE_BY_HEAD_ROWS, num_rows <= SPREAD_MERGE_ROWS)
+
+
+def head_blocks(num_heads: int, large: bool = False) -> tuple[int, int]:
+    """Blocks of heads, and heads of a block; the last block may have fewer."""
+    most = LARGE_HEADS if large else LARGE_HEIGHT
+    num_blocks = -(-num_heads // most)
+    return num_blocks, min(num_heads, LARGE_HEADS) if large else -(-num_heads // num_blocks)
+
+
+def tile_height(num_heads: int, large: bool) -> int:
+    """Rows times heads of a tile in a kernel: a power of two."""
+    return LARGE_HEIGHT if large else max(SMALL_HEIGHT, next_power_of_two(head_blocks(num_heads)[1]))
+
+
+def tile_rows(num_heads: int, large: bool) -> int:
+    """Rows that a tile takes beside the heads of a block, at least one."""
+    return max(1, (LARGE_HEIGHT if large else SMALL_HEIGHT) // head_blocks(num_heads, large)[1])
+
+
+def latent_geometry(num_heads: int) -> TileGeometry:
+    """Of kernels over the latents of a layer with so many query heads; ranges of tokens begin at multiples of its blocks."""
+    return TileGeometry(
+        small_rows=tile_rows(num_heads, large=False),
+        large_rows=tile_rows(num_heads, large=True),
+        small_programs_per_sm=programs_per_sm(tile_height(num_heads, large=False)),
+        large_programs_per_sm=programs_per_sm(LARGE_HEIGHT),
+        block_tokens=BLOCK_TOKENS,
+        takes_whole_turns=True,
+    )
+
+
+def programs_per_sm(height: int) -> int:
+    """Programs a multiprocessor, by the height of their tiles: what has room for their latents, queries and sums."""
+    return 2 if height < LARGE_HEIGHT else 1
+
+
+def merge_latents(
+    work: TileWork,
+    num_rows: int,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TNL: torch.Tensor,
+) -> None:
+    """Rows that were split, from their partials; zeros in padded rows. The others stay as their tiles wrote them."""
+    _, num_heads, latent_dim = out_TNL.shape
+    pdl, form = supports_pdl(out_TNL), row_form(num_rows)
+    heads = 1 if form.merges_by_head else next_power_of_two(min(num_heads, MERGED_HEADS))
+    # Whole columns only: the largest power of two that divides the latent.
+    columns = min(latent_dim & -latent_dim, MERGED_COLUMNS) if form.merges_side_by_side else latent_dim
+    _merge_kernel[(num_rows, -(-num_heads // heads), latent_dim // columns)](
+        out_TNL,
+        partial_out_CX,
+        partial_lse_CH,
+        work.rows_T2,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        LATENT_DIM=latent_dim,
+        SIDE_BY_SIDE=form.merges_side_by_side,
+        BLOCK_S=MERGED_SPLITS,
+        BLOCK_D=next_power_of_two(columns),
+        PDL=pdl,
+        num_warps=4,
+        **pdl_launch(pdl),
+    )
+
+
+@jit
+def _merge_kernel(
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_rows,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    LATENT_DIM: constexpr,
+    SIDE_BY_SIDE: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_D: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_partial = tl.load(p_rows + i_row * 2).to(tl.int64)
+    num_splits = tl.load(p_rows + i_row * 2 + 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if num_splits == 1:
+        return
+    o_d = tl.arange(0, BLOCK_D)
+    p_sinks = None
+    if SIDE_BY_SIDE:
+        i_head = tl.program_id(1)
+        first_column = tl.program_id(2) * BLOCK_D
+        b_out = merge_head(
+            p_partial_out + first_column,
+            p_partial_lse,
+            p_sinks,
+            first_partial,
+            num_splits,
+            i_head,
+            NUM_HEADS,
+            LATENT_DIM,
+            BLOCK_S,
+            BLOCK_D,
+        )
+        p_y = p_out + (i_row * NUM_HEADS + i_head) * LATENT_DIM + first_column + o_d
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty))
+    else:
+        o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        b_out = merge_heads(
+            p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head, 0, NUM_HEADS, LATENT_DIM, BLOCK_D
+        )
+        p_y = p_out + (i_row * NUM_HEADS + o_head)[:, None] * LATENT_DIM + o_d[None, :]
+        m_out = (o_head < NUM_HEADS)[:, None] & (o_d < LATENT_DIM)[None, :]
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
