@@ -59,6 +59,7 @@ TORCH_FREE = (
     "cache.spec",
     "cache.pages",
     "cache.prefix",
+    "kernels.attention.latent_geometry",
     "kernels.geometry",
     "models.spec",
     "models.parameters",

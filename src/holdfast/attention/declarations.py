@@ -9,14 +9,13 @@ from typing import NamedTuple, Protocol
 
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
+from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
 from holdfast.kernels.geometry import (
     LARGE_TILE,
     QUANTIZED_LARGE_TILE,
     TILE_FIELDS,
-    head_blocks,
     key_bias_spec,
     key_turns_specs,
-    latent_geometry,
 )
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec

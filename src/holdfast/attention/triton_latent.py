@@ -28,9 +28,9 @@ from holdfast.attention.latent_pages import LatentPages
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.latent_attention import latent_attention
+from holdfast.kernels.attention.latent_geometry import latent_geometry
 from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.geometry import latent_geometry
 
 
 class LatentPart(NamedTuple):

@@ -180,28 +180,6 @@ class TileGeometry(NamedTuple):
         return self.small_batch_programs_per_sm if num_rows <= self.small_batch_rows else self.small_programs_per_sm
 
 
-LATENT_SMALL_TILE, LATENT_LARGE_TILE = 16, 64
-"""Rows of queries times heads in a tile over latents (MLA); the largest is also the most heads that stand side by side."""
-
-
-def head_blocks(num_heads: int) -> tuple[int, int]:
-    """Blocks of heads that read the same latents one by one, and heads of a block: as few blocks as there can be, of one size."""
-    num_blocks = -(-num_heads // LATENT_LARGE_TILE)
-    return num_blocks, -(-num_heads // num_blocks)
-
-
-def latent_geometry(num_heads: int) -> TileGeometry:
-    """Tiles of attention over latents (kernels/attention/latent_attention.py)."""
-    _, heads = head_blocks(num_heads)
-    return TileGeometry(
-        small_rows=max(1, LATENT_SMALL_TILE // heads),
-        large_rows=max(1, LATENT_LARGE_TILE // heads),
-        small_programs_per_sm=2 if heads <= 16 else 1,
-        large_programs_per_sm=1,
-        block_tokens=BLOCK_TOKENS,
-    )
-
-
 CHUNK_TOKENS = 8192
 """Tokens of one program: a lone row still fills a good part of a GPU."""
 NUM_BUCKETS = 128

@@ -7,16 +7,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.attention.latent_attention import latent_attention, latent_attention_reference, latent_blocks
-from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_tiles import (
+from holdfast.kernels.attention.latent_geometry import (
     LARGE_HEIGHT,
-    SPREAD_MERGE_ROWS,
     head_blocks,
     latent_geometry,
-    row_form,
     tile_height,
     tile_rows,
 )
+from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS, row_form
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import random, same_bits

@@ -12,14 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, programs_per_sm, tile_height
 from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_tiles import (
-    LARGE_HEIGHT,
-    head_blocks,
-    merge_latents,
-    programs_per_sm,
-    tile_height,
-)
+from holdfast.kernels.attention.latent_tiles import merge_latents
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl

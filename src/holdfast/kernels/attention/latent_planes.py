@@ -55,8 +55,7 @@ def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype
         return rows_LX.to(dtype)
     if planes.kind == "fp8_ds_mla":
         return unpack_fp8_rows(rows_LX, planes.latent_dim, planes.rope_dim).to(dtype)
-    assert planes.scales_SC is not None and planes.rope_SR is not None, (
-        "TurboQuant has planes of scales and rotated elements"
-    )
+    assert planes.scales_SC is not None, "TurboQuant has a plane of scales"
+    assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
     rope_LR = planes.rope_SR.view(torch.uint8)[slots_L].view(planes.rope_SR.dtype)
     return dequantize_latents(QuantizedLatents(rows_LX, planes.scales_SC[slots_L], rope_LR)).to(dtype)

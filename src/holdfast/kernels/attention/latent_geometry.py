@@ -1,0 +1,50 @@
+"""Tiles of kernels over paged latents (MLA), as kernels and plans agree on them: blocks of heads, heights, the geometry; no torch.
+
+A block of heads stands side by side with the rows of a tile, so that a latent that was read serves all of them. Small tiles
+take as many heads as a block may have, because a decoded row has nothing else that could share its latents; large ones take a
+few heads of many rows. Every kernel over latents finds its blocks from the heads that it is given, which may be some of a
+layer's: the rows of tiles are those of the geometry of all heads, and fit.
+"""
+
+from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
+
+SMALL_HEIGHT = 16
+"""Rows times heads that tensor cores take at the least: what a small tile of few heads is filled up to with rows."""
+LARGE_HEIGHT = 64
+"""Rows times heads of a large tile, and most heads of a block: the sums of twice as many would be all registers of a multiprocessor."""
+LARGE_HEADS = 8
+"""Most heads of a block in large tiles."""
+
+
+def head_blocks(num_heads: int, large: bool = False) -> tuple[int, int]:
+    """Blocks of heads, and heads of a block; the last block may have fewer."""
+    most = LARGE_HEADS if large else LARGE_HEIGHT
+    num_blocks = -(-num_heads // most)
+    return num_blocks, min(num_heads, LARGE_HEADS) if large else -(-num_heads // num_blocks)
+
+
+def tile_height(num_heads: int, large: bool) -> int:
+    """Rows times heads of a tile in a kernel: a power of two."""
+    return LARGE_HEIGHT if large else max(SMALL_HEIGHT, 1 << (head_blocks(num_heads)[1] - 1).bit_length())
+
+
+def tile_rows(num_heads: int, large: bool) -> int:
+    """Rows that a tile takes beside the heads of a block, at least one."""
+    return max(1, (LARGE_HEIGHT if large else SMALL_HEIGHT) // head_blocks(num_heads, large)[1])
+
+
+def latent_geometry(num_heads: int) -> TileGeometry:
+    """Of kernels over the latents of a layer with so many query heads; ranges of tokens begin at multiples of its blocks."""
+    return TileGeometry(
+        small_rows=tile_rows(num_heads, large=False),
+        large_rows=tile_rows(num_heads, large=True),
+        small_programs_per_sm=programs_per_sm(tile_height(num_heads, large=False)),
+        large_programs_per_sm=programs_per_sm(LARGE_HEIGHT),
+        block_tokens=BLOCK_TOKENS,
+        takes_whole_turns=True,
+    )
+
+
+def programs_per_sm(height: int) -> int:
+    """Programs a multiprocessor, by the height of their tiles: what has room for their latents, queries and sums."""
+    return 2 if height < LARGE_HEIGHT else 1
