@@ -15,7 +15,7 @@ from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.models.families import FAMILIES
+from holdfast.models.families import unread_tensors
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
@@ -105,7 +105,7 @@ def _asked_ranks(options: PlanOptions) -> str:
 
 def part_notes(declared: DeclaredModel) -> tuple[str, ...]:
     """Which parts of a model are not loaded, in words."""
-    words = "" if declared.spec is None else FAMILIES[declared.spec.architecture].unread_words
+    words = "" if declared.spec is None else unread_tensors(declared.spec)[1]
     return (f"the text model alone is planned and run: weights for {words} are left unread",) if words else ()
 
 

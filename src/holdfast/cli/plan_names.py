@@ -58,14 +58,17 @@ def _row(declared: DeclaredModel) -> ModelRow:
 
 
 def _sizes(declared: DeclaredModel) -> tuple[int, int]:
-    """Parameters and bytes. Where all layers are alike two are listed: large models have tens of thousands of tensors."""
+    """Parameters and bytes. Of layers that are alike, behind the first dense ones, two are listed: large models have tens of thousands of tensors."""
     declaration = declared.declaration
-    if not isinstance(declaration, DecoderDeclaration) or (
-        declaration.decoder.experts and declaration.decoder.experts.dense_layers
-    ):
+    if not isinstance(declaration, DecoderDeclaration):
         return _listed(declared)
-    one, two = (_listed(replace(declared, declaration=_first_layers(declaration, number))) for number in (1, 2))
-    more = declaration.decoder.num_layers - 1
+    experts, num_layers = declaration.decoder.experts, declaration.decoder.num_layers
+    dense_layers = frozenset[int]() if experts is None else experts.dense_layers
+    first = len(dense_layers) + 1
+    if dense_layers != frozenset(range(first - 1)) or first >= num_layers:
+        return _listed(declared)
+    one, two = (_listed(replace(declared, declaration=_first_layers(declaration, first + more))) for more in (0, 1))
+    more = num_layers - first
     return one[0] + more * (two[0] - one[0]), one[1] + more * (two[1] - one[1])
 
 

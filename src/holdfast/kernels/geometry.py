@@ -43,6 +43,10 @@ def row_scaled_splits(size_n: int, size_k: int) -> int:
     return -(-k_blocks // blocks_of_split)
 
 
+LATENT_MULTIPLE, MAX_LATENT_DIM = 16, 512
+"""Latents (MLA) that kernels take have a multiple of so many elements, and at most so many."""
+LATENT_ROPE_DIMS = (16, 32, 64)
+"""Rotated elements that may stand beside them."""
 MAX_DIRECT_TOKENS = 4
 """Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""
 UNSORTED_TOKENS = 16

@@ -23,7 +23,7 @@ from holdfast.kernels.geometry import (
     row_scaled_splits,
 )
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 STREAM = "stream"
@@ -76,15 +76,26 @@ def stream_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 
 def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...]) -> Request:
     """One layer's attention: fused projection, queries, outputs, and the backend's scratch."""
-    return Request(
-        LAYERS,
-        "attention",
-        (
+    if spec.latent is not None:
+        specs = _latent_specs(spec.num_heads, spec.latent, num_rows, dtype)
+    else:
+        specs = (
             TensorSpec("qkv", (num_rows, spec.qkv_size), dtype),
             TensorSpec("q", (num_rows, spec.num_heads, spec.head_dim), dtype),
             TensorSpec("attended", (num_rows, spec.query_size), dtype),
-            *scratch,
-        ),
+        )
+    return Request(LAYERS, "attention", (*specs, *scratch))
+
+
+def _latent_specs(num_heads: int, latent: LatentSpec, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:
+    """Projections to latents, the norm of the queries' own where there is one, queries and outputs."""
+    q_rank = latent.q_rank or 0
+    normed = (TensorSpec("q_normed", (num_rows, q_rank), dtype),) if q_rank else ()
+    return (
+        TensorSpec("qkv_a", (num_rows, q_rank + latent.row_dim), dtype),
+        *normed,
+        TensorSpec("q", (num_rows, num_heads * latent.query_dim), dtype),
+        TensorSpec("attended", (num_rows, num_heads * latent.value_dim), dtype),
     )
 
 
@@ -164,7 +175,7 @@ def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
 def _weight_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     """Outputs and inputs of the weights that layers have beside experts, and of projections of the embedding."""
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    shapes = [(spec.qkv_size, hidden), (hidden, spec.query_size)]
+    shapes = [*spec.attention_products]
     if embedding != hidden:
         shapes += [(hidden, embedding), (embedding, hidden)]
     if spec.has_mlp:
@@ -179,11 +190,8 @@ def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple
     """Kinds of the weights that a step multiplies by, with rows and columns of what goes in."""
     hidden = spec.hidden_size
     embedding = spec.embedding_size or hidden
-    products = [
-        ("linear", num_rows, hidden),
-        ("linear", num_rows, spec.query_size),
-        ("head", num_logit_rows, embedding),
-    ]
+    products = [("linear", num_rows, size_k) for _, size_k in spec.attention_products]
+    products.append(("head", num_logit_rows, embedding))
     if embedding != hidden:
         products += [("linear", num_rows, embedding), ("linear", num_logit_rows, hidden)]
     if spec.has_mlp:
@@ -223,7 +231,7 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
+    Keys and values are by head. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
     more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
     widths = (spec.hidden_size, spec.query_size, *((spec.intermediate_size,) if spec.has_mlp else ()))
@@ -231,6 +239,7 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
     return (
         device_kind == "cuda"
         and dtype == "bfloat16"
+        and spec.latent is None
         and (scheme is None or scheme.block_columns == 0)
         and spec.norm == "rms"
         and spec.norm_first

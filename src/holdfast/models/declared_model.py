@@ -19,6 +19,7 @@ from holdfast.models.declared_weights import (
 )
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.families import FAMILIES
+from holdfast.models.latent_declaration import LatentDeclaration
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import MLA_FORMATS, MLA_NAMES, KVFormat, formats_of, kv_format
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
@@ -174,9 +175,13 @@ class DeclaredModel:
         return found
 
 
-def declare_decoder(spec: ModelSpec, name: str) -> DeclaredModel:
-    """What is declared of a decoder that runs: its parameters are those that an engine loads."""
-    return declare_named(name, DecoderDeclaration(spec, FAMILIES[spec.architecture].names), None)
+def declare_decoder(spec: ModelSpec, name: str, native: str | None = None) -> DeclaredModel:
+    """What is declared of a decoder that runs: its parameters are those that an engine loads.
+
+    `native` is the scheme in which the checkpoint stores matrices.
+    """
+    kind = DecoderDeclaration if spec.latent is None else LatentDeclaration
+    return declare_named(name, kind(spec, FAMILIES[spec.architecture].names, native), None)
 
 
 def declare_named(name: str, declaration: DecoderDeclaration, not_runnable: str | None) -> DeclaredModel:

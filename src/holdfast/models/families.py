@@ -7,9 +7,12 @@ them; a setting that the decoder does not compute is declined in words.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.errors import UnsupportedModelError, shown
+from holdfast.models.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, LatentFamily, read_latent
 from holdfast.models.parameters import (
+    DEEPSEEK_NAMES,
     GEMMA3_NAMES,
     GPT_OSS_NAMES,
     LLAMA_NAMES,
@@ -21,38 +24,29 @@ from holdfast.models.parameters import (
 from holdfast.models.settings import (
     DEFAULT_THETA,
     EXPERT_COUNT_KEYS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
     MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
     ExpertDefaults,
     Settings,
+    declined,
     plain,
+    read_activation,
     read_clamped_experts,
+    read_dtype,
     read_experts,
     read_layer_rope,
     read_rope,
+    stretched,
 )
-from holdfast.models.spec import Activation, ModelSpec, RopeSpec
-
-MAX_LAYERS = 1024
-MAX_HEADS = 4096
-MAX_HEAD_DIM = 1024
-MAX_WIDTH = 2**20
-MAX_VOCAB = 2**24
-"""Bounds far above any model there is and far below what would hurt a program that believes them."""
+from holdfast.models.spec import ModelSpec
 
 CAUSAL = "ForCausalLM"
 TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """A `model_type` that is not its architecture's name, and one that is."""
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
     "is_encoder_decoder": (None, False),
@@ -109,7 +103,7 @@ def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelS
     for part in (settings, own):
         for key, neutral in NEUTRAL.items():
             if key not in family.reads and part.values.get(key) not in neutral:
-                raise _declined(part, key, "that setting is not computed here")
+                raise declined(part, key, "that setting is not computed here")
     return family.read(own)
 
 
@@ -138,6 +132,19 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     return list_parameters(spec, FAMILIES[spec.architecture].names)
 
 
+DRAFTS = "drafts of tokens"
+
+
+def unread_tensors(spec: ModelSpec) -> tuple[tuple[str, ...], str]:
+    """Prefixes of tensors that a checkpoint of the model may hold and nobody reads, and what these are for, in words."""
+    family = FAMILIES[spec.architecture]
+    drafts = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
+    if not drafts:
+        return family.unread, family.unread_words
+    words = f"{family.unread_words} and {DRAFTS}" if family.unread_words else DRAFTS
+    return (*family.unread, *(family.names.layer.format(layer) for layer in drafts)), words
+
+
 def find_family(settings: Settings) -> Family:
     """The family that a config.json names."""
     architecture = named_architecture(settings, FAMILIES)
@@ -149,7 +156,7 @@ def find_family(settings: Settings) -> Family:
             "use a model of one of these",
         )
     model_type = settings.text("model_type", family.name)
-    if model_type != family.name:
+    if TYPE_ALIASES.get(model_type, model_type) != family.name:
         raise settings.refuse("model_type", model_type, f"{family.name!r}, the type of {family.architecture},")
     return family
 
@@ -184,7 +191,7 @@ def _type_of(architecture: str) -> str:
 def _read_llama(settings: Settings) -> ModelSpec:
     for key in ("sliding_window", "layer_types"):
         if settings.values.get(key) is not None and set(settings.texts("layer_types") or ["?"]) != {"full_attention"}:
-            raise _declined(settings, key, "every layer of this family sees all tokens")
+            raise declined(settings, key, "every layer of this family sees all tokens")
     defaults = _Defaults(vocab_size=32000, intermediate_size=11008, num_kv_heads=None, max_position=2048)
     has_bias = settings.flag("attention_bias", False)
     spec = _read_rotary(settings, LLAMA, defaults)
@@ -195,7 +202,7 @@ def _read_mistral(settings: Settings) -> ModelSpec:
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     kind = "full_attention" if window is None else "sliding_attention"
     if set(settings.texts("layer_types") or [kind]) != {kind}:
-        raise _declined(settings, "layer_types", f"with sliding_window = {window} every layer here is {kind}")
+        raise declined(settings, "layer_types", f"with sliding_window = {window} every layer here is {kind}")
     defaults = _Defaults(vocab_size=32000, intermediate_size=14336, num_kv_heads=8, max_position=131072)
     spec = _read_rotary(settings, MISTRAL, defaults)
     return replace(spec, sliding_windows=() if window is None else (window,) * spec.num_layers)
@@ -258,7 +265,7 @@ def _read_qwen3_moe(settings: Settings) -> ModelSpec:
 def _read_silu_experts(settings: Settings, spec: ModelSpec, defaults: ExpertDefaults) -> ModelSpec:
     experts = read_experts(settings, spec.num_layers, defaults)
     if experts is not None and spec.activation != "silu":
-        raise _declined(settings, "hidden_act", "experts are gated with silu here")
+        raise declined(settings, "hidden_act", "experts are gated with silu here")
     return replace(spec, experts=experts)
 
 
@@ -297,7 +304,7 @@ def _read_gemma3_text(settings: Settings, family: Family) -> ModelSpec:
     return replace(
         spec,
         max_position=max_position,
-        activation=_activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=read_activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
         qkv_bias=has_bias,
         o_bias=has_bias,
         qk_norm=True,
@@ -339,7 +346,7 @@ GPT_OSS_ROPE = {
 
 def _read_gpt_oss(settings: Settings) -> ModelSpec:
     if settings.number("swiglu_alpha", 1.702) != 1.702:
-        raise _declined(settings, "swiglu_alpha", "gates are multiplied by 1.702 before the sigmoid here")
+        raise declined(settings, "swiglu_alpha", "gates are multiplied by 1.702 before the sigmoid here")
     if settings.part("rope_scaling") is None and settings.part("rope_parameters") is None:
         settings = Settings({**settings.values, "rope_parameters": GPT_OSS_ROPE}, settings.file, settings.section)
     defaults = _Defaults(
@@ -356,7 +363,7 @@ def _read_gpt_oss(settings: Settings) -> ModelSpec:
     )
     spec = _read_rotary(settings, GPT_OSS, defaults)
     if spec.activation != "silu":
-        raise _declined(settings, "hidden_act", "experts of this family have a gate of their own, which goes by silu")
+        raise declined(settings, "hidden_act", "experts of this family have a gate of their own, which goes by silu")
     has_bias = settings.flag("attention_bias", True)
     window = settings.optional_count("sliding_window", 128, MAX_POSITIONS)
     if settings.texts("layer_types") is None:
@@ -374,7 +381,7 @@ def _read_gpt_oss(settings: Settings) -> ModelSpec:
 
 def _read_opt(settings: Settings) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
-        raise _declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
+        raise declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
     hidden_size = settings.count("hidden_size", 768, MAX_WIDTH)
     num_heads = settings.count("num_attention_heads", 12, MAX_HEADS)
     embedding_size = settings.optional_count("word_embed_proj_dim", None, MAX_WIDTH)
@@ -391,12 +398,12 @@ def _read_opt(settings: Settings) -> ModelSpec:
         num_kv_heads=num_heads,
         head_dim=_head_dim(settings, hidden_size, num_heads),
         max_position=settings.count("max_position_embeddings", 2048, MAX_WIDTH),
-        checkpoint_dtype=_dtype(settings),
+        checkpoint_dtype=read_dtype(settings),
         norm_eps=1e-5,
         norm="layer",
         norm_first=norm_first,
         has_final_norm=norm_first and not settings.flag("_remove_final_layer_norm", False),
-        activation=_activation(settings, "activation_function", "relu"),
+        activation=read_activation(settings, "activation_function", "relu"),
         gated_mlp=False,
         qkv_bias=has_bias,
         o_bias=has_bias,
@@ -452,10 +459,10 @@ def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> Mod
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=_stretched(rope, max_position),
-        checkpoint_dtype=_dtype(settings),
+        max_position=stretched(rope, max_position),
+        checkpoint_dtype=read_dtype(settings),
         norm_eps=settings.number("rms_norm_eps", defaults.norm_eps),
-        activation=_activation(settings, "hidden_act", "silu"),
+        activation=read_activation(settings, "hidden_act", "silu"),
         rope=rope,
         tied_embeddings=settings.flag("tie_word_embeddings", defaults.is_tied),
     )
@@ -490,7 +497,7 @@ def _typed_windows(
         raise settings.refuse("layer_types", list(kinds), f"one entry for each of {num_layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "attention", "sliding_attention"):
-            raise _declined(settings, "layer_types", f"layers of kind {shown(kind)} are not computed here")
+            raise declined(settings, "layer_types", f"layers of kind {shown(kind)} are not computed here")
         if kind == "sliding_attention" and window is None:
             raise settings.refuse("layer_types", list(kinds), wanted)
     return _unless_none(tuple(window if kind == "sliding_attention" else None for kind in kinds))
@@ -500,42 +507,11 @@ def _unless_none(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
     return windows if any(windows) else ()
 
 
-def _stretched(rope: RopeSpec, max_position: int) -> int:
-    """The longest context: linear and yarn settings name the length before stretching as often as the one after."""
-    plain = {"linear": max_position, "yarn": rope.original_max_position}.get(rope.kind, 0)
-    return min(max(max_position, int(plain * rope.factor)), MAX_POSITIONS)
-
-
 def _head_dim(settings: Settings, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads or hidden_size // num_heads > MAX_HEAD_DIM:
         wanted = f"a number that divides hidden_size = {hidden_size} into heads of at most {MAX_HEAD_DIM}"
         raise settings.refuse("num_attention_heads", num_heads, wanted)
     return hidden_size // num_heads
-
-
-def _activation(settings: Settings, key: str, default: str) -> Activation:
-    name = settings.text(key, default)
-    if name not in ACTIVATIONS:
-        raise _declined(settings, key, f"the activations here are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
-def _dtype(settings: Settings) -> str:
-    key = "torch_dtype" if settings.values.get("dtype") is None else "dtype"
-    if settings.values.get(key) is None:
-        return "float32"
-    name = settings.text(key, "").removeprefix("torch.")
-    if name not in DTYPES:
-        raise _declined(settings, key, f"the types here are {', '.join(DTYPES)}")
-    return name
-
-
-def _declined(settings: Settings, key: str, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{settings.file} sets {settings.section}{key} = {shown(settings.values.get(key))}",
-        why,
-        "use a model without it",
-    )
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES, bos_token_id=1, eos_token_ids=(2,))
@@ -572,6 +548,15 @@ GEMMA3_IMAGES = replace(
     unread_words="images",
 )
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, GPT_OSS_NAMES, reads=EXPERT_COUNT_KEYS)
+
+
+def _latent_family(row: LatentFamily, bos_token_id: int, eos_token_id: int) -> Family:
+    read = partial(read_latent, row)
+    return Family(
+        row.name, row.architecture, read, DEEPSEEK_NAMES, bos_token_id=bos_token_id, eos_token_ids=(eos_token_id,)
+    )
+
+
 OPT = Family(
     "opt",
     "OPTForCausalLM",
@@ -586,6 +571,8 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
         *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
+        _latent_family(DEEPSEEK_V2, 1, 2),
+        *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, GLM4_LITE)),
     )
 }
 """Every architecture that is run, by the name in config.json."""

@@ -278,6 +278,21 @@ QWEN15_MOE: Config = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+
+
+def _yarn(factor: float, mscale: float, beta_fast: int = 32) -> Config:
+    """As DeepSeek stretches 4096 positions; scores are scaled with the rotations."""
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": beta_fast,
+        "beta_slow": 1,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+
+
 DEEPSEEK_V2_LITE: Config = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -297,8 +312,15 @@ DEEPSEEK_V2_LITE: Config = {
     "n_routed_experts": 64,
     "n_shared_experts": 2,
     "num_experts_per_tok": 6,
+    "scoring_func": "softmax",
     "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
     "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": _yarn(40, 0.707),
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
@@ -312,6 +334,9 @@ DEEPSEEK_V2: Config = {
     "moe_intermediate_size": 1536,
     "n_routed_experts": 160,
     "topk_method": "group_limited_greedy",
+    "n_group": 8,
+    "topk_group": 3,
+    "routed_scaling_factor": 16.0,
 }
 DEEPSEEK_R1: Config = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -332,9 +357,16 @@ DEEPSEEK_R1: Config = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
     "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": _yarn(40, 1.0),
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
@@ -354,8 +386,44 @@ KIMI_K2: Config = {
     "num_attention_heads": 64,
     "first_k_dense_replace": 1,
     "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
     "num_nextn_predict_layers": 0,
     "max_position_embeddings": 131072,
+    "rope_theta": 50000,
+    "rope_scaling": _yarn(32, 1.0, beta_fast=1),
+}
+GLM47_FLASH: Config = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 202752,
+    "rope_theta": 1_000_000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
 }
 DEEPSEEK_V4_FLASH: Config = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -607,7 +675,11 @@ PUBLISHED: tuple[Published, ...] = (
     Published(
         "zai-org/GLM-4.6", _glm45(5120, 12288, 92, 160, 1536, 3, use_qk_norm=True, max_position_embeddings=202752)
     ),
+    Published("zai-org/GLM-4.7-Flash", GLM47_FLASH),
     Published("moonshotai/Kimi-K2-Instruct", KIMI_K2),
-    Published("moonshotai/Kimi-K2-Instruct-0905", {**KIMI_K2, "max_position_embeddings": 262144}),
+    Published(
+        "moonshotai/Kimi-K2-Instruct-0905",
+        {**KIMI_K2, "max_position_embeddings": 262144, "rope_scaling": _yarn(64, 1.0, beta_fast=1)},
+    ),
 )
 """Every model that can be planned by name, by family."""

@@ -1,4 +1,4 @@
-"""Settings: values of a config.json, checked as they are read; its experts and its rotary positions; no torch.
+"""Settings: values of a config.json, checked as they are read; its experts, its rotary positions and what else families share; no torch.
 
 Rotary settings come in an old spelling (rope_theta, rope_scaling) and a new one (rope_parameters).
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
-from holdfast.models.spec import ExpertsSpec, RopeKind, RopeSpec
+from holdfast.models.spec import Activation, ExpertsSpec, RopeKind, RopeSpec
 
 MAX_SHOWN = 60
 """Characters of a wrong value that a message repeats."""
@@ -18,6 +18,24 @@ SMALLEST, LARGEST = 1e-30, 1e30
 """Numbers are bounded so that arithmetic with them stays finite."""
 _ABSENT = object()
 
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_WIDTH = 2**20
+MAX_VOCAB = 2**24
+"""Bounds far above any model there is and far below what would hurt a program that believes them."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 MAX_EXPERTS = 2**16
 MAX_MODEL_EXPERTS = 2**17
 """Of all layers together: every one is listed before a file is looked at. The largest models have some 23 thousand."""
@@ -178,7 +196,7 @@ def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) 
     dense_layers = _dense_layers(settings, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
         return None
-    _check_total(settings, num_experts, num_layers - len(dense_layers))
+    check_total(settings, _count_key(settings), num_experts, num_layers - len(dense_layers))
     shared_size = 0
     if defaults.shared_size:
         shared_size = settings.count("shared_expert_intermediate_size", defaults.shared_size, MAX_EXPERT_WIDTH)
@@ -198,7 +216,7 @@ def read_clamped_experts(
 ) -> ExpertsSpec:
     """The experts of gpt-oss, in every layer: biases everywhere, gate and up in turn, and a clamp on both."""
     num_experts = _num_experts(settings, defaults.num_experts, low=1)
-    _check_total(settings, num_experts, num_layers)
+    check_total(settings, _count_key(settings), num_experts, num_layers)
     return ExpertsSpec(
         num_experts=num_experts,
         top_k=settings.count("num_experts_per_tok", min(defaults.top_k, num_experts), num_experts),
@@ -211,12 +229,16 @@ def read_clamped_experts(
     )
 
 
-def _check_total(settings: Settings, num_experts: int, num_sparse: int) -> None:
-    """An error where all layers together have more than can be listed."""
+def check_total(settings: Settings, key: str, num_experts: int, num_sparse: int) -> None:
+    """An error where all layers together have more experts, which `key` says, than can be listed."""
     if num_experts * num_sparse > MAX_MODEL_EXPERTS:
-        key = next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
         most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
         raise settings.refuse(key, num_experts, most)
+
+
+def _count_key(settings: Settings) -> str:
+    """Which of the keys says how many experts there are."""
+    return next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
 
 
 def _num_experts(settings: Settings, default: int, low: int = 0) -> int:
@@ -324,8 +346,8 @@ def _scaled(
             beta_fast=rope.optional_number("beta_fast") or 32.0,
             beta_slow=rope.optional_number("beta_slow") or 1.0,
             attention_factor=rope.optional_number("attention_factor"),
-            mscale=rope.optional_number("mscale"),
-            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            mscale=rope.optional_number("mscale", low=0.0),
+            mscale_all_dim=rope.optional_number("mscale_all_dim", low=0.0),
             truncate=rope.flag("truncate", True),
         )
     return RopeSpec(
@@ -347,3 +369,37 @@ def _original_max_position(config: Settings, rope: Settings, max_position: int) 
 
 def _factor(rope: Settings, stretch: float | None) -> float:
     return rope.optional_number("factor") or stretch or 1.0
+
+
+def read_activation(settings: Settings, key: str, default: str) -> Activation:
+    """The activation that a key names."""
+    name = settings.text(key, default)
+    if name not in ACTIVATIONS:
+        raise declined(settings, key, f"the activations here are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def read_dtype(settings: Settings) -> str:
+    """torch's name of the type in which the checkpoint says it is stored."""
+    key = "torch_dtype" if settings.values.get("dtype") is None else "dtype"
+    if settings.values.get(key) is None:
+        return "float32"
+    name = settings.text(key, "").removeprefix("torch.")
+    if name not in DTYPES:
+        raise declined(settings, key, f"the types here are {', '.join(DTYPES)}")
+    return name
+
+
+def declined(settings: Settings, key: str, why: str) -> UnsupportedModelError:
+    """The error for a value that has a meaning which is not computed here."""
+    return UnsupportedModelError(
+        f"{settings.file} sets {settings.section}{key} = {shown(settings.values.get(key))}",
+        why,
+        "use a model without it",
+    )
+
+
+def stretched(rope: RopeSpec, max_position: int) -> int:
+    """The longest context: linear and yarn settings name the length before stretching as often as the one after."""
+    plain = {"linear": max_position, "yarn": rope.original_max_position}.get(rope.kind, 0)
+    return min(max(max_position, int(plain * rope.factor)), MAX_POSITIONS)

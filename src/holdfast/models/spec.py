@@ -166,8 +166,7 @@ class ModelSpec:
     """Latent attention in every layer: `num_kv_heads` is 1, `head_dim` is what is kept of a token (`LatentSpec.row_dim`), and
     `qkv_bias` is of the projections to latents; None: keys and values by head."""
     num_draft_layers: int = 0
-    """Layers behind the last one that guess tokens further ahead (multi-token prediction): checkpoints hold them, nothing here
-    reads them."""
+    """Layers behind the last that checkpoints hold to draft tokens (multi-token prediction): they are neither planned nor loaded."""
 
     @property
     def query_size(self) -> int:
@@ -180,6 +179,20 @@ class ModelSpec:
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.kv_size
+
+    @property
+    def attention_products(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the weights around a layer's attention, in the order of computation.
+
+        kv_b of latents is not among them: attention itself multiplies by it, and it is never quantized.
+        """
+        hidden, latent = self.hidden_size, self.latent
+        if latent is None:
+            return ((self.qkv_size, hidden), (hidden, self.query_size))
+        queries, values = self.num_heads * latent.query_dim, self.num_heads * latent.value_dim
+        if latent.q_rank is None:
+            return ((queries, hidden), (latent.row_dim, hidden), (hidden, values))
+        return ((latent.q_rank + latent.row_dim, hidden), (queries, latent.q_rank), (hidden, values))
 
     @property
     def has_separable_key_bias(self) -> bool:

@@ -9,8 +9,7 @@ from holdfast.models.activations import LAYERS, STREAM, Request
 from holdfast.models.blueprints.latent import INDEX_SCORE_BYTES, PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
 from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
 from holdfast.models.declared_weights import FP8_BLOCK_E8M0, Weight
-from holdfast.models.families import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
-from holdfast.models.settings import Settings
+from holdfast.models.settings import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
 FP8_TILE = 64

@@ -15,9 +15,18 @@ from holdfast.models.blueprints.latent import PARTIAL_HEAD_ROWS
 from holdfast.models.declaration import CacheRows, Experts, HeadGeometry, StepShape, needed
 from holdfast.models.declared_weights import Weight
 from holdfast.models.decoder_declaration import DecoderDeclaration
-from holdfast.models.families import DTYPES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from holdfast.models.parameters import LLAMA_NAMES, Kind
-from holdfast.models.settings import MAX_EXPERTS, MAX_POSITIONS, Settings
+from holdfast.models.settings import (
+    DTYPES,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Settings,
+)
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.quant.formats import KVFormat
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.models.declared_model import DeclaredModel, declare_decoder, declare_named
-from holdfast.models.decoder_declaration import DecoderDeclaration
-from holdfast.models.families import DTYPES, FAMILIES, named_architecture, read_spec
-from holdfast.models.settings import MAX_POSITIONS, Settings, plain
+from holdfast.models.families import FAMILIES, named_architecture, read_spec
+from holdfast.models.settings import DTYPES, MAX_POSITIONS, Settings, plain
 from holdfast.models.spec import ModelSpec
 
 
@@ -20,8 +19,7 @@ def declare_config(config: Mapping[str, object], name: str, file: str = "config.
         return reader(settings, name, native)
     if native is None:
         return declare_decoder(_read_known_spec(config, file), name)
-    spec = _read_known_spec({**config, "quantization_config": None}, file)
-    return declare_named(name, DecoderDeclaration(spec, FAMILIES[spec.architecture].names, native), None)
+    return declare_decoder(_read_known_spec({**config, "quantization_config": None}, file), name, native)
 
 
 def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
@@ -52,24 +50,12 @@ def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
         )
 
 
-def _read_deepseek(settings: Settings, name: str, native: str | None) -> DeclaredModel:
-    from holdfast.models.blueprints.latent import deepseek  # a plan of another model does not wait for it
+def _read_deepseek_v32(settings: Settings, name: str, native: str | None) -> DeclaredModel:
+    from holdfast.models.blueprints.latent import deepseek_v32  # a plan of another model does not wait for it
 
-    declaration = deepseek(settings, native)
-    return DeclaredModel(
-        name=name,
-        spec=None,
-        not_runnable="latent attention (MLA) is not in this version",
-        max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
-        checkpoint_dtype=_dtype(settings),
-        vocab_size=declaration.vocab_size,
-        hidden_size=declaration.hidden_size,
-        num_layers=declaration.num_layers,
-        num_heads=declaration.num_heads,
-        num_kv_heads=1,
-        head_dim=declaration.kv_rank + declaration.rope_dim,
-        declaration=declaration,
-    )
+    declaration = deepseek_v32(settings, native)
+    declared = declare_named(name, declaration.latent, "attention to chosen tokens (DSA) is not in this version")
+    return replace(declared, declaration=declaration)
 
 
 def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> DeclaredModel:
@@ -131,9 +117,7 @@ def _dtype(settings: Settings) -> str:
 
 
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], DeclaredModel]] = {
-    "DeepseekV2ForCausalLM": _read_deepseek,
-    "DeepseekV3ForCausalLM": _read_deepseek,
-    "DeepseekV32ForCausalLM": _read_deepseek,
+    "DeepseekV32ForCausalLM": _read_deepseek_v32,
     "DeepseekV4ForCausalLM": _read_deepseek_v4,
     **dict.fromkeys(
         (

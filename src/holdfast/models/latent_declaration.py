@@ -1,0 +1,44 @@
+"""LatentDeclaration: what a decoder with latent attention (MLA) takes where that differs from keys and values by head; no torch."""
+
+from holdfast.models.declaration import CacheRows, HeadGeometry
+from holdfast.models.decoder_declaration import DecoderDeclaration
+from holdfast.models.spec import LatentSpec
+from holdfast.quant.formats import KVFormat
+
+
+class LatentDeclaration(DecoderDeclaration):
+    """A decoder whose layers keep one latent a token. Ranks share query heads, MLPs and experts; latents each has whole."""
+
+    __slots__ = ()
+
+    @property
+    def latent(self) -> LatentSpec:
+        latent = self.decoder.latent
+        assert latent is not None, f"{self.decoder.architecture} keeps keys and values by head"
+        return latent
+
+    @property
+    def rope_width(self) -> int:
+        return self.latent.rope_dim
+
+    def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        if not kv_format.is_quantized or kv_format.is_latent:
+            return None
+        return f"{kv_format.name} keeps keys and values by head, and this model keeps latents"
+
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+        row_bytes = kv_format.bytes_per_token(1, self.latent.row_dim, self.latent.rope_dim)
+        return (CacheRows("latent", self.decoder.num_layers, row_bytes),)
+
+    def heads(self, num_ranks: int) -> HeadGeometry:
+        spec, latent = self.rank(num_ranks), self.latent
+        return HeadGeometry(
+            num_heads=spec.num_heads,
+            num_kv_heads=1,
+            head_dim=latent.row_dim,
+            windows=(None,) * spec.num_layers,
+            scale=spec.score_scale,
+            rope_dim=latent.rope_dim,
+            nope_dim=latent.nope_dim,
+            value_dim=latent.value_dim,
+        )

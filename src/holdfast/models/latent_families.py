@@ -1,0 +1,313 @@
+"""Families with latent attention (MLA): how config.json of DeepSeek-V2, V3 and what took its architecture, and GLM-4.7-Flash, becomes a ModelSpec; no torch.
+
+Keys that a config.json leaves out take the value that transformers gives them. Layers that draft tokens (multi-token
+prediction) are counted, so that their tensors are known, and are no part of the model.
+"""
+
+from dataclasses import dataclass
+from math import log
+
+from holdfast.kernels.geometry import LATENT_MULTIPLE, LATENT_ROPE_DIMS, MAX_LATENT_DIM
+from holdfast.models.settings import (
+    MAX_EXPERT_WIDTH,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Settings,
+    check_total,
+    declined,
+    read_activation,
+    read_dtype,
+    read_rope,
+    stretched,
+)
+from holdfast.models.spec import ExpertsSpec, GroupScore, LatentSpec, ModelSpec, RopeSpec, Scoring
+
+GREEDY, LIMITED_GREEDY, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
+"""Ways to choose experts (`topk_method`): of all; of the groups with the largest score; of those with the two largest, by corrected scores."""
+MAX_SHARED_EXPERTS = 1024
+SPARSE, DENSE = "sparse", "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFamily:
+    """What is fixed in a family, and what transformers assumes where config.json does not say."""
+
+    name: str
+    architecture: str
+    scoring: Scoring
+    methods: tuple[str, ...]
+    """The ways to choose experts that it knows; the first is the default."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_position: int
+    q_rank: int
+    nope_dim: int
+    value_dim: int
+    num_experts: int
+    top_k: int | None
+    expert_size: int
+    num_shared: int
+    num_groups: int | None
+    groups_taken: int | None
+    share_scale: float
+    num_dense_layers: int
+    num_draft_layers: int
+    norm_eps: float = 1e-6
+    kv_rank: int = 512
+    rope_dim: int = 64
+    normalizes: bool = True
+
+
+DEEPSEEK_V2 = LatentFamily(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    scoring="softmax",
+    methods=(GREEDY, LIMITED_GREEDY),
+    vocab_size=102400,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_layers=32,
+    num_heads=32,
+    max_position=2048,
+    q_rank=1536,
+    nope_dim=128,
+    value_dim=128,
+    num_experts=64,
+    top_k=None,
+    expert_size=1407,
+    num_shared=2,
+    num_groups=None,
+    groups_taken=None,
+    share_scale=1.0,
+    num_dense_layers=0,
+    num_draft_layers=0,
+    normalizes=False,
+)
+DEEPSEEK_V3 = LatentFamily(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    scoring="sigmoid",
+    methods=(CORRECTED,),
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_layers=61,
+    num_heads=128,
+    max_position=4096,
+    q_rank=1536,
+    nope_dim=128,
+    value_dim=128,
+    num_experts=256,
+    top_k=8,
+    expert_size=2048,
+    num_shared=1,
+    num_groups=8,
+    groups_taken=4,
+    share_scale=2.5,
+    num_dense_layers=3,
+    num_draft_layers=1,
+)
+GLM4_LITE = LatentFamily(
+    name="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    scoring="sigmoid",
+    methods=(CORRECTED,),
+    vocab_size=154880,
+    hidden_size=2048,
+    intermediate_size=10240,
+    num_layers=47,
+    num_heads=20,
+    max_position=202752,
+    q_rank=768,
+    nope_dim=192,
+    value_dim=256,
+    num_experts=64,
+    top_k=4,
+    expert_size=1536,
+    num_shared=1,
+    num_groups=1,
+    groups_taken=1,
+    share_scale=1.8,
+    num_dense_layers=1,
+    num_draft_layers=1,
+    norm_eps=1e-5,
+)
+
+
+def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
+    """A decoder with latent attention in every layer."""
+    _decline_unknown(settings)
+    num_heads = settings.count("num_attention_heads", family.num_heads, MAX_HEADS)
+    if settings.optional_count("num_key_value_heads", None, MAX_HEADS) not in (None, 1, num_heads):
+        raise declined(settings, "num_key_value_heads", "all query heads share one latent here")
+    latent = _read_dims(settings, family)
+    num_layers = settings.count("num_hidden_layers", family.num_layers, MAX_LAYERS)
+    max_position = settings.count("max_position_embeddings", family.max_position, MAX_POSITIONS)
+    rope = _read_rope(settings, latent.rope_dim, max_position)
+    has_bias = settings.flag("attention_bias", False)
+    return ModelSpec(
+        architecture=family.architecture,
+        family=family.name,
+        vocab_size=settings.count("vocab_size", family.vocab_size, MAX_VOCAB),
+        hidden_size=settings.count("hidden_size", family.hidden_size, MAX_WIDTH),
+        intermediate_size=settings.count("intermediate_size", family.intermediate_size, MAX_WIDTH),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=latent.row_dim,
+        max_position=stretched(rope, max_position),
+        checkpoint_dtype=read_dtype(settings),
+        norm_eps=settings.number("rms_norm_eps", family.norm_eps),
+        activation=read_activation(settings, "hidden_act", "silu"),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        rope=rope,
+        tied_embeddings=settings.flag("tie_word_embeddings", False),
+        experts=_read_experts(settings, family, num_layers),
+        attention_scale=latent.query_dim**-0.5 * _temperature(rope),
+        latent=latent,
+        num_draft_layers=settings.count("num_nextn_predict_layers", family.num_draft_layers, MAX_LAYERS, low=0),
+    )
+
+
+def _decline_unknown(settings: Settings) -> None:
+    """Settings with a meaning in some checkpoints of these families that is not computed here."""
+    if settings.values.get("rope_interleave") not in (None, True):
+        raise declined(settings, "rope_interleave", "rope turns neighbouring elements of these families, not halves")
+    if settings.values.get("moe_layer_freq") not in (None, 1):
+        why = "every layer behind the first dense ones is taken to have experts"
+        raise declined(settings, "moe_layer_freq", why)
+    if settings.values.get("mlp_bias") not in (None, False):
+        raise declined(settings, "mlp_bias", "MLPs of these families have no biases here")
+
+
+def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
+    """Widths of queries, latents and values; those that no kernel takes are refused."""
+    kv_rank = settings.count("kv_lora_rank", family.kv_rank, MAX_WIDTH)
+    if kv_rank % LATENT_MULTIPLE or kv_rank > MAX_LATENT_DIM:
+        wanted = f"a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM}, which kernels take,"
+        raise settings.refuse("kv_lora_rank", kv_rank, wanted)
+    rope_dim = settings.count("qk_rope_head_dim", family.rope_dim, MAX_HEAD_DIM)
+    if rope_dim not in LATENT_ROPE_DIMS:
+        wanted = f"{' or '.join(map(str, LATENT_ROPE_DIMS))}, which kernels take,"
+        raise settings.refuse("qk_rope_head_dim", rope_dim, wanted)
+    return LatentSpec(
+        q_rank=settings.optional_count("q_lora_rank", family.q_rank, MAX_WIDTH),
+        kv_rank=kv_rank,
+        nope_dim=settings.count("qk_nope_head_dim", family.nope_dim, MAX_HEAD_DIM),
+        rope_dim=rope_dim,
+        value_dim=settings.count("v_head_dim", family.value_dim, MAX_HEAD_DIM),
+    )
+
+
+def _read_rope(settings: Settings, rope_dim: int, max_position: int) -> RopeSpec:
+    """As everywhere, but yarn must say what it stretches, and how far: scores depend on it too."""
+    part = settings.part("rope_scaling") or settings.part("rope_parameters")
+    if part is not None and part.text("rope_type", part.text("type", "default")) == "yarn":
+        for key in ("factor", "original_max_position_embeddings"):
+            if part.values.get(key) is None:
+                raise part.missing(key, "scores and rotations of yarn follow from it")
+    return read_rope(settings, rope_dim, max_position)
+
+
+def _temperature(rope: RopeSpec) -> float:
+    """What yarn multiplies scores by, beside what it does to cos and sin; 1 where it says nothing."""
+    if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return (0.1 * rope.mscale_all_dim * log(rope.factor) + 1.0) ** 2
+
+
+def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> ExpertsSpec | None:
+    """The experts of all layers but the dense ones; None where no layer has any."""
+    dense_layers = _dense_layers(settings, family, num_layers)
+    if len(dense_layers) == num_layers:
+        return None
+    if read_activation(settings, "hidden_act", "silu") != "silu":
+        raise declined(settings, "hidden_act", "experts are gated with silu here")
+    num_experts = settings.count("n_routed_experts", family.num_experts, MAX_EXPERTS)
+    check_total(settings, "n_routed_experts", num_experts, num_layers - len(dense_layers))
+    if family.top_k is None:
+        top_k = settings.required_count("num_experts_per_tok", num_experts)
+    else:
+        top_k = settings.count("num_experts_per_tok", family.top_k, num_experts)
+    normalizes = settings.flag("norm_topk_prob", family.normalizes)
+    if normalizes and family.scoring == "softmax":
+        raise declined(settings, "norm_topk_prob", "shares of this family are scores as they are, times a factor")
+    method = _read_method(settings, family)
+    num_groups, groups_taken = _read_groups(settings, family, method, num_experts, top_k)
+    group_scores: dict[str, GroupScore] = {CORRECTED: "two_largest"}
+    inner = settings.count("moe_intermediate_size", family.expert_size, MAX_EXPERT_WIDTH)
+    has_shared = settings.values.get("n_shared_experts", family.num_shared) is not None
+    num_shared = settings.count("n_shared_experts", family.num_shared, MAX_SHARED_EXPERTS, low=0) if has_shared else 0
+    return ExpertsSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        shared_size=num_shared * inner,
+        normalizes=normalizes,
+        dense_layers=dense_layers,
+        scoring=family.scoring,
+        num_groups=num_groups,
+        groups_taken=groups_taken,
+        group_score=group_scores.get(method, "largest"),
+        has_score_bias=method == CORRECTED,
+        share_scale=settings.number("routed_scaling_factor", family.share_scale),
+    )
+
+
+def _dense_layers(settings: Settings, family: LatentFamily, num_layers: int) -> frozenset[int]:
+    """As layers are listed, else the first few."""
+    kinds = settings.texts("mlp_layer_types")
+    if kinds is None:
+        num_dense = settings.count("first_k_dense_replace", family.num_dense_layers, MAX_LAYERS, low=0)
+        return frozenset(range(min(num_dense, num_layers)))
+    if len(kinds) != num_layers or set(kinds) - {SPARSE, DENSE}:
+        raise settings.refuse("mlp_layer_types", list(kinds), f"{SPARSE} or {DENSE} for each of {num_layers} layers")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == DENSE)
+
+
+def _read_method(settings: Settings, family: LatentFamily) -> str:
+    """How experts are chosen. What makes a score of a logit is fixed in a family, and a file may only agree."""
+    if settings.text("scoring_func", family.scoring) != family.scoring:
+        raise declined(settings, "scoring_func", f"scores of {family.name} are a {family.scoring} of logits")
+    method = settings.text("topk_method", family.methods[0])
+    if method not in family.methods:
+        why = f"experts of {family.name} are chosen by {' or '.join(family.methods)}"
+        raise declined(settings, "topk_method", why)
+    return method
+
+
+def _read_groups(
+    settings: Settings, family: LatentFamily, method: str, num_experts: int, top_k: int
+) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token takes its own from; one of all where nothing limits them."""
+    if method == GREEDY:
+        return 1, 1
+    num_groups = _group_count(settings, "n_group", family.num_groups)
+    if num_experts % num_groups:
+        raise settings.refuse("n_group", num_groups, f"a divisor of n_routed_experts = {num_experts}")
+    group_size, least = num_experts // num_groups, 2 if method == CORRECTED else 1
+    if group_size < least:
+        wanted = f"groups of {least} experts and more out of {num_experts}"
+        raise settings.refuse("n_group", num_groups, wanted)
+    groups_taken = _group_count(settings, "topk_group", family.groups_taken)
+    if groups_taken > num_groups:
+        raise settings.refuse("topk_group", groups_taken, f"at most n_group = {num_groups}")
+    if top_k > groups_taken * group_size:
+        wanted = f"at most the {groups_taken * group_size} experts of {groups_taken} groups"
+        raise settings.refuse("num_experts_per_tok", top_k, wanted)
+    return num_groups, groups_taken
+
+
+def _group_count(settings: Settings, key: str, default: int | None) -> int:
+    if default is None and settings.values.get(key) is None:
+        raise settings.missing(key, "experts are chosen by groups, whose number is needed")
+    return settings.count(key, default or 1, MAX_EXPERTS)
