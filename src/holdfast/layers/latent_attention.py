@@ -1,0 +1,111 @@
+"""Latent attention layer (MLA): projections to latents and queries, backend, output projection.
+
+T rows, N query heads of D elements, X any other width
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.attention.backend import Batch, LatentAttention
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.layers.mlp import Linear, RMSNorm
+
+OWN = ("qkv_a", "q_normed", "q", "attended")
+
+
+class LatentBuffers(NamedTuple):
+    """One layer's tensors, one set for all layers."""
+
+    qkv_a_TX: torch.Tensor
+    """The queries' latent, where there is one, and then what is kept of a token, before its norm."""
+    q_TX: torch.Tensor
+    attended_TX: torch.Tensor
+    scratch: Mapping[str, torch.Tensor]
+    """The backend's own, by name."""
+    q_normed_TX: torch.Tensor | None = None
+    """The queries' latent behind its norm."""
+    quantized: QuantizedRows | None = None
+    """Room for the rows of any one product as codes; None where no weight takes them so."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "LatentBuffers":
+        """From the tensors of `attention_request`, by name; those that it does not know are the backend's."""
+        scratch = {name: tensor for name, tensor in held.items() if name not in OWN}
+        return cls(held["qkv_a"], held["q"], held["attended"], scratch, held.get("q_normed"), quantized)
+
+
+class LatentAttentionLayer:
+    """One layer's latent attention over whatever backend it is given."""
+
+    def __init__(
+        self,
+        layer: int,
+        qkv_a: Linear,
+        q: Linear,
+        o: Linear,
+        q_norm: RMSNorm | None,
+        norm: LatentNorm,
+        kv_b_NXL: torch.Tensor,
+        rotary: Rotary,
+        backend: LatentAttention[Any],
+    ) -> None:
+        """`q` takes the queries' latent behind `q_norm`, or x where there is no norm; `norm` is that of what is kept."""
+        self.qkv_a = qkv_a
+        self.q = q
+        self.o = o
+        self.kv_b_NXL = kv_b_NXL
+        self._layer = layer
+        self._q_norm = q_norm
+        self._norm = norm
+        self._rotary = rotary
+        self._backend = backend
+
+    def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
+        """Where a norm leaves the codes of x for all products that take it; None where they do not agree on them."""
+        rooms = [product.room_for_codes(quantized, num_rows) for product in self._first]
+        return None if any(room is None for room in rooms) else rooms[0]
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: LatentBuffers,
+        out_TH: torch.Tensor,
+        wanted_only: bool = False,
+        is_coded: bool = False,
+    ) -> torch.Tensor:
+        """All rows leave their latents; all, or those whose logits are wanted, attend: [T, H] or [R, H].
+
+        With `is_coded` the codes of x lie in their room.
+        """
+        quantized, latent_TX = buffers.quantized, self._project(x_TH, buffers, is_coded)
+        q_TND = buffers.q_TX.unflatten(1, (self.kv_b_NXL.shape[0], -1))
+        self._backend.write(latent_TX, q_TND, batch, self._norm, self._rotary, self._layer)
+        attended_RX = self._backend.attend(
+            q_TND, self.kv_b_NXL, self._layer, plan, buffers.scratch, buffers.attended_TX, wanted_only
+        )
+        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], quantized)
+
+    @property
+    def _first(self) -> tuple[Linear, ...]:
+        """The products that take x."""
+        return (self.qkv_a, self.q) if self._q_norm is None else (self.qkv_a,)
+
+    def _project(self, x_TH: torch.Tensor, buffers: LatentBuffers, is_coded: bool) -> torch.Tensor:
+        """Queries into `q_TX`; what is kept of a token, before its norm and its rotation, is returned."""
+        quantized = buffers.quantized
+        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized, is_coded)
+        if self._q_norm is None:
+            self.q(x_TH, buffers.q_TX, quantized, is_coded)
+            return qkv_a_TX
+        normed_TX, q_rank = buffers.q_normed_TX, self._q_norm.weight_H.shape[0]
+        assert normed_TX is not None, "no place for the norm of the queries' latent"
+        codes = self.q.room_for_codes(quantized, x_TH.shape[0])
+        self._q_norm(qkv_a_TX[:, :q_rank], None, normed_TX, codes)
+        self.q(normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)
+        return qkv_a_TX[:, q_rank:]
