@@ -21,6 +21,15 @@ NORMALIZES: Mapping[str, bool] = {"qwen2moe": False, "qwen3moe": True}
 """Whether the shares of a token's experts are divided by their sum, where the file does not say."""
 SHARED_ARCHITECTURES = ("qwen2moe",)
 """Those with an expert that every token takes."""
+LATENT_ARCHITECTURES: Mapping[str, str] = {"deepseek2": "DeepseekV2ForCausalLM"}
+"""Those with latent attention, whose first layers may have an MLP; with sigmoid scores the name is SIGMOID_ARCHITECTURE.
+
+GLM-4.7-Flash is converted to the same, and computes what DeepSeek-V3 does."""
+SIGMOID_ARCHITECTURE = "DeepseekV3ForCausalLM"
+SOFTMAX, SIGMOID = 1, 2
+"""Gating functions, as files number them."""
+SCORE_BIAS = "exp_probs_b"
+"""What files call the bias on a router's scores; conversions of models with sigmoid scores write it, and no others."""
 WITHOUT_EXPERTS: Mapping[str, tuple[object, ...]] = {"expert_count": (0,)}
 """What a file of another architecture may say of experts."""
 NEUTRAL_FOR_EXPERTS: Mapping[str, tuple[object, ...]] = {
@@ -52,7 +61,7 @@ def expert_config(
         return {}
     num_experts = settings.required_count(f"{arch}.expert_count", MAX_EXPERTS)
     _refuse_split_experts(file)
-    _check_routers(file, num_layers, (num_experts, hidden_size))
+    _check_routers(file, range(num_layers), (num_experts, hidden_size))
     config: dict[str, object] = {
         "num_experts": num_experts,
         "num_experts_per_tok": settings.required_count(f"{arch}.expert_used_count", num_experts),
@@ -76,15 +85,15 @@ def _refuse_split_experts(file: GGUFFile) -> None:
         )
 
 
-def _check_routers(file: GGUFFile, num_layers: int, shape: tuple[int, int]) -> None:
-    """Every layer has as many experts as announced. A list of parameters is as long as that, so it is settled before."""
-    for layer in range(num_layers):
+def _check_routers(file: GGUFFile, layers: range, shape: tuple[int, int]) -> None:
+    """These layers have as many experts as announced. A list of parameters is as long as that, so it is settled before."""
+    for layer in layers:
         name = f"blk.{layer}.ffn_gate_inp.weight"
         router = file.tensors.get(name)
         if router is None or router.shape != shape:
             raise ModelFormatError(
                 f"{file.path.name}: tensor {name!r} {'is missing' if router is None else f'has shape {router.shape}'}",
-                f"{num_layers} layers with a router of shape {shape} each are announced",
+                f"{len(layers)} layers with a router of shape {shape} each are announced",
                 "download or convert the model again",
             )
 
@@ -95,10 +104,11 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     **EXPERT_ARCHITECTURES,
+    **LATENT_ARCHITECTURES,
 }
 """`general.architecture` -> the name in config.json."""
 PLANNED_ONLY: Mapping[str, tuple[str, ...]] = {
-    "deepseek2": ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
+    "deepseek32": ("DeepseekV32ForCausalLM",),
     "phi3": ("Phi3ForCausalLM",),
     "glm4moe": ("Glm4MoeForCausalLM",),
 }
@@ -116,11 +126,16 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
+    "attention.temperature_scale": (0,),
     "attention.sliding_window_pattern": (),
 }
 """Keys under the architecture that change what is computed, with the values that change nothing."""
 COMPUTED: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window_pattern"),
+    "deepseek2": (
+        *("nextn_predict_layers", "leading_dense_block_count", "expert_gating_func", "expert_weights_scale"),
+        *("expert_shared_count", "expert_group_count", "expert_group_used_count"),
+    ),
 }
 """Those that an architecture does compute."""
 GEMMA3_27B_LAYERS = 62
@@ -137,8 +152,6 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
     hidden_size = settings.required_count(f"{arch}.embedding_length", MAX_WIDTH)
     num_heads = settings.required_count(f"{arch}.attention.head_count", MAX_HEADS)
     num_layers = settings.required_count(f"{arch}.block_count", MAX_LAYERS)
-    head_dim = _head_dim(settings, arch, hidden_size, num_heads)
-    _check_scale(settings, arch, _query_scalar(arch, num_layers, hidden_size, num_heads, head_dim))
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[arch]],
         "dtype": checkpoint_dtype(file),
@@ -147,19 +160,90 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": settings.count(f"{arch}.attention.head_count_kv", num_heads, MAX_HEADS),
-        "head_dim": head_dim,
         "max_position_embeddings": settings.required_count(f"{arch}.context_length", MAX_POSITIONS),
         "rms_norm_eps": decimal(settings.number(f"{arch}.attention.layer_norm_rms_epsilon")),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": decimal(settings.number(f"{arch}.rope.freq_base", 10_000.0)),
-        "rope_scaling": _rope_scaling(file, settings, arch, head_dim),
     }
+    if arch in LATENT_ARCHITECTURES:
+        return config | _latent_config(file, settings, arch, num_layers, hidden_size)
+    head_dim = _head_dim(settings, arch, hidden_size, num_heads)
+    _check_scale(settings, arch, _query_scalar(arch, num_layers, hidden_size, num_heads, head_dim))
+    config |= {"head_dim": head_dim, "rope_scaling": _rope_scaling(file, settings, arch, head_dim)}
     experts = expert_config(file, settings, arch, num_layers, hidden_size)
     if arch == "gemma3":
         scalar = _query_scalar(arch, num_layers, hidden_size, num_heads, head_dim)
         return config | _gemma3_config(file, settings, num_layers) | {"query_pre_attn_scalar": scalar}
     return config | experts | _sliding_window(settings, arch, num_layers)
+
+
+def _latent_config(
+    file: GGUFFile, settings: Settings, arch: str, num_blocks: int, hidden_size: int
+) -> dict[str, object]:
+    """Widths of latent attention, and the experts of all layers but the first ones. Layers that draft are among the blocks.
+
+    Newer files have attention.key_length of what is cached, and that of a head under another name; older ones that of a head.
+    """
+    num_drafts = settings.count(f"{arch}.nextn_predict_layers", 0, num_blocks - 1, low=0)
+    rope_dim = settings.required_count(f"{arch}.rope.dimension_count", MAX_HEAD_DIM)
+    lengths: list[int] = []
+    for key in (f"{arch}.attention.key_length", f"{arch}.attention.value_length"):
+        by_head = f"{key}_mla"
+        lengths.append(settings.required_count(by_head if by_head in settings else key, MAX_HEAD_DIM))
+    key_length, value_length = lengths
+    if key_length <= rope_dim:
+        wanted = f"more than {arch}.rope.dimension_count = {rope_dim}: a head has a part without positions too,"
+        raise settings.refuse(f"{arch}.attention.key_length", key_length, wanted)
+    q_key = f"{arch}.attention.q_lora_rank"
+    return {
+        "num_hidden_layers": num_blocks - num_drafts,
+        "num_nextn_predict_layers": num_drafts,
+        "q_lora_rank": settings.required_count(q_key, MAX_WIDTH) if settings.values.get(q_key) else None,
+        "kv_lora_rank": settings.required_count(f"{arch}.attention.kv_lora_rank", MAX_WIDTH),
+        "qk_nope_head_dim": key_length - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": value_length,
+        "rope_scaling": _rope_scaling(file, settings, arch, rope_dim),
+        **_grouped_experts(file, settings, arch, num_blocks - num_drafts, hidden_size),
+    }
+
+
+def _grouped_experts(
+    file: GGUFFile, settings: Settings, arch: str, num_layers: int, hidden_size: int
+) -> dict[str, object]:
+    num_experts = settings.required_count(f"{arch}.expert_count", MAX_EXPERTS)
+    num_dense = settings.count(f"{arch}.leading_dense_block_count", 0, num_layers, low=0)
+    _refuse_split_experts(file)
+    _check_routers(file, range(num_dense, num_layers), (num_experts, hidden_size))
+    scale_key = f"{arch}.expert_weights_scale"
+    num_groups = settings.count(f"{arch}.expert_group_count", 1, num_experts, low=0) or 1
+    config: dict[str, object] = {
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": settings.required_count(f"{arch}.expert_used_count", num_experts),
+        "moe_intermediate_size": settings.required_count(f"{arch}.expert_feed_forward_length", MAX_EXPERT_WIDTH),
+        "n_shared_experts": settings.count(f"{arch}.expert_shared_count", 0, MAX_EXPERTS, low=0),
+        "first_k_dense_replace": num_dense,
+        "norm_topk_prob": settings.flag(f"{arch}.expert_weights_norm", False),
+        "routed_scaling_factor": decimal(settings.number(scale_key)) if settings.values.get(scale_key) else 1.0,
+        "n_group": num_groups,
+        "topk_group": settings.required_count(f"{arch}.expert_group_used_count", num_groups) if num_groups > 1 else 1,
+    }
+    if _has_sigmoid_scores(file, settings, arch):
+        return config | {"architectures": [SIGMOID_ARCHITECTURE], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    method = "group_limited_greedy" if num_groups > 1 else "greedy"
+    return config | {"scoring_func": "softmax", "topk_method": method}
+
+
+def _has_sigmoid_scores(file: GGUFFile, settings: Settings, arch: str) -> bool:
+    """Files of DeepSeek-V2 do not say, nor do some of GLM-4.7-Flash: a bias on scores tells them apart."""
+    key = f"{arch}.expert_gating_func"
+    function = settings.count(key, 0, 2**31 - 1, low=0)
+    if function == 0:
+        return any(name.endswith(f".{SCORE_BIAS}.bias") for name in file.tensors)
+    if function not in (SOFTMAX, SIGMOID):
+        raise _declined(settings, key, f"scores are softmax ({SOFTMAX}) or sigmoid ({SIGMOID}) here")
+    return function == SIGMOID
 
 
 def decimal(value: float) -> float:
@@ -220,7 +304,8 @@ def refuse_architecture(arch: str, file: str) -> UnsupportedModelError:
 def _decline_others(settings: Settings, arch: str) -> None:
     if settings.values.get("general.type", "model") != "model":
         raise _declined(settings, "general.type", "a whole model is needed")
-    experts = NEUTRAL_FOR_EXPERTS if arch in EXPERT_ARCHITECTURES else WITHOUT_EXPERTS
+    has_experts = arch in EXPERT_ARCHITECTURES or arch in LATENT_ARCHITECTURES
+    experts = NEUTRAL_FOR_EXPERTS if has_experts else WITHOUT_EXPERTS
     for key, neutral in {**NEUTRAL, **experts}.items():
         if key in COMPUTED.get(arch, ()):
             continue
@@ -337,6 +422,10 @@ def _rope_scaling(file: GGUFFile, settings: Settings, arch: str, head_dim: int) 
             "beta_fast": number("yarn_beta_fast", 32.0),
             "beta_slow": number("yarn_beta_slow", 1.0),
         }
+        if arch in LATENT_ARCHITECTURES:
+            # Files have a tenth of mscale_all_dim, and nothing of mscale, which is the same in all models that were converted.
+            mscale = decimal(10 * decimal(settings.number(f"{prefix}yarn_log_multiplier", low=0.0)))
+            scaling |= {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
         if f"{prefix}yarn_attn_factor" in settings:
             scaling["attention_factor"] = number("yarn_attn_factor", 1.0)
         elif attention_factor != 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.loading.gguf.config import ROPE_FACTORS
+from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import LLAMA_NAMES, CheckpointNames
@@ -31,7 +31,7 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
 
     Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each.
     """
-    experts = names.experts
+    experts, latent = names.experts, names.latent
     modules = {
         "attn_norm": names.attn_norm,
         "attn_q": names.q,
@@ -40,6 +40,14 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
         "attn_output": names.o,
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
+        "attn_q_a": latent.q_a,
+        "attn_q_a_norm": latent.q_a_norm,
+        "attn_q_b": latent.q_b,
+        "attn_kv_a_mqa": latent.kv_a,
+        "attn_kv_a_norm": latent.kv_a_norm,
+        "attn_kv_b": latent.kv_b,
+        "attn_k_b": latent.k_b,
+        "attn_v_b": latent.v_b,
         "post_attention_norm": names.attn_out_norm,
         "ffn_norm": names.mlp_norm,
         "ffn_gate": names.gate,
@@ -50,6 +58,7 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
         "ffn_gate_exps": f"{experts.experts}.{experts.gate}",
         "ffn_up_exps": f"{experts.experts}.{experts.up}",
         "ffn_down_exps": f"{experts.experts}.{experts.down}",
+        SCORE_BIAS: f"{experts.router}.{experts.score_bias}",
         SHARED_GATE: experts.shared_gate,
         "ffn_gate_shexp": f"{experts.shared}.{experts.gate}",
         "ffn_up_shexp": f"{experts.shared}.{experts.up}",
@@ -65,6 +74,7 @@ STEP_ELEMENTS = 2**18
 DEQUANT_BYTES = 2 * 2**20
 """Most that dequantizing a step holds beside blocks and results: codes and scales that were taken apart."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_DRAFT_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(nextn\..+)", re.ASCII)
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
 
 
@@ -76,18 +86,32 @@ def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> 
     module, _, kind = name.rpartition(".")
     if module in MODULES and kind in ("weight", "bias"):
         return f"{MODULES[module]}.{kind}"
+    if match := _DRAFT_TENSOR.fullmatch(name):  # so that a layer that drafts has one prefix for all it holds
+        return f"{LLAMA_NAMES.layer.format(match[1])}{match[2]}"
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match[2] not in modules:
         return name
-    return f"{LLAMA_NAMES.layer.format(match[1])}{modules[match[2]]}.{match[3]}"
+    ending = "" if match[2] == SCORE_BIAS else f".{match[3]}"  # a buffer there, not the bias of a module
+    return f"{LLAMA_NAMES.layer.format(match[1])}{modules[match[2]]}{ending}"
 
 
 class GGUFSource:
     """Implements WeightSource. Every thread has buffers of its own, as large as a step of the widest tensor that it read."""
 
-    def __init__(self, file: GGUFFile, interleaved_head_dim: int | None, names: CheckpointNames = LLAMA_NAMES) -> None:
-        """With an interleaved head, rows 2i and 2i+1 of a query or key head are what Hugging Face has at i and i + half."""
+    def __init__(
+        self,
+        file: GGUFFile,
+        interleaved_head_dim: int | None,
+        names: CheckpointNames = LLAMA_NAMES,
+        unread: Sequence[str] = (),
+    ) -> None:
+        """With an interleaved head, rows 2i and 2i+1 of a query or key head are what Hugging Face has at i and i + half.
+
+        `unread` are prefixes of names of what nobody asks for.
+        """
         modules = layer_modules(names)
+        self._unread = tuple(unread)
+        self._latent = names.latent
         self._data = GGUFData(file)
         self._tensors = {
             hugging_face_name(name, modules): _as_expected(tensor) for name, tensor in file.tensors.items()
@@ -112,10 +136,22 @@ class GGUFSource:
 
     @property
     def ignorable(self) -> frozenset[str]:
-        """Rotary tables, which are read into the spec or computed."""
-        return frozenset(
-            name for name in self._entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")
-        )
+        """Rotary tables, which are read into the spec or computed; and halves of kv_b beside the whole."""
+        tables = {name for name in self._entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")}
+        return self.unread | tables | self._spare_halves
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Tensors of parts of the model that are not run."""
+        return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
+
+    @property
+    def _spare_halves(self) -> frozenset[str]:
+        """Some conversions write kv_b whole and in halves, for programs that want the one or the other."""
+        whole = f"{self._latent.kv_b}.weight"
+        layers = [name.removesuffix(whole) for name in self._entries if name.endswith(whole)]
+        halves = (f"{self._latent.k_b}.weight", f"{self._latent.v_b}.weight")
+        return frozenset(layer + half for layer in layers for half in halves if layer + half in self._entries)
 
     @property
     def scratch_bytes_per_reader(self) -> int:
