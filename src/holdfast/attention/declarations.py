@@ -12,6 +12,9 @@ from holdfast.errors import UnsupportedModelError
 from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
 from holdfast.kernels.geometry import (
     LARGE_TILE,
+    LATENT_MULTIPLE,
+    LATENT_ROPE_DIMS,
+    MAX_LATENT_DIM,
     QUANTIZED_LARGE_TILE,
     TILE_FIELDS,
     key_bias_spec,
@@ -97,9 +100,6 @@ CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
 MAX_MASK_ROWS = 128
 BY_HEAD = "it attends to keys and values by head, and this model keeps latents (MLA)"
 BY_LATENT = "it attends to latents (MLA), and this model keeps keys and values by head"
-MAX_LATENT_DIM, LATENT_UNIT = 512, 16
-"""Latents that kernels take are multiples of the latter up to the former: one row of a tile must fit into registers."""
-LATENT_ROPE_DIMS = (16, 32, 64)
 LATENT_ROWS = 1024
 """Rows of a step whose queries are in the latent space at once: a larger step goes in parts, each with tiles of its own."""
 LATENT_HEAD_ROWS = 2**16
@@ -432,8 +432,8 @@ def code_table_bytes(key_bits: int, value_bits: int, head_dim: int) -> int:
 
 def unsupported_latent_dims(latent_dim: int, rope_dim: int) -> str | None:
     """None, or why no kernel takes latents of these sizes, in words."""
-    if latent_dim % LATENT_UNIT or not 0 < latent_dim <= MAX_LATENT_DIM:
-        return f"latents have {latent_dim} elements, and a multiple of {LATENT_UNIT} up to {MAX_LATENT_DIM} is computed"
+    if latent_dim % LATENT_MULTIPLE or not 0 < latent_dim <= MAX_LATENT_DIM:
+        return f"latents have {latent_dim} elements, and a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM} is computed"
     if rope_dim not in LATENT_ROPE_DIMS:
         return f"{rope_dim} elements are rotated, and {', '.join(map(str, LATENT_ROPE_DIMS))} can be"
     return None
