@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -24,9 +25,29 @@ TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_si
 """The same for a mixture of experts, whose shared expert is as wide as an MLP would be."""
 
 
-def tiny_settings(name: str) -> dict[str, int]:
+TINY_LATENTS = {
+    **TINY,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+"""The same for latent attention (MLA)."""
+
+
+def tiny_settings(name: str) -> dict[str, Any]:
     """What replaces the shapes of a catalogue model to make it tiny."""
     config = find_model(name)[1]
+    if "kv_lora_rank" in config:
+        latents = {key: value for key, value in TINY_LATENTS.items() if key != "head_dim"}
+        return latents | ({} if config.get("q_lora_rank") else {"q_lora_rank": None})
     if "num_experts" not in config:
         return TINY
     shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}

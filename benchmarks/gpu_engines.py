@@ -52,9 +52,16 @@ class OpenEngine(NamedTuple):
         return self.llm.engine
 
 
-def open_engine(name: str, folder: Path, tiny: bool, device: str, **settings: Any) -> OpenEngine:  # noqa: ANN401
-    """An engine of a catalogue model's shapes; `settings` are those of LLM."""
-    path = write_dummy_model(folder, name, **(tiny_settings(name) if tiny else {}))
+def open_engine(
+    name: str,
+    folder: Path,
+    tiny: bool,
+    device: str,
+    shapes: Mapping[str, Any] | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> OpenEngine:
+    """An engine of a catalogue model's shapes; `settings` are those of LLM, `shapes` replace some of the model's own."""
+    path = write_dummy_model(folder, name, **(tiny_settings(name) if tiny else {}), **(shapes or {}))
     kept: list[BuiltRunner] = []
     build_runner = engine_build.build_runner
 

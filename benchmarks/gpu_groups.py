@@ -41,6 +41,10 @@ class Case(NamedTuple):
     prompt_tokens: int = 512
     lengths: tuple[int, int] = (17, 81)
     watch_seconds: float = 30.0
+    shapes: Mapping[str, Any] = {}
+    """What replaces settings of the model's config.json, such as its number of layers."""
+    steady_tokens: int = 0
+    """Tokens of one more run of the smallest batch, so that many steps are counted after ready."""
 
 
 CASES: Mapping[str, Case] = {
@@ -69,7 +73,7 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
 
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_engine(case.model, Path(folder), tiny, device, **case.options)
+        opened = open_engine(case.model, Path(folder), tiny, device, case.shapes, **case.options)
     plan = opened.built.plan
     found: dict[str, Any] = {
         "start_seconds": time.perf_counter() - start,
@@ -91,6 +95,8 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
                 seconds[length].append(generate(opened, made[:batch], length))
         found["decode"].append({"batch": batch, "seconds": seconds, **graph_seconds(opened, batch, 20)})
         keep(found, result)
+    if case.steady_tokens:
+        generate(opened, made[: min(case.batches)], case.steady_tokens)
     if case.num_requests:
         found["watched"] = watch(opened, made[: case.num_requests], case)
     found["after_ready"] = counted.found()
@@ -119,12 +125,10 @@ def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
 
 def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
     """What a step has to read, as far as it does not depend on the step."""
-    from holdfast.quant.quantized_weight import QuantizedWeight
-
-    plan, model = opened.built.plan, opened.decoder
+    plan = opened.built.plan
     groups = {term.owner: term.num_bytes for term in plan.memory.terms if term.group == "weights"}
-    embedding, head = model._embed_VE, model._head_VE
-    skipped = 0 if embedding is head or isinstance(embedding, QuantizedWeight) else embedding.nbytes
+    # Of an embedding that is not the head too, a step reads a few rows.
+    skipped = groups["weights/embed"] if "weights/lm_head" in groups else 0
     spec = plan.declared.spec
     assert spec is not None, f"{plan.declared.name} does not run"
     experts = spec.experts
@@ -263,28 +267,39 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     """Run what was asked, as far as the time goes."""
     parser = options("Models with sliding windows: plan, speed, pages by cache group")
-    parser.add_argument("--cases", default="", help=f"some of {', '.join(CASES)}, with commas; else all")
+    run(parser, TINY_CASES, CASES, "gpu-groups", "groups")
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    tiny_cases: Mapping[str, Case],
+    full_cases: Mapping[str, Case],
+    section: str,
+    name: str,
+) -> None:
+    """The cases that a command line asks for, and their record; a child runs one of them."""
+    parser.add_argument("--cases", default="", help=f"some of {', '.join(full_cases)}, with commas; else all")
     arguments = parser.parse_args()
-    cases = TINY_CASES if arguments.tiny else CASES
+    cases = tiny_cases if arguments.tiny else full_cases
     if arguments.child is not None:
         found = run_case(cases[arguments.child], arguments.tiny, arguments.device, arguments.result)
         leave(found, arguments.result)
         return
-    found = measure_all(cases, [name for name in arguments.cases.split(",") if name] or [*cases], arguments)
-    results = [row for name, entry in found.items() for row in rows_of(cases[name], entry)]
+    found = measure_all(cases, [case for case in arguments.cases.split(",") if case] or [*cases], arguments)
+    results = [row for case, entry in found.items() for row in rows_of(cases[case], entry)]
     facts = {
         "read_bytes_per_second": READ_BYTES_PER_SECOND,
-        "groups": {name: entry.get("groups") for name, entry in found.items()},
-        "start_seconds": {name: entry.get("start_seconds") for name, entry in found.items()},
+        "groups": {case: entry.get("groups") for case, entry in found.items()},
+        "start_seconds": {case: entry.get("start_seconds") for case, entry in found.items()},
     }
-    words = ", ".join(cases[name].model for name in found)
-    record = make_record("gpu-groups", results, words, "dummy weights", arguments, facts)
+    words = ", ".join(cases[case].model for case in found)
+    record = make_record(section, results, words, "dummy weights", arguments, facts)
     lines = [
         (row["measure"], json.dumps(row["values"]), row.get("percent_of_roof", row.get("percent", "")))
         for row in results
     ]
-    print_table("Cache groups", ("", "", "%"), lines)
-    write_record(record, "groups", arguments)
+    print_table(words, ("", "", "%"), lines)
+    write_record(record, name, arguments)
 
 
 def measure_all(
