@@ -106,7 +106,7 @@ def test_turboquant_of_a_latent(latent_dim: int, rope_dim: int, rope_dtype: torc
     assert quantized.scales_XC.shape == (5, 2 if rope_dtype == torch.float8_e4m3fn else 1)
     read_XY = dequantize_latents(quantized)
     error_X = (read_XY[:, :latent_dim] - rotated_XL).norm(dim=-1) / rotated_XL.norm(dim=-1)
-    assert float(error_X.max()) < 0.16
+    assert float(error_X.max()) < 0.2
     rope_error_X = (read_XY[:, latent_dim:] - rope_XR).norm(dim=-1) / rope_XR.norm(dim=-1)
     assert float(rope_error_X.max()) < (0.04 if rope_dtype == torch.float8_e4m3fn else 0.004)
 

@@ -72,15 +72,21 @@ def _nearest_codes(b_x, HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, M
     m_x = (tl.arange(0, b_x[0].shape[1]) < HEAD_DIM // 4)[None, :]
     b_norm = tl.sqrt_rn(sum_of_products(b_x, b_x))
     b_factor = tl.div_rn(tl.full(b_norm.shape, GAIN, tl.float32), tl.where(b_norm > 0, b_norm, 1.0))[:, None]
-    b_0, b_1 = _nearest(b_x[0] * b_factor, m_x, BITS, MAGNITUDES), _nearest(b_x[1] * b_factor, m_x, BITS, MAGNITUDES)
-    b_2, b_3 = _nearest(b_x[2] * b_factor, m_x, BITS, MAGNITUDES), _nearest(b_x[3] * b_factor, m_x, BITS, MAGNITUDES)
+    b_0, b_1 = (
+        nearest_magnitudes(b_x[0] * b_factor, m_x, BITS, MAGNITUDES),
+        nearest_magnitudes(b_x[1] * b_factor, m_x, BITS, MAGNITUDES),
+    )
+    b_2, b_3 = (
+        nearest_magnitudes(b_x[2] * b_factor, m_x, BITS, MAGNITUDES),
+        nearest_magnitudes(b_x[3] * b_factor, m_x, BITS, MAGNITUDES),
+    )
     b_numbers = b_0[0], b_1[0], b_2[0], b_3[0]
     b_signs = b_0[1], b_1[1], b_2[1], b_3[1]
     return b_norm, b_numbers, b_signs, (b_0[2], b_1[2], b_2[2], b_3[2])
 
 
 @jit
-def _nearest(b_x, m_x, BITS: constexpr, MAGNITUDES: constexpr):
+def nearest_magnitudes(b_x, m_x, BITS: constexpr, MAGNITUDES: constexpr):
     b_size = tl.abs(b_x)
     b_number = tl.zeros(b_x.shape, tl.int32)
     b_magnitude = tl.full(b_x.shape, MAGNITUDES[0], tl.float32)

@@ -14,7 +14,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from holdfast.quant.formats import KVFormat
-from holdfast.quant.latent_quantize import QuantizedLatents, dequantize_latents, unpack_fp8_rows
+from holdfast.quant.kv_quantize import rotate_heads
+from holdfast.quant.latent_quantize import (
+    QuantizedLatents,
+    dequantize_latents,
+    pack_fp8_rows,
+    quantize_latents,
+    unpack_fp8_rows,
+)
 
 LatentKind = Literal["plain", "fp8_ds_mla", "turboquant"]
 
@@ -59,3 +66,18 @@ def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype
     assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
     rope_LR = planes.rope_SR.view(torch.uint8)[slots_L].view(planes.rope_SR.dtype)
     return dequantize_latents(QuantizedLatents(rows_LX, planes.scales_SC[slots_L], rope_LR)).to(dtype)
+
+
+def store_latents(planes: LatentPlanes, slots_L: torch.Tensor, latent_LX: torch.Tensor, rope_LR: torch.Tensor) -> None:
+    """Latents after their norm and rotated elements after theirs into some slots, in plain torch."""
+    if planes.kind == "plain":
+        rows_LX = torch.cat((latent_LX.float(), rope_LR.float()), dim=-1)
+        planes.rows_SX[slots_L] = rows_LX.to(planes.rows_SX.dtype)
+    elif planes.kind == "fp8_ds_mla":
+        planes.rows_SX[slots_L] = pack_fp8_rows(latent_LX, rope_LR)
+    else:
+        assert planes.scales_SC is not None, "TurboQuant has a plane of scales"
+        assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
+        latents = quantize_latents(rotate_heads(latent_LX), rope_LR, planes.rope_SR.dtype)
+        planes.rows_SX[slots_L], planes.scales_SC[slots_L] = latents.codes_XB, latents.scales_XC
+        planes.rope_SR.view(torch.uint8)[slots_L] = latents.rope_XR.view(torch.uint8)

@@ -1,0 +1,83 @@
+"""Planes of latents in every format, amid red zones and full of poison; steps that write them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.quant.formats import ALL_KV_FORMATS
+from red_zones import RedZones
+
+QUANTIZED_LATENTS = ("fp8_ds_mla", "turboquant_mla_4bit", "turboquant_mla_4bit_r8")
+POISON_BYTE = 0xFF
+"""NaN in every type that a plane has."""
+MAX_POSITION = 64
+
+
+def make_latent_planes(
+    name: str, latent_dim: int, rope_dim: int, page_tokens: int, num_pages: int, zones: RedZones
+) -> LatentPlanes:
+    """Between red zones, every byte poison."""
+    kv_format, num_slots = ALL_KV_FORMATS[name], num_pages * page_tokens
+    planes = {}
+    for plane in kv_format.planes(1, latent_dim + rope_dim, rope_dim):
+        planes[plane.name] = zones.allocate(num_slots, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        planes[plane.name].view(torch.uint8).fill_(POISON_BYTE)
+    return LatentPlanes.of(planes, kv_format, latent_dim, rope_dim, page_tokens)
+
+
+def tensors_of(planes: LatentPlanes) -> tuple[torch.Tensor, ...]:
+    """The planes that there are, as bytes [S, B]."""
+    tensors = (planes.rows_SX, planes.scales_SC, planes.rope_SR)
+    return tuple(tensor.view(torch.uint8) for tensor in tensors if tensor is not None)
+
+
+def on_device(planes: LatentPlanes, device: torch.device | str) -> LatentPlanes:
+    """A copy."""
+    return LatentPlanes(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in planes))
+
+
+def rotary_tables(rope_dim: int, dtype: torch.dtype) -> Rotary:
+    """Frequency i in columns i and i + R / 2."""
+    frequency_F = 100.0 ** -(torch.arange(rope_dim // 2) / (rope_dim // 2))
+    angle_LF = torch.arange(MAX_POSITION).unsqueeze(1) * frequency_F
+    cos_LF, sin_LF = angle_LF.cos(), angle_LF.sin()
+    return Rotary(torch.cat((cos_LF, cos_LF), 1).to(dtype), torch.cat((-sin_LF, sin_LF), 1).to(dtype))
+
+
+@dataclass
+class LatentCase:
+    """A step of rows: inputs of `write_latent` on the CPU."""
+
+    latent: torch.Tensor
+    q: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    norm: LatentNorm
+    rotary: Rotary
+
+
+def make_latent_case(
+    num_rows: int, num_heads: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, num_slots: int, seed: int = 0
+) -> LatentCase:
+    """Rows of different size; row 1 is padding, whose position is out of every table."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    size_T1 = torch.linspace(-2, 2, num_rows).exp().unsqueeze(1)
+    slots_T = torch.randperm(num_slots, generator=generator)[:num_rows]
+    positions_T = torch.randint(MAX_POSITION, (num_rows,), generator=generator)
+    if num_rows > 1:
+        slots_T[1], positions_T[1] = -1, 10**9
+    return LatentCase(
+        (normal(num_rows, latent_dim + rope_dim) * size_T1).to(dtype),
+        normal(num_rows, num_heads, 16 + rope_dim).to(dtype),
+        positions_T,
+        slots_T,
+        LatentNorm((0.5 + normal(latent_dim).abs()).to(dtype), 1e-6),
+        rotary_tables(rope_dim, dtype),
+    )
