@@ -66,6 +66,10 @@ class AttentionLayer:
         attended_RX = self.attend(batch, plan, buffers, wanted_only)
         return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.quantized)
 
+    def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
+        """Where a norm leaves the codes of x; None where the projection takes it as it is."""
+        return self.qkv.room_for_codes(quantized, num_rows)
+
     def attend(
         self,
         batch: Batch,

@@ -32,7 +32,7 @@ class DecoderDeclaration(NamedTuple):
 
     @property
     def rope_width(self) -> int:
-        return 0 if self.decoder.rope is None else len(self.decoder.ropes) * self.decoder.head_dim
+        return 0 if self.decoder.rope is None else len(self.decoder.ropes) * self.decoder.rope_dim
 
     def indivisible(self, num_ranks: int) -> str | None:
         spec = self.decoder

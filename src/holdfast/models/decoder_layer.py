@@ -1,33 +1,37 @@
-"""One layer of a decoder, put together from the spec's values and the weights' names."""
+"""Layers of decoders, put together from the spec's values and the weights' names: attention by head, or over latents."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from holdfast.attention.backend import GroupedAttention
+from holdfast.attention.backend import GroupedAttention, LatentAttention
 from holdfast.kernels.activation import GateForm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.attention.write_latent import LatentNorm
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.attention import AttentionLayer
+from holdfast.layers.latent_attention import LatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
-from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 Weights = Mapping[str, torch.Tensor | QuantizedWeight]
 Norm = RMSNorm | LayerNorm
 OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
+AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer)
 
 
-class DecoderLayer:
+class DecoderLayer(Generic[AttentionT]):
     """Attention and MLP, or experts, around a residual stream."""
 
     def __init__(
         self,
         attn_norm: Norm,
-        attention: AttentionLayer,
+        attention: AttentionT,
         mlp_norm: Norm,
         mlp: FeedForward,
         attn_out_norm: Norm | None = None,
@@ -42,23 +46,24 @@ class DecoderLayer:
         self.mlp_out_norm = mlp_out_norm
 
 
-class LayerBuilder:
-    """Layers of one model over its final weights."""
+class PartBuilder(ABC, Generic[AttentionT]):
+    """Parts of one model over its final weights; what attention is made of is left to those who know."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, backend: GroupedAttention[Any], rotaries: Sequence[Rotary | None]
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec = spec
         self._weights = weights
-        self._backend = backend
-        self._rotaries = rotaries
 
-    def layer(self, index: int) -> DecoderLayer:
+    @abstractmethod
+    def attention(self, index: int, prefix: str) -> AttentionT:
+        """The attention of a layer whose weights have names that begin so."""
+        ...
+
+    def layer(self, index: int) -> DecoderLayer[AttentionT]:
         prefix = f"layers.{index}"
         experts = self._spec.layer_experts(index)
         return DecoderLayer(
             self.norm(f"{prefix}.attn_norm"),
-            self._attention(index, prefix),
+            self.attention(index, prefix),
             self.norm(f"{prefix}.mlp_norm"),
             self._mlp(prefix) if experts is None else self._experts(experts, prefix),
             *((self.norm(f"{prefix}.{name}") for name in OUTPUT_NORMS) if self._spec.has_output_norms else ()),
@@ -83,14 +88,6 @@ class LayerBuilder:
         weight = self._weights[name]
         assert isinstance(weight, torch.Tensor), f"{name} is quantized"
         return weight
-
-    def _attention(self, index: int, prefix: str) -> AttentionLayer:
-        spec, head_norm = self._spec, None
-        if spec.qk_norm:
-            q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
-            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps, spec.norm_offset)
-        qkv, o = self.linear(f"{prefix}.qkv"), self.linear(f"{prefix}.o")
-        return AttentionLayer(index, qkv, o, head_norm, self._rotaries[index], self._backend)
 
     def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
         down = self.linear(f"{prefix}.down")
@@ -119,6 +116,54 @@ class LayerBuilder:
         router_E, gate_up_EX, down_EH = (self._bias(f"{prefix}.{name}") for name in names)
         score_E = self.plain(f"{prefix}.router.score_bias") if experts.has_score_bias else None
         return ExpertBiases(router_E, gate_up_EX, down_EH, score_E)
+
+
+class LayerBuilder(PartBuilder[AttentionLayer]):
+    """Layers with keys and values by head."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, backend: GroupedAttention[Any], rotaries: Sequence[Rotary | None]
+    ) -> None:
+        super().__init__(spec, weights)
+        self._backend = backend
+        self._rotaries = rotaries
+
+    def attention(self, index: int, prefix: str) -> AttentionLayer:
+        spec, head_norm = self._spec, None
+        if spec.qk_norm:
+            q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
+            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps, spec.norm_offset)
+        qkv, o = self.linear(f"{prefix}.qkv"), self.linear(f"{prefix}.o")
+        return AttentionLayer(index, qkv, o, head_norm, self._rotaries[index], self._backend)
+
+
+class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
+    """Layers with latents, which all rotate alike."""
+
+    def __init__(
+        self, spec: ModelSpec, latent: LatentSpec, weights: Weights, backend: LatentAttention[Any], rotary: Rotary
+    ) -> None:
+        super().__init__(spec, weights)
+        self._latent = latent
+        self._backend = backend
+        self._rotary = rotary
+
+    def attention(self, index: int, prefix: str) -> LatentAttentionLayer:
+        latent, q_norm = self._latent, None
+        if latent.q_rank is not None:
+            q_norm = RMSNorm(self.plain(f"{prefix}.q_a_norm.weight"), latent.norm_eps)
+        kv_b = self.plain(f"{prefix}.kv_b.weight")
+        return LatentAttentionLayer(
+            index,
+            self.linear(f"{prefix}.qkv_a"),
+            self.linear(f"{prefix}.{'q' if q_norm is None else 'q_b'}"),
+            self.linear(f"{prefix}.o"),
+            q_norm,
+            LatentNorm(self.plain(f"{prefix}.kv_a_norm.weight"), latent.norm_eps),
+            kv_b.view(-1, latent.expanded_dim, latent.kv_rank),
+            self._rotary,
+            self._backend,
+        )
 
 
 def _routing(experts: ExpertsSpec) -> Routing:

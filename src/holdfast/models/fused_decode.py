@@ -23,7 +23,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
 from holdfast.kernels.gemm.small_batch_quantized import takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
-from holdfast.layers.attention import AttentionBuffers
+from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.models.decoder_layer import DecoderLayer, Norm
@@ -31,7 +31,7 @@ from holdfast.models.model import Stream
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(layers: Sequence[DecoderLayer], head: torch.Tensor | QuantizedWeight) -> str | None:
+def declined(layers: Sequence[DecoderLayer[AttentionLayer]], head: torch.Tensor | QuantizedWeight) -> str | None:
     """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row."""
     weights = [weight for layer in layers for weight in _products(layer)]
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
@@ -47,7 +47,7 @@ def declined(layers: Sequence[DecoderLayer], head: torch.Tensor | QuantizedWeigh
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
 
-def _products(layer: DecoderLayer) -> list[torch.Tensor | QuantizedWeight]:
+def _products(layer: DecoderLayer[AttentionLayer]) -> list[torch.Tensor | QuantizedWeight]:
     products = [layer.attention.qkv, layer.attention.o]
     if isinstance(layer.mlp, GatedMLP):
         products += [layer.mlp.gate_up, layer.mlp.down]
@@ -59,7 +59,7 @@ class FusedDecode:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer[AttentionLayer]],
         final_norm: Norm | None,
         head: torch.Tensor | QuantizedWeight,
         scratch: SmallBatchScratch,

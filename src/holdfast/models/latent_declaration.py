@@ -17,10 +17,6 @@ class LatentDeclaration(DecoderDeclaration):
         assert latent is not None, f"{self.decoder.architecture} keeps keys and values by head"
         return latent
 
-    @property
-    def rope_width(self) -> int:
-        return self.latent.rope_dim
-
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         if not kv_format.is_quantized or kv_format.is_latent:
             return None

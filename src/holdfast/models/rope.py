@@ -21,7 +21,7 @@ def rope_tables(
     """By layer; layers that rotate alike have the same table. None where positions are learned."""
     made: dict[RopeSpec, Rotary] = {}
     for rope in filter(None, spec.ropes):
-        made[rope] = rope_table(rope, spec.rotated_dim, spec.max_position, max_model_len, dtype, device)
+        made[rope] = rope_table(rope, spec.rope_dim, spec.max_position, max_model_len, dtype, device)
     ropes = (spec.layer_rope(layer) for layer in range(spec.num_layers))
     return tuple(None if rope is None else made[rope] for rope in ropes)
 

@@ -205,8 +205,8 @@ class ModelSpec:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
-    def rotated_dim(self) -> int:
-        """Elements that rope turns, of a head or beside a latent."""
+    def rope_dim(self) -> int:
+        """Elements of a head, or beside a latent, that positions rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def layer_rope(self, layer: int) -> RopeSpec | None:

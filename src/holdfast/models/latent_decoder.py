@@ -1,0 +1,37 @@
+"""The decoder of families with latent attention (MLA): the layers of models/layer_stack.py around one latent a token."""
+
+from typing import Any
+
+from holdfast.attention.backend import LatentAttention
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.layers.latent_attention import LatentAttentionLayer, LatentBuffers
+from holdfast.memory.workspace import Workspace
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.decoder_layer import LatentLayerBuilder, Weights
+from holdfast.models.layer_stack import LayerStack
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
+
+
+class LatentDecoder(LayerStack[LatentAttentionLayer]):
+    """The Model of models/model.py with latents; ranks and layers share one rotary table."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        backend: LatentAttention[Any],
+        rotary: Rotary,
+        workspace: Workspace,
+        scratch: tuple[TensorSpec, ...],
+        dtype: str | None = None,
+        recipe: WeightRecipe = AS_STORED,
+    ) -> None:
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        assert spec.latent is not None, f"{spec.architecture} keeps keys and values by head"
+        builder = LatentLayerBuilder(spec, spec.latent, weights, backend, rotary)
+        super().__init__(spec, weights, builder, workspace, scratch, dtype, recipe)
+
+    def _attention_buffers(self, num_rows: int) -> LatentBuffers:
+        requests = self._requests(num_rows)
+        return LatentBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))

@@ -1,0 +1,206 @@
+"""LayerStack: what all decoders share: embed, a range of layers, norm, logits, all in tensors of one workspace; attention is theirs.
+
+T rows of the step, R rows whose logits are wanted, H hidden, E embedding, V vocabulary, X any other width
+
+The residual stream is x, and what the last product computed is added to it by the norm that follows: one pass over memory
+for both.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Generic
+
+import torch
+
+from holdfast.attention.backend import Batch
+from holdfast.kernels.gemm.embedding import lookup_rows
+from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
+from holdfast.layers.mlp import MLPBuffers
+from holdfast.layers.moe import ExpertBuffers, ExpertLayer
+from holdfast.memory.workspace import Workspace
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models import activations
+from holdfast.models.activations import Request, StepRequests
+from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder, Weights
+from holdfast.models.model import Stream
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
+
+
+class LayerStack(ABC, Generic[AttentionT]):
+    """A whole model over final weights (the Model of models/model.py). It holds references to them and no state of its own."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        builder: PartBuilder[AttentionT],
+        workspace: Workspace,
+        scratch: tuple[TensorSpec, ...],
+        dtype: str | None = None,
+        recipe: WeightRecipe = AS_STORED,
+    ) -> None:
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        self._spec = spec
+        self.workspace = workspace
+        self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
+        self._recipe = recipe
+        self._embed_VE = weights["embed.weight"]
+        self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
+        self._positions_PH = weights.get("positions.weight")
+        self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
+        self._embed_out = builder.linear("embed_out") if "embed_out.weight" in weights else None
+        self._layers = [builder.layer(index) for index in range(spec.num_layers)]
+        self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
+        self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
+        self._tile_scratch = self._make_tile_scratch()
+        self._requests: Callable[[int], StepRequests] = cache(
+            partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+        """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
+        return self.logits(self.hidden(batch, plan))
+
+    def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+        """Final hidden states of the rows whose logits are wanted: [R, H], in the stream."""
+        return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
+
+    def embed(self, batch: Batch) -> Stream:
+        """The first end: token embeddings, and learned positions where there are."""
+        requests = self._requests(batch.num_rows)
+        stream = self._acquire(requests.stream)
+        x_TH = stream["x"]
+        buffers = self._acquire(requests.embed) if requests.embed.specs else {}
+        if self._embed_in is None:
+            lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
+        else:
+            tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, buffers["tokens"])
+            self._embed_in(tokens_TE, x_TH, self._quantized(requests.codes))
+        if self._embed_scale is not None:
+            x_TH.mul_(self._embed_scale)
+        if self._positions_PH is not None:
+            ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=buffers["position_ids"])
+            x_TH.add_(lookup_rows(ids_T, self._positions_PH, buffers["positions"]))
+        return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
+
+    def run_layers(
+        self,
+        stream: Stream,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        layers: range,
+    ) -> Stream:
+        """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on."""
+        for index in layers:
+            layer, wanted_only = self._layers[index], index == self.num_layers - 1 and batch.logits is not None
+            x_TH, normed_TH, delta_TH, has_delta = stream
+            inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(batch.num_rows)
+            if self._spec.norm_first:
+                codes = layer.attention.room_for_codes(buffers.quantized, batch.num_rows)
+                inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
+            is_coded = codes is not None
+            delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)
+            if wanted_only and batch.logits is not None:
+                num_rows = len(batch.logits.rows_R)
+                if num_rows == 0:
+                    return Stream(x_TH[:0], normed_TH[:0], delta_TH[:0], has_delta=False)
+                # The two tensors change their parts.
+                x_TH = torch.index_select(x_TH, 0, batch.logits.rows_R, out=normed_TH[:num_rows])
+                normed_TH = stream.x_TH[:num_rows]
+            self._feed_forward(layer, x_TH, normed_TH, delta_RH)
+            stream = Stream(x_TH, normed_TH, delta_RH, has_delta=self._spec.norm_first)
+        return stream
+
+    def finish(self, stream: Stream) -> torch.Tensor:
+        """The other end, up to the head: final hidden states of the rows that are left."""
+        x_RH, normed_RH, delta_RH, has_delta = stream
+        if x_RH.shape[0] == 0 or not has_delta:
+            return x_RH
+        if self._final_norm is None:
+            return x_RH.add_(delta_RH)
+        return self._final_norm(x_RH, delta_RH, normed_RH)
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """The head: float32 logits [R, V], valid until the workspace is used again."""
+        head = self._acquire(activations.head_request(self._spec, hidden_RH.shape[0], self._dtype))
+        quantized = self._quantized(activations.quantized_rows_request(self._spec, 0, hidden_RH.shape[0], self._recipe))
+        if self._embed_out is not None:
+            hidden_RH = self._embed_out(hidden_RH, head["embedded"], quantized)
+        logits_RV = linear_float32(hidden_RH, self._head_VE, head["logits"], quantized)
+        cap = self._spec.logit_softcap
+        return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
+
+    def _feed_forward(
+        self, layer: DecoderLayer[AttentionT], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
+    ) -> None:
+        """x += delta, and delta = MLP of it; where norms come last, x is finished instead."""
+        if self._spec.norm_first:
+            if layer.attn_out_norm is not None:
+                layer.attn_out_norm(delta_RH, None, delta_RH)
+            self._run_normed_mlp(layer, x_RH, normed_RH, delta_RH)
+            if layer.mlp_out_norm is not None:
+                layer.mlp_out_norm(delta_RH, None, delta_RH)
+            return
+        layer.attn_norm(x_RH, delta_RH, x_RH)
+        if isinstance(layer.mlp, ExpertLayer):
+            layer.mlp(x_RH, self._expert_buffers(x_RH.shape[0]), delta_RH)
+        else:
+            layer.mlp(x_RH, self._mlp_buffers(x_RH.shape[0]), delta_RH)
+        layer.mlp_norm(x_RH, delta_RH, x_RH)
+
+    def _run_normed_mlp(
+        self, layer: DecoderLayer[AttentionT], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
+    ) -> None:
+        """x += delta, and delta = MLP of the norm of x, which the norm leaves as codes too where the MLP takes them."""
+        num_rows = x_RH.shape[0]
+        if isinstance(layer.mlp, ExpertLayer):
+            layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH), self._expert_buffers(num_rows), delta_RH)
+            return
+        buffers = self._mlp_buffers(num_rows)
+        codes = layer.mlp.first.room_for_codes(buffers.quantized, num_rows)
+        inputs_RH = layer.mlp_norm(x_RH, delta_RH, normed_RH, codes)
+        layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
+
+    def _make_tile_scratch(self) -> TileScratch | None:
+        """What products of middle batches share, where the plan has it; counters begin at zero."""
+        request = activations.row_scaled_request(self._spec, self._recipe)
+        if request.lane not in self.workspace.lanes:
+            return None
+        held = self._acquire(request)
+        return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
+
+    @abstractmethod
+    def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 the attention's own type
+        """The tensors of a layer's attention in a step of so many rows."""
+        ...
+
+    def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
+        requests = self._requests(num_rows)
+        return MLPBuffers.of(self._acquire(requests.mlp), self._quantized(requests.codes))
+
+    def _expert_buffers(self, num_rows: int) -> ExpertBuffers:
+        requests = self._requests(num_rows)
+        assert requests.experts is not None, f"{self._spec.architecture} has no experts"
+        return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
+
+    def _quantized(self, request: Request) -> QuantizedRows | None:
+        """Room for inputs of products as codes, until the next product; None where no weight wants any."""
+        if not request.specs:
+            return None
+        held = self._acquire(request)
+        return QuantizedRows(held["codes"], held["scales"], self._tile_scratch)
+
+    def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
+        return self.workspace.acquire_named(request.owner, request.specs, request.lane)
+
+
+def _rounded(number: float | None, dtype: str) -> float | None:
+    """As a tensor of that type would hold it."""
+    return None if number is None else torch.tensor(number, dtype=getattr(torch, dtype)).item()
