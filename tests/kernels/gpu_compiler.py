@@ -23,7 +23,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels import norm  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
-from holdfast.kernels.attention import quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
+from holdfast.kernels.attention import latent_projection, quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
@@ -287,6 +287,16 @@ def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bia
     routing.route_tokens(logits, way, ids, shares, None, bias if has_score_bias else None)
 
 
+def projections_of(num_rows: int, num_heads: int, nope_dim: int, value_dim: int) -> None:
+    """Both sides of kv_b, of a latent of 512 and 64 rotated elements."""
+    kv_b = torch.empty(num_heads, nope_dim + value_dim, 512, dtype=BF16)
+    q, latent, queries, values = (
+        torch.empty(num_rows, num_heads, size, dtype=BF16) for size in (nope_dim + 64, 512, 576, value_dim)
+    )
+    latent_projection.absorb_queries(q, kv_b, queries)
+    latent_projection.project_values(latent, kv_b, values)
+
+
 GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
 EXPERT_CASES: dict[str, Callable[[], None]] = {
     f"experts in {scheme or 'bfloat16'}, {num_rows} rows": partial(
@@ -352,6 +362,9 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
     "layer norm": lambda: layer_norm_of(BF16),
+    "kv_b of V2-Lite, 1 row": lambda: projections_of(1, 16, 128, 128),
+    "kv_b of GLM, 64 rows": lambda: projections_of(64, 20, 192, 256),
+    "kv_b of GLM, 900 rows": lambda: projections_of(900, 20, 192, 256),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
     **EXPERT_CASES,
@@ -369,6 +382,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        latent_projection,
         normed_routing,
         quantize_activations,
         quantized_attention,

@@ -1,14 +1,59 @@
 """kv_b on both sides of latent attention (MLA): queries into the latent space, and what was attended to out of it; no copy of it is made.
 
 T rows, N query heads, D = P + R elements of a query head, L latent, V value elements of a head, kv_b [N, P + V, L]
+
+Every head is a product of its own. With few rows it is the time that kv_b takes to be read: a program has a few columns of a
+head, whose weights are on their way before the kernel that makes the rows has ended.
 """
+
+from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+FEW_ROWS, SOME_ROWS = 16, 64
+"""Up to so many rows a step takes a smaller form."""
+
+
+class ProjectionForm(NamedTuple):
+    """What of both launches follows from the number of rows."""
+
+    block_rows: int
+    absorb_columns: int
+    """Of the latent, of a program."""
+    value_columns: int
+    """Of a head's output, of a program."""
+    value_depth: int
+    """Elements of the latent that are multiplied at a time; 0: all, so that their weights are read first of all."""
+    num_warps: int
+
+
+def projection_form(num_rows: int) -> ProjectionForm:
+    """The form of a step of so many rows; measured on an H200."""
+    if num_rows <= FEW_ROWS:
+        return ProjectionForm(16, 64, 16, 0, 4)
+    if num_rows <= SOME_ROWS:
+        return ProjectionForm(64, 64, 32, 128, 4)
+    return ProjectionForm(128, 128, 128, 64, 8)
+
 
 def absorb_queries(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are."""
-    return absorb_queries_reference(q_TND, kv_b_NXL, out_TNX)
+    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
+    launch = absorb_queries_triton if can_run(q_TND) else absorb_queries_reference
+    return launch(q_TND, kv_b_NXL, out_TNX)
 
 
 def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
@@ -21,9 +66,43 @@ def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TN
     return out_TNX
 
 
+def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some rows and columns of a head."""
+    (num_rows, num_heads, _), latent_dim = q_TND.shape, kv_b_NXL.shape[-1]
+    rope_dim = out_TNX.shape[-1] - latent_dim
+    nope_dim = q_TND.shape[-1] - rope_dim
+    assert 0 < nope_dim <= kv_b_NXL.shape[1], f"{q_TND.shape=} {kv_b_NXL.shape=} {out_TNX.shape=}"
+    _check(q_TND, kv_b_NXL, out_TNX)
+    if not num_rows:
+        return out_TNX
+    form, pdl = projection_form(num_rows), supports_pdl(q_TND)
+    grid = (-(-latent_dim // form.absorb_columns), num_heads, -(-num_rows // form.block_rows))
+    _absorb_kernel[grid](
+        q_TND,
+        kv_b_NXL,
+        out_TNX,
+        num_rows,
+        *q_TND.stride()[:2],
+        kv_b_NXL.stride(0),
+        *out_TNX.stride()[:2],
+        NOPE=nope_dim,
+        ROPE=rope_dim,
+        LATENT=latent_dim,
+        BLOCK_T=form.block_rows,
+        BLOCK_P=max(16, next_power_of_two(nope_dim)),
+        BLOCK_R=next_power_of_two(max(rope_dim, 1)),
+        BLOCK_L=form.absorb_columns,
+        PDL=pdl,
+        num_warps=form.num_warps,
+        **pdl_launch(pdl),
+    )
+    return out_TNX
+
+
 def project_values(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of `out_TNV` may lie apart."""
-    return project_values_reference(latent_TNL, kv_b_NXL, out_TNV)
+    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of both may lie apart."""
+    launch = project_values_triton if can_run(latent_TNL) else project_values_reference
+    return launch(latent_TNL, kv_b_NXL, out_TNV)
 
 
 def project_values_reference(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
@@ -31,3 +110,141 @@ def project_values_reference(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, o
     value_dim = out_TNV.shape[-1]
     w_NVL = kv_b_NXL[:, kv_b_NXL.shape[1] - value_dim :].float()
     return out_TNV.copy_(torch.einsum("tnl,nvl->tnv", latent_TNL.float(), w_NVL).to(out_TNV.dtype))
+
+
+def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some rows and columns of a head."""
+    (num_rows, num_heads, latent_dim), value_dim = latent_TNL.shape, out_TNV.shape[-1]
+    assert kv_b_NXL.shape[-1] == latent_dim, f"{latent_TNL.shape=} {kv_b_NXL.shape=}"
+    assert value_dim <= kv_b_NXL.shape[1], f"{kv_b_NXL.shape=} {out_TNV.shape=}"
+    _check(latent_TNL, kv_b_NXL, out_TNV)
+    if not num_rows:
+        return out_TNV
+    form, pdl = projection_form(num_rows), supports_pdl(latent_TNL)
+    block_v = min(form.value_columns, max(16, next_power_of_two(value_dim)))
+    _value_kernel[(-(-value_dim // block_v), num_heads, -(-num_rows // form.block_rows))](
+        latent_TNL,
+        kv_b_NXL,
+        out_TNV,
+        num_rows,
+        *latent_TNL.stride()[:2],
+        kv_b_NXL.stride(0),
+        *out_TNV.stride()[:2],
+        FIRST=kv_b_NXL.shape[1] - value_dim,
+        LATENT=latent_dim,
+        VALUE=value_dim,
+        BLOCK_T=form.block_rows,
+        BLOCK_V=block_v,
+        BLOCK_L=form.value_depth or max(16, next_power_of_two(latent_dim)),
+        IS_WHOLE=not form.value_depth,
+        PDL=pdl,
+        num_warps=form.num_warps,
+        num_stages=3,
+        **pdl_launch(pdl),
+    )
+    return out_TNV
+
+
+def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> None:
+    num_heads, _, latent_dim = kv_b_NXL.shape
+    assert x_TNX.shape[:2] == out_TNX.shape[:2], f"{x_TNX.shape=} {out_TNX.shape=}"
+    assert x_TNX.shape[1] == num_heads, f"{x_TNX.shape=} by the weights of {num_heads} heads"
+    assert x_TNX.dtype == kv_b_NXL.dtype, f"{x_TNX.dtype=} {kv_b_NXL.dtype=}"
+    assert kv_b_NXL.stride()[1:] == (latent_dim, 1), f"{kv_b_NXL.shape} with strides {kv_b_NXL.stride()}"
+    for tensor in (x_TNX, out_TNX):
+        assert tensor.stride(2) == 1, f"{tensor.shape} with strides {tensor.stride()}"
+
+
+@jit_counting("num_rows")
+def _absorb_kernel(
+    p_q,
+    p_w,
+    p_out,
+    num_rows,
+    q_row,
+    q_head,
+    w_head,
+    out_row,
+    out_head,
+    NOPE: constexpr,
+    ROPE: constexpr,
+    LATENT: constexpr,
+    BLOCK_T: constexpr,
+    BLOCK_P: constexpr,
+    BLOCK_R: constexpr,
+    BLOCK_L: constexpr,
+    PDL: constexpr,
+):
+    i_l = tl.program_id(0)
+    i_head = tl.program_id(1).to(tl.int64)
+    o_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    m_t = (o_t < num_rows)[:, None]
+    o_p = tl.arange(0, BLOCK_P)
+    o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
+    m_l = (o_l < LATENT)[None, :]
+    p_head = p_w + i_head * w_head
+    b_w = tl.load(p_head + o_p[:, None] * LATENT + o_l[None, :], mask=(o_p < NOPE)[:, None] & m_l, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    p_rows = p_q + o_t.to(tl.int64)[:, None] * q_row + i_head * q_head
+    b_q = tl.load(p_rows + o_p[None, :], mask=m_t & (o_p < NOPE)[None, :], other=0.0)
+    b_y = tl.dot(b_q, b_w, input_precision="ieee")
+    p_y = p_out + o_t.to(tl.int64)[:, None] * out_row + i_head * out_head
+    tl.store(p_y + o_l[None, :], b_y.to(p_out.dtype.element_ty), mask=m_t & m_l)
+    if i_l == 0:
+        o_r = tl.arange(0, BLOCK_R)[None, :]
+        m_r = m_t & (o_r < ROPE)
+        b_r = tl.load(p_rows + NOPE + o_r, mask=m_r, other=0.0)
+        tl.store(p_y + LATENT + o_r, b_r.to(p_out.dtype.element_ty), mask=m_r)
+
+
+@jit_counting("num_rows")
+def _value_kernel(
+    p_x,
+    p_w,
+    p_out,
+    num_rows,
+    x_row,
+    x_head,
+    w_head,
+    out_row,
+    out_head,
+    FIRST: constexpr,
+    LATENT: constexpr,
+    VALUE: constexpr,
+    BLOCK_T: constexpr,
+    BLOCK_V: constexpr,
+    BLOCK_L: constexpr,
+    IS_WHOLE: constexpr,
+    PDL: constexpr,
+):
+    i_head = tl.program_id(1).to(tl.int64)
+    o_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    m_t = (o_t < num_rows)[:, None]
+    o_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_v = (o_v < VALUE)[None, :]
+    o_l = tl.arange(0, BLOCK_L)
+    # Read as [L, V], as a product takes them: neighbours in memory are those of a column.
+    p_columns = p_w + i_head * w_head + (FIRST + o_v)[None, :] * LATENT + o_l[:, None]
+    p_rows = p_x + o_t.to(tl.int64)[:, None] * x_row + i_head * x_head + o_l[None, :]
+    if IS_WHOLE:
+        m_l = o_l < LATENT
+        b_w = tl.load(p_columns, mask=m_l[:, None] & m_v, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        b_x = tl.load(p_rows, mask=m_t & m_l[None, :], other=0.0)
+        b_y = tl.dot(b_x, b_w, input_precision="ieee")
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        b_y = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
+        for first in tl.range(0, LATENT, BLOCK_L):
+            m_l = first + o_l < LATENT
+            b_w = tl.load(p_columns + first, mask=m_l[:, None] & m_v, other=0.0)
+            b_x = tl.load(p_rows + first, mask=m_t & m_l[None, :], other=0.0)
+            b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
+    p_y = p_out + o_t.to(tl.int64)[:, None] * out_row + i_head * out_head + o_v[None, :]
+    tl.store(p_y, b_y.to(p_out.dtype.element_ty), mask=m_t & m_v)

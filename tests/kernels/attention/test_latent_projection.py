@@ -1,0 +1,166 @@
+"""kv_b on both sides of latent attention: against float64, for any rows, heads and odd sizes, amid poison, to the bit in any company."""
+
+import pytest
+import torch
+
+from holdfast.kernels.attention.latent_projection import (
+    absorb_queries,
+    absorb_queries_reference,
+    absorb_queries_triton,
+    project_values,
+    project_values_reference,
+    project_values_triton,
+    projection_form,
+)
+from kernels.exactness import random, same_bits
+from kernels.expert_cases import among
+from kernels.triton_cases import DTYPES, assert_allocates_nothing
+from red_zones import RedZones
+
+NAN = float("nan")
+CPU = torch.device("cpu")
+SIZES = {
+    "whole": (3, 32, 16, 64, 32),
+    "odd": (2, 48, 16, 80, 16),
+    "no rope": (2, 16, 0, 96, 48),
+    "one head": (1, 32, 32, 144, 80),
+}
+"""N, P, R, L, V."""
+EACH = pytest.mark.parametrize("sizes", list(SIZES.values()), ids=list(SIZES))
+
+
+def apart(values: torch.Tensor, device: torch.device, moat: int = 32) -> torch.Tensor:
+    """[T, N, X] with NaN between heads and around everything."""
+    num_rows, num_heads, width = values.shape
+    buffer = torch.full((num_rows + 2, num_heads + 1, width + moat), NAN, dtype=values.dtype, device=device)
+    body = buffer[1:-1, 1:, :width]
+    body.copy_(values)
+    return body
+
+
+def case(num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype):
+    num_heads, nope_dim, rope_dim, latent_dim, value_dim = sizes
+    q = random(num_rows, num_heads, nope_dim + rope_dim, seed=1).to(dtype)
+    kv_b = random(num_heads, nope_dim + value_dim, latent_dim, seed=2, scale=latent_dim**-0.5).to(dtype)
+    latent = random(num_rows, num_heads, latent_dim, seed=3).to(dtype)
+    return q, kv_b, latent
+
+
+def absorb(function, q, kv_b, rope_dim: int, device) -> torch.Tensor:
+    zones = RedZones(device)
+    out = zones.allocate(*q.shape[:2], kv_b.shape[2] + rope_dim, dtype=q.dtype).fill_(NAN)
+    assert function(apart(q, device), among(kv_b, device), out) is out
+    zones.check()
+    return out.cpu()
+
+
+def project(function, latent, kv_b, value_dim: int, device) -> torch.Tensor:
+    zones = RedZones(device)
+    out = zones.allocate(*latent.shape[:2], value_dim, dtype=latent.dtype).fill_(NAN)
+    assert function(apart(latent, device), among(kv_b, device), out) is out
+    zones.check()
+    return out.cpu()
+
+
+def check(device, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    _, nope_dim, rope_dim, _, value_dim = sizes
+    q, kv_b, latent = case(num_rows, sizes, dtype)
+    absorbed = torch.einsum("tnp,npl->tnl", q[..., :nope_dim].double(), kv_b[:, :nope_dim].double())
+    queries = torch.cat((absorbed, q[..., nope_dim:].double()), dim=-1)
+    values = torch.einsum("tnl,nvl->tnv", latent.double(), kv_b[:, nope_dim:].double())
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    for function, where in ((absorb_queries_reference, CPU), (absorb_queries_triton, device)):
+        found = absorb(function, q, kv_b, rope_dim, where)
+        torch.testing.assert_close(found.double(), queries, rtol=tolerance, atol=tolerance)
+        assert same_bits(found[..., kv_b.shape[2] :], q[..., nope_dim:])
+    for function, where in ((project_values_reference, CPU), (project_values_triton, device)):
+        found = project(function, latent, kv_b, value_dim, where)
+        torch.testing.assert_close(found.double(), values, rtol=tolerance, atol=tolerance)
+
+
+@EACH
+@DTYPES
+def test_sizes(device, sizes, dtype):
+    check(device, 5, sizes, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 65, 130])
+def test_rows_of_every_form(device, num_rows):
+    check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
+
+
+def test_forms_grow_with_the_rows():
+    forms = [projection_form(num_rows) for num_rows in range(1, 300)]
+    assert len(set(forms)) == 3
+    assert sorted(form.block_rows for form in forms) == [form.block_rows for form in forms]
+
+
+def test_a_group_of_heads(device):
+    """Views of some heads of everything give what all heads give, and leave the others alone."""
+    q, kv_b, latent = case(5, (5, 32, 16, 64, 48), torch.float32)
+    queries = absorb(absorb_queries_triton, q, kv_b, 16, device)
+    values = project(project_values_triton, latent, kv_b, 48, device)
+    kv_b, q, latent = kv_b.to(device), q.to(device), latent.to(device)
+    group = slice(1, 4)
+    some = torch.full((5, 3, 80), NAN, device=device)
+    absorb_queries_triton(q[:, group], kv_b[group], some)
+    assert same_bits(some.cpu(), queries[:, group])
+    out = torch.full((5, 5, 48), NAN, device=device)
+    project_values_triton(latent[:, group], kv_b[group], out[:, group])
+    assert same_bits(out[:, group].cpu(), values[:, group])
+    assert out[:, [0, 4]].isnan().all()
+
+
+def test_a_row_is_the_same_in_any_company_of_its_form(device):
+    q, kv_b, latent = case(9, (2, 32, 16, 64, 48), torch.float32)
+    queries = absorb(absorb_queries_triton, q, kv_b, 16, device)
+    values = project(project_values_triton, latent, kv_b, 48, device)
+    for rows in ([4], [8, 2, 5]):
+        assert same_bits(absorb(absorb_queries_triton, q[rows], kv_b, 16, device), queries[rows])
+        assert same_bits(project(project_values_triton, latent[rows], kv_b, 48, device), values[rows])
+
+
+def test_a_row_of_nan_stays_alone(device):
+    q, kv_b, latent = case(4, (2, 32, 16, 64, 48), torch.float32)
+    q[2], latent[2] = NAN, NAN
+    for found in (
+        absorb(absorb_queries_triton, q, kv_b, 16, device),
+        project(project_values_triton, latent, kv_b, 48, device),
+    ):
+        assert found[2].isnan().all()
+        assert found[[0, 1, 3]].isfinite().all()
+
+
+def test_the_functions_take_the_references_on_a_cpu():
+    q, kv_b, latent = case(3, (2, 32, 16, 64, 48), torch.float16)
+    assert same_bits(absorb(absorb_queries, q, kv_b, 16, CPU), absorb(absorb_queries_reference, q, kv_b, 16, CPU))
+    assert same_bits(
+        project(project_values, latent, kv_b, 48, CPU), project(project_values_reference, latent, kv_b, 48, CPU)
+    )
+
+
+def test_what_does_not_fit_is_refused():
+    q, kv_b, latent = case(3, (2, 32, 16, 64, 48), torch.float32)
+    with pytest.raises(AssertionError, match="by the weights of 1 heads"):
+        absorb_queries_triton(q, kv_b[:1], torch.empty(3, 2, 80))
+    with pytest.raises(AssertionError, match="dtype"):
+        project_values_triton(latent.half(), kv_b, torch.empty(3, 2, 48))
+    with pytest.raises(AssertionError, match="strides"):
+        project_values_triton(latent[..., :32], kv_b[:, :, ::2], torch.empty(3, 2, 48))
+    with pytest.raises(AssertionError, match="shape"):
+        absorb_queries_triton(q, kv_b, torch.empty(2, 2, 80))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 200])
+@pytest.mark.parametrize("sizes", [(16, 128, 64, 512, 128), (20, 192, 64, 512, 256)], ids=["V2-Lite", "GLM"])
+def test_the_sizes_of_models(device, num_rows, sizes):
+    check(device, num_rows, sizes, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated(device):
+    q, kv_b, latent = (x.to(device) for x in case(9, (2, 32, 16, 64, 48), torch.bfloat16))
+    queries, values = (torch.empty(9, 2, size, dtype=torch.bfloat16, device=device) for size in (80, 48))
+    assert_allocates_nothing(lambda: absorb_queries(q, kv_b, queries))
+    assert_allocates_nothing(lambda: project_values(latent, kv_b, values))
