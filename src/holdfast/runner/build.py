@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import GroupedAttention
-from holdfast.attention.declarations import StepBounds
-from holdfast.attention.select import build_backend
+from holdfast.attention.backend import AttentionFamily, GroupedAttention
+from holdfast.attention.declarations import AttentionSpec, StepBounds
+from holdfast.attention.select import build_backend, build_latent_backend
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
@@ -34,6 +34,8 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
 from holdfast.models.decoder import Decoder
+from holdfast.models.latent_decoder import LatentDecoder
+from holdfast.models.model import Model
 from holdfast.models.rope import key_turns, rope_tables
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
@@ -45,6 +47,7 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
 from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
+from holdfast.runner.latent_rotation import fold_rotation
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.sinks import copy_sinks
@@ -185,6 +188,7 @@ class RunnerBuild:
         self._ledger = ledger
         self._device = device
         self._weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+        self._is_sharing = False
         self._storage: PageStorage | None = None
         self._releases: list[Callable[[], None]] = []
 
@@ -209,6 +213,7 @@ class RunnerBuild:
     def share(self, loaded: "RunnerBuild") -> None:
         """Take the weights that another build has loaded, and will give back."""
         self._weights = loaded._weights
+        self._is_sharing = True
 
     @property
     def plan(self) -> RunnerPlan:
@@ -231,43 +236,31 @@ class RunnerBuild:
         log.info("kv_protected_layers=%s because %s", listed(layers), reason)
 
     def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
+        """Pages, workspace, attention, model and everything around them; `make_backend` is for who measures another one."""
         self._settle_layers()
         plan, spec, device, ledger = self._plan, self._model.spec, self._device, self._ledger
-        limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
-        assert cache is not None and declaration is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
-        bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+        limits, cache = plan.resolved.limits, plan.cache
+        assert cache is not None, f"{plan.declared.name} cannot run"
         storage = self._storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
         self._releases.append(storage.release)
         workspace = Workspace(plan.workspace, device, ledger)
         self._releases.append(workspace.release)
-        invariant = self._config.batch_invariant
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        biases, means = self._split_biases(), make_means(plan.attention_specs, device)
-        tables = self._layer_tables(biases, means)
-        backend = (make_backend or build_backend)(
-            declaration, plan.attention_specs, storage, bounds, num_sms, invariant, **tables
-        )
         rotaries = self._rope()
+        by_head = plan.attention_specs if spec.latent is None else ()
+        biases, means = self._split_biases(by_head), make_means(by_head, device)
+        model, backend = (
+            self._grouped(storage, workspace, rotaries, biases, means, make_backend or build_backend)
+            if spec.latent is None
+            else self._latent(storage, workspace, rotaries)
+        )
         for owner, num_bytes in backend.held_bytes().items():
             ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
             if term.owner in HELD_OUTSIDE:
                 ledger.record(term.owner, term.num_bytes, term.reason)
-        recipe = plan.resolved.recipe
-        is_fused = takes_fused_decode(spec, plan.resolved.dtype, device.type, recipe) and not invariant
-        scratch, shapes = declaration.scratch(plan.attention_specs, bounds), chunk_shapes(cache, storage.num_pages)
+        shapes = chunk_shapes(cache, storage.num_pages)
         runner = Runner(
-            Decoder(
-                spec,
-                self._weights | biases.qkv,
-                backend,
-                rotaries,
-                workspace,
-                scratch,
-                is_fused,
-                plan.resolved.dtype,
-                recipe,
-            ),
+            model,
             backend,
             BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes),
             Sampler(spec.vocab_size, device, limits.sampled_rows, ledger),
@@ -282,6 +275,52 @@ class RunnerBuild:
         self._releases.append(runner.close)
         self._centre_keys(runner, rotaries, biases, means)
         return runner
+
+    @property
+    def _bounds(self) -> StepBounds:
+        limits = self._plan.resolved.limits
+        return StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+
+    @property
+    def _num_sms(self) -> int:
+        device = self._device
+        return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+    def _grouped(
+        self,
+        storage: PageStorage,
+        workspace: Workspace,
+        rotaries: Sequence[Rotary | None],
+        biases: SplitBiases,
+        means: Sequence[torch.Tensor | None],
+        make_backend: MakeBackend,
+    ) -> tuple[Model, AttentionFamily[Any]]:
+        """A decoder with keys and values by head."""
+        plan, spec, invariant = self._plan, self._model.spec, self._config.batch_invariant
+        declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
+        assert declaration is not None, f"{plan.declared.name} cannot run"
+        tables = self._layer_tables(biases, means)
+        backend = make_backend(declaration, specs, storage, bounds, self._num_sms, invariant, **tables)
+        dtype, recipe = plan.resolved.dtype, plan.resolved.recipe
+        is_fused = takes_fused_decode(spec, dtype, self._device.type, recipe) and not invariant
+        scratch, weights = declaration.scratch(specs, bounds), self._weights | biases.qkv
+        return Decoder(spec, weights, backend, rotaries, workspace, scratch, is_fused, dtype, recipe), backend
+
+    def _latent(
+        self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
+    ) -> tuple[Model, AttentionFamily[Any]]:
+        """A decoder that keeps latents (MLA)."""
+        plan, spec, (rotary, *_) = self._plan, self._model.spec, rotaries
+        declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
+        assert declaration is not None and rotary is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
+        backend = build_latent_backend(declaration, specs, storage, bounds, self._num_sms)
+        folded = fold_rotation(self._weights, specs, self._is_sharing)
+        if self._is_sharing and folded:
+            num_bytes = sum(weight.nbytes for weight in folded.values())
+            self._ledger.record("attention/kv_b", num_bytes, "rotated copies, because others read the weights too")
+        scratch, dtype = declaration.scratch(specs, bounds), plan.resolved.dtype
+        weights, recipe = self._weights | folded, plan.resolved.recipe
+        return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, dtype, recipe), backend
 
     def _layer_tables(self, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> dict[str, Any]:
         """What layers have beside their pages, as a backend names it.
@@ -319,13 +358,13 @@ class RunnerBuild:
             self._ledger.record("rope/table", num_bytes, "cos and sin by position")
         return rotaries
 
-    def _split_biases(self) -> SplitBiases:
+    def _split_biases(self, specs: Sequence[AttentionSpec]) -> SplitBiases:
         """Biases for keys that are stored without theirs; nothing where no layer stores such."""
         spec, plan, turns = self._model.spec, self._plan, None
-        if spec.rope is not None and any(own.has_key_bias for own in plan.attention_specs):
+        if spec.rope is not None and any(own.has_key_bias for own in specs):
             dtype, longest = getattr(torch, plan.resolved.dtype), plan.resolved.limits.max_model_len
             turns = key_turns(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self._device)
-        biases = split_biases(self._weights, spec, plan.attention_specs, turns)
+        biases = split_biases(self._weights, spec, specs, turns)
         if biases.qkv:
             self._ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
         return biases
