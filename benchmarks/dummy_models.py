@@ -28,6 +28,7 @@ TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_si
 TINY_LATENTS = {
     **TINY,
     "num_hidden_layers": 3,
+    "num_key_value_heads": TINY["num_attention_heads"],
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 16,
