@@ -9,6 +9,7 @@ Where no assembler is (the interpreter), the same bits go the long way: PLAIN.
 
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.kv_quantize import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS
+from holdfast.quant.latent_quantize import LATENT_STEP
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
@@ -111,6 +112,18 @@ def values_3_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
+def latents_4_asm() -> str:
+    # Bits 4 j to 4 j + 3 of two words become whole numbers above 16 or 256; t is exact, and the cubic has no coefficient.
+    lines = ["{", ".reg .b32 y, z, x, t, u, b, c, i;", "shl.b32 y, $4, 2;", "shr.u32 z, $4, 6;"]
+    lines += [f"mov.b32 b, {fp16_twice(LATENT_STEP)};", f"mov.b32 i, {fp16_twice(1.0)};"]
+    for part in range(4):
+        above, mask = (16, 0x03C003C0) if part % 2 else (256, 0x003C003C)
+        lines.append(f"lop3.b32 x, {'yz'[part // 2]}, 0x{mask:08x}, {fp16_twice(above)}, 0xEA;")
+        lines += [f"mov.b32 c, {fp16_twice(-(above + 7.5) * LATENT_STEP)};", "fma.rn.f16x2 t, x, b, c;"]
+        lines += ["fma.rn.f16x2 u, t, t, i;", f"mul.rn.f16x2 ${part}, u, t;"]
+    return "\n".join([*lines, "}"])
+
+
 VALUES_8_TEXT = """{
 .reg .b32 a, b;
 .reg .b16 p, q, r, s;
@@ -127,6 +140,8 @@ KEYS_3_HALVES_ASM = kernel_constant(keys_3_asm(is_halved=True))
 VALUES_8_ASM = kernel_constant(VALUES_8_TEXT)
 VALUES_4_ASM = kernel_constant(values_4_asm())
 VALUES_3_ASM = kernel_constant(values_3_asm())
+LATENTS_4_ASM = kernel_constant(latents_4_asm())
+STEP = kernel_constant(LATENT_STEP)
 CUBIC_4 = kernel_constant(CUBIC_4_BITS)
 CUBIC_3 = kernel_constant(CUBIC_3_BITS)
 EXP2_ASM = kernel_constant("ex2.approx.ftz.f32 $0, $1;")
@@ -257,6 +272,27 @@ def value_parts_4(b_words, PLAIN: constexpr):
     else:
         return tl.inline_asm_elementwise(
             VALUES_4_ASM,
+            "=r,=r,=r,=r,r",
+            [b_words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@jit
+def latent_parts_4(b_words, PLAIN: constexpr):
+    """Latents of 4 bits: four parts, without their scale; words of two columns or of two tokens alike."""
+    if PLAIN:
+        b_words = b_words.to(tl.int32)
+        b_0 = _cubic(((b_words & 15).to(tl.float32) - 7.5) * STEP, 1.0)
+        b_1 = _cubic(((b_words >> 4 & 15).to(tl.float32) - 7.5) * STEP, 1.0)
+        b_2 = _cubic(((b_words >> 8 & 15).to(tl.float32) - 7.5) * STEP, 1.0)
+        b_3 = _cubic(((b_words >> 12 & 15).to(tl.float32) - 7.5) * STEP, 1.0)
+        return b_0, b_1, b_2, b_3
+    else:
+        return tl.inline_asm_elementwise(
+            LATENTS_4_ASM,
             "=r,=r,=r,=r,r",
             [b_words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
