@@ -81,11 +81,16 @@ LAYOUTS = ("separate", "fused", "fused.weight", "transposed", "transposed.weight
 
 
 def make_tiny(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers with every parameter drawn at random, in evaluation mode."""
+    """One of EXPERT_MODELS."""
+    prefix, settings = EXPERT_MODELS[name]
+    return make_random(prefix, settings | changes, seed)
+
+
+def make_random(prefix: str, settings: dict[str, Any], seed: int = 0) -> Any:
+    """A model of transformers, such as Qwen2Moe, with every parameter drawn at random, in evaluation mode."""
     import transformers
 
-    prefix, settings = EXPERT_MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**(settings | changes), architectures=[f"{prefix}ForCausalLM"])
+    config = getattr(transformers, f"{prefix}Config")(**settings, architectures=[f"{prefix}ForCausalLM"])
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

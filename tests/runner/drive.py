@@ -5,11 +5,13 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from holdfast.attention.backend import GroupedAttention, LatentAttention
 from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
-from holdfast.attention.select import build_backend
+from holdfast.attention.select import build_backend, build_latent_backend
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.spec import mixed_cache
 from holdfast.cache.storage import PageStorage
@@ -24,6 +26,7 @@ from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import declare_decoder
 from holdfast.models.decoder import Decoder
+from holdfast.models.latent_decoder import LatentDecoder
 from holdfast.models.rope import rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.terms import PROMPT_ROWS
@@ -115,7 +118,10 @@ class Rig:
         spec = model.spec
         heads = spec.num_kv_heads, spec.head_dim
         formats = (KV_FORMATS[kv_dtype],) * spec.num_layers
-        cache = mixed_cache(formats, *heads, limits.page_tokens, spec.sliding_windows, limits.max_model_len)
+        rope_dim, nope_dim, value_dim = (
+            (0, 0, 0) if spec.latent is None else (spec.latent.rope_dim, spec.latent.nope_dim, spec.latent.value_dim)
+        )
+        cache = mixed_cache(formats, *heads, limits.page_tokens, spec.sliding_windows, limits.max_model_len, rope_dim)
         specs = tuple(
             AttentionSpec(
                 layer,
@@ -128,6 +134,8 @@ class Rig:
                 group=cache.group_of(layer.layer),
                 softcap=spec.attention_softcap,
                 has_sinks=spec.has_sinks,
+                nope_dim=nope_dim,
+                value_dim=value_dim,
             )
             for layer in cache.layers
         )
@@ -136,18 +144,26 @@ class Rig:
         scratch = declaration.scratch(specs, bounds)
         self.limits = limits
         self.storage = PageStorage(cache, num_pages, CPU, Ledger())
-        for layer in range(spec.num_layers):
-            for name in ("k", "v"):
-                self.storage.plane(layer, name).fill_(float("nan"))
+        for layer in cache.layers:
+            for plane in layer.planes:
+                self.storage.plane(layer.layer, plane.name).fill_(float("nan"))
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
-        sinks = {"sinks": copy_sinks(model.weights, specs)} if spec.has_sinks else {}
-        self.backend = build_backend(declaration, specs, self.storage, bounds, 1, batch_invariant=False, **sinks)
         rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.sampled_rows, Ledger())
         if keeps_tokens:
             self.sampler.take_device_sampler(limits.sampled_rows)
-        self.decoder = Decoder(spec, model.weights, self.backend, rotaries, self.workspace, scratch, dtype=dtype)
-        shapes, is_shared = chunk_shapes(cache, num_pages), backend != "triton_paged" and not keeps_tokens
+        shared = self.workspace, scratch
+        self.backend: GroupedAttention[Any] | LatentAttention[Any]
+        self.decoder: Decoder | LatentDecoder
+        if rope_dim:
+            self.backend = latents = build_latent_backend(declaration, specs, self.storage, bounds, 1)
+            assert rotaries[0] is not None, "latents are rotated"
+            self.decoder = LatentDecoder(spec, model.weights, latents, rotaries[0], *shared, dtype=dtype)
+        else:
+            sinks = {"sinks": copy_sinks(model.weights, specs)} if spec.has_sinks else {}
+            self.backend = by_head = build_backend(declaration, specs, self.storage, bounds, 1, False, **sinks)
+            self.decoder = Decoder(spec, model.weights, by_head, rotaries, *shared, dtype=dtype)
+        shapes, is_shared = chunk_shapes(cache, num_pages), not backend.startswith("triton") and not keeps_tokens
         self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes)
         self.groups = cache.cache_groups()
         self.runner = Runner(
@@ -174,8 +190,8 @@ class Rig:
         """NaN in every layer's part of these pages."""
         for page in pages:
             for layer, group in ((layer, own) for own in self.storage.spec.groups for layer in own.layers):
-                for name in ("k", "v"):
-                    chunks = self.storage.plane(layer, name).unflatten(
+                for plane in self.storage.spec.layers[layer].planes:
+                    chunks = self.storage.plane(layer, plane.name).unflatten(
                         0, (group.chunks_per_page, -1, self.limits.page_tokens)
                     )
                     chunks[:, page].fill_(float("nan"))

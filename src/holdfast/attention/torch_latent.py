@@ -72,7 +72,7 @@ class TorchLatentAttention(LatentPages):
         if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
             sequences, q_TND = plan.wanted, q_TND.index_select(0, plan.wanted_rows_R)
         num_rows, num_heads, _ = q_TND.shape
-        out_TNV = out_TX[:num_rows].view(num_rows, num_heads, -1)
+        out_TNV = out_TX[:num_rows].unflatten(1, (num_heads, -1))
         num_done = 0
         for sequence in sequences:
             rows = sequence.rows
