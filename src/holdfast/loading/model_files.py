@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.errors import ModelNotFoundError, UnsupportedModelError
+from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError, shown
 from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.gguf.file import MAGIC, GGUFFile
 from holdfast.loading.gguf.parts import gguf_inside, read_parts
@@ -28,7 +28,7 @@ from holdfast.loading.sources.safetensors import (
 )
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.blueprints.read import refuse_planned_only
-from holdfast.models.families import FAMILIES, Family, model_settings, parameters, read_spec
+from holdfast.models.families import FAMILIES, Family, model_settings, parameters, read_spec, unread_tensors
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
@@ -112,9 +112,10 @@ def open_directory(folder: Path) -> OpenModel:
     stored = _read_stored(config)
     if has_saved_weights(folder):
         return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
-    source = SafetensorsSource(open_weight_files(folder), family.renames, family.unread)
-    if source.unread:
-        log.info("%d tensors of %s are for %s and are left unread", len(source.unread), folder, family.unread_words)
+    unread, words = unread_tensors(spec)
+    source = SafetensorsSource(open_weight_files(folder), family.renames, unread)
+    _tell_unread(source.unread, folder, words)
+    refuse_other_queries(spec, source.entries, f"{CONFIG_FILE} says q_lora_rank")
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
     if stored is not None:
         stored = stored.used_by(source.entries)
@@ -123,6 +124,30 @@ def open_directory(folder: Path) -> OpenModel:
     wanted = parameters(spec)
     plain = dequantize_plain_kinds(source, wanted, stored)
     return OpenModel(folder, "directory", spec, wanted, plain, generation, stored=stored)
+
+
+def _tell_unread(tensors: frozenset[str], path: Path, words: str) -> None:
+    if tensors:
+        log.info("%d tensors of %s are for %s and are left unread", len(tensors), path, words)
+
+
+def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], says: str) -> None:
+    """Weights whose queries have a latent of their own under settings without one, or the other way round.
+
+    `says` names the setting. Every tensor of the one kind would be missing and every one of the other too many.
+    """
+    if spec.latent is None:
+        return
+    names = FAMILIES[spec.architecture].names
+    rank = spec.latent.q_rank
+    module, what = (names.latent.q, "without") if rank is not None else (names.latent.q_a, "with")
+    found = entries.get(f"{names.layer.format(0)}{module}.weight")
+    if found is not None:
+        raise ModelFormatError(
+            f"{says} = {'null' if rank is None else rank}",
+            f"{found.file} holds {shown(found.name)}, which is for queries {what} a latent of their own",
+            "use weights and settings of the same model",
+        )
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
@@ -192,7 +217,8 @@ def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 INTERLEAVED_ARCHITECTURES = ("llama",)
-"""Those whose query and key rows the conversion reorders, to rotate neighbours in place of halves."""
+"""Those whose query and key rows the conversion reorders, to rotate neighbours in place of halves. What rotates neighbours
+from the start (deepseek2) is left in its order."""
 
 
 def gguf_of(path: Path, load_format: str) -> Path | None:
@@ -210,13 +236,18 @@ def open_gguf(path: Path) -> OpenModel:
     """Read the header, or those of all parts, and say what is in there; no weight is read."""
     file = read_parts(path)
     spec = _read_spec(file)
-    is_interleaved = file.metadata["general.architecture"] in INTERLEAVED_ARCHITECTURES
+    arch = str(file.metadata["general.architecture"])
+    head_dim = spec.head_dim if arch in INTERLEAVED_ARCHITECTURES else None
+    unread, words = unread_tensors(spec)
+    source = GGUFSource(file, head_dim, FAMILIES[spec.architecture].names, unread)
+    _tell_unread(source.unread, file.path, words)
+    refuse_other_queries(spec, source.entries, f"{file.path.name} says {arch}.attention.q_lora_rank")
     return OpenModel(
         path=file.path,
         kind="gguf",
         spec=spec,
         parameters=parameters(spec),
-        source=GGUFSource(file, spec.head_dim if is_interleaved else None, FAMILIES[spec.architecture].names),
+        source=source,
         generation=_generation(file, spec.vocab_size),
         gguf=file,
     )
