@@ -330,11 +330,11 @@ def test_a_family_that_runs_from_a_folder_alone_sends_people_there():
         spec(general__architecture="gpt-oss")
 
 
-@pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("deepseek2", True)])
+@pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("deepseek32", True)])
 def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
     with pytest.raises(UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     message = str(caught.value)
-    assert f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe run" in message
+    assert f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe, deepseek2 run" in message
     assert "a folder of the same model would not run either" in message
     assert ("holdfast plan" in message) is is_planned
