@@ -16,7 +16,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
 from holdfast.memory.ledger import Ledger
-from holdfast.quant.formats import formats_of
+from holdfast.quant.formats import MLA_FORMATS, formats_of
 
 PAGE, MAX_LEN = 16, 512
 Rows = list[tuple[int, int]]
@@ -143,6 +143,15 @@ def test_a_mixed_step_with_padding(captured):
     step = Step(Shape(), MIXED, padding=5)
     found = step.triton(captured)
     check(found[: step.num_rows], step.torch()[: step.num_rows])
+    assert (found[step.num_rows :] == 0).all()
+
+
+@QUIET
+@pytest.mark.parametrize("name", MLA_FORMATS)
+def test_quantized_latents(name):
+    step = Step(Shape(name=name, latent_dim=64), MIXED, padding=5)
+    found = step.triton(captured=True)
+    check(found[: step.num_rows], step.torch()[: step.num_rows], 2e-3)
     assert (found[step.num_rows :] == 0).all()
 
 

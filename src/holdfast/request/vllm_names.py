@@ -184,7 +184,7 @@ ENGINE_VALUES: Mapping[str, Mapping[Any, object]] = {
 """Values that vLLM's users pass, and ours."""
 _WEIGHTS = "take a checkpoint in fp8 or mxfp4, or plain weights with quantization fp8, int8 or mxfp4"
 MISSING_VALUES: Mapping[str, Mapping[str, str]] = {
-    "kv_cache_dtype": dict.fromkeys(("fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "use fp8, which is e4m3"),
+    "kv_cache_dtype": dict.fromkeys(("fp8_e5m2", "fp8_inc"), "use fp8, which is e4m3"),
     "quantization": dict.fromkeys(
         (
             "awq",

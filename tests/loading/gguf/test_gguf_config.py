@@ -335,6 +335,8 @@ def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_plan
     with pytest.raises(UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     message = str(caught.value)
-    assert f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe, deepseek2 run" in message
+    assert (
+        f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe, deepseek2 run" in message
+    )
     assert "a folder of the same model would not run either" in message
     assert ("holdfast plan" in message) is is_planned

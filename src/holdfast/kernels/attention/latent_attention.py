@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, programs_per_sm, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.attention.latent_quantized_attention import latent_quantized_attention
 from holdfast.kernels.attention.latent_tiles import merge_latents
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork
@@ -58,7 +59,10 @@ def latent_attention(
     num_sms: int,
 ) -> torch.Tensor:
     """Each row sees its sequence's tokens up to its own position: [T, N, L]; padded rows become zeros."""
-    assert planes.kind == "plain", f"{planes.kind} pages are attended to by a kernel of their own"
+    if planes.kind != "plain":
+        return latent_quantized_attention(
+            q_TNX, planes, page_table_NP, work, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
+        )
     num_rows, num_heads, _ = q_TNX.shape
     block_l, block_r = (max(16, next_power_of_two(size)) for size in (planes.latent_dim, planes.rope_dim))
     pdl, row_bytes = supports_pdl(q_TNX), (block_l + block_r) * planes.rows_SX.element_size()
@@ -118,7 +122,7 @@ def latent_attention_reference(
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
         token_S = torch.arange(low, high, device=q_TNX.device)
         slot_S = page_table_NP[table_row, token_S // page_tokens].long() * page_tokens + token_S % page_tokens
-        rows_SX = planes.rows_SX[slot_S].float()
+        rows_SX = read_latents(planes, slot_S, torch.float32)
         seen_nS = torch.arange(position, position + count, device=q_TNX.device).unsqueeze(1) >= token_S
         scores_nNS = q_TNX[row : row + count].float() @ rows_SX.T * scale
         scores_nNS = scores_nNS.masked_fill(~seen_nS.unsqueeze(1), float("-inf"))

@@ -17,14 +17,9 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2, latent_parts_4, value_parts_8
+from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, programs_per_sm, tile_height
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.attention.latent_tiles import (
-    LARGE_HEIGHT,
-    head_blocks,
-    merge_latents,
-    programs_per_sm,
-    tile_height,
-)
+from holdfast.kernels.attention.latent_tiles import merge_latents
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork
@@ -45,7 +40,7 @@ from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 # pyright: reportPossiblyUnboundVariable=false
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# ruff: noqa: ANN001, ANN202, RET505 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
 class QuantizedBlocks(NamedTuple):
