@@ -92,6 +92,48 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Tiny, and wide enough for the fused decode path."""
+LATENT = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+}
+MODELS["latent"] = {
+    **LATENT,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "greedy",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+MODELS["latent_q"] = {
+    **LATENT,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 256,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,

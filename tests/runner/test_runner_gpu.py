@@ -47,6 +47,7 @@ MODES = [
     pytest.param("experts", {}, id="experts"),
     pytest.param("qwen3", {"quantization": "fp8"}, id="fp8"),
     pytest.param("experts", {"quantization": "fp8"}, id="experts in fp8"),
+    pytest.param("latent", {}, id="latents"),
 ]
 SCHEMES = [
     pytest.param("qwen3", {"quantization": "int8"}, id="int8"),
@@ -58,6 +59,8 @@ SCHEMES = [
 FORMATS = [
     pytest.param("experts", {"quantization": "fp8_block"}, id="experts in fp8_block"),
     pytest.param("windows", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4"),
+    pytest.param("latent", {"kv_cache_dtype": "turboquant_mla_4bit"}, id="latents of 4 bits"),
+    pytest.param("latent_q", {"kv_cache_dtype": "fp8_ds_mla", "quantization": "fp8"}, id="latents in fp8"),
 ]
 """Blocks of experts with scales for blocks of columns, and compressed pages."""
 
@@ -209,7 +212,7 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
         chunks = torch.tensor([j * num_pages + page for page in free_pages for j in range(num_chunks)], device="cuda")
         slots = chunks.unsqueeze(1) * 16 + torch.arange(16, device="cuda")
         for plane in built.storage.planes(layer).values():
-            plane[slots.flatten()] = float("nan")
+            plane.view(torch.uint8)[slots.flatten()] = 0xFF  # NaN in every format
     for lane, memory in runner.model.workspace.lanes.items():
         if lane != "fused_decode":  # small-batch GEMMs count in it, and leave it at zero
             memory.fill_(0xFF)
@@ -358,7 +361,7 @@ def test_a_release_gives_all_back(build):
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "fp8_block", "mxfp4"])
-@pytest.mark.parametrize("name", ["qwen3", "experts", "shared"])
+@pytest.mark.parametrize("name", ["qwen3", "experts", "shared", "latent", "latent_q"])
 def test_logits_are_those_of_a_cpu(build, name, quantization):
     """The same weights in float32 on a CPU, through the references; a GPU rounds to bfloat16 all the way."""
     logits = []
