@@ -36,16 +36,19 @@ KV_BYTES: dict[str, tuple[int | Fraction, ...]] = {
     "Llama-3.1-8B": (131072, 66560, 50176, 33792, 29696, 25600),
     "Llama-3.1-70B": (327680, 166400, 125440, 84480, 74240, 64000),
     "Mistral-7B-v0.3": (131072, 66560, 50176, 33792, 29696, 25600),
-    "DeepSeek-V2-Lite": (27 * 1152, 27 * 656),
-    "DeepSeek-R1": (70_272, 40_016),
-    "DeepSeek-V3.2": (61 * (1152 + 256), 48_068),
     "DeepSeek-V4-Flash": (21 * (256 + 64) + 20 * 8, 21 * (146 + 33) + 20 * Fraction(584, 128)),
     "DeepSeek-V4-Pro": (30 * (256 + 64) + 31 * 8, 30 * (146 + 33) + 31 * Fraction(584, 128)),
 }
-"""By the columns above; latents and compressed vectors are kept in the first two only."""
+"""By the columns above; compressed vectors are kept in the first two only. Latents have formats of their own: LATENT_BYTES."""
+LATENT_BYTES = {
+    "DeepSeek-V2-Lite": (27 * 1152, 27 * 656, 27 * 386),
+    "DeepSeek-R1": (70_272, 40_016, 61 * 386),
+    "GLM-4.7-Flash": (47 * 1152, 47 * 656, 47 * 386),
+    "DeepSeek-V3.2": (61 * (1152 + 256), 48_068, 61 * (386 + 132)),
+}
 CHECKPOINT_BYTES = {
     "Qwen1.5-MoE-A2.7B": 26.67 * 2**30,  # what vLLM logs once it is loaded
-    "DeepSeek-R1": 642 * 2**30,  # its files
+    "DeepSeek-R1": (642 - 14.2) * 2**30,  # its files, less the layer that drafts tokens, with an embedding and a head
     "DeepSeek-V4-Flash": 148.66 * 2**30,  # its files, as vLLM logs them
     "DeepSeek-V4-Pro": 865e9,  # its files, as a recipe for serving it has them
 }
@@ -75,6 +78,13 @@ def test_kv_bytes_per_token(name: str) -> None:
     for format in FORMATS[len(exact) :]:
         with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps"):
             declared.kv_bytes_per_token(format)
+
+
+@pytest.mark.parametrize("name", LATENT_BYTES)
+def test_bytes_of_latents(name: str) -> None:
+    declared = declare_config(CATALOGUE[name], name)
+    formats = ("bfloat16", "fp8", "turboquant_4bit_nc")
+    assert tuple(declared.kv_bytes_per_token(format) for format in formats) == LATENT_BYTES[name]
 
 
 def test_totals_that_others_published() -> None:
@@ -122,10 +132,11 @@ def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     assert (declared.spec is None) == (declared.not_runnable is not None)
     planned = (
-        "DeepSeek-V",
-        "DeepSeek-R1",
-        "Kimi",
-        "GLM",
+        "DeepSeek-V3.2",
+        "DeepSeek-V4",
+        "GLM-4-",
+        "GLM-4.5",
+        "GLM-4.6",
         "glm",
         "gemma-2",
         "phi",

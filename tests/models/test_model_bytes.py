@@ -144,6 +144,13 @@ V2_LITE = (
     + 3 * 2048 * 10944
     + 26 * ((64 + 2) * 3 * 2048 * 1408 + 64 * 2048)
 )
+GLM47_FLASH = (
+    2 * 154880 * 2048
+    + 2048
+    + 47 * (2048 * 768 + 768 + 768 * 20 * 256 + 2048 * 576 + 512 + 512 * 20 * 448 + 20 * 256 * 2048 + 2 * 2048)
+    + 3 * 2048 * 10240
+    + 46 * ((64 + 1) * 3 * 2048 * 1536 + 64 * 2048 + 64)
+)
 GLM45_AIR_LAYER = attention(GLM45_AIR) + qkv_bias(GLM45_AIR) + 2 * 4096
 GPT_OSS_120B = GPT_OSS._replace(layers=36)
 BY_HAND: dict[str, Row] = {
@@ -185,6 +192,7 @@ BY_HAND: dict[str, Row] = {
         kv(GLM45_AIR),
         106_852_245_504 + 45 * 128,  # which leaves out what corrects the router
     ),
+    "GLM-4.7-Flash": Row(GLM47_FLASH, 47 * 1152, None),
     "DeepSeek-V2-Lite": Row(V2_LITE, 27 * 1152, 15_706_484_224),
     "DeepSeek-V3": Row(deepseek(3, 256, 129280, 128), 61 * 1152, 671_026_404_352 + 58 * 256),
     "Kimi-K2-Instruct": Row(deepseek(1, 384, 163840, 64), 61 * 1152, None),
@@ -216,12 +224,16 @@ def test_parameters_and_bytes_by_hand(name: str) -> None:
     assert plain.kv_bytes_per_sequence("bfloat16") == 0
 
 
+V3_DRAFT_BYTES = 257 * 3 * 7168 * 2048 + 187e6 + 2 * (2 * 129280 * 7168 + 2 * 7168 * 7168)
+"""Experts and attention in one byte, and in two the embedding, the head and what joins both streams."""
+
+
 @pytest.mark.parametrize(
     ("name", "num_bytes"),
     [
         ("gpt-oss-20b", 13.761e9),  # what its files have
         ("gpt-oss-120b", 65.249e9),
-        ("DeepSeek-V3", 688.59e9),
+        ("DeepSeek-V3", 688.59e9 - V3_DRAFT_BYTES + 61 * 128 * 256 * 512),  # kv_b is two bytes wide here
         ("Kimi-K2-Instruct", 1_029.2e9),
     ],
 )
