@@ -1,15 +1,25 @@
 """DeepSeek V2 and V3 against transformers: whole, in chunks, in company, prefixes, preemption; and what a wrong reading would change."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
+import torch
 
-from models.tiny_latents import LATENT_MODELS, alone, judge, make_drive, make_request, tiny
-from runner.drive import Drive, Request
+from holdfast.kernels.attention import write_latent
+from holdfast.kernels.attention.write_latent import rotate_neighbours
+from holdfast.kernels.moe.routing import Routing, route_tokens
+from holdfast.layers import moe
+from holdfast.models.spec import LatentSpec
+from models.tiny_latents import LATENT_MODELS, TOLERANCE, alone, judge, make_drive, make_request, tiny
+from runner.drive import Drive, LoadedModel, Request
 
 CASES = [case for case in LATENT_MODELS if case.startswith("v")]
 V3 = "v3 like R1"
+Mutation = Callable[[LoadedModel, pytest.MonkeyPatch], LoadedModel]
+"""A wrong reading of a model: what it makes of a right one."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,3 +104,110 @@ def test_a_prefix_that_is_hit_and_one_that_is_missed():
         assert request.sequence is not None
         num_cached.append(request.sequence.num_cached_tokens)
     assert num_cached == [0, 36, 0, 36]
+
+
+def scaled_by_the_row(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+    return replace(model, spec=replace(model.spec, attention_scale=model.spec.head_dim**-0.5))
+
+
+def scaled_without_mscale(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+    return replace(model, spec=replace(model.spec, attention_scale=latent_of(model).query_dim ** -0.5))
+
+
+def rotated_at_full_size(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+    assert model.spec.rope is not None
+    return replace(model, spec=replace(model.spec, rope=replace(model.spec.rope, attention_factor=1.0)))
+
+
+def norms_of_latents_with_the_eps_of_layers(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+    latent = replace(latent_of(model), norm_eps=model.spec.norm_eps)
+    return replace(model, spec=replace(model.spec, latent=latent))
+
+
+def rotated_by_halves(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    def by_halves(x: torch.Tensor, positions_T: torch.Tensor, rotary: Any) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        paired = torch.stack((x[..., :half], x[..., half:]), dim=-1).flatten(-2)
+        return rotate_neighbours(paired, positions_T, rotary)
+
+    monkeypatch.setattr(write_latent, "rotate_neighbours", by_halves)
+    return model
+
+
+def bias_in_the_shares(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    def biased(
+        logits_TE: torch.Tensor, routing: Routing, ids_TS: torch.Tensor, shares_TS: torch.Tensor, *biases: Any
+    ) -> None:
+        route_tokens(logits_TE, routing, ids_TS, shares_TS, *biases)
+        chosen_TS = (logits_TE.sigmoid() + biases[1]).gather(1, ids_TS.long())
+        shares_TS.copy_(chosen_TS / chosen_TS.sum(1, keepdim=True) * routing.share_scale)
+
+    monkeypatch.setattr(moe, "route_tokens", biased)
+    return model
+
+
+def routed(**changes: Any) -> Mutation:
+    def change(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+        assert model.spec.experts is not None
+        return replace(model, spec=replace(model.spec, experts=replace(model.spec.experts, **changes)))
+
+    return change
+
+
+def weights_filled(ending: str, value: float) -> Mutation:
+    def fill(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+        weights = dict(model.weights)
+        for name in [name for name in weights if name.endswith(ending)]:
+            weights[name] = torch.full_like(plain(weights[name]), value)
+        assert any(name.endswith(ending) for name in weights), ending
+        return replace(model, weights=weights)
+
+    return fill
+
+
+def values_before_keys(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+    weights, latent = dict(model.weights), latent_of(model)
+    for name in [name for name in weights if name.endswith("kv_b.weight")]:
+        by_head = plain(weights[name]).unflatten(0, (-1, latent.expanded_dim))
+        weights[name] = by_head.roll(latent.value_dim, dims=1).flatten(0, 1)
+    return replace(model, weights=weights)
+
+
+def latent_of(model: LoadedModel) -> LatentSpec:
+    assert model.spec.latent is not None
+    return model.spec.latent
+
+
+def plain(weight: Any) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "scores scaled by all that is kept": scaled_by_the_row,
+    "scores without mscale": scaled_without_mscale,
+    "cos and sin without mscale": rotated_at_full_size,
+    "halves rotated": rotated_by_halves,
+    "experts of all groups": routed(num_groups=1, groups_taken=1),
+    "groups by their largest score": routed(group_score="largest"),
+    "bias in the shares": bias_in_the_shares,
+    "no bias on scores": weights_filled("router.score_bias", 0.0),
+    "shares as they are": routed(normalizes=False),
+    "shares unscaled": routed(share_scale=1.0),
+    "no shared experts": weights_filled("shared.down.weight", 0.0),
+    "latents without gamma": weights_filled("kv_a_norm.weight", 1.0),
+    "latents of queries without gamma": weights_filled("q_a_norm.weight", 1.0),
+    "latent norms with the eps of layers": norms_of_latents_with_the_eps_of_layers,
+    "values before keys in kv_b": values_before_keys,
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_reading_shows(mutation, monkeypatch):
+    """The tolerance of this file tells each of them from what is right, by far."""
+    answer = alone(V3, 33, 8)
+    drive = make_drive(MUTATIONS[mutation](tiny(V3)[1], monkeypatch), max_rows=33)
+    request = make_request(33, 1)
+    drive.run([request])
+    moved = max(float((row - answer.logits[place]).abs().max()) for place, row in drive.logits(request).items())
+    assert moved > 200 * TOLERANCE
