@@ -27,6 +27,7 @@ from holdfast.request.vllm_names import (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
+NO_TOKENIZER = "none"
 AUTO_EMBEDDINGS = "auto"
 """What of the vocabulary is quantized is left to the file that the model comes from."""
 MAX_PATTERNS = 256
@@ -65,7 +66,7 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a model of the Hub; None takes main. owner/name@REVISION says the same."""
     tokenizer: str | None = None
-    """Folder, file or owner/name of another tokenizer than the model's own."""
+    """Folder, file or owner/name of another tokenizer than the model's own; "none": prompts and answers are token ids alone."""
     chat_template: str | None = None
     """A Jinja file, or the template itself, in place of the model's own."""
     dtype: str = "auto"

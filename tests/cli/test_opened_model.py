@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.cli_models import pipe_in
+from cli.cli_models import Here, pipe_in
 from cli.page_reader import read_page
 from engine.fakes import assert_at_rest, make_engine, solo
 from holdfast.api.llm import LLM
@@ -42,6 +42,14 @@ from holdfast.request.sampling_params import SamplingParams
 @pytest.fixture(autouse=True)
 def _no_handlers() -> None:
     logging.getLogger("holdfast").handlers.clear()
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_text_is_not_made_of_token_ids(command: str, here: Here) -> None:
+    ended = here(command, "/nowhere", "--tokenizer", "none", stdin="hello")
+    assert ended.code != 0
+    assert "--tokenizer none was asked; text is read and written here" in ended.err
+    assert "generate(prompt_token_ids=[...])" in ended.err
 
 
 def test_quietly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

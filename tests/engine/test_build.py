@@ -1,6 +1,7 @@
 """Everything between a config and an engine that answers, on a tiny model."""
 
 import gc
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ from cli.cli_models import make_model
 from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine.build import build_engine
-from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, ModelNotFoundError
+from holdfast.errors import (
+    ConfigError,
+    HoldfastError,
+    MemoryPlanError,
+    ModelFormatError,
+    ModelNotFoundError,
+    PromptError,
+)
 from holdfast.memory.report import MemoryReport
 from runner.tiny_runners import watched_arenas
 
@@ -63,6 +71,27 @@ def test_no_file_stays_open(model):
     # The strict warning filter fails the run where a file is left to the garbage collector.
     engine, _ = build(model)
     del engine
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_before_weights_are_and_token_ids_work_without(model, tmp_path):
+    """As Kimi-K2's, which is tiktoken's."""
+    folder = tmp_path / "ids"
+    shutil.copytree(model, folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tiktoken.model").write_bytes(b"AAAA 0")
+    config, progress = EngineConfig(model=str(folder)), []
+    with pytest.raises(ModelFormatError, match="a tiktoken model") as caught:
+        build_engine(config, lambda done, total: progress.append(done))
+    assert 'LLM(model, tokenizer="none").generate(prompt_token_ids=[...])' in caught.value.do
+    assert progress == []
+    ids = list(b"hello")
+    (wanted,) = LLM(str(model)).generate(prompt_token_ids=ids, params=GREEDY)
+    llm = LLM(str(folder), tokenizer="none")
+    (output,) = llm.generate(prompt_token_ids=ids, params=GREEDY)
+    assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert output.outputs[0].text == ""
+    with pytest.raises(PromptError, match="the engine has no tokenizer"):
+        llm.generate("hello", GREEDY)
 
 
 @pytest.mark.parametrize("form", ["text", "file"])

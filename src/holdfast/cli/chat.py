@@ -16,6 +16,7 @@ from holdfast.cli.opened_model import (
     open_quietly,
     open_visibly,
     prepare,
+    refuse_bare_ids,
     report_file,
     sampling_params,
     speed_of,
@@ -426,6 +427,7 @@ def chat(
         )
     # One conversation is all that will come, so memory is planned for one.
     config = EngineConfig.from_options(model=model, **({"max_num_seqs": 1} | engine))
+    refuse_bare_ids(config)
     is_watched = sys.stdin is not None and sys.stdin.isatty()
     report = report_file(memory_report)
     opened = open_visibly(config, report) if is_watched else open_quietly(config, report)

@@ -174,7 +174,7 @@ def measure_formats(
     window: int,
     max_tokens: int | None,
 ) -> EvalView:
-    from holdfast.engine.build import open_tokenizer
+    from holdfast.engine.open_text import open_tokenizer
     from holdfast.eval.kv_quality import measure, open_contenders, settle_config
 
     name = model_name(config)
@@ -344,7 +344,7 @@ def measure_schemes(
     max_tokens: int | None,
 ) -> EvalView:
     """Every scheme's figures; those that cannot run are left out with a line each where nobody named them."""
-    from holdfast.engine.build import open_tokenizer
+    from holdfast.engine.open_text import open_tokenizer
     from holdfast.eval.weight_quality import (
         as_stored_entry,
         compare_schemes,

@@ -17,10 +17,10 @@ from holdfast.api.options import ADVISED
 from holdfast.api.progress import DownloadBar, is_watched
 from holdfast.cli.options import Given
 from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, raising_interrupts, write_line
-from holdfast.config import EngineConfig
+from holdfast.config import NO_TOKENIZER, EngineConfig
 from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.engine import Engine
-from holdfast.errors import HoldfastError, PromptError, shown
+from holdfast.errors import ConfigError, HoldfastError, PromptError, shown
 from holdfast.loading.hub.download import Download
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import existing_path
@@ -31,6 +31,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.observability.preparing import OnPrepare, Preparing
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.tokenizer import BY_IDS
 
 WEIGHTS_OWNER = "weights"
 STARTING = "Starting"
@@ -108,6 +109,14 @@ def _collections_paused() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
+
+
+def refuse_bare_ids(config: EngineConfig) -> None:
+    """A command that reads and writes text needs a tokenizer; known before a model is touched."""
+    if config.tokenizer == NO_TOKENIZER:
+        raise ConfigError(
+            f"--tokenizer {NO_TOKENIZER} was asked", "text is read and written here", f"leave it out, or {BY_IDS}"
+        )
 
 
 @_collections_paused()

@@ -12,6 +12,7 @@ from holdfast.cli.opened_model import (
     open_visibly,
     prepare,
     read_prompt,
+    refuse_bare_ids,
     report_file,
     sampling_params,
     speed_of,
@@ -50,6 +51,7 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
     _check_together(options, sampling)
     # One request is all that will come, so memory is planned for one.
     config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": checked.n} | engine))
+    refuse_bare_ids(config)
     report = report_file(options.memory_report)
     text = read_prompt(options.prompt)
     opened = open_quietly(config, report) if options.quiet or options.as_json else open_visibly(config, report)

@@ -10,7 +10,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
-from holdfast.engine.open_text import open_chat_template, open_tokenizer
+from holdfast.engine.open_text import open_text
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
 from holdfast.loading.model_files import open_model
@@ -37,8 +37,7 @@ def build_engine(
     try:
         refuse_lost_threads(_use_threads)
         # What can be wrong with small files is found before the large ones are read.
-        tokenizer = open_tokenizer(config, model)
-        chat_template = open_chat_template(config, model, tokenizer)
+        tokenizer, chat_template = open_text(config, model)
         core = build_core(config, model, on_progress, on_prepare)
     finally:
         model.source.close()

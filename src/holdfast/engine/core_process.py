@@ -60,7 +60,7 @@ from holdfast.engine.messages import (
     decode_message,
     encode_message,
 )
-from holdfast.engine.open_text import open_chat_template, open_tokenizer
+from holdfast.engine.open_text import open_text
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
@@ -99,8 +99,7 @@ def connect_engine(
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
     try:
-        tokenizer = open_tokenizer(config, model)
-        chat_template = open_chat_template(config, model, tokenizer)
+        tokenizer, chat_template = open_text(config, model)
     finally:
         model.source.close()
     core = CoreProcess(config, on_progress, on_prepare)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from holdfast.config import EngineConfig
+from holdfast.config import NO_TOKENIZER, EngineConfig
 from holdfast.errors import ConfigError, ModelNotFoundError
 from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.locate import locate_tokenizer
@@ -14,8 +14,18 @@ from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 MAX_TEMPLATE_BYTES = 1024**2
 
 
+def open_text(config: EngineConfig, model: OpenModel) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Tokenizer and chat template of an engine; neither where token ids are all that comes and goes."""
+    if config.tokenizer == NO_TOKENIZER:
+        return None, None
+    tokenizer = open_tokenizer(config, model)
+    return tokenizer, open_chat_template(config, model, tokenizer)
+
+
 def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
     """The tokenizer that was asked for, or the model's own."""
+    if config.tokenizer == NO_TOKENIZER:
+        raise ConfigError(f"tokenizer={NO_TOKENIZER} was asked", "text is to be read here", "leave it out")
     if config.tokenizer is None:
         if model.gguf is not None:
             return tokenizer_from_gguf(model.gguf.metadata, model.path.name)

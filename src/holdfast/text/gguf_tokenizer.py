@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
-from holdfast.text.tokenizer import Tokenizer, native_calls
+from holdfast.text.tokenizer import BY_IDS, Tokenizer, native_calls
 
 if TYPE_CHECKING:
     import tokenizers
 
 PREFIX = "tokenizer.ggml."
+BESIDE = "name a folder with tokenizer.json of the same model as tokenizer"
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of token_type that are found whole in a text; the last is not special."""
 SPACE_MARK = "▁"
@@ -79,7 +80,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], file_name: str) -> Token
         raise UnsupportedModelError(
             f"{file_name} has a tokenizer of kind {model!r}",
             "gpt2 (byte-level BPE) and llama (SentencePiece) are known here",
-            "use a folder with tokenizer.json for this model",
+            f"{BESIDE}, or {BY_IDS}",
         )
     named = fields.named_ids()
     _add_found_tokens(backend, fields, named)
@@ -169,7 +170,7 @@ def _byte_level(fields: _Fields) -> tuple["tokenizers.Tokenizer", bool]:
         raise UnsupportedModelError(
             f"{fields.file_name} cuts text in the way {name!r}",
             f"those known here are {', '.join(PRE_TOKENIZERS)}",
-            "use a folder with tokenizer.json for this model",
+            f"{BESIDE}, or {BY_IDS}",
         )
     pre = PRE_TOKENIZERS[name]
     merges = _merges(fields)

@@ -28,6 +28,8 @@ OTHER_FORMS = {
     "vocab.json": "a vocabulary and merges in files of their own",
 }
 """What a folder may hold in place of tokenizer.json, in words."""
+BY_IDS = 'give prompts as token ids: LLM(model, tokenizer="none").generate(prompt_token_ids=[...])'
+"""What works with a model whose tokenizer is not read here."""
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
@@ -240,7 +242,7 @@ def _missing_tokenizer(path: Path) -> ModelFormatError:
     return ModelFormatError(
         f"{path} has no {TOKENIZER_FILE}",
         f"it has {', '.join(found)}",
-        "convert it once with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+        f"convert it once with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or {BY_IDS}",
     )
 
 

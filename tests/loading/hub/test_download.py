@@ -236,7 +236,7 @@ def test_a_plan_fetches_the_config_alone_and_only_of_names_that_nobody_knows(hub
 
 def test_dummy_weights_and_a_tokenizer_fetch_no_weights(hub, sharded):
     from holdfast.config import EngineConfig
-    from holdfast.engine.build import open_tokenizer
+    from holdfast.engine.open_text import open_tokenizer
 
     hub.repos["org/tiny"] = Repo(sharded)
     opened = open_model("org/tiny", "dummy")
