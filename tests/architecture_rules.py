@@ -61,6 +61,7 @@ TORCH_FREE = (
     "cache.prefix",
     "kernels.attention.latent_geometry",
     "kernels.geometry",
+    "kernels.up_projection",
     "models.spec",
     "models.parameters",
     "models.families",

@@ -21,9 +21,16 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from holdfast.kernels import norm  # noqa: E402
+from holdfast.kernels import norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
-from holdfast.kernels.attention import latent_projection, quantized_attention, tiled_attention, write_quantized_kv  # noqa: E402
+from holdfast.kernels.attention import (
+    latent_prefill,
+    latent_projection,
+    quantized_attention,
+    tiled_attention,
+    write_quantized_kv,
+)
+from holdfast.kernels.attention.latent_planes import LatentPlanes  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
@@ -36,7 +43,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
-from holdfast.quant.formats import KVFormat  # noqa: E402
+from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
@@ -297,6 +304,21 @@ def projections_of(num_rows: int, num_heads: int, nope_dim: int, value_dim: int)
     latent_projection.project_values(latent, kv_b, values)
 
 
+def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
+    """A few rows behind a context that is split, of two heads."""
+    shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
+    pages = {
+        plane.name: torch.zeros(64, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        for plane in kv_format.planes(1, 576, 64)
+    }
+    planes = LatentPlanes.of(pages, kv_format, 512, 64, 64)
+    specs = up_projection.expanded_specs(shape, "bfloat16", 5, 1029)
+    scratch = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+    q, kv_b = torch.zeros(5, 2, nope_dim + 64, dtype=BF16), torch.zeros(2, nope_dim + value_dim, 512, dtype=BF16)
+    out, page_row = torch.empty(5, 2, value_dim, dtype=BF16), torch.zeros(17, dtype=torch.int32)
+    latent_prefill.attend_up_projected(q, kv_b, planes, page_row, 1024, 0.1, scratch, out)
+
+
 GPT_OSS = GateForm(is_interleaved=True, limit=7.0)
 EXPERT_CASES: dict[str, Callable[[], None]] = {
     f"experts in {scheme or 'bfloat16'}, {num_rows} rows": partial(
@@ -365,6 +387,10 @@ CASES: dict[str, Callable[[], None]] = {
     "kv_b of V2-Lite, 1 row": lambda: projections_of(1, 16, 128, 128),
     "kv_b of GLM, 64 rows": lambda: projections_of(64, 20, 192, 256),
     "kv_b of GLM, 900 rows": lambda: projections_of(900, 20, 192, 256),
+    "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
+    "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
+    "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
+    "up-projected P128, 4 bits and rope of 8": lambda: up_projected_of(128, 128, "turboquant_mla_4bit_r8"),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
     **EXPERT_CASES,
@@ -382,6 +408,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        latent_prefill,
         latent_projection,
         normed_routing,
         quantize_activations,
