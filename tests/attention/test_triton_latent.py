@@ -13,6 +13,7 @@ from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.attention.triton_latent import TritonLatentAttention, rows_between
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels import up_projection
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
 from holdfast.memory.ledger import Ledger
@@ -153,6 +154,32 @@ def test_quantized_latents(name):
     found = step.triton(captured=True)
     check(found[: step.num_rows], step.torch()[: step.num_rows], 2e-3)
     assert (found[step.num_rows :] == 0).all()
+
+
+@QUIET
+@pytest.mark.parametrize("padding", [0, 3])
+def test_long_prompts_are_up_projected_beside_absorbed_rows(monkeypatch, padding):
+    monkeypatch.setattr(up_projection, "LEAST_ROWS", 20)
+    monkeypatch.setattr(declarations, "LEAST_ROWS", 20)
+    step = Step(Shape(), MIXED, padding)
+    backend = TritonLatentAttention(step.specs, step.storage, step.shape.bounds, 2)
+    plan = backend.plan(step.batch)
+    assert [rows.num_rows for rows in plan.up_projected] == [33, 30]
+    assert backend.plan(step.batch, captured=True).up_projected == ()
+    found = step.run(backend)
+    check(found[: step.num_rows], step.torch()[: step.num_rows])
+    assert (found[step.num_rows :] == 0).all()
+
+
+@QUIET
+def test_parts_that_are_all_up_projected_are_left_out(monkeypatch):
+    monkeypatch.setattr(up_projection, "LEAST_ROWS", 20)
+    for module in (declarations, triton_latent):
+        monkeypatch.setattr(module, "LATENT_ROWS", 16)
+    step = Step(Shape(), [(3, 1), (0, 60)])
+    backend = TritonLatentAttention(step.specs, step.storage, step.shape.bounds, 2)
+    assert [part.first_row for part in backend.plan(step.batch).parts] == [0]
+    check(step.run(backend), step.torch())
 
 
 @QUIET

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels import norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
-from holdfast.kernels.attention import (
+from holdfast.kernels.attention import (  # noqa: E402
     latent_prefill,
     latent_projection,
     quantized_attention,

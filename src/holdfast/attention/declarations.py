@@ -20,6 +20,7 @@ from holdfast.kernels.geometry import (
     key_bias_spec,
     key_turns_specs,
 )
+from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, bytes_for
@@ -244,6 +245,8 @@ class TritonLatentDeclaration:
             return f"it computes in half precision, not in {spec.dtype}"
         if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
             return f"pages must be {spec.dtype}, the type of the queries"
+        if spec.value_dim > spec.nope_dim + cache.rope_dim:
+            return f"values of {spec.value_dim} elements are wider than queries of {spec.nope_dim + cache.rope_dim}"
         return _unsupported_latent(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
@@ -261,6 +264,7 @@ class TritonLatentDeclaration:
             TensorSpec("absorbed", (head_rows * spec.cache.head_dim,), spec.dtype),
             TensorSpec("attended_latent", (head_rows * spec.cache.latent_dim,), spec.dtype),
             *partials,
+            *up_projection_specs(spec, bounds),
         )
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
@@ -446,6 +450,19 @@ def _unsupported_latent(spec: AttentionSpec) -> str | None:
     if spec.window is not None or not spec.is_plain_softmax:
         return "it knows neither windows, nor sinks, nor soft-capping"
     return unsupported_latent_dims(cache.latent_dim, cache.rope_dim)
+
+
+def up_projection(spec: AttentionSpec) -> UpProjection:
+    """The sizes of a layer whose keys and values are made of latents."""
+    cache = spec.cache
+    return UpProjection(spec.num_heads, cache.latent_dim, cache.rope_dim, spec.nope_dim, spec.value_dim)
+
+
+def up_projection_specs(spec: AttentionSpec, bounds: StepBounds) -> tuple[TensorSpec, ...]:
+    """Room for prompts with keys and values of every head; none where no step has enough rows for it."""
+    if bounds.max_num_rows < LEAST_ROWS:
+        return ()
+    return expanded_specs(up_projection(spec), spec.dtype, bounds.max_num_rows, spec.max_model_len)
 
 
 def latent_head_rows(num_heads: int, bounds: StepBounds) -> int:

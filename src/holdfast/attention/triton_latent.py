@@ -23,14 +23,17 @@ from holdfast.attention.declarations import (
     latent_parts,
     latent_tile_kind,
     max_latent_tiles,
+    up_projection,
 )
 from holdfast.attention.latent_pages import LatentPages
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.latent_attention import latent_attention
 from holdfast.kernels.attention.latent_geometry import latent_geometry
+from holdfast.kernels.attention.latent_prefill import attend_up_projected
 from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
 from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.up_projection import takes_up_projection
 
 
 class LatentPart(NamedTuple):
@@ -46,6 +49,9 @@ class TritonLatentPlan:
     """One step's work."""
 
     parts: tuple[LatentPart, ...]
+    """Absorbed; rows that are not in their tiles come out as zeros."""
+    up_projected: tuple[SequenceRows, ...]
+    """Behind them, each by itself."""
     page_table_NP: torch.Tensor
     wanted_rows_R: torch.Tensor | None
 
@@ -59,6 +65,7 @@ class TritonLatentAttention(LatentPages):
         super().__init__(specs, storage)
         self._num_sms = num_sms
         spec = specs[0]
+        self._up_projection = up_projection(spec)
         kind, geometry = latent_tile_kind(spec), latent_geometry(spec.num_heads)
         machine = Machine(num_sms, False, self._device)
         self._lists = tuple(
@@ -86,15 +93,21 @@ class TritonLatentAttention(LatentPages):
 
     def plan(self, batch: Batch, captured: bool = False) -> TritonLatentPlan:
         assert batch.page_tables is not None, "the batch has no page tables on the device"
+        up_projected = () if captured else tuple(filter(self._is_up_projected, batch.sequences))
+        absorbed = [rows for rows in batch.sequences if rows not in up_projected] if up_projected else batch.sequences
         parts = []
         for index, first_row in enumerate(range(0, batch.num_rows, LATENT_ROWS)):
             num_rows = min(LATENT_ROWS, batch.num_rows - first_row)
-            step = StepRows.of(rows_between(batch.sequences, first_row, first_row + num_rows), num_rows)
+            if _covers(up_projected, first_row, first_row + num_rows):
+                continue
+            step = StepRows.of(rows_between(absorbed, first_row, first_row + num_rows), num_rows)
             parts.append(LatentPart(first_row, num_rows, self._lists[index].fill(step, captured)))
-        group = self._specs[0].group
-        return TritonLatentPlan(
-            tuple(parts), batch.page_tables[group], batch.logits.rows_R if batch.logits is not None else None
-        )
+        page_table_NP = batch.page_tables[self._specs[0].group]
+        wanted_rows_R = batch.logits.rows_R if batch.logits is not None else None
+        return TritonLatentPlan(tuple(parts), up_projected, page_table_NP, wanted_rows_R)
+
+    def _is_up_projected(self, rows: SequenceRows) -> bool:
+        return takes_up_projection(rows.num_rows, rows.start, self._up_projection)
 
     def attend(
         self,
@@ -111,6 +124,18 @@ class TritonLatentAttention(LatentPages):
         for part in plan.parts:
             rows = slice(part.first_row, part.first_row + part.num_rows)
             self._attend_part(q_TND[rows], kv_b_NXL, layer, plan.page_table_NP, part, scratch, out_TNV[rows])
+        for sequence in plan.up_projected:
+            rows = slice(sequence.row_start, sequence.row_start + sequence.num_rows)
+            attend_up_projected(
+                q_TND[rows],
+                kv_b_NXL,
+                self.planes[layer],
+                plan.page_table_NP[sequence.table_row],
+                sequence.start,
+                self._specs[layer].scale,
+                scratch,
+                out_TNV[rows],
+            )
         if not wanted_only or plan.wanted_rows_R is None:
             return out_TX
         # Queries have been used, so their place takes the rows that are wanted.
@@ -159,6 +184,11 @@ def rows_between(sequences: Sequence[SequenceRows], first_row: int, end_row: int
             shift = first - rows.row_start
             cut.append(rows._replace(row_start=first - first_row, num_rows=end - first, start=rows.start + shift))
     return tuple(cut)
+
+
+def _covers(sequences: Sequence[SequenceRows], first_row: int, end_row: int) -> bool:
+    """Whether all of these rows are these sequences'."""
+    return sum(rows.num_rows for rows in rows_between(sequences, first_row, end_row)) == end_row - first_row
 
 
 def _cut(vector: torch.Tensor, *shape: int) -> torch.Tensor:
