@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, GroupedAttention
+from holdfast.attention.backend import Batch, EagerStep, GroupedAttention
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.select import build_backend
 from holdfast.cache.storage import PageStorage
@@ -143,6 +143,9 @@ class VllmPages:
 
     def held_bytes(self) -> dict[str, int]:
         return self._inner.held_bytes()
+
+    def eager_steps(self) -> Sequence[EagerStep]:
+        return self._inner.eager_steps()
 
     def plan(self, batch: Batch, captured: bool = False) -> Any:  # noqa: ANN401 the backend's own type
         return self._inner.plan(batch, captured)

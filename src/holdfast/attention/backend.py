@@ -70,6 +70,13 @@ class Batch:
         return self.token_ids_T.shape[0]
 
 
+class EagerStep(NamedTuple):
+    """Some rows of a sequence behind what is stored of it."""
+
+    start: int
+    num_rows: int
+
+
 PlanT = TypeVar("PlanT")
 MadePlanT = TypeVar("MadePlanT", covariant=True)
 
@@ -92,6 +99,10 @@ class AttentionFamily(Protocol[MadePlanT]):
 
         `captured`: the launches must not depend on the step's lengths, because a graph repeats them for other steps.
         """
+        ...
+
+    def eager_steps(self) -> Sequence[EagerStep]:
+        """Steps of one sequence whose kernels no captured plan launches: they are run before a runner is ready, to be compiled."""
         ...
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, EagerStep
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.latent_planes import LatentPlanes
@@ -28,6 +28,10 @@ class LatentPages:
             for layer, spec in enumerate(specs)
         )
         self._device = self.planes[0].rows_SX.device
+
+    def eager_steps(self) -> tuple[EagerStep, ...]:
+        """None: a captured plan launches everything."""
+        return ()
 
     def write(
         self,

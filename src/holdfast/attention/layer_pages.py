@@ -13,7 +13,7 @@ from itertools import product
 
 import torch
 
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, EagerStep
 from holdfast.attention.declarations import AttentionSpec, rotated_head_dims
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
@@ -417,6 +417,10 @@ class LayerPages:
         if self.on_write is not None:
             self.on_write(layer, qkv_TX, head_norm)
         self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
+
+    def eager_steps(self) -> tuple[EagerStep, ...]:
+        """None: a captured plan launches everything."""
+        return ()
 
     def held_bytes(self) -> dict[str, int]:
         """What quantized pages take beside the storage, and sinks."""

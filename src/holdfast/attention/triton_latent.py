@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, EagerStep, SequenceRows
 from holdfast.attention.declarations import (
     LATENT_ROWS,
     AttentionSpec,
@@ -33,7 +33,10 @@ from holdfast.kernels.attention.latent_geometry import latent_geometry
 from holdfast.kernels.attention.latent_prefill import attend_up_projected
 from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.up_projection import takes_up_projection
+from holdfast.kernels.up_projection import LEAST_ROWS, SPLIT_TOKENS, takes_up_projection
+
+DEEP_TOKENS = 4 * SPLIT_TOKENS
+"""Of a context that few rows split, so that their partial results are merged."""
 
 
 class LatentPart(NamedTuple):
@@ -66,6 +69,8 @@ class TritonLatentAttention(LatentPages):
         self._num_sms = num_sms
         spec = specs[0]
         self._up_projection = up_projection(spec)
+        self._most_rows = min(bounds.max_num_rows, spec.max_model_len)
+        self._max_model_len = spec.max_model_len
         kind, geometry = latent_tile_kind(spec), latent_geometry(spec.num_heads)
         machine = Machine(num_sms, False, self._device)
         self._lists = tuple(
@@ -90,6 +95,14 @@ class TritonLatentAttention(LatentPages):
             "attention/tiles": sum(one.tile_bytes for one in self._lists),
             "attention/rows": sum(one.row_bytes for one in self._lists),
         }
+
+    def eager_steps(self) -> tuple[EagerStep, ...]:
+        """Up-projected rows: those of a prompt alone, and a few behind a context that is split."""
+        rows = (self._most_rows, min(self._most_rows, LEAST_ROWS))
+        deepest = self._max_model_len - rows[1]
+        steps = EagerStep(0, rows[0]), EagerStep(min(deepest, DEEP_TOKENS), rows[1])
+        shape = self._up_projection
+        return tuple(step for step in steps if takes_up_projection(step.num_rows, step.start, shape))
 
     def plan(self, batch: Batch, captured: bool = False) -> TritonLatentPlan:
         assert batch.page_tables is not None, "the batch has no page tables on the device"

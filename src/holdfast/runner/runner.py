@@ -209,6 +209,9 @@ class Runner:
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
             self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            for start, num_rows in self.backend.eager_steps():
+                batch = self._fill(self._eager_step(start, num_rows), [num_rows - 1])
+                self.model.hidden(batch, self.backend.plan(batch))
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -395,6 +398,13 @@ class Runner:
             return self.buffers.fill(LiveStep(()), [], size)
         step, logit_rows = self._dummy_step(size)
         return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode), is_listed=True)
+
+    def _eager_step(self, start: int, num_rows: int) -> LiveStep:
+        """Rows of one sequence behind a context of whatever lies on the first pages."""
+        length = start + num_rows
+        sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
+        sequence.tables = ring_tables(self.groups, length, length)
+        return LiveStep((ScheduledSequence.of(sequence, start, num_rows),))
 
     def _dummy_step(self, num_rows: int) -> tuple[LiveStep, list[int]]:
         """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
