@@ -394,6 +394,22 @@ KIMI_K2: Config = {
     "rope_theta": 50000,
     "rope_scaling": _yarn(32, 1.0, beta_fast=1),
 }
+MOONLIGHT: Config = {
+    **DEEPSEEK_V2_LITE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "intermediate_size": 11264,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+    "num_nextn_predict_layers": 0,
+    "max_position_embeddings": 8192,
+    "rope_theta": 50000,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+}
 GLM47_FLASH: Config = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",
@@ -676,6 +692,7 @@ PUBLISHED: tuple[Published, ...] = (
         "zai-org/GLM-4.6", _glm45(5120, 12288, 92, 160, 1536, 3, use_qk_norm=True, max_position_embeddings=202752)
     ),
     Published("zai-org/GLM-4.7-Flash", GLM47_FLASH),
+    Published("moonshotai/Moonlight-16B-A3B", MOONLIGHT),
     Published("moonshotai/Kimi-K2-Instruct", KIMI_K2),
     Published(
         "moonshotai/Kimi-K2-Instruct-0905",
