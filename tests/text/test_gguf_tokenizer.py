@@ -366,6 +366,15 @@ def test_unknown_kinds_are_declined_with_those_that_are_known():
         tokenizer_from_gguf(byte_level_metadata(pre="chameleon"), "a.gguf")
 
 
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-v3", "kimi-k2", "glm4"])
+def test_ways_that_are_not_known_leave_token_ids_and_other_tokenizers(pre):
+    """Files of DeepSeek, Kimi and GLM cut text in ways of their own."""
+    with pytest.raises(UnsupportedModelError, match=f"cuts text in the way '{pre}'") as caught:
+        tokenizer_from_gguf(byte_level_metadata(pre=pre), "a.gguf")
+    assert caught.value.do.startswith("name a folder with tokenizer.json of the same model as tokenizer, or ")
+    assert 'LLM(model, tokenizer="none").generate(prompt_token_ids=[...])' in caught.value.do
+
+
 def test_empty_tokens_are_holes():
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "", "", "<end>"]
     tokenizer = tokenizer_from_gguf(byte_level_metadata(tokens=tokens, token_type=None), "a.gguf")
