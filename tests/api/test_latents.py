@@ -1,0 +1,92 @@
+"""Latent attention (MLA) through LLM: greedy tokens are those of transformers, alone and in company, on found and on lost pages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.cli_models import write_tokenizer
+from holdfast.api.llm import LLM
+from holdfast.request.sampling_params import SamplingParams
+from loading.tiny_models import VOCAB
+from models.tiny_experts import make_random, save_tiny_experts
+from models.tiny_latents import LATENT_MODELS
+
+MODELS = {"v2": "v2 with groups and biases", "v3": "v3 like R1", "glm": "glm with listed layers and yarn"}
+PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(5)]
+"""Of 3 to 55 tokens, none of them a multiple of a page."""
+NUM_OUTPUT = 12
+
+
+class Case:
+    """A model on disk, and what transformers says to every prompt."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        prefix, settings = LATENT_MODELS[MODELS[name]]
+        model = make_random(prefix, settings | {"vocab_size": VOCAB}, seed=2)
+        save_tiny_experts(model, folder)
+        write_tokenizer(folder)
+        self.answers = [greedy(model, prompt) for prompt in PROMPTS]
+
+    def open(self, **options: Any) -> LLM:
+        return LLM(model=str(self.folder), dtype="float32", page_tokens=4, max_model_len=96, device="cpu", **options)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NUM_OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 96])
+def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
+    llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
+    assert answers(llm, PROMPTS) == case.answers
+    alone = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, enable_prefix_caching=False)
+    assert answers(alone, PROMPTS[1:4]) == case.answers[1:4]
+
+
+def test_prefixes_are_found_again(case: Case) -> None:
+    llm = case.open(max_num_batched_tokens=32, max_num_seqs=3)
+    scheduler = llm.engine.scheduler
+    assert answers(llm, PROMPTS) == case.answers
+    assert scheduler.num_prefix_hit_tokens == 0
+    assert answers(llm, PROMPTS) == case.answers
+    assert scheduler.num_prefix_hit_tokens > 0
+    (found,) = answers(llm, [PROMPTS[3] + case.answers[3][:5]])
+    assert found[: NUM_OUTPUT - 5] == case.answers[3][5:]
+
+
+def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
+    scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
+    countdown = 0
+
+    def preempting(propose: Any = None) -> Any:
+        nonlocal countdown
+        if countdown == 0 and scheduler.num_running:
+            scheduler._preempt_youngest()
+        countdown -= 1
+        return schedule(propose)
+
+    monkeypatch.setattr(scheduler, "schedule", preempting)
+    for number in range(1, 15, 3):
+        countdown = number
+        llm.reset_prefix_cache()
+        assert answers(llm, [PROMPTS[1], PROMPTS[4]]) == [case.answers[1], case.answers[4]]
+    assert scheduler.num_preemptions >= 4
