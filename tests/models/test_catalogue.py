@@ -40,12 +40,18 @@ KV_BYTES: dict[str, tuple[int | Fraction, ...]] = {
     "DeepSeek-V4-Pro": (30 * (256 + 64) + 31 * 8, 30 * (146 + 33) + 31 * Fraction(584, 128)),
 }
 """By the columns above; compressed vectors are kept in the first two only. Latents have formats of their own: LATENT_BYTES."""
+LATENT_FORMATS = ("bfloat16", "fp8_ds_mla", "turboquant_mla_4bit", "turboquant_mla_4bit_r8")
 LATENT_BYTES = {
-    "DeepSeek-V2-Lite": (27 * 1152, 27 * 656, 27 * 386),
-    "DeepSeek-R1": (70_272, 40_016, 61 * 386),
-    "GLM-4.7-Flash": (47 * 1152, 47 * 656, 47 * 386),
-    "DeepSeek-V3.2": (61 * (1152 + 256), 48_068, 61 * (386 + 132)),
+    "DeepSeek-V2-Lite": (31_104, 17_712, 10_422, 8_748),
+    "DeepSeek-V2": (60 * 1152, 60 * 656, 60 * 386, 60 * 324),
+    "DeepSeek-V3": (70_272, 40_016, 23_546, 19_764),
+    "DeepSeek-R1": (70_272, 40_016, 23_546, 19_764),
+    "GLM-4.7-Flash": (47 * 1152, 47 * 656, 47 * 386, 47 * 324),
+    "Moonlight-16B-A3B": (27 * 1152, 27 * 656, 27 * 386, 27 * 324),
+    "Kimi-K2-Instruct": (70_272, 40_016, 23_546, 19_764),
+    "DeepSeek-V3.2": (61 * (1152 + 256), 48_068, 61 * (386 + 132), 61 * (324 + 132)),
 }
+"""Rows of 512 + 64 elements: 576 * 2, then 512 + 4 * 4 + 64 * 2, then 256 + 2 + 64 * 2 and 256 + 2 + 64 + 2."""
 CHECKPOINT_BYTES = {
     "Qwen1.5-MoE-A2.7B": 26.67 * 2**30,  # what vLLM logs once it is loaded
     "DeepSeek-R1": (642 - 14.2) * 2**30,  # its files, less the layer that drafts tokens, with an embedding and a head
@@ -83,8 +89,13 @@ def test_kv_bytes_per_token(name: str) -> None:
 @pytest.mark.parametrize("name", LATENT_BYTES)
 def test_bytes_of_latents(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
-    formats = ("bfloat16", "fp8", "turboquant_4bit_nc")
-    assert tuple(declared.kv_bytes_per_token(format) for format in formats) == LATENT_BYTES[name]
+    exact = LATENT_BYTES[name]
+    assert tuple(declared.kv_bytes_per_token(format) for format in LATENT_FORMATS) == exact
+    assert declared.kv_bytes_per_token("fp8") == exact[1], "as the format of latents with eight bits"
+    assert declared.kv_bytes_per_token("turboquant_4bit_nc") == exact[2]
+    for format in ("turboquant_k8v4", "turboquant_k3v4_nc", "turboquant_3bit_nc"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps latents"):
+            declared.kv_bytes_per_token(format)
 
 
 def test_totals_that_others_published() -> None:
