@@ -71,7 +71,8 @@ class TritonLatentAttention(LatentPages):
         self._up_projection = up_projection(spec)
         self._most_rows = min(bounds.max_num_rows, spec.max_model_len)
         self._max_model_len = spec.max_model_len
-        kind, geometry = latent_tile_kind(spec), latent_geometry(spec.num_heads)
+        is_quantized = any(one.cache.format.is_quantized for one in specs)
+        kind, geometry = latent_tile_kind(spec), latent_geometry(spec.num_heads, is_quantized)
         machine = Machine(num_sms, False, self._device)
         self._lists = tuple(
             TileScheduler(

@@ -27,6 +27,24 @@ triton, language = _import()
 tl: Any = language
 """triton.language inside kernels."""
 
+
+def _import_gluon() -> tuple[Any, Any, Any, Any]:
+    # The interpreter does not know it; and it is an experiment of Triton's, so a version without it is no fault.
+    if triton is None or os.environ.get(INTERPRET_VARIABLE) == "1":
+        return None, None, None, None
+    try:
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language as gluon_language
+        from triton.experimental.gluon.language.nvidia import hopper
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    except ImportError:
+        return None, None, None, None
+    return gluon, gluon_language, hopper, TensorDescriptor
+
+
+gluon, gl, hopper, TensorDescriptor = _import_gluon()
+"""Triton's language below its compiler's choices: layouts, shared memory, barriers, warpgroups; all None where there is none."""
+
 if TYPE_CHECKING:
     constexpr = Any
 else:
@@ -42,6 +60,11 @@ def kernel_constant(value: Any) -> Any:  # noqa: ANN401 whatever a kernel may re
 def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launched by subscript, which no type describes
     """triton.jit, or the plain function where there is no Triton to call it."""
     return triton.jit(function) if triton is not None else function
+
+
+def gluon_jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 as jit
+    """gluon.jit, or the plain function where there is no Gluon to call it."""
+    return gluon.jit(function) if gluon is not None else function
 
 
 def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from holdfast.kernels.attention.latent_attention import latent_attention, latent_attention_reference, latent_blocks
 from holdfast.kernels.attention.latent_geometry import (
     LARGE_HEIGHT,
+    PLAIN_PROGRAMS_PER_SM,
     head_blocks,
     latent_geometry,
+    programs_per_sm,
     tile_height,
     tile_rows,
 )
@@ -213,10 +215,17 @@ def test_steps_of_many_rows_differ_in_nothing_that_changes_bits():
 
 def test_blocks_fit_what_a_gpu_lets_a_program_have():
     hopper, ada, row_bytes = 227 * 1024, 99 * 1024, 2 * 576
-    assert latent_blocks(64, row_bytes, hopper) == (64, 2, 8)
-    assert latent_blocks(16, row_bytes, hopper) == (32, 3, 4)
-    for height in (16, 32, 64):
-        assert latent_blocks(height, row_bytes, ada).tokens < latent_blocks(64, row_bytes, hopper).tokens
+    assert [latent_blocks(height, row_bytes, hopper) for height in (16, 32, 64)] == [(64, 3, 4), (64, 3, 8), (64, 2, 8)]
+    for height in (16, 32):
+        assert latent_blocks(height, row_bytes, ada).tokens == 32
+    assert latent_blocks(64, row_bytes, ada) == (16, 2, 8)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("num_heads", [16, 20, 128])
+def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quantized):
+    geometry, height = latent_geometry(num_heads, is_quantized), tile_height(num_heads, large=False)
+    assert geometry.small_programs_per_sm == (programs_per_sm(height) if is_quantized else PLAIN_PROGRAMS_PER_SM)
 
 
 @pytest.mark.gpu

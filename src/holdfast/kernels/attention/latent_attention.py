@@ -12,10 +12,17 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, programs_per_sm, tile_height
+from holdfast.kernels.attention.latent_geometry import (
+    LARGE_HEIGHT,
+    PLAIN_PROGRAMS_PER_SM,
+    SMALL_HEIGHT,
+    head_blocks,
+    tile_height,
+)
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.latent_quantized_attention import latent_quantized_attention
 from holdfast.kernels.attention.latent_tiles import merge_latents
+from holdfast.kernels.attention.latent_warpgroups import attend_warpgroups, takes_warpgroups
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
@@ -31,15 +38,22 @@ class LatentBlocks(NamedTuple):
     num_warps: int
 
 
+BLOCKS = {
+    16: (LatentBlocks(64, 3, 4), LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
+    32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
+    64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
+}
+"""By the height of tiles, the fastest on an H200 first; those of 64 are latent_warpgroups.py's where it takes them."""
+
+
 def latent_blocks(height: int, row_bytes: int, shared_bytes: int) -> LatentBlocks:
-    """The fastest that a program's shared memory has room for: latents of every stage and, in high tiles, the queries."""
-    if height < LARGE_HEIGHT:
-        choices, held = (LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)), 0
-        shared_bytes //= programs_per_sm(height)
-    else:
-        choices, held = (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)), height
-    fitting = (blocks for blocks in choices if (blocks.tokens * blocks.num_stages + held) * row_bytes <= shared_bytes)
-    return next(fitting, choices[-1])
+    """The fastest whose latents and queries a program's shared memory has room for."""
+    for blocks in BLOCKS[height]:
+        # Products of less than 64 rows read their operands into registers, and one place less is under way.
+        places = blocks.num_stages - (height < LARGE_HEIGHT)
+        if (blocks.tokens * places + height) * row_bytes < shared_bytes:
+            return blocks
+    return BLOCKS[height][-1]
 
 
 def _shared_bytes(tensor: torch.Tensor) -> int:
@@ -63,44 +77,65 @@ def latent_attention(
         return latent_quantized_attention(
             q_TNX, planes, page_table_NP, work, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
         )
-    num_rows, num_heads, _ = q_TNX.shape
-    block_l, block_r = (max(16, next_power_of_two(size)) for size in (planes.latent_dim, planes.rope_dim))
-    pdl, row_bytes = supports_pdl(q_TNX), (block_l + block_r) * planes.rows_SX.element_size()
     for large in (False, True):
         if not (work.has_large if large else work.has_small):
             continue
-        height = tile_height(num_heads, large)
-        num_blocks, group = head_blocks(num_heads, large)
-        blocks = latent_blocks(height, row_bytes, _shared_bytes(q_TNX))
-        _attend_kernel[(num_sms * programs_per_sm(height),)](
-            q_TNX,
-            planes.rows_SX,
-            out_TNL,
-            partial_out_CX,
-            partial_lse_CH,
-            page_table_NP,
-            work.tiles_X8,
-            page_table_NP.stride(0),
-            scale * LOG2_E,
-            LARGE=large,
-            NUM_HEADS=num_heads,
-            NUM_BLOCKS=num_blocks,
-            GROUP=group,
-            LATENT_DIM=planes.latent_dim,
-            ROPE_DIM=planes.rope_dim,
-            PAGE_TOKENS=planes.page_tokens,
-            BLOCK_M=height,
-            BLOCK_N=blocks.tokens,
-            BLOCK_L=block_l,
-            BLOCK_R=block_r,
-            NUM_STAGES=blocks.num_stages,
-            PDL=pdl,
-            num_warps=blocks.num_warps,
-            **pdl_launch(pdl),
+        attend = (
+            attend_warpgroups
+            if tile_height(q_TNX.shape[1], large) > SMALL_HEIGHT and takes_warpgroups(planes)
+            else _attend_plain
         )
+        attend(q_TNX, planes, page_table_NP, work, large, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
     if work.has_merge:
-        merge_latents(work, num_rows, partial_out_CX, partial_lse_CH, out_TNL)
+        merge_latents(work, len(q_TNX), partial_out_CX, partial_lse_CH, out_TNL)
     return out_TNL
+
+
+def _attend_plain(
+    q_TNX: torch.Tensor,
+    planes: LatentPlanes,
+    page_table_NP: torch.Tensor,
+    work: TileWork,
+    large: bool,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TNL: torch.Tensor,
+    num_sms: int,
+) -> None:
+    """All small or all large tiles of a step, without the merge of their partials."""
+    num_heads = q_TNX.shape[1]
+    block_l, block_r = (max(16, next_power_of_two(size)) for size in (planes.latent_dim, planes.rope_dim))
+    pdl, row_bytes = supports_pdl(q_TNX), (block_l + block_r) * planes.rows_SX.element_size()
+    height = tile_height(num_heads, large)
+    num_blocks, group = head_blocks(num_heads, large)
+    blocks = latent_blocks(height, row_bytes, _shared_bytes(q_TNX))
+    _attend_kernel[(num_sms * PLAIN_PROGRAMS_PER_SM,)](
+        q_TNX,
+        planes.rows_SX,
+        out_TNL,
+        partial_out_CX,
+        partial_lse_CH,
+        page_table_NP,
+        work.tiles_X8,
+        page_table_NP.stride(0),
+        scale * LOG2_E,
+        LARGE=large,
+        NUM_HEADS=num_heads,
+        NUM_BLOCKS=num_blocks,
+        GROUP=group,
+        LATENT_DIM=planes.latent_dim,
+        ROPE_DIM=planes.rope_dim,
+        PAGE_TOKENS=planes.page_tokens,
+        BLOCK_M=height,
+        BLOCK_N=blocks.tokens,
+        BLOCK_L=block_l,
+        BLOCK_R=block_r,
+        NUM_STAGES=blocks.num_stages,
+        PDL=pdl,
+        num_warps=blocks.num_warps,
+        **pdl_launch(pdl),
+    )
 
 
 def latent_attention_reference(

@@ -14,6 +14,8 @@ LARGE_HEIGHT = 64
 """Rows times heads of a large tile, and most heads of a block: the sums of twice as many would be all registers of a multiprocessor."""
 LARGE_HEADS = 8
 """Most heads of a block in large tiles."""
+PLAIN_PROGRAMS_PER_SM = 1
+"""Over plain pages: one program with large blocks of latents under way reads faster than two with small ones."""
 
 
 def head_blocks(num_heads: int, large: bool = False) -> tuple[int, int]:
@@ -33,12 +35,13 @@ def tile_rows(num_heads: int, large: bool) -> int:
     return max(1, (LARGE_HEIGHT if large else SMALL_HEIGHT) // head_blocks(num_heads, large)[1])
 
 
-def latent_geometry(num_heads: int) -> TileGeometry:
+def latent_geometry(num_heads: int, is_quantized: bool = False) -> TileGeometry:
     """Of kernels over the latents of a layer with so many query heads; ranges of tokens begin at multiples of its blocks."""
+    small_programs = programs_per_sm(tile_height(num_heads, large=False)) if is_quantized else PLAIN_PROGRAMS_PER_SM
     return TileGeometry(
         small_rows=tile_rows(num_heads, large=False),
         large_rows=tile_rows(num_heads, large=True),
-        small_programs_per_sm=programs_per_sm(tile_height(num_heads, large=False)),
+        small_programs_per_sm=small_programs,
         large_programs_per_sm=programs_per_sm(LARGE_HEIGHT),
         block_tokens=BLOCK_TOKENS,
         takes_whole_turns=True,
@@ -46,5 +49,5 @@ def latent_geometry(num_heads: int) -> TileGeometry:
 
 
 def programs_per_sm(height: int) -> int:
-    """Programs a multiprocessor, by the height of their tiles: what has room for their latents, queries and sums."""
+    """Programs a multiprocessor over quantized pages, by the height of their tiles: what has room for latents, queries, sums."""
     return 2 if height < LARGE_HEIGHT else 1
