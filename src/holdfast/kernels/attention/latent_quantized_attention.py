@@ -40,6 +40,7 @@ from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 # pyright: reportPossiblyUnboundVariable=false
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# Triton unpacks nothing into a tuple, but adds tuples.
 # ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
@@ -213,13 +214,13 @@ def _attend_kernel(
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
         p_q_m = p_q + (o_q * WIDTH)[:, None]
-        b_q = _queries(p_q_m, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
+        b_q = _queries(p_q_m, m_m, FP8, TWICE, NUM_GROUPS, LATENT_DIM, BLOCK_W)
         b_q_rope = _rope_queries(p_q_m + LATENT_DIM, m_m, SMALL_ROPE, ROPE_DIM, BLOCK_R, PLAIN)
         b_acc = ()
         for _ in tl.static_range(NUM_GROUPS * NUM_PARTS):
             b_acc = b_acc + (tl.zeros((BLOCK_M, BLOCK_W), dtype=tl.float32),)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        b_l_tokens = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Scales come a block ahead, as pages do: nothing in a block waits for memory but the codes' own copies.
         o_slot = _slots(b_page, low, o_n, PAGE_TOKENS, BLOCK_N)
         b_scale = _scales(p_words, p_scales, o_slot, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
@@ -270,17 +271,18 @@ def _attend_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
-                b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+                b_l_tokens = b_l_tokens * b_alpha[:, None] + b_p
                 b_new = ()
                 for g in tl.static_range(NUM_GROUPS):
                     b_factor = _factor(b_scale[g], m_n, MASKED)
-                    b_weight = (b_p * (b_factor * P_ONE)[None, :]).to(tl.float16)
+                    b_weight = (b_p * (b_factor * P_ONE)[None, :]).to(b_q[0].dtype)
                     b_values = b_groups[g]
                     if TWICE:
                         b_values = _parts(b_groups[g], FP8, PLAIN)
                     for j in tl.static_range(NUM_PARTS):
                         b_new = b_new + (tl.dot(b_weight, b_values[j], b_acc[g * NUM_PARTS + j] * b_alpha[:, None]),)
                 b_acc, b_m, b_scale = b_new, b_m_new, b_next
+        b_l = tl.sum(b_l_tokens, axis=1)
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_share = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
         if first_partial < 0:
@@ -330,15 +332,18 @@ def _half(b_x):
 
 
 @jit
-def _queries(p_q_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr):
-    """[M, W] of every part, in half precision."""
+def _queries(
+    p_q_m, m_m, FP8: constexpr, TWICE: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr
+):
+    """[M, W] of every part: as they are where latents become numbers of their type, else in half precision."""
     NUM_PARTS: constexpr = 2 if FP8 else 4
     o_c = tl.arange(0, BLOCK_W)
     b_q = ()
     for i in tl.static_range(NUM_GROUPS * NUM_PARTS):
         o_d, m_d = _dims(o_c, i // NUM_PARTS, i % NUM_PARTS, FP8, LATENT_DIM)
         b_x = tl.load(p_q_m + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-        b_q = b_q + (_half(b_x),)
+        # Converted queries would be held in registers, where high tiles have no room for them.
+        b_q = b_q + (_half(b_x) if TWICE or p_q_m.dtype.element_ty == tl.float32 else b_x,)
     return b_q
 
 
@@ -431,7 +436,10 @@ def _group_scores(b_q, b_words, i_group, NUM_PARTS: constexpr, TWICE: constexpr,
             b_score = tl.dot(b_q[i_group * NUM_PARTS + j], b_keys[j], b_score)
         return b_score, b_words
     else:
-        b_parts = _parts(b_words, NUM_PARTS == 2, PLAIN)
+        b_halves = _parts(b_words, NUM_PARTS == 2, PLAIN)
+        b_parts = ()
+        for j in tl.static_range(NUM_PARTS):
+            b_parts = b_parts + (b_halves[j].to(b_q[0].dtype),)
         b_score = tl.dot(b_q[i_group * NUM_PARTS], tl.trans(b_parts[0]))
         for j in tl.static_range(1, NUM_PARTS):
             b_score = tl.dot(b_q[i_group * NUM_PARTS + j], tl.trans(b_parts[j]), b_score)
