@@ -53,7 +53,9 @@ def test_a_small_model_takes_little():
     assert sum(spec.num_bytes for spec in expanded_specs(small, "float32", 64, 256)) < 300_000
 
 
-@pytest.mark.parametrize(("shape", "least"), [(V2_LITE, 171), (V3, 171), (GLM, 399)], ids=["V2-Lite", "V3", "GLM"])
+@pytest.mark.parametrize(
+    ("shape", "least"), [(V2_LITE, LEAST_ROWS), (V3, LEAST_ROWS), (GLM, 189)], ids=["V2-Lite", "V3", "GLM"]
+)
 def test_behind_a_long_context_rows_decide(shape, least):
     assert not takes_up_projection(least - 1, 10**7, shape)
     assert takes_up_projection(least, 10**7, shape)

@@ -23,8 +23,10 @@ NUM_PROGRAMS = 132
 SPLIT_TOKENS = 512
 """Fewest tokens of a split."""
 LEAST_ROWS = 128
-"""With fewer rows a tile of the tensor cores is not full, and launches are what takes time."""
-MANY_ROWS = 2048
+"""With fewer rows a program's tile is not full, and launches are what takes time."""
+KV_B_COST, ATTENTION_COST = 0.6, 0.7
+"""Time of a product here beside one of absorbed attention, as measured on an H200 (TFLOPS): 516 in kv_b and 460 in attention beside 312."""
+MANY_ROWS = 4096
 """From so many rows on half as many heads fill a GPU, and chunks may be longer."""
 
 
@@ -69,15 +71,18 @@ def num_splits(num_rows: int, num_heads: int, num_tokens: int, state_rows: int) 
 
 
 def takes_up_projection(num_rows: int, start: int, shape: UpProjection) -> bool:
-    """Whether rows of a sequence behind `start` tokens are less work with keys and values of every head.
+    """Whether rows of a sequence behind `start` tokens take less time with keys and values of every head.
 
     Absorbed, a row and token of a head cost 2 L + R products and a row L (P + V) more on both sides of kv_b; up-projected, a row and
     token cost P + R + V, and every token L (P + V). What a prompt's own tokens cost in kv_b is the same either way, so what
-    decides is the context before it: rows > L (P + V) / (2 L - P - V), if that is long; 171 for 512, 128 and 128.
+    decides is the context before it: by products alone more than L (P + V) / (2 L - P - V) rows, if it is long, 171 for 512, 128
+    and 128; by their speeds more than 91.
     """
     pairs = num_rows * start + num_rows * (num_rows + 1) // 2
-    saved = pairs * (2 * shape.latent_dim - shape.expanded_dim)
-    return num_rows >= LEAST_ROWS and saved > start * shape.latent_dim * shape.expanded_dim
+    by_kv_b = shape.latent_dim * shape.expanded_dim
+    absorbed = pairs * (2 * shape.latent_dim + shape.rope_dim) + num_rows * by_kv_b
+    expanded = pairs * (shape.expanded_dim + shape.rope_dim) * ATTENTION_COST + (start + num_rows) * by_kv_b * KV_B_COST
+    return num_rows >= LEAST_ROWS and expanded < absorbed
 
 
 def expanded_specs(shape: UpProjection, dtype: str, max_rows: int, max_context: int) -> tuple[TensorSpec, ...]:

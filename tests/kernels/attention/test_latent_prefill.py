@@ -208,7 +208,7 @@ def test_the_sizes_of_models(device, shape, num_rows, start, name):
     for tokens in (None, 512):
         found = run(case, device, tokens=tokens)
         expected = run(case, CPU, function=attend_up_projected_reference)
-        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=4e-2)
 
 
 @pytest.mark.gpu

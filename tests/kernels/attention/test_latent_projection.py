@@ -84,15 +84,22 @@ def test_sizes(device, sizes, dtype):
     check(device, 5, sizes, dtype)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 65, 130])
+@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 65, 520])
 def test_rows_of_every_form(device, num_rows):
     check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
 
 
+@pytest.mark.parametrize("num_rows", [3, 17])
+def test_many_heads(device, num_rows):
+    check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)
+
+
 def test_forms_grow_with_the_rows():
-    forms = [projection_form(num_rows) for num_rows in range(1, 300)]
-    assert len(set(forms)) == 3
-    assert sorted(form.block_rows for form in forms) == [form.block_rows for form in forms]
+    for num_heads in (16, 128):
+        forms = [projection_form(num_rows, num_heads) for num_rows in range(1, 600)]
+        assert len(set(forms)) <= 4
+        for blocks in ([form.absorb.rows for form in forms], [form.value.rows for form in forms]):
+            assert sorted(blocks) == blocks
 
 
 def test_a_group_of_heads(device):

@@ -100,8 +100,10 @@ def attend_up_projected_triton(
     assert room.dtype == q_TND.dtype == kv_b_NXL.dtype, f"{room.dtype=} {q_TND.dtype=} {kv_b_NXL.dtype=}"
     group = shape.group_heads(len(q_TND))
     tokens, state_rows = shape.chunk_tokens(group, room.numel()), shape.state_rows(state.numel())
-    # Rows whose context is one chunk leave no state behind, unless it is split.
-    at_once = len(q_TND) if start + len(q_TND) <= tokens else max(1, state_rows // group)
+    at_once = len(q_TND)
+    if start + len(q_TND) > tokens:
+        # Rows of several chunks have a state; those that it has room for are as many as others that come after them.
+        at_once = -(-len(q_TND) // -(-len(q_TND) // max(1, state_rows // group)))
     gathered: tuple[int, int] | None = None
     for row in range(0, len(q_TND), at_once):
         rows = slice(row, min(row + at_once, len(q_TND)))
@@ -250,6 +252,25 @@ def _gather_kernel(
     tl.store(p_y + LATENT + o_r, b_rope.to(p_out.dtype.element_ty), mask=m_r)
 
 
+class _Blocks(NamedTuple):
+    """Powers of two that hold a head: the part of a key that has no position is two of them, where it is not one."""
+
+    nope: int
+    more_nope: int
+    rope: int
+    value: int
+
+    @classmethod
+    def of(cls, shape: UpProjection) -> "_Blocks":
+        nope = 1 << shape.nope_dim.bit_length() - 1
+        more = next_power_of_two(shape.nope_dim - nope) if shape.nope_dim > nope else 0
+        return cls(nope, more, next_power_of_two(shape.rope_dim), next_power_of_two(shape.value_dim))
+
+    @property
+    def key(self) -> int:
+        return self.nope + self.more_nope + self.rope
+
+
 class _Tile(NamedTuple):
     """How a program takes tokens."""
 
@@ -258,9 +279,20 @@ class _Tile(NamedTuple):
     num_warps: int
 
 
-def _tile_of(shape: UpProjection) -> _Tile:
-    """The fastest for heads of these sizes on an H200."""
-    return _Tile(64, 3, 8) if max(shape.nope_dim, shape.value_dim) <= 128 else _Tile(32, 2, 8)
+TILES = (_Tile(64, 3, 8), _Tile(64, 2, 8), _Tile(32, 2, 8), _Tile(16, 2, 8))
+"""The fastest first, of those that were tried on an H200."""
+
+
+def _tile_of(blocks: _Blocks, element_bytes: int, shared_bytes: int) -> _Tile:
+    """The fastest that a program's shared memory has room for: its queries, and keys and values of every stage."""
+    held, of_token = TILE_ROWS * blocks.key * element_bytes, (blocks.key + blocks.value) * element_bytes
+    fitting = (tile for tile in TILES if held + tile.tokens * tile.num_stages * of_token <= shared_bytes)
+    return next(fitting, TILES[-1])
+
+
+def _shared_bytes(tensor: torch.Tensor) -> int:
+    """What one program may have: 227 KiB on a Hopper, 99 KiB on an Ada."""
+    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
 
 
 def _attend_chunk(
@@ -276,8 +308,8 @@ def _attend_chunk(
 ) -> None:
     """Rows from `position` on go on with a chunk; where it is the last and not split, into the output."""
     (num_rows, num_heads, _), count = q_TGD.shape, len(chunk.rows_WX)
-    tile = _tile_of(shape)
-    wide = 1 << shape.nope_dim.bit_length() - 1
+    blocks = _Blocks.of(shape)
+    tile = _tile_of(blocks, q_TGD.element_size(), _shared_bytes(q_TGD))
     _attend_kernel[(-(-num_rows // TILE_ROWS) * splits, num_heads)](
         q_TGD,
         chunk.expanded_WX,
@@ -301,10 +333,10 @@ def _attend_chunk(
         VALUE=shape.value_dim,
         BLOCK_M=TILE_ROWS,
         BLOCK_N=tile.tokens,
-        BLOCK_P=wide,
-        BLOCK_P2=next_power_of_two(shape.nope_dim - wide) if shape.nope_dim > wide else 0,
-        BLOCK_R=next_power_of_two(shape.rope_dim),
-        BLOCK_V=next_power_of_two(shape.value_dim),
+        BLOCK_P=blocks.nope,
+        BLOCK_P2=blocks.more_nope,
+        BLOCK_R=blocks.rope,
+        BLOCK_V=blocks.value,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
@@ -399,13 +431,12 @@ def _attend_kernel(
                 m_k2 = m_p2[:, None] & m_n[None, :] if MASKED else m_p2[:, None]
                 b_k2 = tl.load(p_k + o_p2[:, None], mask=m_k2, other=0.0)
                 b_score = tl.dot(b_q2, b_k2, b_score)
-            b_score = b_score * scale_log2
             if MASKED:
                 m_seen = (row_position[:, None] >= o_token[None, :]) & m_n[None, :]
                 b_score = tl.where(m_seen, b_score, -float("inf"))
-            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1) * scale_log2)
             b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
-            b_p = tl.exp2(b_score - b_m_safe[:, None])
+            b_p = tl.exp2(b_score * scale_log2 - b_m_safe[:, None])
             b_alpha = tl.exp2(b_m - b_m_safe)
             b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
             m_value = m_v[None, :] & m_n[:, None] if MASKED else m_v[None, :]

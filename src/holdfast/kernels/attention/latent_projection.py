@@ -24,30 +24,39 @@ from holdfast.kernels.triton_compat import (
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-FEW_ROWS, SOME_ROWS = 16, 64
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 512
 """Up to so many rows a step takes a smaller form."""
+MANY_HEADS = 64
+"""From so many heads on programs of few rows may be larger, and there are still enough of them."""
 
 
-class ProjectionForm(NamedTuple):
-    """What of both launches follows from the number of rows."""
+class ProjectionBlocks(NamedTuple):
+    """What a program takes."""
 
-    block_rows: int
-    absorb_columns: int
-    """Of the latent, of a program."""
-    value_columns: int
-    """Of a head's output, of a program."""
-    value_depth: int
-    """Elements of the latent that are multiplied at a time; 0: all, so that their weights are read first of all."""
+    rows: int
+    columns: int
+    """Of the latent, or of a head's output."""
+    depth: int
+    """Elements that are multiplied at a time; 0: all, so that their weights are read first of all."""
     num_warps: int
 
 
-def projection_form(num_rows: int) -> ProjectionForm:
-    """The form of a step of so many rows; measured on an H200."""
+class ProjectionForm(NamedTuple):
+    """What of both launches follows from the number of rows, and of few rows from that of heads too."""
+
+    absorb: ProjectionBlocks
+    value: ProjectionBlocks
+
+
+def projection_form(num_rows: int, num_heads: int) -> ProjectionForm:
+    """The form of a step of so many rows; the fastest of those that were tried on an H200."""
+    has_many = num_heads >= MANY_HEADS
     if num_rows <= FEW_ROWS:
-        return ProjectionForm(16, 64, 16, 0, 4)
-    if num_rows <= SOME_ROWS:
-        return ProjectionForm(64, 64, 32, 128, 4)
-    return ProjectionForm(128, 128, 128, 64, 8)
+        return ProjectionForm(ProjectionBlocks(16, 64, 0, 4), ProjectionBlocks(16, 32 if has_many else 16, 0, 4))
+    if num_rows <= SOME_ROWS and not has_many:
+        return ProjectionForm(ProjectionBlocks(64, 64, 0, 4), ProjectionBlocks(64, 32, 0, 4))
+    value = ProjectionBlocks(64, 64, 128, 4) if num_rows <= MANY_ROWS else ProjectionBlocks(128, 128, 64, 8)
+    return ProjectionForm(ProjectionBlocks(64, 128, 0, 4), value)
 
 
 def absorb_queries(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
@@ -75,8 +84,8 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
     _check(q_TND, kv_b_NXL, out_TNX)
     if not num_rows:
         return out_TNX
-    form, pdl = projection_form(num_rows), supports_pdl(q_TND)
-    grid = (-(-latent_dim // form.absorb_columns), num_heads, -(-num_rows // form.block_rows))
+    blocks, pdl = projection_form(num_rows, num_heads).absorb, supports_pdl(q_TND)
+    grid = (-(-latent_dim // blocks.columns), num_heads, -(-num_rows // blocks.rows))
     _absorb_kernel[grid](
         q_TND,
         kv_b_NXL,
@@ -88,12 +97,12 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
         NOPE=nope_dim,
         ROPE=rope_dim,
         LATENT=latent_dim,
-        BLOCK_T=form.block_rows,
+        BLOCK_T=blocks.rows,
         BLOCK_P=max(16, next_power_of_two(nope_dim)),
         BLOCK_R=next_power_of_two(max(rope_dim, 1)),
-        BLOCK_L=form.absorb_columns,
+        BLOCK_L=blocks.columns,
         PDL=pdl,
-        num_warps=form.num_warps,
+        num_warps=blocks.num_warps,
         **pdl_launch(pdl),
     )
     return out_TNX
@@ -120,9 +129,9 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
     _check(latent_TNL, kv_b_NXL, out_TNV)
     if not num_rows:
         return out_TNV
-    form, pdl = projection_form(num_rows), supports_pdl(latent_TNL)
-    block_v = min(form.value_columns, max(16, next_power_of_two(value_dim)))
-    _value_kernel[(-(-value_dim // block_v), num_heads, -(-num_rows // form.block_rows))](
+    blocks, pdl = projection_form(num_rows, num_heads).value, supports_pdl(latent_TNL)
+    block_v = min(blocks.columns, max(16, next_power_of_two(value_dim)))
+    _value_kernel[(-(-value_dim // block_v), num_heads, -(-num_rows // blocks.rows))](
         latent_TNL,
         kv_b_NXL,
         out_TNV,
@@ -133,12 +142,12 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
         FIRST=kv_b_NXL.shape[1] - value_dim,
         LATENT=latent_dim,
         VALUE=value_dim,
-        BLOCK_T=form.block_rows,
+        BLOCK_T=blocks.rows,
         BLOCK_V=block_v,
-        BLOCK_L=form.value_depth or max(16, next_power_of_two(latent_dim)),
-        IS_WHOLE=not form.value_depth,
+        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)),
+        IS_WHOLE=not blocks.depth,
         PDL=pdl,
-        num_warps=form.num_warps,
+        num_warps=blocks.num_warps,
         num_stages=3,
         **pdl_launch(pdl),
     )
