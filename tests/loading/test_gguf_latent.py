@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from holdfast import LLM, SamplingParams
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
@@ -59,6 +60,19 @@ def test_a_file_is_the_folder_that_it_was_made_from(changes, is_split, is_old, t
     for name, values in wanted.items():
         assert torch.equal(found[name], values), name
     assert {one.name for one in open_declared(str(tmp_path / "m.gguf")).parameters()} == set(wanted)
+
+
+def test_a_file_answers_as_its_folder(tmp_path):
+    """By token ids: what cuts text in such files is not read."""
+    config = config_of(q_lora_rank=128)
+    tensors, _ = write(tmp_path / "m.gguf", config, is_split=True)
+    write_folder(tmp_path / "m", config, tensors)
+    answers = []
+    for name in ("m", "m.gguf"):
+        llm = LLM(str(tmp_path / name), tokenizer="none", device="cpu", max_model_len=64, max_num_seqs=1)
+        (output,) = llm.generate(prompt_token_ids=[3, 5, 7, 11], params=SamplingParams(temperature=0, max_tokens=8))
+        answers.append(output.outputs[0].token_ids)
+    assert answers[0] == answers[1]
 
 
 def as_q8_0(name, values):
