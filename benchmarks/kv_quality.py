@@ -20,7 +20,7 @@ from holdfast.cli.page import eval_page, write_page
 from holdfast.cli.tables import EvalView, quality_lines, show
 from holdfast.cli.terminal import dumps
 from holdfast.config import EngineConfig
-from holdfast.engine.build import open_tokenizer
+from holdfast.engine.open_text import open_tokenizer
 from holdfast.eval.kv_quality import (
     Entry,
     Quality,

@@ -35,7 +35,7 @@ IMPORTS = (
 )
 CALLS = (
     ("read headers", "holdfast.loading.model_files", "open_gguf"),
-    ("tokenizer", "holdfast.engine.build", "open_tokenizer"),
+    ("tokenizer", "holdfast.engine.open_text", "open_tokenizer"),
     ("plan", "holdfast.runner.build", "plan_model"),
     ("load weights", "holdfast.runner.build", "RunnerBuild.load"),
     ("take memory", "holdfast.runner.build", "RunnerBuild.assemble"),
