@@ -11,6 +11,7 @@ from attention.work_lists import MILLION, ListCase, Ranges, check_work, dummy_ba
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MAX_PARTIALS, StepBounds, max_partials
 from holdfast.attention.tile_scheduler import StepRows
+from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
 
 PLAIN, QUANTIZED = ListCase(), ListCase(quantized=True)
 BOTH = pytest.mark.parametrize("case", [PLAIN, QUANTIZED], ids=["plain", "quantized"])
@@ -106,6 +107,27 @@ def test_quantized_steps_take_no_turn_more_than_they_must(lengths, num_kv_heads,
         assert sum(cut) * num_kv_heads > turns * programs or partials > case.room.max_partials, (
             "a smaller share would do"
         )
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "splits"),
+    [(1, 131072, 128), (100, 4096, 1), (132, 4096, 1), (133, 4096, 4), (150, 4096, 4), (200, 1000, 1), (300, 4096, 2)],
+)
+def test_where_tiles_have_a_cost_turns_are_more_if_they_are_over_sooner(num_seqs, num_tokens, splits):
+    """132 programs: a batch that is a little larger is cut, and none whose last turn is nearly full, or short."""
+    case = ListCase(16, 1, bounds=StepBounds(512, 512, 64), given=latent_geometry(16))
+    assert case.splits(num_seqs * [(num_tokens - 1, 1)]) == num_seqs * [splits]
+    if num_seqs > 1:
+        case = replace(case, given=latent_geometry(16)._replace(tile_cost_tokens=0))
+        assert case.splits(num_seqs * [(num_tokens - 1, 1)]) == num_seqs * [1]
+
+
+@hypothesis_settings(max_examples=30)
+@given(lengths=LENGTHS, num_heads=st.sampled_from([1, 16, 20, 128]))
+def test_any_step_over_latents_is_cut_into_what_there_is_room_for(lengths, num_heads):
+    num_blocks = head_blocks(num_heads)[0]
+    case = ListCase(num_heads, num_blocks, bounds=StepBounds(256, 256, 64), given=latent_geometry(num_heads))
+    case.ranges([(length - 1, 1) for length in lengths])
 
 
 @pytest.mark.parametrize(

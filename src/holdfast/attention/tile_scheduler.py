@@ -18,6 +18,11 @@ from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
+MORE_TURNS = 6
+"""Than unsplit tiles take, that are looked at."""
+WORTH_MORE_TURNS = 1.1
+"""Times as fast they have to be, as far as costs of tiles tell."""
+
 
 class StepRows(NamedTuple):
     """The sequences of a step as columns, made once for all lists."""
@@ -184,19 +189,35 @@ class TileScheduler:
             fair_share *= 2
 
     def _whole_turns(self, blocks: Blocks, programs: int) -> Splits:
-        """The smallest share with which all tiles are done in as many turns of the programs as unsplit ones would take."""
-        block_tokens, length_B = self._geometry.block_tokens, blocks.lengths
-        num_blocks_B = -(-length_B // block_tokens)
-        num_turns = -(-len(length_B) * self._num_kv_heads // programs)
-        max_tiles = num_turns * programs // self._num_kv_heads
+        """The smallest share with which all tiles are done in as many turns of the programs as unsplit ones would take.
+
+        Or in a few more of them, where the cost of a tile is known and they are over sooner: a batch a little larger than the
+        programs would leave most of them idle in its last turn.
+        """
+        geometry, length_B = self._geometry, blocks.lengths
+        num_blocks_B = -(-length_B // geometry.block_tokens)
+        fewest = -(-len(length_B) * self._num_kv_heads // programs)
+        even = max(1, -(-int(length_B.sum()) * self._num_kv_heads // (programs * geometry.block_tokens)))
+        share = min(self._share(blocks, num_blocks_B, even, fewest * programs), int(num_blocks_B.max()))
+        cost = geometry.tile_cost_tokens / geometry.block_tokens
+        least = fewest * (share + cost) / WORTH_MORE_TURNS
+        for turns in range(fewest + 1, fewest + 1 + (MORE_TURNS if cost else 0)):
+            if least <= WORTH_MORE_TURNS * (even + turns * cost):
+                break  # near what no more turns can be below
+            other = self._share(blocks, num_blocks_B, -(-even // turns), turns * programs)
+            if turns * (other + cost) < least:
+                share, least = other, turns * (other + cost)
+        return Splits.into(-(-num_blocks_B // share), length_B, geometry.block_tokens)
+
+    def _share(self, blocks: Blocks, num_blocks_B: np.ndarray, least: int, max_items: int) -> int:
+        """The smallest share, in blocks, that makes no more items than these; each head of a tile is one."""
+        max_tiles = max_items // self._num_kv_heads
 
         def fits(share: int) -> bool:
             count_B = -(-num_blocks_B // share)
             return int(count_B.sum()) <= max_tiles and _num_partials(count_B, blocks) <= self._room.max_partials
 
-        fair_share = max(1, -(-int(length_B.sum()) * self._num_kv_heads // (programs * block_tokens)))
-        share = _least(fair_share, max(fair_share, int(num_blocks_B.max())), fits)
-        return Splits.into(-(-num_blocks_B // share), length_B, block_tokens)
+        return _least(least, max(least, int(num_blocks_B.max())), fits)
 
     def _large_splits(self, blocks: Blocks, room: int) -> Splits:
         length_B, block_tokens = blocks.lengths, self._geometry.block_tokens

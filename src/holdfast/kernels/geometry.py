@@ -178,6 +178,8 @@ class TileGeometry(NamedTuple):
     """Token ranges begin at multiples of block_tokens, also behind a window: the kernel masks what comes too early."""
     takes_whole_turns: bool = False
     """Small tiles are cut so that the last turn of the programs is not for a few remainders; else to the nearest fair share."""
+    tile_cost_tokens: int = 0
+    """What beginning and ending a tile costs, in tokens: turns may then be more and shorter where all is done sooner so."""
 
     def small_programs(self, num_rows: int) -> int:
         """Programs a multiprocessor for the small tiles of a step of so many rows, padding included."""

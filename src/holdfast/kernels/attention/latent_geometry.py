@@ -16,6 +16,8 @@ LARGE_HEADS = 8
 """Most heads of a block in large tiles."""
 PLAIN_PROGRAMS_PER_SM = 1
 """Over plain pages: one program with large blocks of latents under way reads faster than two with small ones."""
+PLAIN_TILE_COST = 192
+"""Tokens that such a program reads while one tile ends and the next begins: about 6 us on an H200 (docs/log.md)."""
 
 
 def head_blocks(num_heads: int, large: bool = False) -> tuple[int, int]:
@@ -45,6 +47,7 @@ def latent_geometry(num_heads: int, is_quantized: bool = False) -> TileGeometry:
         large_programs_per_sm=programs_per_sm(LARGE_HEIGHT),
         block_tokens=BLOCK_TOKENS,
         takes_whole_turns=True,
+        tile_cost_tokens=0 if is_quantized else PLAIN_TILE_COST,
     )
 
 
