@@ -109,3 +109,6 @@ def test_parts_that_are_not_loaded_are_named(here: Here) -> None:
     (note,) = json.loads(here("plan", "gemma-3-4b-it", "--gpu", "4090", "--json").out)["notes"]
     assert note == "the text model alone is planned and run: weights for images are left unread"
     assert json.loads(here("plan", "gemma-3-1b-it", "--gpu", "4090", "--json").out)["notes"] == []
+    (note,) = json.loads(here("plan", "GLM-4.7-Flash", "--gpu", "h200", "--json").out)["notes"]
+    assert note == "layers that draft tokens (multi-token prediction: 1) are neither planned nor loaded"
+    assert json.loads(here("plan", "DeepSeek-V2-Lite", "--gpu", "h200", "--json").out)["notes"] == []

@@ -15,7 +15,7 @@ from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.models.families import unread_tensors
+from holdfast.models.families import FAMILIES
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
@@ -105,8 +105,17 @@ def _asked_ranks(options: PlanOptions) -> str:
 
 def part_notes(declared: DeclaredModel) -> tuple[str, ...]:
     """Which parts of a model are not loaded, in words."""
-    words = "" if declared.spec is None else unread_tensors(declared.spec)[1]
-    return (f"the text model alone is planned and run: weights for {words} are left unread",) if words else ()
+    spec = declared.spec
+    if spec is None:
+        return ()
+    words, notes = FAMILIES[spec.architecture].unread_words, []
+    if words:
+        notes.append(f"the text model alone is planned and run: weights for {words} are left unread")
+    if spec.num_draft_layers:
+        notes.append(
+            f"layers that draft tokens (multi-token prediction: {spec.num_draft_layers}) are neither planned nor loaded"
+        )
+    return tuple(notes)
 
 
 def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
