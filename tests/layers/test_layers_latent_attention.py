@@ -1,0 +1,131 @@
+"""The latent attention layer: projections, backend and output over tensors that are given, with and without a latent of queries."""
+
+import pytest
+import torch
+
+from holdfast.attention.backend import Batch, LogitRows
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.layers.latent_attention import LatentAttentionLayer, LatentBuffers
+from holdfast.layers.mlp import Linear, RMSNorm
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import FP8
+from kernels.exactness import random
+from kernels.quantized_cases import exact_rows, exact_weight
+from quant.whole_weights import quantize
+
+NAN = float("nan")
+NUM_ROWS, HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT, Q_RANK = 5, 6, 3, 4, 2, 5, 8, 7
+QUERY, ROW = NOPE + ROPE, LATENT + ROPE
+KV_B = random(HEADS, NOPE + VALUE, LATENT, seed=9)
+NORM = LatentNorm(torch.ones(LATENT), 1e-6)
+ROTARY = Rotary(torch.ones(3, ROPE), torch.ones(3, ROPE))
+
+
+class RecordingBackend:
+    """Its answer is the first elements of every head of the queries; it keeps what it was called with."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def write(self, latent_TX, q_TND, batch, norm, rotary, layer):
+        self.calls.append((latent_TX.clone(), q_TND, batch, norm, rotary, layer))
+
+    def attend(self, q_TND, kv_b_NXL, layer, plan, scratch, out_TX, wanted_only):
+        self.calls.append((q_TND, kv_b_NXL, layer, plan, scratch, out_TX, wanted_only))
+        out_TX.copy_(q_TND[..., :VALUE].flatten(1))
+        return out_TX[plan] if wanted_only else out_TX
+
+
+@pytest.fixture(params=[True, False], ids=["query latent", "no query latent"])
+def parts(request):
+    has_latent = request.param
+    qkv_a = random(ROW + (Q_RANK if has_latent else 0), HIDDEN)
+    q = random(HEADS * QUERY, Q_RANK if has_latent else HIDDEN, seed=1)
+    o, bias = random(HIDDEN, HEADS * VALUE, seed=2), random(len(qkv_a), seed=3)
+    q_norm = RMSNorm(1 + random(Q_RANK, seed=4), 1e-6) if has_latent else None
+    backend = RecordingBackend()
+    products = Linear(qkv_a, bias), Linear(q), Linear(o)
+    return LatentAttentionLayer(7, *products, q_norm, NORM, KV_B, ROTARY, backend), backend, q_norm
+
+
+def buffers(q_norm: RMSNorm | None) -> LatentBuffers:
+    shapes = {"qkv_a": ROW, "q": HEADS * QUERY, "attended": HEADS * VALUE, "partial": 3}
+    if q_norm is not None:
+        shapes |= {"qkv_a": Q_RANK + ROW, "q_normed": Q_RANK}
+    return LatentBuffers.of({name: torch.full((NUM_ROWS, width), NAN) for name, width in shapes.items()}, None)
+
+
+def make_batch(rows: list[int] | None) -> Batch:
+    nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    logits = None if rows is None else LogitRows(torch.tensor(rows), ())
+    return Batch(nothing, nothing, nothing.unsqueeze(0), (), logits)
+
+
+@pytest.mark.parametrize("wanted", [None, [1, 4], [2], []], ids=str)
+def test_projections_backend_projection(parts, wanted):
+    layer, backend, q_norm = parts
+    batch, held, x = make_batch(wanted), buffers(q_norm), random(NUM_ROWS, HIDDEN, seed=5)
+    plan, out = torch.tensor(wanted or [], dtype=torch.int64), torch.full((NUM_ROWS, HIDDEN), NAN)
+    y = layer(x, batch, plan, held, out, wanted_only=wanted is not None)
+    written, attended = backend.calls
+    qkv_a = x @ layer.qkv_a.weight_NK.T + layer.qkv_a.bias_N
+    q_rank = 0 if q_norm is None else Q_RANK
+    latent_q = qkv_a[:, :q_rank]
+    if q_norm is not None:
+        latent_q = latent_q * torch.rsqrt(latent_q.square().mean(-1, keepdim=True) + 1e-6) * q_norm.weight_H
+    q = (x if q_norm is None else latent_q) @ layer.q.weight_NK.T
+    torch.testing.assert_close(written[0], qkv_a[:, q_rank:])
+    torch.testing.assert_close(written[1], q.view(NUM_ROWS, HEADS, QUERY))
+    assert [a is b for a, b in zip(written[2:], [batch, NORM, ROTARY, 7], strict=True)] == [True] * 4
+    assert attended[0].data_ptr() == held.q_TX.data_ptr(), "queries are rotated where they are"
+    assert [
+        a is b
+        for a, b in zip(attended[1:], [KV_B, 7, plan, held.scratch, held.attended_TX, wanted is not None], strict=True)
+    ] == [True] * 6
+    assert held.scratch.keys() == {"partial"}
+    rows = list(range(NUM_ROWS)) if wanted is None else wanted
+    assert not rows or y.data_ptr() == out.data_ptr(), "the result lies where it was asked"
+    heads = q.view(NUM_ROWS, HEADS, QUERY)[rows, :, :VALUE].flatten(1)
+    torch.testing.assert_close(y, heads @ layer.o.weight_NK.T)
+    assert out[len(rows) :].isnan().all(), "rows that nobody wants are not written"
+
+
+def coded(product: Linear) -> Linear:
+    weight = product.weight_NK
+    return Linear(QuantizedWeight(FP8, tuple(weight.shape), *quantize(weight, FP8)), product.bias_N)
+
+
+def room() -> QuantizedRows:
+    return QuantizedRows(torch.zeros(NUM_ROWS * HEADS * QUERY).to(torch.float8_e4m3fn), torch.zeros(NUM_ROWS))
+
+
+def test_every_quantized_product_takes_the_codes_of_its_own_rows(parts):
+    layer, backend, q_norm = parts
+    layer.qkv_a, layer.q, layer.o = map(coded, (layer.qkv_a, layer.q, layer.o))
+    x, held = random(NUM_ROWS, HIDDEN, seed=5), buffers(q_norm)._replace(quantized=room())
+    y = layer(x, make_batch(None), None, held, torch.empty(NUM_ROWS, HIDDEN))
+    inputs = x if q_norm is None else held.q_normed_TX
+    for found, rows, product in (
+        (held.qkv_a_TX, x, layer.qkv_a),
+        (backend.calls[0][1].flatten(1), inputs, layer.q),
+        (y, held.attended_TX, layer.o),
+    ):
+        expected = exact_rows(rows, FP8) @ exact_weight(product.weight_NK).T
+        expected += 0.0 if product.bias_N is None else product.bias_N
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_leaves_codes_where_all_products_that_take_x_want_them(parts):
+    layer, _, q_norm = parts
+    plain_q, quantized = layer.q, room()
+    assert layer.room_for_codes(quantized, NUM_ROWS) is None
+    layer.qkv_a = coded(layer.qkv_a)
+    assert (layer.room_for_codes(quantized, NUM_ROWS) is None) == (q_norm is None), "one is plain"
+    layer.q = coded(plain_q)
+    codes = layer.room_for_codes(quantized, NUM_ROWS)
+    assert codes is not None
+    assert codes.codes_TK.shape == (NUM_ROWS, HIDDEN)
