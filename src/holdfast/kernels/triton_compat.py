@@ -71,7 +71,8 @@ def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
     """The same for a kernel whose arguments of these names change from step to step: numbers of rows, of blocks.
 
     Triton compiles anew for a number that is 1 and for a multiple of 16; counts are exempt, so that one compiled kernel takes
-    all of them. No width or stride is a count: a load is as wide as their divisors are known to allow.
+    all of them. No width or stride is a count: a load is as wide as their divisors are known to allow. A pointer may be named too
+    where it begins anywhere, such as a row of a page table: it is compiled for whether it is aligned.
     """
     if triton is None:
         return jit

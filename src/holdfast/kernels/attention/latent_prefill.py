@@ -188,7 +188,7 @@ def gather_latents(
     return out_WX
 
 
-@jit_counting("first", "count")
+@jit_counting("p_pages", "first", "count")
 def _gather_kernel(
     p_rows,
     p_scales,
