@@ -89,9 +89,9 @@ def wanted(tensors):
     return codes.float() * scales
 
 
-def load(parameters, source, dtype, stored, recipe=None, **more):
+def load(parameters, source, dtype, stored, recipe=None, device="cpu"):
     plan = plan_load(parameters, source, dtype, recipe or WeightRecipe(), stored)
-    return plan, load_weights(plan, source, "cpu", Ledger(), lambda done, total: None, **more).weights
+    return plan, load_weights(plan, source, device, Ledger(), lambda done, total: None).weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -115,6 +115,18 @@ def test_chunks_and_steps_change_nothing(way, chunk_bytes, monkeypatch):
     with chunks_of(chunk_bytes):
         _, weights = load([KV_B], source, "float32", stored)
     assert torch.equal(weights[NAME], wanted(tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("way", ["blocks", "blocks-e8m0", "rows", "number"])
+@pytest.mark.usefixtures("poison")
+def test_a_gpu_gets_the_same_bits(way, dtype):
+    stored, tensors = checkpoint(way)
+    source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
+    with chunks_of(5000):
+        _, weights = load([KV_B], source, dtype, stored, device="cuda")
+    assert torch.equal(weights[NAME].cpu(), wanted(tensors).to(getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
