@@ -202,7 +202,7 @@ BY_HAND: dict[str, Row] = {
     ),
     "GLM-4.7-Flash": Row(GLM47_FLASH, 47 * 1152, None),
     "DeepSeek-V2-Lite": Row(V2_LITE, 27 * 1152, 15_706_484_224),
-    "DeepSeek-V2": Row(V2_FULL, 60 * 1152, 235_741_434_880),
+    "DeepSeek-V2": Row(V2_FULL, 60 * 1152, None),
     "Moonlight-16B-A3B": Row(MOONLIGHT, 27 * 1152, None),
     "DeepSeek-V3": Row(deepseek(3, 256, 129280, 128), 61 * 1152, 671_026_404_352 + 58 * 256),
     "Kimi-K2-Instruct": Row(deepseek(1, 384, 163840, 64), 61 * 1152, None),
