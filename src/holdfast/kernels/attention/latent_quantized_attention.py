@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2, latent_parts_4, value_parts_8
-from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, programs_per_sm, tile_height
+from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.latent_tiles import merge_latents
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -47,18 +47,19 @@ from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 class QuantizedBlocks(NamedTuple):
     """How a program takes the tokens of a tile."""
 
+    height: int
+    """Rows times heads: a tile that is higher is done in several turns, each of which reads the codes anew."""
     tokens: int
     num_stages: int
     num_warps: int
-    dequantizes_twice: bool
-    """Codes become operands of keys and of values each on their own way; else numbers go through shared memory."""
+    programs_per_sm: int
 
 
 def quantized_blocks(height: int, planes: LatentPlanes) -> QuantizedBlocks:
     """Measured on an H200 (docs/log.md)."""
-    if height < LARGE_HEIGHT:
-        return QuantizedBlocks(32, 3, 4, dequantizes_twice=True)
-    return QuantizedBlocks(32, 2, 8, dequantizes_twice=False)
+    if height < 32:
+        return QuantizedBlocks(16, 64, 3, 4, 2)
+    return QuantizedBlocks(32, 64, 2, 8, 1)
 
 
 def latent_quantized_attention(
@@ -86,7 +87,7 @@ def latent_quantized_attention(
         height = tile_height(num_heads, large)
         num_blocks, group = head_blocks(num_heads, large)
         blocks = quantized_blocks(height, planes)
-        _attend_kernel[(num_sms * programs_per_sm(height),)](
+        _attend_kernel[(num_sms * blocks.programs_per_sm,)](
             q_TNX,
             planes.rows_SX.view(torch.int16),
             planes.scales_SC,
@@ -101,16 +102,16 @@ def latent_quantized_attention(
             LARGE=large,
             FP8=is_fp8,
             SMALL_ROPE=planes.has_small_rope,
-            TWICE=blocks.dequantizes_twice,
             NUM_HEADS=num_heads,
             NUM_BLOCKS=num_blocks,
+            NUM_TURNS=height // blocks.height,
             GROUP=group,
             LATENT_DIM=latent_dim,
             ROPE_DIM=rope_dim,
             PAGE_TOKENS=planes.page_tokens,
             NUM_GROUPS=num_groups,
             ROW_WORDS=planes.rows_SX.shape[1] // 2,
-            BLOCK_M=height,
+            BLOCK_M=blocks.height,
             BLOCK_N=blocks.tokens,
             BLOCK_W=max(16, next_power_of_two(num_columns)),
             BLOCK_R=max(16, next_power_of_two(rope_columns)),
@@ -177,9 +178,9 @@ def _attend_kernel(
     LARGE: constexpr,
     FP8: constexpr,
     SMALL_ROPE: constexpr,
-    TWICE: constexpr,
     NUM_HEADS: constexpr,
     NUM_BLOCKS: constexpr,
+    NUM_TURNS: constexpr,
     GROUP: constexpr,
     LATENT_DIM: constexpr,
     ROPE_DIM: constexpr,
@@ -199,22 +200,23 @@ def _attend_kernel(
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
     first_tile = 1 + num_small if LARGE else 1
-    o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
-    o_row = o_m // GROUP
-    for i_item in range(tl.program_id(0), num_tiles * NUM_BLOCKS, tl.num_programs(0)):
+    # Blocks of heads and turns of a tile come one after the other, so that all but the first find its codes in the cache.
+    for i_item in range(tl.program_id(0), num_tiles * (NUM_BLOCKS * NUM_TURNS), tl.num_programs(0)):
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
-            p_tiles, first_tile + i_item // NUM_BLOCKS
+            p_tiles, first_tile + i_item // (NUM_BLOCKS * NUM_TURNS)
         )
+        o_m = i_item % NUM_TURNS * BLOCK_M + tl.arange(0, BLOCK_M)
+        o_row = o_m // GROUP
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         b_page = _pages(p_row_pages, low, o_n, high, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new latents come from the last kernel
-        o_head = i_item % NUM_BLOCKS * GROUP + o_m % GROUP
+        o_head = i_item // NUM_TURNS % NUM_BLOCKS * GROUP + o_m % GROUP
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
         p_q_m = p_q + (o_q * WIDTH)[:, None]
-        b_q = _queries(p_q_m, m_m, FP8, TWICE, NUM_GROUPS, LATENT_DIM, BLOCK_W)
+        b_q = _queries(p_q_m, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
         b_q_rope = _rope_queries(p_q_m + LATENT_DIM, m_m, SMALL_ROPE, ROPE_DIM, BLOCK_R, PLAIN)
         b_acc = ()
         for _ in tl.static_range(NUM_GROUPS * NUM_PARTS):
@@ -259,9 +261,8 @@ def _attend_kernel(
                     b_factor = _factor(b_scale[g], m_n, MASKED)
                     b_bound = tl.maximum(b_bound, b_factor)
                     b_words = _words(p_words, o_slot, m_n, g, MASKED, FP8, LATENT_DIM, ROW_WORDS, BLOCK_W)
-                    b_group_score, b_group = _group_scores(b_q, b_words, g, NUM_PARTS, TWICE, PLAIN)
-                    b_score += b_group_score * b_factor[None, :]
-                    b_groups = b_groups + (b_group,)
+                    b_score += _group_scores(b_q, b_words, g, FP8, PLAIN) * b_factor[None, :]
+                    b_groups = b_groups + (b_words,)
                 b_score = b_score * scale_log2
                 if MASKED:
                     m_seen = ((position + o_row)[:, None] >= o_token[None, :]) & m_n[None, :]
@@ -275,10 +276,8 @@ def _attend_kernel(
                 b_new = ()
                 for g in tl.static_range(NUM_GROUPS):
                     b_factor = _factor(b_scale[g], m_n, MASKED)
-                    b_weight = (b_p * (b_factor * P_ONE)[None, :]).to(b_q[0].dtype)
-                    b_values = b_groups[g]
-                    if TWICE:
-                        b_values = _parts(b_groups[g], FP8, PLAIN)
+                    b_weight = (b_p * (b_factor * P_ONE)[None, :]).to(tl.float16)
+                    b_values = _parts(b_groups[g], FP8, PLAIN)
                     for j in tl.static_range(NUM_PARTS):
                         b_new = b_new + (tl.dot(b_weight, b_values[j], b_acc[g * NUM_PARTS + j] * b_alpha[:, None]),)
                 b_acc, b_m, b_scale = b_new, b_m_new, b_next
@@ -332,18 +331,15 @@ def _half(b_x):
 
 
 @jit
-def _queries(
-    p_q_m, m_m, FP8: constexpr, TWICE: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr
-):
-    """[M, W] of every part: as they are where latents become numbers of their type, else in half precision."""
+def _queries(p_q_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr):
+    """[M, W] of every part, in half precision."""
     NUM_PARTS: constexpr = 2 if FP8 else 4
     o_c = tl.arange(0, BLOCK_W)
     b_q = ()
     for i in tl.static_range(NUM_GROUPS * NUM_PARTS):
         o_d, m_d = _dims(o_c, i // NUM_PARTS, i % NUM_PARTS, FP8, LATENT_DIM)
         b_x = tl.load(p_q_m + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-        # Converted queries would be held in registers, where high tiles have no room for them.
-        b_q = b_q + (_half(b_x) if TWICE or p_q_m.dtype.element_ty == tl.float32 else b_x,)
+        b_q = b_q + (_half(b_x),)
     return b_q
 
 
@@ -427,23 +423,14 @@ def _parts(b_words, FP8: constexpr, PLAIN: constexpr):
 
 
 @jit
-def _group_scores(b_q, b_words, i_group, NUM_PARTS: constexpr, TWICE: constexpr, PLAIN: constexpr):
-    """[M, N] without a scale; and what values are made of: the words, or numbers that were made once."""
-    if TWICE:
-        b_keys = _parts(tl.trans(b_words), NUM_PARTS == 2, PLAIN)
-        b_score = tl.dot(b_q[i_group * NUM_PARTS], b_keys[0])
-        for j in tl.static_range(1, NUM_PARTS):
-            b_score = tl.dot(b_q[i_group * NUM_PARTS + j], b_keys[j], b_score)
-        return b_score, b_words
-    else:
-        b_halves = _parts(b_words, NUM_PARTS == 2, PLAIN)
-        b_parts = ()
-        for j in tl.static_range(NUM_PARTS):
-            b_parts = b_parts + (b_halves[j].to(b_q[0].dtype),)
-        b_score = tl.dot(b_q[i_group * NUM_PARTS], tl.trans(b_parts[0]))
-        for j in tl.static_range(1, NUM_PARTS):
-            b_score = tl.dot(b_q[i_group * NUM_PARTS + j], tl.trans(b_parts[j]), b_score)
-        return b_score, b_parts
+def _group_scores(b_q, b_words, i_group, FP8: constexpr, PLAIN: constexpr):
+    """[M, N] without a scale. Words are turned, not numbers: they go from shared memory straight into operands."""
+    NUM_PARTS: constexpr = 2 if FP8 else 4
+    b_keys = _parts(tl.trans(b_words), FP8, PLAIN)
+    b_score = tl.dot(b_q[i_group * NUM_PARTS], b_keys[0])
+    for j in tl.static_range(1, NUM_PARTS):
+        b_score = tl.dot(b_q[i_group * NUM_PARTS + j], b_keys[j], b_score)
+    return b_score
 
 
 @jit

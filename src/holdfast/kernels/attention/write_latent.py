@@ -206,9 +206,9 @@ def _write_latent_kernel(
         _wait(PDL)
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & (o_r < ROPE_DIM)
-        p_x = p_q + i_row * q_stride + o_head * head_stride + (HEAD_DIM - ROPE_DIM) + o_r
-        b_q = _turned(tl.load(p_x, mask=m_q, other=0.0).to(tl.float32), b_cos, b_sin)
-        tl.store(p_x, b_q.to(p_q.dtype.element_ty), mask=m_q)
+        p_query = p_q + i_row * q_stride + o_head * head_stride + (HEAD_DIM - ROPE_DIM) + o_r
+        b_q = _turned(tl.load(p_query, mask=m_q, other=0.0).to(tl.float32), b_cos, b_sin)
+        tl.store(p_query, b_q.to(p_q.dtype.element_ty), mask=m_q)
     else:
         p_x = p_latent + i_row * latent_stride
         if KIND == "plain":
