@@ -365,7 +365,7 @@ def test_a_release_gives_all_back(build):
 def test_logits_are_those_of_a_cpu(build, name, quantization):
     """The same weights in float32 on a CPU, through the references; a GPU rounds to bfloat16 all the way."""
     logits = []
-    for where in ({"device": "cpu", "dtype": "float32", "kv_cache_memory": "64MiB"}, {"device": "cuda"}):
+    for where in ({"device": "cpu", "dtype": "float32", "kv_cache_memory": "1GiB"}, {"device": "cuda"}):
         built = build(name, quantization=quantization, **where)
         with recorded(built) as kept:
             for step in traffic(built).steps(12, asks_prompts=True):

@@ -208,7 +208,8 @@ def test_the_sizes_of_models(device, shape, num_rows, start, name):
     for tokens in (None, 512):
         found = run(case, device, tokens=tokens)
         expected = run(case, CPU, function=attend_up_projected_reference)
-        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=4e-2)
+        error_TN = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+        assert float(error_TN.max()) < 0.03, "of a head, where keys, values and weights are rounded to bfloat16"
 
 
 @pytest.mark.gpu
