@@ -20,12 +20,16 @@ torch.cuda.is_available = lambda: True  # before kernels are imported, because t
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from holdfast.kernels import norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
+    latent_attention,
     latent_prefill,
     latent_projection,
+    latent_tiles,
+    latent_warpgroups,
     quantized_attention,
     tiled_attention,
     write_quantized_kv,
@@ -43,6 +47,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
+from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
@@ -83,7 +88,8 @@ class CompiledOnly:
                 continue
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self._kernel, signature, constants, attributes)
+        source_of = GluonASTSource if self._kernel.is_gluon() else ASTSource
+        source = source_of(self._kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=HOPPER, options=options)
         _check_assembler(compiled.asm["ttgir"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
@@ -108,6 +114,8 @@ def _type_of(value: object) -> str:
     """As a launch decides it: numbers that are 1, and what is not there, become constants."""
     if isinstance(value, torch.Tensor):
         return f"*{NAMES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     if value is None:
@@ -304,6 +312,21 @@ def projections_of(num_rows: int, num_heads: int, nope_dim: int, value_dim: int)
     latent_projection.project_values(latent, kv_b, values)
 
 
+def latents_of(
+    num_heads: int, latent_dim: int = 512, rope_dim: int = 64, page_tokens: int = 64, warpgroups: bool = False
+) -> None:
+    """Absorbed attention in both tiles and all forms of the merge; those of 64 rows in Gluon, or not."""
+    latent_attention.takes_warpgroups = lambda planes: warpgroups
+    numbers = torch.empty(256, 16, dtype=torch.int32)
+    work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
+    plane = torch.empty(2 * page_tokens, latent_dim + rope_dim, dtype=BF16)
+    planes = LatentPlanes("plain", latent_dim, rope_dim, page_tokens, plane)
+    partial = torch.empty(8, num_heads * latent_dim)
+    for num_rows in (1, 16, 100):
+        q, out = (torch.empty(num_rows, num_heads, size, dtype=BF16) for size in (latent_dim + rope_dim, latent_dim))
+        latent_attention.latent_attention(q, planes, numbers, work, 0.1, partial, partial, out, 132)
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -387,6 +410,13 @@ CASES: dict[str, Callable[[], None]] = {
     "kv_b of V2-Lite, 1 row": lambda: projections_of(1, 16, 128, 128),
     "kv_b of GLM, 64 rows": lambda: projections_of(64, 20, 192, 256),
     "kv_b of GLM, 900 rows": lambda: projections_of(900, 20, 192, 256),
+    "latents, 16 heads": lambda: latents_of(16),
+    "latents, 128 heads in warpgroups": lambda: latents_of(128, warpgroups=True),
+    "latents, 20 heads in warpgroups": lambda: latents_of(20, page_tokens=256, warpgroups=True),
+    "latents, 20 heads": lambda: latents_of(20),
+    "latents, 128 heads": lambda: latents_of(128),
+    "latents of MiniCPM3, 40 heads": lambda: latents_of(40, 256, 32),
+    "latents, 3 heads, small pages": lambda: latents_of(3, page_tokens=16),
     "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
@@ -408,8 +438,11 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        latent_attention,
         latent_prefill,
         latent_projection,
+        latent_tiles,
+        latent_warpgroups,
         normed_routing,
         quantize_activations,
         quantized_attention,

@@ -18,6 +18,7 @@ COMMON_CASES = (
     "attention D128",
     "write quantized D128, one format",
     "quantized 4/4 D128",
+    "latents, 128 heads in warpgroups",
 )
 OTHER_CASES = (
     "one row",
@@ -57,6 +58,12 @@ OTHER_CASES = (
     "kv_b of V2-Lite, 1 row",
     "kv_b of GLM, 64 rows",
     "kv_b of GLM, 900 rows",
+    "latents, 16 heads",
+    "latents, 20 heads in warpgroups",
+    "latents, 20 heads",
+    "latents, 128 heads",
+    "latents of MiniCPM3, 40 heads",
+    "latents, 3 heads, small pages",
     "up-projected P128",
     "up-projected P192, fp8",
     "up-projected P128, 4 bits",

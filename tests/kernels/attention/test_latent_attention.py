@@ -18,6 +18,7 @@ from holdfast.kernels.attention.latent_geometry import (
 )
 from holdfast.kernels.attention.latent_planes import LatentPlanes
 from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS, row_form
+from holdfast.kernels.attention.latent_warpgroups import takes_warpgroups
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import random, same_bits
@@ -232,9 +233,30 @@ def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quant
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128], ids=lambda heads: f"{heads} heads")
 def test_real_sizes_on_a_gpu(device, dtype, num_heads):
+    """Those of more than 16 heads, and prompts, in warpgroups on a Hopper."""
     rows = [(3000, 1), (0, 140), (900, 70), (2999, 1), (4095, 1), (63, 2)]
     case = latent_case(rows, num_heads, 512, 64, q_scale=1.0)
     judge_step(case, Scheduling(132, 256), device, dtype, num_padding=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_tokens", [32, 128], ids=["small pages", "large pages"])
+@pytest.mark.parametrize("num_heads", [40, 100], ids=lambda heads: f"{heads} heads")
+def test_odd_blocks_and_other_pages_on_a_gpu(device, num_heads, page_tokens):
+    rows = [(2000, 1), (0, 40), (127, 1), (128, 1), (129, 3), (0, 1)]
+    case = latent_case(rows, num_heads, 512, 64, page_tokens, q_scale=1.0)
+    judge_step(case, Scheduling(132, 256), device, torch.bfloat16, num_padding=1)
+
+
+def test_warpgroups_take_the_sizes_and_pages_they_know(device):
+    plane = torch.empty(256, 576, dtype=torch.bfloat16, device=device)
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    assert takes_warpgroups(LatentPlanes("plain", 512, 64, 64, plane)) == is_hopper
+    assert takes_warpgroups(LatentPlanes("plain", 512, 64, 128, plane.half())) == is_hopper
+    assert not takes_warpgroups(LatentPlanes("plain", 512, 64, 32, plane))
+    assert not takes_warpgroups(LatentPlanes("plain", 512, 64, 64, plane.float()))
+    assert not takes_warpgroups(LatentPlanes("plain", 544, 32, 64, plane))
+    assert not takes_warpgroups(LatentPlanes("fp8_ds_mla", 512, 64, 64, plane))
 
 
 @pytest.mark.gpu
