@@ -23,6 +23,8 @@ from red_zones import RedZones
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 FORMATS = pytest.mark.parametrize("name", QUANTIZED_LATENTS)
+FEW_FORMATS = pytest.mark.parametrize("name", ["fp8_ds_mla", "turboquant_mla_4bit_r8"])
+"""For what does not depend on how rotated elements are kept."""
 TOLERANCE = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of values around one: weights, and queries beside latents, are half precision."""
 DECODE, MIXED = [(64, 1), (10, 1), (129, 1)], [(63, 1), (0, 17), (10, 3), (64, 1), (0, 1)]
@@ -116,30 +118,28 @@ def test_half_precision(device, name, dtype, large) -> None:
     judge_cut(case, name, 2, large, device, dtype, num_padding=2)
 
 
-@FORMATS
-@pytest.mark.parametrize("num_heads", [1, 16, 20, 65], ids=lambda heads: f"{heads} heads")
+@FEW_FORMATS
+@pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
 def test_every_number_of_heads(device, widest, name, num_heads) -> None:
     for large in (False, True):
-        judge_cut(latent_case([(65, 2)], num_heads, 16), name, 2, large, device, widest)
+        judge_cut(latent_case([(33, 2)], num_heads, 16), name, 1, large, device, widest)
 
 
 @FORMATS
-@pytest.mark.parametrize(
-    ("latent_dim", "rope_dim"), [(48, 32), (192, 24), (256, 32), (512, 64)], ids=lambda size: str(size)
-)
+@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
 def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     for large in (False, True):
-        judge_cut(latent_case([(69, 1), (30, 4)], 2, latent_dim, rope_dim), name, 2, large, device, widest)
+        judge_cut(latent_case([(69, 1), (30, 2)], 2, latent_dim, rope_dim), name, 1, large, device, widest)
 
 
-@FORMATS
+@FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 16, 128], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, name, page_tokens) -> None:
-    judge_cut(latent_case([(199, 1), (60, 6)], page_tokens=page_tokens), name, 2, False, device, widest)
+    judge_cut(latent_case([(99, 1), (60, 3)], page_tokens=page_tokens), name, 2, False, device, widest)
 
 
-@FORMATS
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 65])
+@FEW_FORMATS
+@pytest.mark.parametrize("num_tokens", [1, 64, 65])
 def test_every_length(device, widest, name, num_tokens) -> None:
     count = min(5, num_tokens)
     case = latent_case([(num_tokens - 1, 1), (num_tokens - count, count)])
@@ -147,7 +147,7 @@ def test_every_length(device, widest, name, num_tokens) -> None:
     judge_cut(case, name, 4, True, device, widest, num_padding=MERGE_BY_HEAD_ROWS)
 
 
-@FORMATS
+@FEW_FORMATS
 def test_latents_of_very_different_size(device, widest, name) -> None:
     """A token a thousand times larger than others beside it: half precision holds what its scale multiplies."""
     case = latent_case([(150, 1)], 4, 64, 16, q_scale=0.03)
