@@ -160,3 +160,36 @@ def test_experts_of_gpt_oss(num_rows):
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
     in_torch, exact = (gpt_oss_by_hand(rows, 1.5) for rows in (x, x.double()))
     assert_as_exact_as_torch(run(layer, x, "routed"), in_torch, exact)
+
+
+def deepseek_by_hand(x: torch.Tensor, score_bias: torch.Tensor) -> torch.Tensor:
+    """Row by row: sigmoids, the better of two groups by its best two, the bias in the choice alone, and scaled shares."""
+    router, gate_up, down = (weight.to(x.dtype) for weight in (ROUTER, GATE_UP, DOWN))
+    rows = []
+    for row in x:
+        scores = F.linear(row, router).sigmoid()
+        ranked = scores + score_bias.to(x.dtype)
+        groups = ranked.view(2, -1).topk(2).values.sum(1)
+        first = int(groups.argmax()) * (NUM_EXPERTS // 2)
+        chosen = [first + int(i) for i in ranked[first : first + NUM_EXPERTS // 2].topk(TOP_K).indices]
+        shares = scores[chosen] / scores[chosen].sum() * 2.5
+        rows.append(sum(share * gated_mlp(row, gate_up[i], down[i]) for share, i in zip(shares, chosen, strict=True)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 37])
+def test_experts_of_deepseek_v3(num_rows):
+    routing, score_bias = Routing(True, "sigmoid", 2, 1, "two_largest", 2.5), random(NUM_EXPERTS, seed=11)
+    layer = ExpertLayer(ROUTER, GATE_UP, DOWN, routing, None, ExpertBiases(score_E=score_bias))
+    assert not layer.has_plain_routing
+    x = random(num_rows, HIDDEN, seed=20 + num_rows)
+    in_torch, exact = (deepseek_by_hand(rows, score_bias) for rows in (x, x.double()))
+    assert_as_exact_as_torch(run(layer, x, "routed"), in_torch, exact)
+
+
+def test_which_routing_the_fused_decode_path_takes():
+    """A bias on scores alone is enough that it does not."""
+    biases = ExpertBiases(score_E=random(NUM_EXPERTS))
+    assert make("routed").has_plain_routing
+    assert not ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(), None, biases).has_plain_routing
+    assert not ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(share_scale=2.0), None).has_plain_routing

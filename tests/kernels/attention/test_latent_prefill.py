@@ -11,6 +11,8 @@ from holdfast.kernels.attention.latent_prefill import (
     attend_up_projected_reference,
     attend_up_projected_triton,
     gather_latents,
+    gather_latents_reference,
+    gather_latents_triton,
 )
 from holdfast.kernels.up_projection import CHUNK_STEP, SPLIT_TOKENS, UpProjection, expanded_specs
 from kernels.exactness import random, same_bits
@@ -164,11 +166,13 @@ def test_latents_are_gathered_as_they_are_read(device, name, first, count):
     case = make_case(ODD._replace(latent_dim=144), 40, 0, torch.float32, name)
     token_W = torch.arange(first, first + count)
     slot_W = case.page_row[token_W // 16].long() * 16 + token_W % 16
-    zones = RedZones(device)
-    out = zones.allocate(count, 144 + 48).fill_(NAN)
-    gather_latents(on_device(case.planes, device), among(case.page_row, device), first, count, out)
-    zones.check()
-    assert same_bits(out.cpu(), read_latents(case.planes, slot_W, torch.float32))
+    expected = read_latents(case.planes, slot_W, torch.float32)
+    for gather, where in ((gather_latents_triton, device), (gather_latents_reference, CPU), (gather_latents, CPU)):
+        zones = RedZones(where)
+        out = zones.allocate(count, 144 + 48).fill_(NAN)
+        gather(on_device(case.planes, where), among(case.page_row, where), first, count, out)
+        zones.check()
+        assert same_bits(out.cpu(), expected)
 
 
 @SHAPES

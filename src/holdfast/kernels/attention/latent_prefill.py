@@ -64,9 +64,10 @@ def attend_up_projected_reference(
     del scratch
     (num_rows, _, query_dim), latent_dim = q_TND.shape, planes.latent_dim
     nope_dim = query_dim - planes.rope_dim
-    token_S = torch.arange(start + num_rows, device=q_TND.device)
-    slot_S = page_row_P[token_S // planes.page_tokens].long() * planes.page_tokens + token_S % planes.page_tokens
-    rows_SX = read_latents(planes, slot_S, torch.float32)
+    num_tokens = start + num_rows
+    rows_SX = q_TND.new_empty(num_tokens, latent_dim + planes.rope_dim, dtype=torch.float32)
+    gather_latents_reference(planes, page_row_P, 0, num_tokens, rows_SX)
+    token_S = torch.arange(num_tokens, device=q_TND.device)
     expanded_SNX = torch.einsum("sl,nxl->snx", rows_SX[:, :latent_dim], kv_b_NXL.float())
     scores_NTS = torch.einsum("tnp,snp->nts", q_TND[..., :nope_dim].float(), expanded_SNX[..., :nope_dim])
     scores_NTS += torch.einsum("tnr,sr->nts", q_TND[..., nope_dim:].float(), rows_SX[:, latent_dim:])
@@ -116,7 +117,7 @@ def attend_up_projected_triton(
                 count = min(tokens, end - first)
                 chunk = _chunk(room, tokens, first, count, shape, len(weight_XL))
                 if gathered != (first, count):
-                    gather_latents(planes, page_row_P, first, count, chunk.rows_WX)
+                    gather_latents_triton(planes, page_row_P, first, count, chunk.rows_WX)
                     gathered = first, count
                 torch.mm(chunk.rows_WX[:, : shape.latent_dim], weight_XL.t(), out=chunk.expanded_WX)
                 is_last = first + count == end
@@ -153,6 +154,23 @@ def gather_latents(
     planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
 ) -> torch.Tensor:
     """`count` tokens of a sequence from `first` on, dequantized: [W, L + R]; the latents of TurboQuant stay in the rotated space."""
+    launch = gather_latents_triton if can_run(out_WX) else gather_latents_reference
+    return launch(planes, page_row_P, first, count, out_WX)
+
+
+def gather_latents_reference(
+    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch."""
+    token_W = torch.arange(first, first + count, device=out_WX.device)
+    slot_W = page_row_P[token_W // planes.page_tokens].long() * planes.page_tokens + token_W % planes.page_tokens
+    return out_WX.copy_(read_latents(planes, slot_W, out_WX.dtype))
+
+
+def gather_latents_triton(
+    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
+) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some tokens."""
     assert out_WX.shape == (count, planes.latent_dim + planes.rope_dim), f"{out_WX.shape=} for {count} of {planes}"
     assert out_WX.is_contiguous(), f"{out_WX.shape} with strides {out_WX.stride()}"
     rows = planes.rows_SX if planes.kind == "plain" else planes.rows_SX.view(torch.int16)
