@@ -160,6 +160,7 @@ def test_quantized_latents(name):
 @pytest.mark.parametrize("padding", [0, 3])
 def test_long_prompts_are_up_projected_beside_absorbed_rows(monkeypatch, padding):
     monkeypatch.setattr(up_projection, "LEAST_ROWS", 20)
+    monkeypatch.setattr(up_projection, "LAUNCHES_COST", 0)
     monkeypatch.setattr(declarations, "LEAST_ROWS", 20)
     step = Step(Shape(), MIXED, padding)
     backend = TritonLatentAttention(step.specs, step.storage, step.shape.bounds, 2)
@@ -174,6 +175,7 @@ def test_long_prompts_are_up_projected_beside_absorbed_rows(monkeypatch, padding
 @QUIET
 def test_parts_that_are_all_up_projected_are_left_out(monkeypatch):
     monkeypatch.setattr(up_projection, "LEAST_ROWS", 20)
+    monkeypatch.setattr(up_projection, "LAUNCHES_COST", 0)
     for module in (declarations, triton_latent):
         monkeypatch.setattr(module, "LATENT_ROWS", 16)
     step = Step(Shape(), [(3, 1), (0, 60)])

@@ -13,6 +13,7 @@ from holdfast.kernels.up_projection import (
     expanded_specs,
     num_splits,
     takes_up_projection,
+    warm_steps,
 )
 
 V2_LITE = UpProjection(16, 512, 64, 128, 128)
@@ -61,7 +62,53 @@ def test_behind_a_long_context_rows_decide(shape, least):
     assert takes_up_projection(least, 10**7, shape)
 
 
-def test_a_prompt_of_its_own_is_never_more_work():
-    for num_rows in (LEAST_ROWS, 500, 8192):
-        assert takes_up_projection(num_rows, 0, V2_LITE)
-    assert not takes_up_projection(LEAST_ROWS - 1, 0, V2_LITE)
+@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM], ids=["V2-Lite", "V3", "GLM"])
+def test_a_prompt_of_its_own_is_worth_its_launches_once_it_is_long(shape):
+    takes = [takes_up_projection(num_rows, 0, shape) for num_rows in range(1, 4000)]
+    assert takes == sorted(takes)
+    assert not takes[512]
+    assert takes[1100]
+
+
+def test_a_longer_context_needs_fewer_rows():
+    least = [
+        next(num_rows for num_rows in range(1, 4000) if takes_up_projection(num_rows, start, V2_LITE))
+        for start in (0, 1000, 8000, 100_000)
+    ]
+    assert least == sorted(least, reverse=True)
+    assert least[-1] == LEAST_ROWS
+
+
+def launches(num_rows: int, start: int, shape: UpProjection, max_rows: int, max_context: int) -> set[str]:
+    """The kernels of such rows."""
+    if not takes_up_projection(num_rows, start, shape):
+        return set()
+    chunk, state = expanded_specs(shape, "bfloat16", max_rows, max_context)
+    group = shape.group_heads(num_rows)
+    tokens = min(shape.chunk_tokens(group, chunk.shape[0]), start + num_rows)
+    splits = num_splits(num_rows, group, tokens, shape.state_rows(state.shape[0]))
+    return {"gather", "attend", "merge"} if splits > 1 else {"gather", "attend"}
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 7, 16, 20, 128])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 256)], ids=str)
+@pytest.mark.parametrize(("max_rows", "max_context"), [(100, 5000), (512, 2000), (2048, 4096), (8192, 163840)], ids=str)
+def test_what_is_warmed_is_all_that_is_launched(num_heads, dims, max_rows, max_context):
+    shape = UpProjection(num_heads, 512, 64, *dims)
+    steps = warm_steps(shape, max_rows, max_context)
+    warmed: set[str] = set()
+    for start, num_rows in steps:
+        assert num_rows <= max_rows
+        assert 0 <= start <= max_context - num_rows
+        found = launches(num_rows, start, shape, max_rows, max_context)
+        assert found, "a step that is not up-projected warms nothing"
+        warmed |= found
+    row_counts = {
+        *range(1, max_rows, 61),
+        max_rows,
+        *(TILE_ROWS * tiles for tiles in range(1, max_rows // TILE_ROWS + 1)),
+    }
+    for num_rows in (rows for rows in row_counts if rows <= max_context):
+        for start in {0, 500, 1000, 4000, 30_000, max_context - num_rows}:
+            if start <= max_context - num_rows:
+                assert launches(num_rows, start, shape, max_rows, max_context) <= warmed

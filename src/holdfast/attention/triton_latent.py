@@ -33,10 +33,7 @@ from holdfast.kernels.attention.latent_geometry import latent_geometry
 from holdfast.kernels.attention.latent_prefill import attend_up_projected
 from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.up_projection import LEAST_ROWS, SPLIT_TOKENS, takes_up_projection
-
-DEEP_TOKENS = 4 * SPLIT_TOKENS
-"""Of a context that few rows split, so that their partial results are merged."""
+from holdfast.kernels.up_projection import takes_up_projection, warm_steps
 
 
 class LatentPart(NamedTuple):
@@ -98,12 +95,9 @@ class TritonLatentAttention(LatentPages):
         }
 
     def eager_steps(self) -> tuple[EagerStep, ...]:
-        """Up-projected rows: those of a prompt alone, and a few behind a context that is split."""
-        rows = (self._most_rows, min(self._most_rows, LEAST_ROWS))
-        deepest = self._max_model_len - rows[1]
-        steps = EagerStep(0, rows[0]), EagerStep(min(deepest, DEEP_TOKENS), rows[1])
-        shape = self._up_projection
-        return tuple(step for step in steps if takes_up_projection(step.num_rows, step.start, shape))
+        """Up-projected rows: as many as can be, and some behind a context that is split."""
+        steps = warm_steps(self._up_projection, self._most_rows, self._max_model_len)
+        return tuple(EagerStep(start, num_rows) for start, num_rows in steps)
 
     def plan(self, batch: Batch, captured: bool = False) -> TritonLatentPlan:
         assert batch.page_tables is not None, "the batch has no page tables on the device"

@@ -85,6 +85,23 @@ def takes_up_projection(num_rows: int, start: int, shape: UpProjection) -> bool:
     return num_rows >= LEAST_ROWS and expanded < absorbed
 
 
+def warm_steps(shape: UpProjection, max_rows: int, max_context: int) -> tuple[tuple[int, int], ...]:
+    """Starts and rows of sequences that launch every kernel together: as many rows as can be, and some whose context is split.
+
+    Empty where no rows of a sequence are up-projected, whatever its context.
+    """
+    most = min(max_rows, max_context)
+    steps = [step for step in ((0, most), (max_context - most, most)) if takes_up_projection(step[1], step[0], shape)]
+    # The most rows that leave half of a GPU idle: where these are not split, or not taken, no rows are both.
+    rows = min(most, TILE_ROWS * max(1, NUM_PROGRAMS // 2 // shape.group_heads(TILE_ROWS)))
+    start, deepest = max(0, 2 * SPLIT_TOKENS - rows), max_context - rows
+    while start < deepest and not takes_up_projection(rows, start, shape):
+        start = min(2 * start + SPLIT_TOKENS, deepest)
+    if start <= deepest and takes_up_projection(rows, start, shape):
+        steps.append((start, rows))
+    return tuple(dict.fromkeys(steps))
+
+
 def expanded_specs(shape: UpProjection, dtype: str, max_rows: int, max_context: int) -> tuple[TensorSpec, ...]:
     """The room for any rows up to `max_rows` of a sequence of up to `max_context` tokens, at most UP_PROJECTED_BYTES.
 
