@@ -18,7 +18,7 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
 from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.target import memory_target
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, MLA_FORMATS, MLA_NAMES
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from models.model_sample import SOME_MODELS
 from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, declared, plan_request
@@ -57,21 +57,24 @@ def test_a_plan_of_a_model_that_does_not_run() -> None:
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_every_model_in_every_format(name: str, kv_format: str) -> None:
     wanted = plan_request(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
-    if declared(name).declaration.unsupported_format(KV_FORMATS[kv_format]) is not None:
+    model, found = declared(name), KV_FORMATS[kv_format]
+    if model.keeps_latents and kv_format in MLA_NAMES:
+        found = MLA_FORMATS[MLA_NAMES[kv_format]]
+    if model.declaration.unsupported_format(found) is not None:
         with pytest.raises(ConfigError, match=r"this model keeps .*; try bfloat16 or fp8"):
             fit_runner(wanted)
         return
-    model, plan = declared(name), fit_runner(wanted)
+    plan = fit_runner(wanted)
     num_wide = len(plan.resolved.protected.layers)
     narrow, wide = (model.kv_bytes_per_token(each) / model.num_layers for each in (kv_format, "fp8"))
     assert plan.kv_bytes_per_token == (model.num_layers - num_wide) * narrow + num_wide * wide
     if plan.cache is not None:
         reasons = {choice.name: choice.reason for choice in plan.resolved.choices}
         is_dropped = len(plan.cache.groups) > 1 and "pages unused" in reasons.get("kv_protected_layers", "")
-        assert num_wide == (0 if is_dropped else DEFAULT_PROTECTED_LAYERS.get(kv_format, 0))
+        assert num_wide == (0 if is_dropped else DEFAULT_PROTECTED_LAYERS.get(found.name, 0))
         assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
         assert plan.cache.bytes_per_page == plan.memory.page_bytes
-        assert plan.cache.page_tokens == (64 if KV_FORMATS[kv_format].is_quantized else 16)
+        assert plan.cache.page_tokens == (64 if found.is_quantized or model.keeps_latents else 16)
     bare = fit_runner(replace(wanted, config=replace(wanted.config, kv_protected_layers=0)))
     assert bare.kv_bytes_per_token == model.kv_bytes_per_token(kv_format)
 

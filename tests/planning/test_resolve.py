@@ -146,12 +146,12 @@ def test_what_cannot_be_is_told_in_words(kv_format: str, options: dict, words: s
 
 
 def test_models_without_heads_protect_nothing() -> None:
-    latent = declared("DeepSeek-R1")
-    assert chosen(latent, "fp8") == ((), KV_FORMATS["fp8"], False, "")
-    assert chosen(latent, "fp8", kv_protected_layers=0).layers == ()
+    compressed = declared("DeepSeek-V4-Pro")
+    assert chosen(compressed, "fp8") == ((), KV_FORMATS["fp8"], False, "")
+    assert chosen(compressed, "fp8", kv_protected_layers=0).layers == ()
     for asked in (1, "0,"):
         with pytest.raises(ConfigError, match="keeps no keys and values by head"):
-            chosen(latent, "fp8", kv_protected_layers=asked)
+            chosen(compressed, "fp8", kv_protected_layers=asked)
 
 
 @given(st.integers(1, 80).flatmap(lambda number: st.tuples(st.integers(0, number), st.just(number))))
@@ -433,8 +433,13 @@ def test_pages_of_quantized_formats_are_a_tile_unless_somebody_says_otherwise() 
     asked = settle(kv_cache_dtype="fp8", block_size=16)
     assert asked.limits.page_tokens == 16
     assert "page_tokens" not in reasons(asked)
-    latent = resolve(EngineConfig(kv_cache_dtype="fp8"), declare_config(CATALOGUE["DeepSeek-R1"], "x"), FREE)
-    assert latent.limits.page_tokens == 16, "nothing is quantized by head there"
+    compressed, latent = (
+        resolve(EngineConfig(kv_cache_dtype="fp8"), declare_config(CATALOGUE[name], "x"), FREE)
+        for name in ("DeepSeek-V4-Pro", "DeepSeek-R1")
+    )
+    assert compressed.limits.page_tokens == 16, "nothing is quantized by head there"
+    assert latent.limits.page_tokens == 64
+    assert reasons(latent)["page_tokens"] == ("64", "attention over latents works in tiles of 64 tokens")
 
 
 def test_protected_layers_are_a_choice_with_a_reason() -> None:
