@@ -23,9 +23,12 @@ NUM_PROGRAMS = 132
 SPLIT_TOKENS = 512
 """Fewest tokens of a split."""
 LEAST_ROWS = 128
-"""With fewer rows a program's tile is not full, and launches are what takes time."""
+"""With fewer rows a program's tile is not full."""
 KV_B_COST, ATTENTION_COST = 0.6, 0.7
 """Time of a product here beside one of absorbed attention, as measured on an H200 (TFLOPS): 516 in kv_b and 460 in attention beside 312."""
+LAUNCHES_COST = 5 * 10**9
+"""In products of absorbed attention, 32 us of an H200, for a group of heads: its launches take a host 150 us, which a step of
+thousands of rows hides in part behind its other work; with half as many, prompts of 512 rows would wait for them."""
 MANY_ROWS = 4096
 """From so many rows on half as many heads fill a GPU, and chunks may be longer."""
 
@@ -76,13 +79,15 @@ def takes_up_projection(num_rows: int, start: int, shape: UpProjection) -> bool:
     Absorbed, a row and token of a head cost 2 L + R products and a row L (P + V) more on both sides of kv_b; up-projected, a row and
     token cost P + R + V, and every token L (P + V). What a prompt's own tokens cost in kv_b is the same either way, so what
     decides is the context before it: by products alone more than L (P + V) / (2 L - P - V) rows, if it is long, 171 for 512, 128
-    and 128; by their speeds more than 91.
+    and 128; by their speeds more than 91. What is saved has to be worth the launches, which are by sequence here: of 16 heads a
+    prompt of its own has 800 rows at the least.
     """
     pairs = num_rows * start + num_rows * (num_rows + 1) // 2
     by_kv_b = shape.latent_dim * shape.expanded_dim
     absorbed = pairs * (2 * shape.latent_dim + shape.rope_dim) + num_rows * by_kv_b
     expanded = pairs * (shape.expanded_dim + shape.rope_dim) * ATTENTION_COST + (start + num_rows) * by_kv_b * KV_B_COST
-    return num_rows >= LEAST_ROWS and expanded < absorbed
+    num_groups = -(-shape.num_heads // shape.group_heads(num_rows))
+    return num_rows >= LEAST_ROWS and (absorbed - expanded) * shape.num_heads >= LAUNCHES_COST * num_groups
 
 
 def warm_steps(shape: UpProjection, max_rows: int, max_context: int) -> tuple[tuple[int, int], ...]:

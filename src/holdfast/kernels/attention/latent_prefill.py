@@ -112,7 +112,7 @@ def attend_up_projected_triton(
         splits = num_splits(rows.stop - row, group, min(tokens, end), state_rows)
         for head in range(0, shape.num_heads, group):
             heads = slice(head, min(head + group, shape.num_heads))
-            weight_XL = kv_b_NXL[heads].flatten(0, 1)
+            weight_XL, q_TGD, out_TGV = kv_b_NXL[heads].flatten(0, 1), q_TND[rows, heads], out_TNV[rows, heads]
             for first in range(0, end, tokens):
                 count = min(tokens, end - first)
                 chunk = _chunk(room, tokens, first, count, shape, len(weight_XL))
@@ -121,11 +121,9 @@ def attend_up_projected_triton(
                     gathered = first, count
                 torch.mm(chunk.rows_WX[:, : shape.latent_dim], weight_XL.t(), out=chunk.expanded_WX)
                 is_last = first + count == end
-                _attend_chunk(
-                    q_TND[rows, heads], chunk, start + row, scale, shape, splits, is_last, state, out_TNV[rows, heads]
-                )
+                _attend_chunk(q_TGD, chunk, start + row, scale, shape, splits, is_last, state, out_TGV)
             if splits > 1:
-                _merge(state, splits, shape, out_TNV[rows, heads])
+                _merge(state, splits, shape, out_TGV)
     return out_TNV
 
 
