@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels import geometry
-from holdfast.kernels.attention import latent_tiles, quantized_attention, tiled_attention
+from holdfast.kernels.attention import latent_projection, latent_tiles, quantized_attention, tiled_attention
 from holdfast.kernels.gemm import gemv, quantized_tiles, row_scaled_tiles
 from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
@@ -94,7 +94,10 @@ class StepGraphs:
         self._steps.clear()
 
 
-LAUNCHERS = (tiled_attention, quantized_attention, latent_tiles, gemv, quantized_tiles, row_scaled_tiles, expert_sum)
+LAUNCHERS = (
+    *(tiled_attention, quantized_attention, latent_tiles, latent_projection),
+    *(gemv, quantized_tiles, row_scaled_tiles, expert_sum),
+)
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
 
 

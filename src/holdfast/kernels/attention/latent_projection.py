@@ -59,6 +59,11 @@ def projection_form(num_rows: int, num_heads: int) -> ProjectionForm:
     return ProjectionForm(ProjectionBlocks(64, 128, 0, 4), value)
 
 
+def row_form(num_rows: int) -> tuple[ProjectionForm, ProjectionForm]:
+    """Those of few heads and of many."""
+    return projection_form(num_rows, 1), projection_form(num_rows, MANY_HEADS)
+
+
 def absorb_queries(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
     """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
     launch = absorb_queries_triton if can_run(q_TND) else absorb_queries_reference
