@@ -234,7 +234,7 @@ def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quant
 @pytest.mark.parametrize("num_heads", [16, 20, 128], ids=lambda heads: f"{heads} heads")
 def test_real_sizes_on_a_gpu(device, dtype, num_heads):
     """Those of more than 16 heads, and prompts, in warpgroups on a Hopper."""
-    rows = [(3000, 1), (0, 140), (900, 70), (2999, 1), (4095, 1), (63, 2)]
+    rows = [(3000, 1), (0, 40), (900, 20), (2999, 1), (4095, 1), (63, 2)]
     case = latent_case(rows, num_heads, 512, 64, q_scale=1.0)
     judge_step(case, Scheduling(132, 256), device, dtype, num_padding=5)
 
