@@ -28,10 +28,12 @@ from holdfast.kernels.attention import (  # noqa: E402
     latent_attention,
     latent_prefill,
     latent_projection,
+    latent_quantized_attention,
     latent_tiles,
     latent_warpgroups,
     quantized_attention,
     tiled_attention,
+    write_latent,
     write_quantized_kv,
 )
 from holdfast.kernels.attention.latent_planes import LatentPlanes  # noqa: E402
@@ -327,6 +329,46 @@ def latents_of(
         latent_attention.latent_attention(q, planes, numbers, work, 0.1, partial, partial, out, 132)
 
 
+def latent_planes_of(name: str, latent_dim: int, rope_dim: int) -> LatentPlanes:
+    kv_format = ALL_KV_FORMATS[name]
+    pages = {
+        plane.name: torch.empty(64, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        for plane in kv_format.planes(1, latent_dim + rope_dim, rope_dim)
+    }
+    return LatentPlanes.of(pages, kv_format, latent_dim, rope_dim, 64)
+
+
+def latents_written_of(name: str, latent_dim: int, rope_dim: int) -> None:
+    """Rows of a wider product, and their queries."""
+    table, q = torch.empty(99, rope_dim, dtype=BF16), torch.empty(2, 16, 64 + rope_dim, dtype=BF16)
+    write_latent.write_latent(
+        torch.empty(2, 99 + latent_dim + rope_dim, dtype=BF16)[:, 99:],
+        q,
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+        write_latent.LatentNorm(torch.empty(latent_dim, dtype=BF16), 1e-6),
+        Rotary(table, table),
+        latent_planes_of(name, latent_dim, rope_dim),
+    )
+
+
+def quantized_latents_of(name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool) -> None:
+    work = tiled_attention.TileWork(
+        torch.empty(9, 8, dtype=torch.int32), torch.empty(9, 2, dtype=torch.int32), not large, large, has_merge=True
+    )
+    latent_quantized_attention.latent_quantized_attention(
+        torch.empty(4, num_heads, latent_dim + rope_dim, dtype=BF16),
+        latent_planes_of(name, latent_dim, rope_dim),
+        torch.empty(4, 16, dtype=torch.int32),
+        work,
+        0.1,
+        torch.empty(4, num_heads * latent_dim),
+        torch.empty(4, num_heads),
+        torch.empty(4, num_heads, latent_dim, dtype=BF16),
+        num_sms=1,
+    )
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -417,6 +459,13 @@ CASES: dict[str, Callable[[], None]] = {
     "latents, 128 heads": lambda: latents_of(128),
     "latents of MiniCPM3, 40 heads": lambda: latents_of(40, 256, 32),
     "latents, 3 heads, small pages": lambda: latents_of(3, page_tokens=16),
+    "latents written": lambda: latents_written_of("bfloat16", 512, 64),
+    "latents written, fp8": lambda: latents_written_of("fp8_ds_mla", 512, 64),
+    "latents written, 4 bits": lambda: latents_written_of("turboquant_mla_4bit", 512, 64),
+    "latents written, 4 bits of 192": lambda: latents_written_of("turboquant_mla_4bit_r8", 192, 24),
+    "quantized latents, fp8": lambda: quantized_latents_of("fp8_ds_mla", 16, 128, 64, large=False),
+    "quantized latents, 4 bits": lambda: quantized_latents_of("turboquant_mla_4bit", 20, 128, 64, large=True),
+    "quantized latents, 4 bits of 192": lambda: quantized_latents_of("turboquant_mla_4bit_r8", 3, 192, 24, large=False),
     "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
@@ -443,6 +492,8 @@ def main() -> None:
         latent_projection,
         latent_tiles,
         latent_warpgroups,
+        latent_quantized_attention,
+        latent_tiles,
         normed_routing,
         quantize_activations,
         quantized_attention,
@@ -451,6 +502,7 @@ def main() -> None:
         norm,
         small_batch,
         tiled_attention,
+        write_latent,
         write_quantized_kv,
     ]
     kernels = []
