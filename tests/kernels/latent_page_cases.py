@@ -36,7 +36,11 @@ def tensors_of(planes: LatentPlanes) -> tuple[torch.Tensor, ...]:
 
 def on_device(planes: LatentPlanes, device: torch.device | str) -> LatentPlanes:
     """A copy."""
-    return LatentPlanes(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in planes))
+    return planes._replace(
+        rows_SX=planes.rows_SX.to(device),
+        scales_SC=None if planes.scales_SC is None else planes.scales_SC.to(device),
+        rope_SR=None if planes.rope_SR is None else planes.rope_SR.to(device),
+    )
 
 
 def rotary_tables(rope_dim: int, dtype: torch.dtype) -> Rotary:
