@@ -33,6 +33,7 @@ from holdfast.quant.kv_quantize import (
     part_dims,
     rotation_table,
 )
+from holdfast.quant.latent_quantize import LATENT_CODEBOOK, LATENT_STEP
 from kernels.assembler import run_assembler
 from kernels.quantized_kv_cases import HEAD_DIMS
 
@@ -99,6 +100,22 @@ def test_words_are_a_float16_twice(number, sign):
 def test_constants_are_what_float16_holds(number):
     assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
     assert float(torch.tensor(number).half()) == number
+
+
+@pytest.mark.parametrize("number", [LATENT_STEP, -23.5 * LATENT_STEP, -263.5 * LATENT_STEP])
+def test_constants_of_latents_are_what_float16_holds(number):
+    assert float(torch.tensor(number).half()) == number
+
+
+def test_the_assembler_of_latents_makes_every_code_at_every_place():
+    """Every word of four codes, beside another."""
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    words = torch.stack((words, words.flip(0)), dim=1).contiguous()
+    outputs = run_assembler(dequantize.latents_4_asm(), [words.numpy()], num_outputs=4)
+    values = torch.tensor(LATENT_CODEBOOK.values)
+    for part, output in enumerate(outputs):
+        made = torch.from_numpy(output.copy().view(np.float16)).float().view(-1, 2)
+        assert torch.equal(made, values[(words.int() >> 4 * part & 15).long()])
 
 
 def f16_word(pair: list[float]) -> np.ndarray:
