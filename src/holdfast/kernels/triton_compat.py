@@ -141,6 +141,11 @@ def pdl_launch(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
+def shared_bytes(tensor: torch.Tensor) -> int:
+    """Shared memory that one program may have where this tensor lies: 227 KiB on a Hopper, 99 KiB on an Ada."""
+    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
+
+
 def next_power_of_two(number: int) -> int:
     """The smallest power of two that is not below the number."""
     return 1 << (number - 1).bit_length()

@@ -9,12 +9,13 @@ from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents,
 from holdfast.kernels.attention.latent_quantized_attention import (
     latent_quantized_attention,
     latent_quantized_attention_reference,
+    quantized_blocks,
 )
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import same_bits
 from kernels.latent_cases import LatentCase, Scheduling, cut_work, latent_case
-from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device
+from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device, tensors_of
 from kernels.tiled_cases import NAN, amid
 from kernels.triton_cases import assert_allocates_nothing
 from red_zones import RedZones
@@ -145,6 +146,18 @@ def test_every_length(device, widest, name, num_tokens) -> None:
     case = latent_case([(num_tokens - 1, 1), (num_tokens - count, count)])
     judge_cut(case, name, 1, False, device, widest)
     judge_cut(case, name, 4, True, device, widest, num_padding=MERGE_BY_HEAD_ROWS)
+
+
+@FORMATS
+@pytest.mark.parametrize("height", [16, 32, 64])
+def test_blocks_fit_into_shared_memory(name, height) -> None:
+    """Of a Hopper: the largest; of an Ada others, where they are needed."""
+    planes = make_latent_planes(name, 512, 64, 64, 1, RedZones(torch.device("cpu")))
+    large, small = (quantized_blocks(height, planes, kib * 1024) for kib in (227, 99))
+    assert height % large.height == 0
+    assert large.tokens >= small.tokens
+    row_bytes = sum(plane[0].numel() for plane in tensors_of(planes))
+    assert small.tokens * (small.num_stages - 1) * row_bytes + small.height * 2 * 576 < 99 * 1024
 
 
 @FEW_FORMATS

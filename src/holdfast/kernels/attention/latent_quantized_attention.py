@@ -30,6 +30,7 @@ from holdfast.kernels.triton_compat import (
     jit,
     next_power_of_two,
     pdl_launch,
+    shared_bytes,
     supports_pdl,
     tl,
 )
@@ -55,11 +56,47 @@ class QuantizedBlocks(NamedTuple):
     programs_per_sm: int
 
 
-def quantized_blocks(height: int, planes: LatentPlanes) -> QuantizedBlocks:
-    """Measured on an H200 (docs/log.md)."""
-    if height < 32:
-        return QuantizedBlocks(16, 64, 3, 4, 2)
-    return QuantizedBlocks(32, 64, 2, 8, 1)
+BLOCKS = {
+    16: (QuantizedBlocks(16, 64, 3, 4, 2), QuantizedBlocks(16, 32, 3, 4, 2), QuantizedBlocks(16, 16, 2, 4, 2)),
+    32: (QuantizedBlocks(32, 64, 2, 8, 1), QuantizedBlocks(32, 32, 2, 8, 1), QuantizedBlocks(32, 16, 2, 8, 1)),
+}
+"""By height, the first that fits; on an H200 the first of each, of those that were tried (docs/log.md)."""
+
+
+def quantized_blocks(height: int, planes: LatentPlanes, room: int) -> QuantizedBlocks:
+    """The first whose codes and queries fit into `room`, the bytes of shared memory that a program may have."""
+    shape = word_shape(planes)
+    code_bytes, rope_bytes = 2 * shape.groups * shape.block_columns, 2 * shape.block_rope
+    choices = BLOCKS[min(height, 32)]
+    for blocks in choices:
+        # Operands are read into registers, so that one place less is under way than there are stages.
+        held = blocks.tokens * (blocks.num_stages - 1) * (code_bytes + rope_bytes)
+        queries = blocks.height * (shape.parts * code_bytes + rope_bytes * (1 + planes.has_small_rope))
+        if held + queries + 4 * blocks.height * blocks.tokens < room:
+            return blocks
+    return choices[-1]
+
+
+class WordShape(NamedTuple):
+    """How the words of a row are grouped, and the powers of two that a kernel takes for their columns."""
+
+    groups: int
+    parts: int
+    block_columns: int
+    block_rope: int
+
+
+def word_shape(planes: LatentPlanes) -> WordShape:
+    """Of the rows of these planes."""
+    latent_dim, rope_dim, is_fp8 = planes.latent_dim, planes.rope_dim, planes.kind == "fp8_ds_mla"
+    columns = min(LATENT_TILE, latent_dim) // 2 if is_fp8 else latent_dim // LATENT_PARTS
+    rope_columns = rope_dim // 2 if planes.has_small_rope else rope_dim
+    return WordShape(
+        num_fp8_tiles(latent_dim) if is_fp8 else 1,
+        2 if is_fp8 else LATENT_PARTS,
+        max(16, next_power_of_two(columns)),
+        max(16, next_power_of_two(rope_columns)),
+    )
 
 
 def latent_quantized_attention(
@@ -76,17 +113,13 @@ def latent_quantized_attention(
     """Each row sees its sequence's tokens up to its own position: [T, N, L]; padded rows become zeros."""
     assert planes.kind != "plain", "plain pages are attended to by a kernel of their own"
     num_rows, num_heads, _ = q_TNX.shape
-    latent_dim, rope_dim, is_fp8 = planes.latent_dim, planes.rope_dim, planes.kind == "fp8_ds_mla"
-    num_groups = num_fp8_tiles(latent_dim) if is_fp8 else 1
-    num_columns = min(LATENT_TILE, latent_dim) // 2 if is_fp8 else latent_dim // LATENT_PARTS
-    rope_columns = rope_dim // 2 if planes.has_small_rope else rope_dim
-    pdl, plain = supports_pdl(q_TNX), is_interpreted()
+    shape, pdl, plain = word_shape(planes), supports_pdl(q_TNX), is_interpreted()
     for large in (False, True):
         if not (work.has_large if large else work.has_small):
             continue
         height = tile_height(num_heads, large)
         num_blocks, group = head_blocks(num_heads, large)
-        blocks = quantized_blocks(height, planes)
+        blocks = quantized_blocks(height, planes, shared_bytes(q_TNX))
         _attend_kernel[(num_sms * blocks.programs_per_sm,)](
             q_TNX,
             planes.rows_SX.view(torch.int16),
@@ -100,21 +133,21 @@ def latent_quantized_attention(
             page_table_NP.stride(0),
             scale * LOG2_E,
             LARGE=large,
-            FP8=is_fp8,
+            FP8=planes.kind == "fp8_ds_mla",
             SMALL_ROPE=planes.has_small_rope,
             NUM_HEADS=num_heads,
             NUM_BLOCKS=num_blocks,
             NUM_TURNS=height // blocks.height,
             GROUP=group,
-            LATENT_DIM=latent_dim,
-            ROPE_DIM=rope_dim,
+            LATENT_DIM=planes.latent_dim,
+            ROPE_DIM=planes.rope_dim,
             PAGE_TOKENS=planes.page_tokens,
-            NUM_GROUPS=num_groups,
+            NUM_GROUPS=shape.groups,
             ROW_WORDS=planes.rows_SX.shape[1] // 2,
             BLOCK_M=blocks.height,
             BLOCK_N=blocks.tokens,
-            BLOCK_W=max(16, next_power_of_two(num_columns)),
-            BLOCK_R=max(16, next_power_of_two(rope_columns)),
+            BLOCK_W=shape.block_columns,
+            BLOCK_R=shape.block_rope,
             NUM_STAGES=blocks.num_stages,
             PLAIN=plain,
             PDL=pdl,
