@@ -14,9 +14,9 @@ from models.tiny_experts import make_random, save_tiny_experts
 from models.tiny_latents import LATENT_MODELS
 
 MODELS = {"v2": "v2 with groups and biases", "v3": "v3 like R1", "glm": "glm with listed layers and yarn"}
-PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(5)]
-"""Of 3 to 55 tokens, none of them a multiple of a page."""
-NUM_OUTPUT = 12
+PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(4)]
+"""Of 3 to 42 tokens, none of them a multiple of a page."""
+NUM_OUTPUT = 8
 
 
 class Case:
@@ -58,7 +58,7 @@ def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_to
     llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
     assert answers(llm, PROMPTS) == case.answers
     alone = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, enable_prefix_caching=False)
-    assert answers(alone, PROMPTS[1:4]) == case.answers[1:4]
+    assert answers(alone, PROMPTS[1:3]) == case.answers[1:3]
 
 
 def test_prefixes_are_found_again(case: Case) -> None:
@@ -85,8 +85,8 @@ def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) 
         return schedule(propose)
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
-    for number in range(1, 15, 3):
+    for number in (1, 3, 5, 8):
         countdown = number
         llm.reset_prefix_cache()
-        assert answers(llm, [PROMPTS[1], PROMPTS[4]]) == [case.answers[1], case.answers[4]]
-    assert scheduler.num_preemptions >= 4
+        assert answers(llm, [PROMPTS[1], PROMPTS[3]]) == [case.answers[1], case.answers[3]]
+    assert scheduler.num_preemptions == 4

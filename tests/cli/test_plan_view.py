@@ -336,7 +336,7 @@ def test_a_model_that_is_not_run_and_formats_that_it_does_not_take() -> None:
 
 
 def test_nothing_fits() -> None:
-    cells = sweep(plan_request("DeepSeek-R1", "rtx3060"))
+    cells = sweep(plan_request("DeepSeek-V2", "rtx3060"))
     assert {cell.kv_tokens for cell in cells} == {0}
     assert all("does not fit" in line.text for line in sweep_lines(cells, "a GPU")[2:])
 
