@@ -72,7 +72,8 @@ class EngineConfig:
     dtype: str = "auto"
     """Type of weights and activations: auto, float32, float16, bfloat16. auto: float32 on CPU, the checkpoint's on a GPU."""
     kv_cache_dtype: str = "auto"
-    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, or a turboquant format of 8, 4 or 3 bits."""
+    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, a turboquant format of 8, 4 or 3 bits, or one for
+    latents (MLA): fp8_ds_mla, turboquant_mla_4bit, turboquant_mla_4bit_r8."""
     kv_protected_layers: int | str | None = None
     """Layers that keep KV pages in a wider format: how many, or which, such as "0,1,30,31"; None takes the format's default."""
     kv_protected_dtype: str = "fp8"
@@ -101,7 +102,7 @@ class EngineConfig:
     max_queue: int = 4096
     """Most sequences that may wait; one more is refused."""
     page_tokens: int | None = None
-    """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for quantized formats and 16 for the others."""
+    """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for quantized formats and latents, else 16."""
     memory_utilization: float | None = None
     """Share of the device's memory that the engine may take."""
     memory_limit: str | int | None = None

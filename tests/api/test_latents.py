@@ -8,6 +8,7 @@ import torch
 
 from cli.cli_models import write_tokenizer
 from holdfast.api.llm import LLM
+from holdfast.errors import ConfigError
 from holdfast.request.sampling_params import SamplingParams
 from loading.tiny_models import VOCAB
 from models.tiny_experts import make_random, save_tiny_experts
@@ -59,6 +60,12 @@ def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_to
     assert answers(llm, PROMPTS) == case.answers
     alone = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, enable_prefix_caching=False)
     assert answers(alone, PROMPTS[1:3]) == case.answers[1:3]
+
+
+def test_batch_invariance_is_declined_with_advice_that_works(case: Case) -> None:
+    words = "batch_invariant=True was asked; torch_latent .* in other company; leave it out: latents"
+    with pytest.raises(ConfigError, match=words):
+        case.open(batch_invariant=True)
 
 
 def test_prefixes_are_found_again(case: Case) -> None:

@@ -141,6 +141,13 @@ def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
             assert declared.check_format(name) is KV_FORMATS[name]
 
 
+@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-V4-Pro"])
+def test_formats_of_latents_on_models_without_them(name: str) -> None:
+    words = r"fp8_ds_mla keeps latents \(MLA\), and this model has none; try bfloat16 or fp8$"
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype=fp8_ds_mla was asked; {words}"):
+        declare_config(CATALOGUE[name], "x").check_format("fp8_ds_mla")
+
+
 def test_dtype_of_a_checkpoint_that_cannot_be_one() -> None:
     with pytest.raises(ModelFormatError, match="torch_dtype = 'int4'"):
         declare_config({**CATALOGUE["DeepSeek-V4-Pro"], "torch_dtype": "int4"}, "x")

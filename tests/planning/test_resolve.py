@@ -26,7 +26,7 @@ from holdfast.planning.resolve import (
     unsupported_scheme,
 )
 from holdfast.planning.target import Target, memory_target
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, MLA_FORMATS
 from holdfast.quant.weight_schemes import (
     EMBEDDING_CHOICES,
     FP8,
@@ -143,6 +143,22 @@ def test_what_cannot_be_is_told_in_words(kv_format: str, options: dict, words: s
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")) as caught:
         chosen(kv_format=kv_format, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wider", "words"),
+    [
+        ("turboquant_3bit_nc", "kv_protected_dtype=turboquant_3bit_nc was asked; .* this model keeps latents"),
+        (
+            "turboquant_mla_4bit",
+            "a latent takes 386 bytes in it and 656 in fp8_ds_mla; set kv_protected_dtype to float32",
+        ),
+    ],
+)
+def test_protected_latents_that_cannot_be_are_told_by_their_option(wider: str, words: str) -> None:
+    config = EngineConfig(kv_protected_layers=2, kv_protected_dtype=wider)
+    with pytest.raises(ConfigError, match=words):
+        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16")
 
 
 def test_models_without_heads_protect_nothing() -> None:

@@ -331,7 +331,7 @@ ENGINE_SETTINGS = (
     _engine(
         "page_tokens",
         MEMORY,
-        "Tokens in a KV page: a power of two from 1 to 256. Left out: 64 for quantized formats, else 16.",
+        "Tokens in a KV page: a power of two from 1 to 256. Left out: 64 for quantized formats and latents, else 16.",
         "TOKENS",
         read_count,
     ),

@@ -156,14 +156,14 @@ class DeclaredModel:
         self.check_ranks(tensor_parallel_size)
         return self.declaration.sequence_bytes(found, tensor_parallel_size)
 
-    def check_format(self, format: KVFormat | str) -> KVFormat:
-        """The format, by name or as it is, or an error where this model's cache cannot be kept in it."""
+    def check_format(self, format: KVFormat | str, option: str = "kv_cache_dtype") -> KVFormat:
+        """The format, by name or as it is, or an error that names the option where this model's cache cannot be kept in it."""
         found = kv_format(format) if isinstance(format, str) else format
         if self.keeps_latents and found.name in MLA_NAMES:
             found = MLA_FORMATS[MLA_NAMES[found.name]]
         reason = self.declaration.unsupported_format(found)
         if found.is_latent and not self.keeps_latents:
-            reason = f"{found.name} keeps latents (MLA), and this model keeps keys and values by head"
+            reason = f"{found.name} keeps latents (MLA), and this model has none"
         if reason is not None:
             known = formats_of(self.keeps_latents)
             works = [
@@ -171,7 +171,7 @@ class DeclaredModel:
                 for name in ("bfloat16", "fp8", *MLA_FORMATS)
                 if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
-            raise ConfigError(f"kv_cache_dtype={found.name} was asked", reason, f"try {' or '.join(works)}")
+            raise ConfigError(f"{option}={found.name} was asked", reason, f"try {' or '.join(works)}")
         return found
 
 

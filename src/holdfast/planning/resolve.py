@@ -390,7 +390,8 @@ def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
 
 
 def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
-    found = model.check_format(dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype)
+    asked = dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype
+    found = model.check_format(asked, "kv_protected_dtype")
     heads, known = model.declaration.heads(1), formats_of(model.keeps_latents)
     rope_dim = 0 if heads is None else heads.rope_dim
     sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
@@ -399,7 +400,7 @@ def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVForma
     wider = [name for name, size in sizes.items() if size > sizes[kv_format.name]]
     raise ConfigError(
         f"protected layers in {found.name} were asked",
-        f"a head takes {sizes[found.name]} bytes in it and {sizes[kv_format.name]} in {kv_format.name}",
+        f"a {'latent' if model.keeps_latents else 'head'} takes {sizes[found.name]} bytes in it and {sizes[kv_format.name]} in {kv_format.name}",
         f"set kv_protected_dtype to {' or '.join(wider)}"
         if kv_format.is_quantized
         else "set kv_cache_dtype to a narrower format, or leave out kv_protected_layers",

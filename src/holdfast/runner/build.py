@@ -434,7 +434,9 @@ def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
         raise ConfigError(
             "batch_invariant=True was asked",
             f"{declaration.name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
-            "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
+            "leave it out: latents (MLA) have no such kernels"
+            if plan.declared.keeps_latents
+            else "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
         )
 
 
