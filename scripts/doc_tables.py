@@ -209,6 +209,22 @@ def _same_tokens(result: Result) -> object:
 
 
 SECTIONS: Mapping[str, Columns] = {
+    "gpu-latent-attention": {
+        "": _value("measure"),
+        "found": _listed_values,
+        "unit": _value("unit"),
+        "% of 4.37 TB/s": _value("percent_of_memory"),
+        "TFLOPS": _value("tflops"),
+        "% of the roof": _value("percent_of_roof"),
+        "against bfloat16": _value("speed_against_plain"),
+    },
+    "gpu-latent": {
+        "": _value("measure"),
+        "found": _listed_values,
+        "unit": _value("unit"),
+        "% of the roof": _value("percent_of_roof"),
+        "its graph alone": _value("graph_alone"),
+    },
     "gpu-groups": {
         "": _value("measure"),
         "found": _listed_values,
