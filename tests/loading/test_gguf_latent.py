@@ -224,6 +224,12 @@ def test_what_a_file_leaves_out_of_its_experts(tmp_path):
         ({"attention__kv_lora_rank": None}, ModelFormatError, r"has no deepseek2\.attention\.kv_lora_rank"),
         ({"rope__dimension_count": None}, ModelFormatError, r"has no deepseek2\.rope\.dimension_count"),
         ({"rope__dimension_count": 96}, ModelFormatError, r"attention\.key_length = 96.*part without positions"),
+        ({"rope__scaling__factor": None}, ModelFormatError, r"has no deepseek2\.rope\.scaling\.factor; scores and"),
+        (
+            {"rope__scaling__original_context_length": None},
+            ModelFormatError,
+            r"has no .*original_context_length; scores",
+        ),
         ({"rope__scaling__yarn_log_multiplier": None}, ModelFormatError, r"has no .*yarn_log_multiplier"),
         ({"expert_gating_func": 3}, UnsupportedModelError, r"expert_gating_func = 3; scores are softmax \(1\) or"),
         ({"expert_group_used_count": None}, ModelFormatError, r"has no deepseek2\.expert_group_used_count"),

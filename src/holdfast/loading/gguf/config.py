@@ -423,6 +423,9 @@ def _rope_scaling(file: GGUFFile, settings: Settings, arch: str, head_dim: int) 
             "beta_slow": number("yarn_beta_slow", 1.0),
         }
         if arch in LATENT_ARCHITECTURES:
+            for key in ("factor", "original_context_length"):
+                if not settings.values.get(prefix + key):
+                    raise settings.missing(prefix + key, "scores and rotations of yarn follow from it")
             # Files have a tenth of mscale_all_dim, and nothing of mscale, which is the same in all models that were converted.
             mscale = decimal(10 * decimal(settings.number(f"{prefix}yarn_log_multiplier", low=0.0)))
             scaling |= {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
