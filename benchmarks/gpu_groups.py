@@ -46,6 +46,13 @@ class Case(NamedTuple):
     steady_tokens: int = 0
     """Tokens of one more run of the smallest batch, so that many steps are counted after ready."""
 
+    @property
+    def label(self) -> str:
+        """What rows of a record call it."""
+        told = (self.options.get(key) for key in ("quantization", "kv_cache_dtype"))
+        layers = self.shapes.get("num_hidden_layers")
+        return ", ".join([self.model, *filter(None, told), *([f"{layers} layers"] if layers else [])])
+
 
 CASES: Mapping[str, Case] = {
     "gpt-oss-20b": Case("gpt-oss-20b", {"max_model_len": 131072, "max_num_seqs": 64}, (1, 64)),
@@ -227,21 +234,21 @@ def roof_rate(batch: int, context: float, read: Mapping[str, Any]) -> float:
 def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of one engine."""
     if "error" in found and "report" not in found:
-        return [{"measure": case.model, "unit": "count", "values": {}, "error": found["error"]}]
+        return [{"measure": case.label, "unit": "count", "values": {}, "error": found["error"]}]
     rows, context = [], mean_context(case.prompt_tokens, case.lengths)
     planned, measured = found["planned_bytes"], found.get("measured_bytes")
     if measured:
         percent = round(100 * (measured - planned) / planned, 3)
         values = {"planned": round(planned / GIB, 3), "measured": round(measured / GIB, 3)}
-        rows.append({"measure": f"{case.model}, memory", "unit": "GiB", "values": values, "percent": percent})
+        rows.append({"measure": f"{case.label}, memory", "unit": "GiB", "values": values, "percent": percent})
     tokens = {"groups": found["kv_tokens"], "all layers whole": found["tokens_without_groups"]}
-    rows.append({"measure": f"{case.model}, tokens that fit", "unit": "tokens", "values": tokens})
+    rows.append({"measure": f"{case.label}, tokens that fit", "unit": "tokens", "values": tokens})
     for entry in found["decode"]:
         batch = entry["batch"]
         seconds = {int(length): runs for length, runs in entry["seconds"].items()}
         rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, found["read"])
         row = {
-            "measure": f"{case.model}, decode, batch {batch}",
+            "measure": f"{case.label}, decode, batch {batch}",
             "unit": "tokens/s",
             "values": {"holdfast": round(rate, 2)},
         }
@@ -254,13 +261,13 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         values = {"most at once": watched["most_running"], "preemptions": watched["num_preemptions"]}
         rows.append(
             {
-                "measure": f"{case.model}, sequences of {case.prompt_tokens}",
+                "measure": f"{case.label}, sequences of {case.prompt_tokens}",
                 "unit": "count",
                 "values": values,
                 **watched,
             }
         )
-    rows.append({"measure": f"{case.model}, after ready", "unit": "count", "values": found.get("after_ready", {})})
+    rows.append({"measure": f"{case.label}, after ready", "unit": "count", "values": found.get("after_ready", {})})
     return rows
 
 
