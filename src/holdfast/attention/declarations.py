@@ -52,6 +52,10 @@ class AttentionSpec:
     """Of latent attention: elements of a query head that meet the latent through kv_b, beside the cache's rope_dim."""
     value_dim: int = 0
     """Of latent attention: elements of a head's output."""
+    index_heads: int = 0
+    """Of sparse latent attention: heads of the index; 0: every row attends to all tokens."""
+    index_top_k: int = 0
+    """Tokens that a row attends to at the most."""
 
     @property
     def is_plain_softmax(self) -> bool:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from holdfast.cache.groups import CacheGroup
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec
-from holdfast.quant.formats import KVFormat, Plane
+from holdfast.quant.formats import KVFormat, Plane, index_planes
 
 MOST_CHUNKS = 4
 """Most chunks of a layer of the largest group that a page is made for."""
@@ -43,6 +43,11 @@ class LayerCache:
     rope_dim: int = 0
     """Of a latent (MLA), the rotated elements at the end of its `head_dim`; 0: keys and values by head."""
 
+    index_dim: int = 0
+    """Elements of the index of sparse attention that lies beside a latent; 0: none."""
+    index_dtype: str = ""
+    """How it is kept: one of INDEX_FORMATS."""
+
     @property
     def is_latent(self) -> bool:
         """Whether a token is one latent that all query heads share."""
@@ -55,16 +60,22 @@ class LayerCache:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
+        own = self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
+        return (*own, *index_planes(self.index_dtype, self.index_dim)) if self.index_dim else own
 
     @property
     def bytes_per_token(self) -> int:
-        return self.format.bytes_per_token(self.num_kv_heads, self.head_dim, self.rope_dim)
+        return _token_bytes(self.planes)
 
     @property
     def kind(self) -> tuple[Plane, ...]:
         """What layers must have in common to take turns in a column."""
         return self.planes
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What its planes follow from."""
+        return self.format, self.num_kv_heads, self.head_dim, self.rope_dim, self.index_dim, self.index_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +137,11 @@ class CacheSpec:
 
     def _kinds(self) -> list[tuple[Plane, ...]]:
         """Of every layer. Many layers have few kinds, and to list the planes of one takes a while."""
-        shapes = [(layer.format, layer.num_kv_heads, layer.head_dim, layer.rope_dim) for layer in self.layers]
-        kinds = {shape: shape[0].planes(*shape[1:]) for shape in dict.fromkeys(shapes)}
-        return [kinds[shape] for shape in shapes]
+        kinds: dict[tuple[object, ...], tuple[Plane, ...]] = {}
+        for layer in self.layers:
+            if layer.shape not in kinds:
+                kinds[layer.shape] = layer.planes
+        return [kinds[layer.shape] for layer in self.layers]
 
     @property
     def bytes_per_page(self) -> int:
@@ -191,31 +204,33 @@ def mixed_cache(
     windows: Sequence[int | None] = (),
     max_model_len: int | None = None,
     rope_dim: int = 0,
+    index_dim: int = 0,
+    index_dtype: str = "",
 ) -> CacheSpec:
     """The cache of a decoder whose layers have the same heads, or latents, and a format and perhaps a window each.
 
-    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0.
+    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0; `index_dim` and `index_dtype`: of
+    an index beside it.
     """
     seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
         for window in (windows or (None,) * len(formats))
     )
     assert len(seen) == len(formats), f"{len(seen)} windows for {len(formats)} layers"
-    return _laid_out(tuple(formats), num_kv_heads, head_dim, rope_dim, page_tokens, seen)
+    shape = num_kv_heads, head_dim, rope_dim, index_dim, index_dtype
+    return _laid_out(tuple(formats), shape, page_tokens, seen)
 
 
 @lru_cache(maxsize=64)  # one plan tries many settings, and few of them change the geometry
 def _laid_out(
     formats: tuple[KVFormat, ...],
-    num_kv_heads: int,
-    head_dim: int,
-    rope_dim: int,
+    shape: tuple[int, int, int, int, str],
     page_tokens: int,
     windows: tuple[int | None, ...],
 ) -> CacheSpec:
-    """Groups by window, on pages that leave the least unused."""
-    shape = "latent" if rope_dim else "attention", num_kv_heads, head_dim, rope_dim
-    layers = tuple(LayerCache(layer, shape[0], form, *shape[1:]) for layer, form in enumerate(formats))
+    """Groups by window, on pages that leave the least unused; `shape` is that of a LayerCache."""
+    name = "latent" if shape[2] else "attention"
+    layers = tuple(LayerCache(layer, name, form, *shape) for layer, form in enumerate(formats))
     members = {
         window: tuple(i for i, own in enumerate(windows) if own == window)
         for window in sorted(set(windows), key=_order)
@@ -243,9 +258,9 @@ def _spread(page_tokens: int, layers: tuple[LayerCache, ...], groups: tuple[Laye
 
 def _group_bytes(layers: tuple[LayerCache, ...], group: LayerGroup) -> int:
     """Of one token in all layers of a group."""
-    own = (layers[i] for i in group.layers)
-    formats = Counter((layer.format, layer.num_kv_heads, layer.head_dim, layer.rope_dim) for layer in own)
-    return sum(count * form.bytes_per_token(*shape) for (form, *shape), count in formats.items())
+    own = {layers[i].shape: layers[i] for i in group.layers}
+    counts = Counter(layers[i].shape for i in group.layers)
+    return sum(count * own[shape].bytes_per_token for shape, count in counts.items())
 
 
 def _cost(spec: CacheSpec) -> tuple[float, int]:

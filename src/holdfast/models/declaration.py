@@ -54,6 +54,11 @@ class HeadGeometry(NamedTuple):
     """Elements of a query head that meet the latent through kv_b, beside `rope_dim`; 0 where there are no latents."""
     value_dim: int = 0
     """Elements of a head's output there."""
+    index_heads: int = 0
+    """Of sparse attention to latents (DSA): heads of the index, of `index_dim` elements each; 0: none."""
+    index_dim: int = 0
+    index_top_k: int = 0
+    """Tokens that a row attends to at the most."""
 
     def attention_spec(
         self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str
@@ -73,6 +78,8 @@ class HeadGeometry(NamedTuple):
             has_sinks=self.has_sinks,
             nope_dim=self.nope_dim,
             value_dim=self.value_dim,
+            index_heads=self.index_heads,
+            index_top_k=self.index_top_k,
         )
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal
 
-from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 
 Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "absorbed"]
 """What a parameter is for; linear, expert and head are what quantization is for.
@@ -302,6 +302,10 @@ class LatentNames:
     """Keys of kv_b by themselves and transposed, [heads, kv_rank, nope_dim], where a checkpoint (GGUF) has split it."""
     v_b: str = "self_attn.v_b_proj"
     """Values of kv_b by themselves: [heads, value_dim, kv_rank]."""
+    index_q: str = "self_attn.indexer.wq_b"
+    index_k: str = "self_attn.indexer.wk"
+    index_k_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
 
 
 LATENT_NAMES = LatentNames()
@@ -447,6 +451,8 @@ def _list_latent_layer(
     norm = [(f"{theirs}{own.kv_a_norm}.weight", latent.kv_rank)]
     parameters.append(_typed_norm(spec, _vector(f"{ours}kv_a_norm.weight", norm, "norm", "none")))
     parameters.append(_kv_b(spec.num_heads, latent, own, ours, theirs, with_layouts))
+    if latent.index is not None and latent.q_rank is not None:
+        parameters += _list_index(latent.index, latent.q_rank, hidden, own, ours, theirs)
     value_size = spec.num_heads * latent.value_dim
     parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], value_size, "columns", spec.o_bias)
     parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
@@ -454,6 +460,24 @@ def _list_latent_layer(
     if experts is None:
         return [*parameters, *_list_mlp(spec, names, ours, theirs)]
     return [*parameters, *list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)]
+
+
+def _list_index(
+    index: IndexSpec, q_rank: int, hidden: int, names: LatentNames, ours: str, theirs: str
+) -> list[Parameter]:
+    """Every rank has all of it: its heads are summed up before tokens are chosen."""
+    q = [(theirs + names.index_q, index.num_heads * index.head_dim)]
+    norm = [
+        _vector(f"{ours}index_k_norm.{end}", [(f"{theirs}{names.index_k_norm}.{end}", index.head_dim)], kind, "none")
+        for end, kind in (("weight", "norm"), ("bias", "bias"))
+    ]
+    weights = [(f"{theirs}{names.index_weights}.weight", (index.num_heads, hidden))]
+    return [
+        *_linear(f"{ours}index_q", q, q_rank, "none", has_bias=False),
+        *_linear(f"{ours}index_k", [(theirs + names.index_k, index.head_dim)], hidden, "none", has_bias=False),
+        *norm,
+        stacked(f"{ours}index_weights.weight", weights, "router", "none"),
+    ]
 
 
 def _kv_b(

@@ -70,6 +70,21 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """The index of sparse latent attention (DSA): short keys by which a layer chooses the tokens that a row attends to.
+
+    A row's score of a token is the sum over heads of weight * relu(q . k), and the `top_k` best are attended to. Queries come
+    from the queries' latent, keys and weights from the layer's input; keys have a LayerNorm with a bias. Rope turns the first
+    `LatentSpec.rope_dim` elements of both by halves: element i with element i + rope_dim / 2.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Latent attention (MLA): keys and values of all heads are projections of one latent, which is all that is kept of a token.
 
@@ -85,6 +100,8 @@ class LatentSpec:
     value_dim: int
     norm_eps: float = 1e-6
     """Of the norms of both latents."""
+    index: IndexSpec | None = None
+    """Every layer chooses the tokens that it attends to; None: all of them."""
 
     @property
     def row_dim(self) -> int:

@@ -159,6 +159,17 @@ def formats_of(is_latent: bool) -> dict[str, KVFormat]:
     return {**{name: value for name, value in KV_FORMATS.items() if not value.is_quantized}, **MLA_FORMATS}
 
 
+INDEX_FORMATS = ("fp8", "bfloat16", "float16", "float32")
+"""How an index beside latents is kept (DSA): e4m3 with a float32 scale a token, which is a power of two, or plain."""
+
+
+def index_planes(dtype: str, dim: int) -> tuple[Plane, ...]:
+    """The planes of an index of so many elements a token."""
+    if dtype == "fp8":
+        return Plane("index", FP8, (dim,)), Plane("index_scale", "float32", (1,))
+    return (Plane("index", dtype, (dim,)),)
+
+
 DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "fp8": 0,
     "turboquant_k8v4": 0,
