@@ -140,6 +140,8 @@ def test_unexpected_tensors_are_counted_and_the_first_named():
     message = refusal(UNTIED, entries_for(UNTIED) + more)
     assert "b.safetensors has 7 tensors too many: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more;" in message
     assert "a\\nb" in refusal(UNTIED, [*entries_for(UNTIED), entry("a\nb", (1,))])
+    empty = entry("shared_experts.up.weight", (0, 3), file="b.safetensors")
+    assert "has 7 tensors too many" in refusal(UNTIED, [*entries_for(UNTIED), *more, empty])
 
 
 def test_experts_that_are_stored_twice_are_too_many():

@@ -110,9 +110,9 @@ def refuse_missing(choices: Iterable[Choice], entries: Mapping[str, TensorEntry]
 
 
 def refuse_unexpected(choices: Iterable[Choice], ignorable: Set[str], entries: Mapping[str, TensorEntry]) -> None:
-    """Every tensor that is there has a place, on this rank or on another."""
-    known = {part.tensor for choice in choices for part in choice.whole_parts}
-    unexpected = [entry for name, entry in entries.items() if name not in known and name not in ignorable]
+    """Every tensor that is there has a place, on this rank or on another; one without elements (no shared experts) needs none."""
+    placed = {part.tensor for choice in choices for part in choice.whole_parts} | ignorable
+    unexpected = [entry for name, entry in entries.items() if name not in placed and prod(entry.shape)]
     if unexpected:
         names = [entry.name for entry in unexpected]
         raise ModelFormatError(
