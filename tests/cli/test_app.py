@@ -47,6 +47,7 @@ def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...
         (("rum",), "did you mean run?"),
         (("bench", "latence"), "did you mean latency?"),
         (("xyzzy",), "no such command"),
+        (("run", "--model", "x"), "option --model was asked; MODEL has no option before it; write holdfast run MODEL"),
         (("run", "--temprature", "1"), "did you mean --temperature"),
         (("chat", "--max-model-length", "1"), "did you mean --max-model-len"),
         (("run", "one", "two"), "argument two was asked; holdfast run takes no further argument"),

@@ -79,7 +79,8 @@ def invoke(arguments: Sequence[str]) -> int:
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
     flags = [flag for row in command.rows for flag in row.all_flags]
-    values = vars(_parsed(parser_of(command), _with_dashes(command, flags, arguments), flags))
+    places = {option.all_flags[0]: option.metavar for option in command.options if option.panel == ARGUMENTS}
+    values = vars(_parsed(parser_of(command), _with_dashes(command, flags, arguments), flags, places))
     own = {option.name: values[option.name] for option in command.options}
     return command.run(own, given(command.engine, values), given(command.sampling, values)) or 0
 
@@ -98,7 +99,7 @@ def _show_group(arguments: Sequence[str]) -> int:
             f"{parser.prog} has no such command",
             f"{meant}run {parser.prog} --help",
         )
-    _parsed(parser, rest, VERSION_FLAGS)
+    _parsed(parser, rest, VERSION_FLAGS, {})
     parser.print_help()
     return 0
 
@@ -166,8 +167,10 @@ def _wrapped(texts: Iterable[str], indent: str = "", gap: str = "\n", width: int
     return gap.join(textwrap.fill(text, width or _columns(), subsequent_indent=indent) for text in texts)
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: Iterable[str]) -> argparse.Namespace:
-    """What was typed; the nearest right option to one that does not exist."""
+def _parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], flags: Iterable[str], places: Mapping[str, str]
+) -> argparse.Namespace:
+    """What was typed; the nearest right option to one that does not exist. `places` are arguments, which have no option."""
     values, extras = parser.parse_known_args(arguments)
     if not extras:
         return values
@@ -179,7 +182,11 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: It
         if known is not None:
             has = NOT_HERE if known.is_missing else "vLLM has it, and it would have no effect here"
             raise ConfigError(f"option {option} was asked", has, known.words if known.is_missing else "leave it out")
-        asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, flags)
+        if option in places:
+            has, do = f"{places[option]} has no option before it", f"write {parser.prog} {places[option]}"
+            raise ConfigError(f"option {option} was asked", has, do)
+        names = [flag for flag in flags if flag not in places]
+        asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, names)
     raise ConfigError(asked, f"{parser.prog} {has}", f"{meant}run {parser.prog} --help")
 
 
