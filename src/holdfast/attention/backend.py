@@ -1,4 +1,4 @@
-"""The attention contract: the Batch of a step, what every family of attention has, and the verbs of grouped and of latent attention.
+"""The attention contract: the Batch of a step, what every family of attention has, and the verbs of grouped, of latent and of sparse latent attention.
 
 rows        sequence 0: positions [start, start + n)  |  sequence 1: ...  |  ...  |  padding      one row a token, T in all
 slot        chunk number * page_tokens + position % page_tokens: where a row's keys and values go; -1 for padding: nowhere
@@ -13,10 +13,11 @@ hold, is declared without building it (attention/declarations.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
 
@@ -177,5 +178,42 @@ class LatentAttention(AttentionFamily[PlanT], Protocol[PlanT]):
         """Attend to all that is stored: [T, N * V]; or only with the rows whose logits are wanted: [R, N * V].
 
         Padded rows are written as zeros. `scratch` is what its declaration asked for, by name.
+        """
+        ...
+
+
+@runtime_checkable
+class SparseLatentAttention(LatentAttention[PlanT], Protocol[PlanT]):
+    """Latent attention to the tokens that an index chooses (DSA): I index heads of D elements, short keys beside the latents.
+
+    A layer writes its latents and its index, has the tokens of every row chosen, and attends. The choice is made where the
+    index lies: on a GPU nothing of it reaches the host. It lies in `scratch` until the layer has attended, and the next
+    layer's takes its place.
+    """
+
+    def write_index(
+        self,
+        k_TD: torch.Tensor,
+        q_TID: torch.Tensor,
+        batch: Batch,
+        norm: IndexNorm,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        """Norm and rotate the step's index keys and write them into the slots of their latents; rotate the index queries where they are."""
+        ...
+
+    def select(
+        self,
+        q_TID: torch.Tensor,
+        weights_TI: torch.Tensor,
+        layer: int,
+        plan: PlanT,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Choose the tokens of every row that sees more than top_k: those with the largest sum over heads of weight * relu(q . k).
+
+        `weights_TI`: float32, with head_dim ** -0.5 * heads ** -0.5 in them. `attend` then attends to what was chosen, and to all
+        tokens in the other rows.
         """
         ...

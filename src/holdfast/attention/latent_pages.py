@@ -1,4 +1,4 @@
-"""LatentPages: the pages of every layer that keeps latents (MLA), and how a step is written into them; what both backends share."""
+"""LatentPages and IndexPages: the pages of every layer that keeps latents (MLA), and an index (DSA), and how a step is written into them; what backends share."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,9 @@ import torch
 from holdfast.attention.backend import Batch, EagerStep
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.index_planes import IndexPlanes
 from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.write_index import IndexNorm, write_index
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm, write_latent
 
@@ -45,3 +47,26 @@ class LatentPages:
         """Latents to their slots, queries rotated where they are, in one pass."""
         slots_T = batch.slots_GT[self._specs[layer].group]
         write_latent(latent_TX, q_TND, batch.positions_T, slots_T, norm, rotary, self.planes[layer])
+
+
+class IndexPages:
+    """One `IndexPlanes` a layer, in the slots of its latents."""
+
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
+        self._specs = tuple(specs)
+        self.planes = tuple(
+            IndexPlanes.of(storage.planes(layer), storage.spec.page_tokens) for layer in range(len(self._specs))
+        )
+
+    def write(
+        self,
+        k_TD: torch.Tensor,
+        q_TID: torch.Tensor,
+        batch: Batch,
+        norm: IndexNorm,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        """Index keys to their slots, index queries rotated where they are, in one pass."""
+        slots_T = batch.slots_GT[self._specs[layer].group]
+        write_index(k_TD, q_TID, batch.positions_T, slots_T, norm, rotary, self.planes[layer])
