@@ -105,6 +105,8 @@ CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
 MAX_MASK_ROWS = 128
 BY_HEAD = "it attends to keys and values by head, and this model keeps latents (MLA)"
 BY_LATENT = "it attends to latents (MLA), and this model keeps keys and values by head"
+WITHOUT_INDEX = "it attends to the tokens that an index chooses (DSA), and this model has none"
+WITH_INDEX = "it attends to all tokens, and an index of this model chooses them (DSA)"
 LATENT_ROWS = 1024
 """Rows of a step whose queries are in the latent space at once: a larger step goes in parts, each with tiles of its own."""
 LATENT_HEAD_ROWS = 2**16
@@ -115,6 +117,8 @@ PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
 """Rows times heads of latent split-KV partials: two waves over 132 multiprocessors, two tiles of 64 heads in each."""
 LATENT_BLOCK_ROWS, LATENT_BLOCK_TOKENS = 1024, 1024
 """Rows times heads, and tokens, that plain torch has scores of at once."""
+INDEX_SCORES = 2**20
+"""Rows times tokens that plain torch has scores of an index of at once, where a row does not have more."""
 MASK_ELEMENTS = 2**22
 """The mask template of plain torch holds block rows x context; longer contexts take lower blocks, not more memory."""
 
@@ -245,6 +249,8 @@ class TritonLatentDeclaration:
             return BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
+        if spec.index_heads:
+            return WITH_INDEX
         if spec.dtype not in ("float16", "bfloat16"):
             return f"it computes in half precision, not in {spec.dtype}"
         if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
@@ -291,7 +297,9 @@ class TorchLatentDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        return _unsupported_latent(spec) if spec.cache.is_latent else BY_LATENT
+        if not spec.cache.is_latent:
+            return BY_LATENT
+        return WITH_INDEX if spec.index_heads else _unsupported_latent(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
         return ()
@@ -304,14 +312,48 @@ class TorchLatentDeclaration:
         return (Term("attention/blocks", bytes_for("float32", (num_elements,)), words),)
 
 
+class TorchSparseDeclaration(TorchLatentDeclaration):
+    """Plain torch over pages of latents with an index (DSA), anywhere."""
+
+    name = "torch_sparse"
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        if not spec.cache.is_latent:
+            return BY_LATENT
+        return _unsupported_latent(spec) if spec.index_heads else WITHOUT_INDEX
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """What every row has chosen; nothing where no context is long enough."""
+        top_k = specs[0].index_top_k
+        if top_k >= specs[0].max_model_len:
+            return ()
+        return (TensorSpec("selected", (bounds.max_num_rows * top_k,), "int32"),)
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        spec = specs[0]
+        rows = index_block_rows(spec.index_heads, 1)
+        scores = max(INDEX_SCORES, spec.max_model_len)
+        num_elements = 8 * scores + 2 * rows * spec.index_heads * LATENT_BLOCK_TOKENS
+        num_elements += 2 * (LATENT_BLOCK_TOKENS + rows * spec.index_heads) * spec.cache.index_dim
+        words = (
+            f"scores of an index of {rows} rows against {LATENT_BLOCK_TOKENS} tokens at a time, and the largest of all"
+        )
+        index = Term("attention/index", bytes_for("float32", (num_elements,)), words)
+        return (*super().terms(specs, bounds), index)
+
+
 GROUPED_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     NativePagedDeclaration(),
     TritonPagedDeclaration(),
     TorchPagedDeclaration(),
 )
 """Of keys and values by head."""
-LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (TritonLatentDeclaration(), TorchLatentDeclaration())
-"""Of latents (MLA)."""
+LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (
+    TritonLatentDeclaration(),
+    TorchLatentDeclaration(),
+    TorchSparseDeclaration(),
+)
+"""Of latents (MLA), and with an index (DSA)."""
 DECLARATIONS: tuple[BackendDeclaration, ...] = (*GROUPED_DECLARATIONS, *LATENT_DECLARATIONS)
 
 
@@ -508,6 +550,11 @@ def max_latent_tiles(spec: AttentionSpec, kind: TileKind, part: StepBounds) -> i
 def latent_block_rows(num_heads: int) -> int:
     """Rows that plain torch attends with at once."""
     return max(1, LATENT_BLOCK_ROWS // num_heads)
+
+
+def index_block_rows(num_heads: int, num_tokens: int) -> int:
+    """Rows that plain torch has scores of an index of so many heads, against so many tokens, of at once."""
+    return max(1, min(LATENT_BLOCK_ROWS // num_heads, INDEX_SCORES // num_tokens))
 
 
 def _half_quantized(spec: AttentionSpec) -> str | None:

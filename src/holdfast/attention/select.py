@@ -9,6 +9,7 @@ from holdfast.attention.layer_pages import KeyBiases, KeyMeans, Sinks
 from holdfast.attention.native_paged import NativePagedAttention
 from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
+from holdfast.attention.torch_sparse import TorchSparseLatentAttention
 from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.storage import PageStorage
@@ -44,7 +45,8 @@ def build_latent_backend(
     bounds: StepBounds,
     num_sms: int,
 ) -> LatentAttention[Any]:
-    """The backend over latents (MLA)."""
+    """The backend over latents (MLA), sparse (DSA) where the declaration is of one."""
     if declaration.name == TritonLatentAttention.name:
         return TritonLatentAttention(specs, storage, bounds, num_sms)
-    return {TorchLatentAttention.name: TorchLatentAttention}[declaration.name](specs, storage)
+    by_name = {one.name: one for one in (TorchLatentAttention, TorchSparseLatentAttention)}
+    return by_name[declaration.name](specs, storage)

@@ -7,9 +7,9 @@ Rows of a sequence are taken in blocks, tokens in blocks too, with a softmax tha
 once does not grow with the context, nor with the step. A sequence is computed by itself whatever its company.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -26,6 +26,15 @@ class SequenceSlots:
     """One sequence's rows of a step, and the slots of all tokens that they see."""
 
     rows: SequenceRows
+    slots_L: torch.Tensor
+
+
+class RowBlock(NamedTuple):
+    """Neighbouring rows of a sequence, from `position` on, and the slots of all tokens that they see: each those up to its own."""
+
+    first_row: int
+    num_rows: int
+    position: int
     slots_L: torch.Tensor
 
 
@@ -68,46 +77,59 @@ class TorchLatentAttention(LatentPages):
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        sequences = plan.every
+        sequences, q_RND = self._rows(plan, q_TND, wanted_only)
+        planes, scale = self.planes[layer], self._specs[layer].scale
+
+        def attend_block(q_nNX: torch.Tensor, block: RowBlock) -> torch.Tensor:
+            return attend_latents(q_nNX, planes, block.slots_L, block.position, scale)
+
+        return self._attend_blocks(q_RND, kv_b_NXL, sequences, layer, attend_block, out_TX)
+
+    def _rows(
+        self, plan: TorchLatentPlan, q_TND: torch.Tensor, wanted_only: bool
+    ) -> tuple[tuple[SequenceSlots, ...], torch.Tensor]:
+        """All rows, or those that are wanted, with their queries."""
         if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
-            sequences, q_TND = plan.wanted, q_TND.index_select(0, plan.wanted_rows_R)
+            return plan.wanted, q_TND.index_select(0, plan.wanted_rows_R)
+        return plan.every, q_TND
+
+    def _attend_blocks(
+        self,
+        q_TND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        sequences: Sequence[SequenceSlots],
+        layer: int,
+        attend_block: Callable[[torch.Tensor, RowBlock], torch.Tensor],
+        out_TX: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries of a block in the latent space, what `attend_block` makes of them, [n, N, L] in float32, and values of that."""
         num_rows, num_heads, _ = q_TND.shape
         out_TNV = out_TX[:num_rows].unflatten(1, (num_heads, -1))
         num_done = 0
+        for block in self._blocks(sequences):
+            num_done = block.first_row + block.num_rows
+            place = slice(block.first_row, num_done)
+            q_nND = q_TND[place]
+            absorbed_nNX = q_nND.new_empty(block.num_rows, num_heads, self._specs[layer].cache.head_dim)
+            absorb_queries(q_nND, kv_b_NXL, absorbed_nNX)
+            latent_nNL = attend_block(absorbed_nNX, block)
+            project_values(latent_nNL.to(q_nND.dtype), kv_b_NXL, out_TNV[place])
+        out_TNV[num_done:].zero_()
+        return out_TX[:num_rows]
+
+    def _blocks(self, sequences: Sequence[SequenceSlots]) -> Iterator[RowBlock]:
         for sequence in sequences:
             rows = sequence.rows
             for first in range(0, rows.num_rows, self._block_rows):
                 count = min(self._block_rows, rows.num_rows - first)
-                place = slice(rows.row_start + first, rows.row_start + first + count)
                 position = rows.start + first
-                slots_L = sequence.slots_L[: position + count]
-                self._attend_block(q_TND[place], kv_b_NXL, layer, position, slots_L, out_TNV[place])
-            num_done = rows.row_start + rows.num_rows
-        out_TNV[num_done:].zero_()
-        return out_TX[:num_rows]
+                yield RowBlock(rows.row_start + first, count, position, sequence.slots_L[: position + count])
 
     def _locate(self, rows: SequenceRows) -> SequenceSlots:
         num_pages = -(-rows.end // self._page_tokens)
         pages_P = torch.tensor(list(rows.tables[0][:num_pages]), dtype=torch.int64)
         slots_PB = pages_P.unsqueeze(1) * self._page_tokens + torch.arange(self._page_tokens)
         return SequenceSlots(rows, slots_PB.flatten()[: rows.end].to(self._device))
-
-    def _attend_block(
-        self,
-        q_nND: torch.Tensor,
-        kv_b_NXL: torch.Tensor,
-        layer: int,
-        position: int,
-        slots_L: torch.Tensor,
-        out_nNV: torch.Tensor,
-    ) -> None:
-        """Rows from `position` on against the tokens in these slots, of which each row sees those up to its own."""
-        spec, planes = self._specs[layer], self.planes[layer]
-        num_rows, num_heads, _ = q_nND.shape
-        absorbed_nNX = q_nND.new_empty(num_rows, num_heads, spec.cache.head_dim)
-        absorb_queries(q_nND, kv_b_NXL, absorbed_nNX)
-        latent_nNL = attend_latents(absorbed_nNX, planes, slots_L, position, spec.scale)
-        project_values(latent_nNL.to(q_nND.dtype), kv_b_NXL, out_nNV)
 
 
 def attend_latents(

@@ -1,0 +1,147 @@
+"""Latent attention to the tokens that an index chooses (DSA), over paged latents in plain torch, on any device and in any format.
+
+T rows of the step, N query heads, I index heads of D elements, K tokens that a row attends to at the most, C stored tokens at a
+time, n rows of a block
+
+    score[t, s] = sum over heads of weight[t, h] * relu(q[t, h] . k[s])
+
+Rows that see up to K tokens attend to all of them, as without an index. Scores are products and sums in an order that neither the
+other rows nor the length of the context can change, where a CPU has the kernels in C: what a row chooses follows from its own
+numbers alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from holdfast.attention.backend import Batch
+from holdfast.attention.declarations import LATENT_BLOCK_TOKENS, AttentionSpec, index_block_rows
+from holdfast.attention.latent_pages import IndexPages
+from holdfast.attention.torch_latent import RowBlock, TorchLatentAttention, TorchLatentPlan, attend_latents
+from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.index_planes import IndexPlanes
+from holdfast.kernels.attention.write_index import IndexNorm, quantize_index_queries
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.gemm.linear import plain_linear
+
+
+class TorchSparseLatentAttention(TorchLatentAttention):
+    """The backend."""
+
+    name: ClassVar[str] = "torch_sparse"
+
+    def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
+        super().__init__(specs, storage)
+        self._index = IndexPages(specs, storage)
+        self._top_k = specs[0].index_top_k
+
+    def write_index(
+        self,
+        k_TD: torch.Tensor,
+        q_TID: torch.Tensor,
+        batch: Batch,
+        norm: IndexNorm,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        """Index keys to their slots, index queries rotated where they are."""
+        self._index.write(k_TD, q_TID, batch, norm, rotary, layer)
+
+    def select(
+        self,
+        q_TID: torch.Tensor,
+        weights_TI: torch.Tensor,
+        layer: int,
+        plan: TorchLatentPlan,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Positions, rising, into `selected`; rows that see up to K tokens have none there."""
+        planes, top_k, num_heads = self._index.planes[layer], self._top_k, q_TID.shape[1]
+        for sequence in plan.every:
+            rows, first = sequence.rows, max(0, top_k - sequence.rows.start)
+            while first < rows.num_rows:
+                position = rows.start + first
+                count = min(index_block_rows(num_heads, position + 1), rows.num_rows - first)
+                place = slice(rows.row_start + first, rows.row_start + first + count)
+                scores_nC = score_tokens(
+                    q_TID[place], weights_TI[place], planes, sequence.slots_L[: position + count], position
+                )
+                self._selected(scratch, len(q_TID))[place] = largest_tokens(scores_nC, top_k)
+                first += count
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        kv_b_NXL: torch.Tensor,
+        layer: int,
+        plan: TorchLatentPlan,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        sequences, q_RND = self._rows(plan, q_TND, wanted_only)
+        planes, scale, top_k = self.planes[layer], self._specs[layer].scale, self._top_k
+        tokens_RK: torch.Tensor | None = None
+        if any(sequence.rows.end > top_k for sequence in sequences):
+            tokens_RK = self._selected(scratch, len(q_TND))
+            if wanted_only and plan.wanted_rows_R is not None:
+                tokens_RK = tokens_RK.index_select(0, plan.wanted_rows_R)
+
+        def attend_block(q_nNX: torch.Tensor, block: RowBlock) -> torch.Tensor:
+            num_whole = min(max(0, top_k - block.position), block.num_rows)
+            parts = []
+            if num_whole:
+                slots_L = block.slots_L[: block.position + num_whole]
+                parts.append(attend_latents(q_nNX[:num_whole], planes, slots_L, block.position, scale))
+            for row in range(num_whole, block.num_rows):
+                assert tokens_RK is not None, f"row {row} sees more than {top_k} tokens"
+                slots_K = block.slots_L[tokens_RK[block.first_row + row].long()]
+                parts.append(attend_latents(q_nNX[row : row + 1], planes, slots_K, top_k - 1, scale))
+            return torch.cat(parts)
+
+        return self._attend_blocks(q_RND, kv_b_NXL, sequences, layer, attend_block, out_TX)
+
+    def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
+        """[T, K] of the step's tokens."""
+        return scratch["selected"][: num_rows * self._top_k].view(num_rows, self._top_k)
+
+
+def score_tokens(
+    q_nID: torch.Tensor, weights_nI: torch.Tensor, planes: IndexPlanes, slots_C: torch.Tensor, position: int
+) -> torch.Tensor:
+    """float32 [n, C]: what rows from `position` on want of the tokens in these slots; -inf behind a row's own, and in the place of NaN."""
+    num_rows, num_heads, dim = q_nID.shape
+    if planes.is_quantized:
+        codes_nID, scaled_nI = q_nID.new_empty(q_nID.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weights_nI)
+        quantize_index_queries(q_nID, weights_nI, codes_nID, scaled_nI)
+        q_nID, weights_nI = codes_nID, scaled_nI
+    q_MD = q_nID.float().reshape(num_rows * num_heads, dim)
+    scores_nC = q_MD.new_empty(num_rows, len(slots_C))
+    for first in range(0, len(slots_C), LATENT_BLOCK_TOKENS):
+        keys_CD = index_keys(planes, slots_C[first : first + LATENT_BLOCK_TOKENS])
+        by_head = plain_linear(q_MD, keys_CD, None).view(num_rows, num_heads, -1)
+        by_head.relu_().mul_(weights_nI.unsqueeze(2))
+        sums_nC = scores_nC[:, first : first + len(keys_CD)].copy_(by_head[:, 0])
+        for head in range(1, num_heads):
+            sums_nC.add_(by_head[:, head])
+    own_n1 = (position + torch.arange(num_rows, device=q_MD.device)).unsqueeze(1)
+    is_hidden_nC = torch.arange(len(slots_C), device=q_MD.device) > own_n1
+    return scores_nC.masked_fill_(is_hidden_nC | scores_nC.isnan(), -torch.inf)
+
+
+def index_keys(planes: IndexPlanes, slots_C: torch.Tensor) -> torch.Tensor:
+    """float32 [C, D]: the index keys in some slots."""
+    if planes.scales_S1 is None:
+        return planes.rows_SD[slots_C].float()
+    codes_CD = planes.rows_SD.view(torch.uint8)[slots_C].view(planes.rows_SD.dtype)
+    return codes_CD.float() * planes.scales_S1[slots_C]
+
+
+def largest_tokens(scores_nC: torch.Tensor, top_k: int) -> torch.Tensor:
+    """[n, K]: positions of the largest scores of each row, rising; of equal ones the first are taken."""
+    least_n1 = scores_nC.topk(top_k, dim=1).values[:, -1:]
+    is_larger_nC, is_equal_nC = scores_nC > least_n1, scores_nC == least_n1
+    num_equal_n1 = top_k - is_larger_nC.sum(dim=1, keepdim=True)
+    is_taken_nC = is_larger_nC | (is_equal_nC & (is_equal_nC.cumsum(dim=1) <= num_equal_n1))
+    return is_taken_nC.nonzero()[:, 1].view(len(scores_nC), top_k)
