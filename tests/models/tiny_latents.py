@@ -60,6 +60,8 @@ V3 = SMALL | {
     "num_key_value_heads": 5,
 }
 GLM = SMALL | {"num_attention_heads": 7, "num_key_value_heads": 7, "n_shared_experts": 1}
+V32 = V3 | {"index_n_heads": 64, "index_head_dim": 32, "index_topk": 5}
+"""With so many heads no two scores are zero, and none tie: torch.topk breaks ties as it likes."""
 LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2 like V2-Lite": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN, "topk_method": "greedy"}),
     "v2 with groups and biases": (
@@ -72,6 +74,11 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 with biases, no query latent, no yarn": (
         "DeepseekV3",
         V3 | {"attention_bias": True, "q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "sparse like V3.2": ("DeepseekV32", V32 | {"rope_parameters": YARN}),
+    "sparse with biases, no yarn, 3 tokens": (
+        "DeepseekV32",
+        V32 | {"attention_bias": True, "index_topk": 3, "index_head_dim": 16, "first_k_dense_replace": 0},
     ),
     "glm like GLM-4.7-Flash": ("Glm4MoeLite", GLM | {"n_group": 1, "topk_group": 1}),
     "glm with listed layers and yarn": (
@@ -93,8 +100,10 @@ def tiny(case: str) -> tuple[Any, LoadedModel]:
         for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
             if name.endswith("e_score_correction_bias"):
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
-            elif name.endswith(("q_a_layernorm.weight", "kv_a_layernorm.weight")):
+            elif name.endswith(("q_a_layernorm.weight", "kv_a_layernorm.weight", "k_norm.weight")):
                 tensor.copy_(1.0 + 0.3 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("k_norm.bias"):
+                tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
     spec = read_spec(config_of(theirs))
     return theirs, LoadedModel(spec, assembled(parameters(spec), tensors_of(theirs, "separate")))
 
@@ -107,7 +116,8 @@ def theirs_logits(model: Any, token_ids: tuple[int, ...]) -> torch.Tensor:
 
 def make_drive(model: LoadedModel, max_rows: int, page_tokens: int = 4, num_pages: int = 100) -> Drive:
     limits = Limits(4, max_rows, MAX_MODEL_LEN, page_tokens)
-    return Drive(Rig(model, "torch_latent", limits, num_pages), num_pages)
+    is_sparse = model.spec.latent is not None and model.spec.latent.index is not None
+    return Drive(Rig(model, "torch_sparse" if is_sparse else "torch_latent", limits, num_pages), num_pages)
 
 
 def make_request(length: int, num_output: int, arrival: int = 0) -> Request:

@@ -113,15 +113,27 @@ class Rig:
         dtype: str = "float32",
         min_rows: int = 1,
         keeps_tokens: bool = False,
+        index_dtype: str = "float32",
     ) -> None:
-        """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses."""
+        """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one."""
         spec = model.spec
         heads = spec.num_kv_heads, spec.head_dim
         formats = (KV_FORMATS[kv_dtype],) * spec.num_layers
         rope_dim, nope_dim, value_dim = (
             (0, 0, 0) if spec.latent is None else (spec.latent.rope_dim, spec.latent.nope_dim, spec.latent.value_dim)
         )
-        cache = mixed_cache(formats, *heads, limits.page_tokens, spec.sliding_windows, limits.max_model_len, rope_dim)
+        geometry = declare_decoder(spec, "tiny").declaration.heads(1)
+        assert geometry is not None, "keys and values by head, or latents"
+        cache = mixed_cache(
+            formats,
+            *heads,
+            limits.page_tokens,
+            spec.sliding_windows,
+            limits.max_model_len,
+            rope_dim,
+            geometry.index_dim,
+            index_dtype if geometry.index_dim else "",
+        )
         specs = tuple(
             AttentionSpec(
                 layer,
@@ -136,6 +148,8 @@ class Rig:
                 has_sinks=spec.has_sinks,
                 nope_dim=nope_dim,
                 value_dim=value_dim,
+                index_heads=geometry.index_heads,
+                index_top_k=geometry.index_top_k,
             )
             for layer in cache.layers
         )

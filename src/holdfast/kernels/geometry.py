@@ -47,6 +47,10 @@ LATENT_MULTIPLE, MAX_LATENT_DIM = 16, 512
 """Latents (MLA) that kernels take have a multiple of so many elements, and at most so many."""
 LATENT_ROPE_DIMS = (16, 32, 64)
 """Rotated elements that may stand beside them."""
+MAX_INDEX_HEADS = 64
+"""Heads of an index (DSA), which stand side by side in one product: kernels take up to so many."""
+INDEX_MULTIPLE, MAX_INDEX_DIM = 16, 128
+"""Their elements: a multiple of so many, and at most so many."""
 MAX_DIRECT_TOKENS = 4
 """Up to so many tokens hardly share experts: a weight that two of them read comes out of the cache the second time."""
 UNSORTED_TOKENS = 16

@@ -1,6 +1,6 @@
-"""Latent attention layer (MLA): projections to latents and queries, backend, output projection.
+"""Latent attention layers (MLA): projections to latents and queries, backend, output projection; and with an index (DSA).
 
-T rows, N query heads of D elements, X any other width
+T rows, N query heads of D elements, I index heads of D elements, X any other width
 """
 
 from collections.abc import Mapping
@@ -8,13 +8,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, LatentAttention
+from holdfast.attention.backend import Batch, LatentAttention, SparseLatentAttention
+from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import Linear, RMSNorm
 
-OWN = ("qkv_a", "q_normed", "q", "attended")
+INDEX = ("index_q", "index_k", "index_weights")
+OWN = ("qkv_a", "q_normed", "q", "attended", *INDEX)
+
+
+class IndexBuffers(NamedTuple):
+    """What a layer's index makes of x."""
+
+    q_TX: torch.Tensor
+    k_TD: torch.Tensor
+    weights_TI: torch.Tensor
+    """float32"""
 
 
 class LatentBuffers(NamedTuple):
@@ -30,12 +42,15 @@ class LatentBuffers(NamedTuple):
     """The queries' latent behind its norm."""
     quantized: QuantizedRows | None = None
     """Room for the rows of any one product as codes; None where no weight takes them so."""
+    indexed: IndexBuffers | None = None
+    """None where all tokens are attended to."""
 
     @classmethod
     def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "LatentBuffers":
         """From the tensors of `attention_request`, by name; those that it does not know are the backend's."""
         scratch = {name: tensor for name, tensor in held.items() if name not in OWN}
-        return cls(held["qkv_a"], held["q"], held["attended"], scratch, held.get("q_normed"), quantized)
+        index = IndexBuffers(*(held[name] for name in INDEX)) if INDEX[0] in held else None
+        return cls(held["qkv_a"], held["q"], held["attended"], scratch, held.get("q_normed"), quantized, index)
 
 
 class LatentAttentionLayer:
@@ -86,10 +101,19 @@ class LatentAttentionLayer:
         quantized, latent_TX = buffers.quantized, self._project(x_TH, buffers, is_coded)
         q_TND = buffers.q_TX.unflatten(1, (self.kv_b_NXL.shape[0], -1))
         self._backend.write(latent_TX, q_TND, batch, self._norm, self._rotary, self._layer)
+        self._select(batch, plan, buffers)
         attended_RX = self._backend.attend(
             q_TND, self.kv_b_NXL, self._layer, plan, buffers.scratch, buffers.attended_TX, wanted_only
         )
         return self.o(attended_RX, out_TH[: attended_RX.shape[0]], quantized)
+
+    def _select(
+        self,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: LatentBuffers,
+    ) -> None:
+        """Nothing to choose: every row attends to all that is stored."""
 
     @property
     def _first(self) -> tuple[Linear, ...]:
@@ -109,3 +133,67 @@ class LatentAttentionLayer:
         self._q_norm(qkv_a_TX[:, :q_rank], None, normed_TX, codes)
         self.q(normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)
         return qkv_a_TX[:, q_rank:]
+
+
+class LatentIndex(NamedTuple):
+    """The weights of a layer's index."""
+
+    q: Linear
+    """Of the queries' latent behind its norm."""
+    k: Linear
+    weights_IH: torch.Tensor
+    """How much each head counts."""
+    norm: IndexNorm
+    """Of keys, before they are kept."""
+
+
+class SparseLatentAttentionLayer(LatentAttentionLayer):
+    """One layer's latent attention to the tokens that its index chooses."""
+
+    def __init__(
+        self,
+        layer: int,
+        qkv_a: Linear,
+        q: Linear,
+        o: Linear,
+        q_norm: RMSNorm,
+        norm: LatentNorm,
+        kv_b_NXL: torch.Tensor,
+        rotary: Rotary,
+        backend: SparseLatentAttention[Any],
+        index: LatentIndex,
+    ) -> None:
+        super().__init__(layer, qkv_a, q, o, q_norm, norm, kv_b_NXL, rotary, backend)
+        self.index = index
+        self._sparse = backend
+        num_heads, head_dim = index.weights_IH.shape[0], index.norm.weight_D.shape[0]
+        self._factor = head_dim**-0.5 * num_heads**-0.5
+
+    @property
+    def _first(self) -> tuple[Linear, ...]:
+        return (self.qkv_a, self.index.k)
+
+    def _project(self, x_TH: torch.Tensor, buffers: LatentBuffers, is_coded: bool) -> torch.Tensor:
+        """Those of the index too. Codes of x go when those of the queries' latent come, so that what takes x is first."""
+        quantized, index = buffers.quantized, buffers.indexed
+        assert index is not None, "no place for what an index makes of x"
+        assert buffers.q_normed_TX is not None, "no place for the norm of the queries' latent"
+        linear_float32(x_TH, self.index.weights_IH, index.weights_TI).mul_(self._factor)
+        self.index.k(x_TH, index.k_TD, quantized, is_coded)
+        latent_TX = super()._project(x_TH, buffers, is_coded)
+        rooms = (product.room_for_codes(quantized, x_TH.shape[0]) for product in (self.q, self.index.q))
+        self.index.q(buffers.q_normed_TX, index.q_TX, quantized, all(room is not None for room in rooms))
+        return latent_TX
+
+    def _select(
+        self,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: LatentBuffers,
+    ) -> None:
+        """The step's index keys to their slots, and the tokens of every row from all that are there."""
+        index = buffers.indexed
+        assert index is not None, "no place for what an index makes of x"
+        q_TID = index.q_TX.unflatten(1, (self.index.weights_IH.shape[0], -1))
+        self._sparse.write_index(index.k_TD, q_TID, batch, self.index.norm, self._rotary, self._layer)
+        self._sparse.select(q_TID, index.weights_TI, self._layer, plan, buffers.scratch)

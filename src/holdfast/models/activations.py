@@ -23,7 +23,7 @@ from holdfast.kernels.geometry import (
     row_scaled_splits,
 )
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 STREAM = "stream"
@@ -88,7 +88,7 @@ def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple
 
 
 def _latent_specs(num_heads: int, latent: LatentSpec, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:
-    """Projections to latents, the norm of the queries' own where there is one, queries and outputs."""
+    """Projections to latents, the norm of the queries' own where there is one, queries and outputs; and those of an index."""
     q_rank = latent.q_rank or 0
     normed = (TensorSpec("q_normed", (num_rows, q_rank), dtype),) if q_rank else ()
     return (
@@ -96,6 +96,16 @@ def _latent_specs(num_heads: int, latent: LatentSpec, num_rows: int, dtype: str)
         *normed,
         TensorSpec("q", (num_rows, num_heads * latent.query_dim), dtype),
         TensorSpec("attended", (num_rows, num_heads * latent.value_dim), dtype),
+        *(() if latent.index is None else _index_specs(latent.index, num_rows, dtype)),
+    )
+
+
+def _index_specs(index: IndexSpec, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:
+    """Queries and a key of each row, and how much each head counts."""
+    return (
+        TensorSpec("index_q", (num_rows, index.num_heads * index.head_dim), dtype),
+        TensorSpec("index_k", (num_rows, index.head_dim), dtype),
+        TensorSpec("index_weights", (num_rows, index.num_heads), "float32"),
     )
 
 

@@ -6,16 +6,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from holdfast.attention.backend import GroupedAttention, LatentAttention
+from holdfast.attention.backend import GroupedAttention, LatentAttention, SparseLatentAttention
 from holdfast.kernels.activation import GateForm
+from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.attention import AttentionLayer
-from holdfast.layers.latent_attention import LatentAttentionLayer
+from holdfast.layers.latent_attention import LatentAttentionLayer, LatentIndex, SparseLatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
-from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 Weights = Mapping[str, torch.Tensor | QuantizedWeight]
@@ -138,7 +139,7 @@ class LayerBuilder(PartBuilder[AttentionLayer]):
 
 
 class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
-    """Layers with latents, which all rotate alike."""
+    """Layers with latents, which all rotate alike; with an index, too, where the model has one."""
 
     def __init__(
         self, spec: ModelSpec, latent: LatentSpec, weights: Weights, backend: LatentAttention[Any], rotary: Rotary
@@ -152,17 +153,33 @@ class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
         latent, q_norm = self._latent, None
         if latent.q_rank is not None:
             q_norm = RMSNorm(self.plain(f"{prefix}.q_a_norm.weight"), latent.norm_eps)
-        kv_b = self.plain(f"{prefix}.kv_b.weight")
-        return LatentAttentionLayer(
+        qkv_a, q, o = (self.linear(f"{prefix}.{name}") for name in ("qkv_a", "q" if q_norm is None else "q_b", "o"))
+        norm = LatentNorm(self.plain(f"{prefix}.kv_a_norm.weight"), latent.norm_eps)
+        kv_b_NXL = self.plain(f"{prefix}.kv_b.weight").view(-1, latent.expanded_dim, latent.kv_rank)
+        if latent.index is None:
+            return LatentAttentionLayer(index, qkv_a, q, o, q_norm, norm, kv_b_NXL, self._rotary, self._backend)
+        assert q_norm is not None, "an index takes its queries from the queries' latent"
+        assert isinstance(self._backend, SparseLatentAttention), f"{self._backend.name} attends to all tokens"
+        return SparseLatentAttentionLayer(
             index,
-            self.linear(f"{prefix}.qkv_a"),
-            self.linear(f"{prefix}.{'q' if q_norm is None else 'q_b'}"),
-            self.linear(f"{prefix}.o"),
+            qkv_a,
+            q,
+            o,
             q_norm,
-            LatentNorm(self.plain(f"{prefix}.kv_a_norm.weight"), latent.norm_eps),
-            kv_b.view(-1, latent.expanded_dim, latent.kv_rank),
+            norm,
+            kv_b_NXL,
             self._rotary,
             self._backend,
+            self._index(latent.index, prefix),
+        )
+
+    def _index(self, index: IndexSpec, prefix: str) -> LatentIndex:
+        weight_D, bias_D = (self.plain(f"{prefix}.index_k_norm.{end}") for end in ("weight", "bias"))
+        return LatentIndex(
+            self.linear(f"{prefix}.index_q"),
+            self.linear(f"{prefix}.index_k"),
+            self.plain(f"{prefix}.index_weights.weight"),
+            IndexNorm(weight_D, bias_D, index.norm_eps),
         )
 
 

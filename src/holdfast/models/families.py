@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.errors import UnsupportedModelError, shown
-from holdfast.models.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, LatentFamily, read_latent
+from holdfast.models.latent_families import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_LITE,
+    LatentFamily,
+    read_latent,
+)
 from holdfast.models.parameters import (
     DEEPSEEK_NAMES,
     GEMMA3_NAMES,
@@ -572,7 +579,7 @@ FAMILIES: Mapping[str, Family] = {
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
         *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
         _latent_family(DEEPSEEK_V2, 1, 2),
-        *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, GLM4_LITE)),
+        *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_LITE)),
     )
 }
 """Every architecture that is run, by the name in config.json."""

@@ -3,11 +3,11 @@
 from holdfast.models.declaration import CacheRows, HeadGeometry
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.spec import LatentSpec
-from holdfast.quant.formats import KVFormat
+from holdfast.quant.formats import KVFormat, index_dtype_beside, index_planes
 
 
 class LatentDeclaration(DecoderDeclaration):
-    """A decoder whose layers keep one latent a token. Ranks share query heads, MLPs and experts; latents each has whole."""
+    """A decoder whose layers keep one latent a token, and perhaps an index beside it. Ranks share query heads, MLPs and experts; latents and index each has whole."""
 
     __slots__ = ()
 
@@ -22,9 +22,14 @@ class LatentDeclaration(DecoderDeclaration):
             return None
         return f"{kv_format.name} keeps keys and values by head, and this model keeps latents"
 
-    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
-        row_bytes = kv_format.bytes_per_token(1, self.latent.row_dim, self.latent.rope_dim)
-        return (CacheRows("latent", self.decoder.num_layers, row_bytes),)
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int, index_dtype: str | None = None) -> tuple[CacheRows, ...]:
+        """`index_dtype`: one of INDEX_FORMATS; None: what stands beside latents of that format."""
+        latent, num_layers = self.latent, self.decoder.num_layers
+        rows = CacheRows("latent", num_layers, kv_format.bytes_per_token(1, latent.row_dim, latent.rope_dim))
+        if latent.index is None:
+            return (rows,)
+        planes = index_planes(index_dtype or index_dtype_beside(kv_format), latent.index.head_dim)
+        return (rows, CacheRows("index", num_layers, sum(plane.bytes_per_token for plane in planes)))
 
     def heads(self, num_ranks: int) -> HeadGeometry:
         spec, latent = self.rank(num_ranks), self.latent
@@ -37,4 +42,7 @@ class LatentDeclaration(DecoderDeclaration):
             rope_dim=latent.rope_dim,
             nope_dim=latent.nope_dim,
             value_dim=latent.value_dim,
+            index_heads=0 if latent.index is None else latent.index.num_heads,
+            index_dim=0 if latent.index is None else latent.index.head_dim,
+            index_top_k=0 if latent.index is None else latent.index.top_k,
         )

@@ -1,4 +1,4 @@
-"""The decoder of families with latent attention (MLA): the layers of models/layer_stack.py around one latent a token."""
+"""The decoder of families with latent attention (MLA), to all tokens or to those that an index chooses (DSA): the layers of models/layer_stack.py around one latent a token."""
 
 from typing import Any
 
@@ -27,7 +27,10 @@ class LatentDecoder(LayerStack[LatentAttentionLayer]):
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
-        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
+
+        A model with an index takes a `SparseLatentAttention`.
+        """
         assert spec.latent is not None, f"{spec.architecture} keeps keys and values by head"
         builder = LatentLayerBuilder(spec, spec.latent, weights, backend, rotary)
         super().__init__(spec, weights, builder, workspace, scratch, dtype, recipe)

@@ -1,13 +1,20 @@
-"""Families with latent attention (MLA): how config.json of DeepSeek-V2, V3 and what took its architecture, and GLM-4.7-Flash, becomes a ModelSpec; no torch.
+"""Families with latent attention (MLA): how config.json of DeepSeek-V2, V3 and what took its architecture, V3.2, and GLM-4.7-Flash, becomes a ModelSpec; no torch.
 
 Keys that a config.json leaves out take the value that transformers gives them. Layers that draft tokens (multi-token
 prediction) are counted, so that their tensors are known, and are no part of the model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
-from holdfast.kernels.geometry import LATENT_MULTIPLE, LATENT_ROPE_DIMS, MAX_LATENT_DIM
+from holdfast.kernels.geometry import (
+    INDEX_MULTIPLE,
+    LATENT_MULTIPLE,
+    LATENT_ROPE_DIMS,
+    MAX_INDEX_DIM,
+    MAX_INDEX_HEADS,
+    MAX_LATENT_DIM,
+)
 from holdfast.models.settings import (
     MAX_EXPERT_WIDTH,
     MAX_EXPERTS,
@@ -25,7 +32,7 @@ from holdfast.models.settings import (
     read_rope,
     stretched,
 )
-from holdfast.models.spec import ExpertsSpec, GroupScore, LatentSpec, ModelSpec, RopeSpec, Scoring
+from holdfast.models.spec import ExpertsSpec, GroupScore, IndexSpec, LatentSpec, ModelSpec, RopeSpec, Scoring
 
 GREEDY, LIMITED_GREEDY, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 """Ways to choose experts (`topk_method`): of all; of the groups with the largest score; of those with the two largest, by corrected scores."""
@@ -64,6 +71,8 @@ class LatentFamily:
     kv_rank: int = 512
     rope_dim: int = 64
     normalizes: bool = True
+    index: IndexSpec | None = None
+    """Every layer chooses tokens by an index; None: it attends to all."""
 
 
 DEEPSEEK_V2 = LatentFamily(
@@ -115,6 +124,13 @@ DEEPSEEK_V3 = LatentFamily(
     num_dense_layers=3,
     num_draft_layers=1,
 )
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    max_position=163840,
+    index=IndexSpec(num_heads=64, head_dim=128, top_k=2048),
+)
 GLM4_LITE = LatentFamily(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
@@ -152,6 +168,8 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
     num_layers = settings.count("num_hidden_layers", family.num_layers, MAX_LAYERS)
     max_position = settings.count("max_position_embeddings", family.max_position, MAX_POSITIONS)
     rope = _read_rope(settings, latent.rope_dim, max_position)
+    if family.index is not None:
+        latent = replace(latent, index=_read_index(settings, family.index, latent, stretched(rope, max_position)))
     has_bias = settings.flag("attention_bias", False)
     return ModelSpec(
         architecture=family.architecture,
@@ -206,6 +224,26 @@ def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
         rope_dim=rope_dim,
         value_dim=settings.count("v_head_dim", family.value_dim, MAX_HEAD_DIM),
     )
+
+
+def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_position: int) -> IndexSpec:
+    """Sizes of the index, as kernels take them; it may choose any number of tokens that a context can have."""
+    if latent.q_rank is None:
+        raise settings.missing("q_lora_rank", "an index takes its queries from there")
+    num_heads = settings.count("index_n_heads", default.num_heads, MAX_HEADS)
+    if num_heads > MAX_INDEX_HEADS:
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels take,")
+    head_dim = settings.count("index_head_dim", default.head_dim, MAX_HEAD_DIM)
+    if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels take,"
+        raise settings.refuse("index_head_dim", head_dim, wanted)
+    if head_dim < latent.rope_dim:
+        wanted = f"at least qk_rope_head_dim = {latent.rope_dim}, since so many of its elements are rotated,"
+        raise settings.refuse("index_head_dim", head_dim, wanted)
+    top_k = settings.count("index_topk", min(default.top_k, max_position), MAX_POSITIONS)
+    if top_k > max_position:
+        raise settings.refuse("index_topk", top_k, f"at most the {max_position} tokens of the longest context")
+    return IndexSpec(num_heads, head_dim, top_k)
 
 
 def _read_rope(settings: Settings, rope_dim: int, max_position: int) -> RopeSpec:

@@ -467,9 +467,10 @@ def _list_index(
 ) -> list[Parameter]:
     """Every rank has all of it: its heads are summed up before tokens are chosen."""
     q = [(theirs + names.index_q, index.num_heads * index.head_dim)]
+    kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"}
     norm = [
         _vector(f"{ours}index_k_norm.{end}", [(f"{theirs}{names.index_k_norm}.{end}", index.head_dim)], kind, "none")
-        for end, kind in (("weight", "norm"), ("bias", "bias"))
+        for end, kind in kinds.items()
     ]
     weights = [(f"{theirs}{names.index_weights}.weight", (index.num_heads, hidden))]
     return [

@@ -199,7 +199,7 @@ class ModelSpec:
 
     @property
     def attention_products(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of the weights around a layer's attention, in the order of computation.
+        """Outputs and inputs of the weights around a layer's attention, in the order of computation, those of an index last.
 
         kv_b of latents is not among them: attention itself multiplies by it, and it is never quantized.
         """
@@ -209,7 +209,11 @@ class ModelSpec:
         queries, values = self.num_heads * latent.query_dim, self.num_heads * latent.value_dim
         if latent.q_rank is None:
             return ((queries, hidden), (latent.row_dim, hidden), (hidden, values))
-        return ((latent.q_rank + latent.row_dim, hidden), (queries, latent.q_rank), (hidden, values))
+        products = ((latent.q_rank + latent.row_dim, hidden), (queries, latent.q_rank), (hidden, values))
+        if latent.index is None:
+            return products
+        dim = latent.index.head_dim
+        return (*products, (latent.index.num_heads * dim, latent.q_rank), (dim, hidden))
 
     @property
     def has_separable_key_bias(self) -> bool:

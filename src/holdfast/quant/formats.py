@@ -170,6 +170,11 @@ def index_planes(dtype: str, dim: int) -> tuple[Plane, ...]:
     return (Plane("index", dtype, (dim,)),)
 
 
+def index_dtype_beside(kv_format: KVFormat) -> str:
+    """How an index is kept beside latents of a format, unless somebody says otherwise: in fp8 where they are quantized, else as they are."""
+    return "fp8" if kv_format.is_quantized else kv_format.key_dtype
+
+
 DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "fp8": 0,
     "turboquant_k8v4": 0,

@@ -108,12 +108,11 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """`general.architecture` -> the name in config.json."""
 PLANNED_ONLY: Mapping[str, tuple[str, ...]] = {
-    "deepseek32": ("DeepseekV32ForCausalLM",),
     "phi3": ("Phi3ForCausalLM",),
     "glm4moe": ("Glm4MoeForCausalLM",),
 }
 """`general.architecture` of models that do not run -> names in config.json, some of which can be planned."""
-FOLDERS_ONLY: Mapping[str, str] = {"gpt-oss": "GptOssForCausalLM"}
+FOLDERS_ONLY: Mapping[str, str] = {"gpt-oss": "GptOssForCausalLM", "deepseek32": "DeepseekV32ForCausalLM"}
 """`general.architecture` of models that run from a folder alone -> the name in config.json."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),

@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from holdfast.attention.declarations import LATENT_ROWS, PARTIAL_HEAD_ROWS
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
-from holdfast.models.blueprints.latent import INDEX_SCORE_BYTES, PARTIAL_HEAD_ROWS, ROWS_AT_ONCE, head
 from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
 from holdfast.models.declared_weights import FP8_BLOCK_E8M0, Weight
 from holdfast.models.settings import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
+INDEX_SCORE_BYTES = 128 * 2**20
+"""Scores of a block of rows against all entries of an index; long contexts take fewer rows at a time, not more memory."""
 FP8_TILE = 64
 """Elements that share a scale of one byte in a vector of fp8."""
 OVERLAPPED = 4
@@ -106,7 +108,7 @@ class CompressedBlueprint(NamedTuple):
             TensorSpec("q", (rows, wide), dtype),
             TensorSpec("kv", (rows, self.head_dim), dtype),
             TensorSpec("compressor", (rows, 4 * self.head_dim), "float32"),
-            TensorSpec("index_q", (min(rows, ROWS_AT_ONCE), index_width), dtype),
+            TensorSpec("index_q", (min(rows, LATENT_ROWS), index_width), dtype),
             TensorSpec("index_scores", (score_bytes,), "uint8"),
             TensorSpec("index_top", (rows, self.index_top_k), "int32"),
             TensorSpec("attended", (rows, wide), dtype),
@@ -118,7 +120,7 @@ class CompressedBlueprint(NamedTuple):
             Request(STREAM, "stream", streams + singles),
             Request(LAYERS, "attention", attention),
             self.experts.request(step, self.hidden_size, num_ranks),
-            head(step, self.hidden_size, self.vocab_size),
+            _head(step, self.hidden_size, self.vocab_size),
         )
 
     def _vector_bytes(self, kv_format: KVFormat) -> int:
@@ -184,6 +186,12 @@ class CompressedBlueprint(NamedTuple):
 
 def _float32(name: str, *shape: int) -> Weight:
     return Weight(name, shape, "bias", dtype="float32")
+
+
+def _head(step: StepShape, hidden_size: int, vocab_size: int) -> Request:
+    """Logits in float32, and the hidden states they come from."""
+    hidden = TensorSpec("hidden", (step.num_logit_rows, hidden_size), step.dtype)
+    return Request(LAYERS, "head", (hidden, TensorSpec("logits", (step.num_logit_rows, vocab_size), "float32")))
 
 
 def _state_bytes(ratio: int, dim: int) -> int:

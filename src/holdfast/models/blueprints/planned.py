@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from holdfast.attention.declarations import PARTIAL_HEAD_ROWS
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request
-from holdfast.models.blueprints.latent import PARTIAL_HEAD_ROWS
 from holdfast.models.declaration import CacheRows, Experts, HeadGeometry, StepShape, needed
 from holdfast.models.declared_weights import Weight
 from holdfast.models.decoder_declaration import DecoderDeclaration

@@ -50,16 +50,8 @@ def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
         )
 
 
-def _read_deepseek_v32(settings: Settings, name: str, native: str | None) -> DeclaredModel:
-    from holdfast.models.blueprints.latent import deepseek_v32  # a plan of another model does not wait for it
-
-    declaration = deepseek_v32(settings, native)
-    declared = declare_named(name, declaration.latent, "attention to chosen tokens (DSA) is not in this version")
-    return replace(declared, declaration=declaration)
-
-
 def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> DeclaredModel:
-    from holdfast.models.blueprints.compressed import deepseek_v4
+    from holdfast.models.blueprints.compressed import deepseek_v4  # a plan of another model does not wait for it
 
     declaration = deepseek_v4(settings, native)
     return DeclaredModel(
@@ -117,7 +109,6 @@ def _dtype(settings: Settings) -> str:
 
 
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], DeclaredModel]] = {
-    "DeepseekV32ForCausalLM": _read_deepseek_v32,
     "DeepseekV4ForCausalLM": _read_deepseek_v4,
     **dict.fromkeys(
         (
