@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from holdfast.kernels import norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
+    index_scores,
     latent_attention,
     latent_prefill,
     latent_projection,
@@ -33,9 +34,11 @@ from holdfast.kernels.attention import (  # noqa: E402
     latent_warpgroups,
     quantized_attention,
     tiled_attention,
+    write_index,
     write_latent,
     write_quantized_kv,
 )
+from holdfast.kernels.attention.index_planes import IndexPlanes, SparseRows  # noqa: E402
 from holdfast.kernels.attention.latent_planes import LatentPlanes  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
@@ -50,7 +53,7 @@ from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratc
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
-from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat  # noqa: E402
+from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
@@ -352,6 +355,27 @@ def latents_written_of(name: str, latent_dim: int, rope_dim: int) -> None:
     )
 
 
+def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64) -> None:
+    """The index written, its queries quantized where keys are, and scored."""
+    planes = IndexPlanes.of(
+        {
+            plane.name: torch.empty(2 * page_tokens, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+            for plane in index_planes(name, dim)
+        },
+        page_tokens,
+    )
+    k, q = torch.empty(4, 99 + dim, dtype=BF16)[:, 99:], torch.empty(4, num_heads, dim, dtype=BF16)
+    numbers, table, weights = torch.zeros(4, dtype=torch.int64), torch.empty(99, dim // 2), torch.empty(4, num_heads)
+    norm_of_keys = write_index.IndexNorm(torch.empty(dim), torch.empty(dim), 1e-6)
+    write_index.write_index(k, q, numbers, numbers, norm_of_keys, Rotary(table, table), planes)
+    if planes.is_quantized:
+        codes = torch.empty(4, num_heads, dim, dtype=torch.float8_e4m3fn)
+        write_index.quantize_index_queries(q, weights, codes, weights)
+        q = codes
+    pages, rows = torch.zeros(4, 16, dtype=torch.int32), SparseRows(numbers.int(), numbers.int())
+    index_scores.index_scores(q, weights, planes, pages, rows, torch.empty(4, 999))
+
+
 def quantized_latents_of(name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool) -> None:
     work = tiled_attention.TileWork(
         torch.empty(9, 8, dtype=torch.int32), torch.empty(9, 2, dtype=torch.int32), not large, large, has_merge=True
@@ -463,6 +487,11 @@ CASES: dict[str, Callable[[], None]] = {
     "latents written, fp8": lambda: latents_written_of("fp8_ds_mla", 512, 64),
     "latents written, 4 bits": lambda: latents_written_of("turboquant_mla_4bit", 512, 64),
     "latents written, 4 bits of 192": lambda: latents_written_of("turboquant_mla_4bit_r8", 192, 24),
+    "index in fp8": lambda: index_of("fp8", 64, 128),
+    "index in fp8, large pages": lambda: index_of("fp8", 32, 128, page_tokens=256),
+    "index in fp8, 3 heads of 48": lambda: index_of("fp8", 3, 48),
+    "index in bfloat16": lambda: index_of("bfloat16", 64, 128),
+    "index in float32": lambda: index_of("float32", 64, 128),
     "quantized latents, fp8": lambda: quantized_latents_of("fp8_ds_mla", 16, 128, 64, large=False),
     "quantized latents, 4 bits": lambda: quantized_latents_of("turboquant_mla_4bit", 20, 128, 64, large=True),
     "quantized latents, 4 bits of 192": lambda: quantized_latents_of("turboquant_mla_4bit_r8", 3, 192, 24, large=False),
@@ -487,6 +516,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        index_scores,
         latent_attention,
         latent_prefill,
         latent_projection,
@@ -501,6 +531,7 @@ def main() -> None:
         norm,
         small_batch,
         tiled_attention,
+        write_index,
         write_latent,
         write_quantized_kv,
     ]

@@ -5,12 +5,71 @@ T rows, I index heads, D elements of a head, C tokens of the longest context, S 
     score[t, s] = sum over heads of weight[t, h] * relu(q[t, h] . k[s])      in float32, for s below num_tokens_T[t]
 """
 
+from typing import Literal, NamedTuple
+
 import torch
 
 from holdfast.kernels.attention.index_planes import IndexPlanes, SparseRows
+from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    is_interpreted,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 
+# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
+
+
+MAX_HEADS, MAX_DIM = 64, 128
+"""What the kernel takes: all heads of a row are one operand of a product."""
 TOKENS_AT_ONCE = 4096
 """Of the reference. Blocks begin at multiples of it, so that a row's scores do not depend on other rows."""
+TOKENS_PER_PROGRAM = 4096
+"""At the longest context, so that a step's longest row does not keep one program busy when all others are done."""
+PROGRAMS_PER_SM = 4
+NUM_WARPS = 4
+
+
+Operands = Literal["e4m3", "bytes", "half", "float32"]
+"""How numbers go into a product: e4m3 codes, the same as half precision where a GPU knows no e4m3, 16 bits as they are, float32."""
+OPERAND_BYTES: dict[Operands, int] = {"e4m3": 1, "bytes": 2, "half": 2, "float32": 4}
+
+
+class IndexBlocks(NamedTuple):
+    """How a program takes tokens and rows."""
+
+    tokens: int
+    has_pairs: bool
+    """Whether two neighbouring rows of a sequence share the keys that a program has read."""
+    num_stages: int
+
+
+def index_blocks(operands: Operands, block_d: int) -> IndexBlocks:
+    """16 KiB of keys a block and three of them under way, beside the queries: at most 80 KiB, so that others fit beside a program."""
+    size = OPERAND_BYTES[operands]
+    return IndexBlocks(min(128, 16384 // (size * block_d)), size < 4, 3)
+
+
+def num_splits(num_rows: int, num_columns: int, block_tokens: int, num_sms: int) -> int:
+    """Programs of a row: from the number of rows and the longest context alone, so that a graph serves any lengths."""
+    to_fill = -(-PROGRAMS_PER_SM * num_sms // num_rows)
+    return max(1, min(-(-num_columns // block_tokens), max(to_fill, -(-num_columns // TOKENS_PER_PROGRAM))))
+
+
+def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
+    """By the types of queries and keys, and by what the device multiplies."""
+    if planes.is_quantized:
+        is_known = not q_TID.is_cuda or torch.cuda.get_device_capability(q_TID.device) >= (8, 9)
+        return "e4m3" if is_known and not is_interpreted() else "bytes"
+    dtype = planes.rows_SD.dtype
+    is_half = dtype == torch.float16 or (dtype == torch.bfloat16 and not is_interpreted())
+    return "half" if is_half and q_TID.dtype == dtype else "float32"
 
 
 def index_scores(
@@ -26,7 +85,8 @@ def index_scores(
     `weights_TI`: float32, with all factors in them (head_dim ** -0.5 * heads ** -0.5, and the queries' scale where they are codes).
     The launch does not depend on lengths: programs read them on the device, so that a graph serves any step.
     """
-    return index_scores_reference(q_TID, weights_TI, planes, page_table_NP, rows, out_TC)
+    scores = index_scores_triton if can_run(q_TID) else index_scores_reference
+    return scores(q_TID, weights_TI, planes, page_table_NP, rows, out_TC)
 
 
 def index_scores_reference(
@@ -65,3 +125,256 @@ def read_index(planes: IndexPlanes, pages_P: torch.Tensor, low: int, high: int) 
         return planes.rows_SD[slot_S].float()
     codes_SD = planes.rows_SD.view(torch.uint8)[slot_S].view(torch.float8_e4m3fn)
     return codes_SD.float() * planes.scales_S1[slot_S]
+
+
+def index_scores_triton(
+    q_TID: torch.Tensor,
+    weights_TI: torch.Tensor,
+    planes: IndexPlanes,
+    page_table_NP: torch.Tensor,
+    rows: SparseRows,
+    out_TC: torch.Tensor,
+) -> torch.Tensor:
+    """The same as one Triton kernel: tokens are rows of a product and heads its columns, so that a sum over heads stays in a thread.
+
+    A program takes every so manieth block of a row's tokens, and with it those of the next row where that is of the same sequence.
+    """
+    num_rows, num_heads, dim = q_TID.shape
+    _check_layout(q_TID, weights_TI, planes, page_table_NP, out_TC)
+    if num_rows == 0:
+        return out_TC
+    operands, pdl = choose_operands(q_TID, planes), supports_pdl(q_TID)
+    block_d, num_columns = max(16, next_power_of_two(dim)), out_TC.shape[1]
+    blocks, num_sms = index_blocks(operands, block_d), _num_sms(q_TID)
+    _score_kernel[(num_rows, num_splits(num_rows, num_columns, blocks.tokens, num_sms))](
+        q_TID if operands in ("e4m3", "half") else as_kernels_read(q_TID),
+        weights_TI,
+        planes.rows_SD if operands in ("e4m3", "half") else as_kernels_read(planes.rows_SD),
+        planes.scales_S1,
+        page_table_NP,
+        rows.table_rows_T,
+        rows.num_tokens_T,
+        out_TC,
+        q_TID.stride(0),
+        q_TID.stride(1),
+        weights_TI.stride(0),
+        page_table_NP.stride(0),
+        out_TC.stride(0),
+        num_rows,
+        OPERANDS=operands,
+        PAIRS=blocks.has_pairs,
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        PAGE_TOKENS=planes.page_tokens,
+        BLOCK_N=blocks.tokens,
+        BLOCK_I=max(16, next_power_of_two(num_heads)),
+        BLOCK_D=block_d,
+        NUM_STAGES=blocks.num_stages,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **pdl_launch(pdl),
+    )
+    return out_TC
+
+
+def _num_sms(tensor: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
+
+
+def _check_layout(
+    q_TID: torch.Tensor,
+    weights_TI: torch.Tensor,
+    planes: IndexPlanes,
+    page_table_NP: torch.Tensor,
+    out_TC: torch.Tensor,
+) -> None:
+    num_heads, dim = q_TID.shape[1:]
+    assert num_heads <= MAX_HEADS, f"{num_heads=}: a product takes up to {MAX_HEADS} index heads"
+    assert dim <= MAX_DIM, f"{dim=}: a product takes up to {MAX_DIM} elements of a head"
+    assert planes.rows_SD.shape[1] == dim, f"{planes.rows_SD.shape=} for {q_TID.shape=}"
+    if planes.is_quantized:
+        assert q_TID.dtype == torch.float8_e4m3fn, f"{q_TID.dtype=}: quantize_index_queries gives what these keys take"
+    for plane in (planes.rows_SD, planes.scales_S1):
+        assert plane is None or plane.is_contiguous(), f"{plane.stride()=}: the slots of a plane must lie side by side"
+    for rows in (q_TID, weights_TI, page_table_NP, out_TC):
+        assert rows.stride(-1) == 1, f"{rows.stride()=}: what belongs to a row must lie side by side"
+
+
+@jit_counting("out_stride", "num_rows")
+def _score_kernel(
+    p_q,
+    p_weights,
+    p_keys,
+    p_scales,
+    p_pages,
+    p_table_rows,
+    p_num_tokens,
+    p_out,
+    q_stride,
+    head_stride,
+    weights_stride,
+    table_stride,
+    out_stride,
+    num_rows,
+    OPERANDS: constexpr,
+    PAIRS: constexpr,
+    NUM_HEADS: constexpr,
+    DIM: constexpr,
+    PAGE_TOKENS: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_I: constexpr,
+    BLOCK_D: constexpr,
+    NUM_STAGES: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0)
+    table_row = tl.load(p_table_rows + i_row)
+    num_tokens = tl.load(p_num_tokens + i_row)
+    # Lengths were there before; queries and new keys come from the last kernels. Who follows counts on all before it.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    p_row_q = p_q + i_row.to(tl.int64) * q_stride
+    p_row_weights = p_weights + i_row.to(tl.int64) * weights_stride
+    p_row_out = p_out + i_row.to(tl.int64) * out_stride
+    p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
+    is_pair = False
+    if PAIRS:
+        i_other = i_row ^ 1
+        m_other = i_other < num_rows
+        other_tokens = tl.load(p_num_tokens + i_other, mask=m_other, other=0)
+        other_table_row = tl.load(p_table_rows + i_other, mask=m_other, other=-1)
+        is_pair = (other_table_row == table_row) & (num_tokens > 0) & (other_tokens > 0)
+        if is_pair & (i_row % 2 == 0):
+            _score_tokens(
+                p_row_q,
+                p_row_weights,
+                p_keys,
+                p_scales,
+                p_row_pages,
+                p_row_out,
+                num_tokens,
+                other_tokens,
+                q_stride,
+                head_stride,
+                weights_stride,
+                out_stride,
+                2,
+                OPERANDS,
+                NUM_HEADS,
+                DIM,
+                PAGE_TOKENS,
+                BLOCK_N,
+                BLOCK_I,
+                BLOCK_D,
+                NUM_STAGES,
+            )
+    if not is_pair:
+        _score_tokens(
+            p_row_q,
+            p_row_weights,
+            p_keys,
+            p_scales,
+            p_row_pages,
+            p_row_out,
+            num_tokens,
+            num_tokens,
+            q_stride,
+            head_stride,
+            weights_stride,
+            out_stride,
+            1,
+            OPERANDS,
+            NUM_HEADS,
+            DIM,
+            PAGE_TOKENS,
+            BLOCK_N,
+            BLOCK_I,
+            BLOCK_D,
+            NUM_STAGES,
+        )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def _score_tokens(
+    p_q,
+    p_weights,
+    p_keys,
+    p_scales,
+    p_pages,
+    p_out,
+    num_tokens,
+    other_tokens,
+    q_stride,
+    head_stride,
+    weights_stride,
+    out_stride,
+    ROWS: constexpr,
+    OPERANDS: constexpr,
+    NUM_HEADS: constexpr,
+    DIM: constexpr,
+    PAGE_TOKENS: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_I: constexpr,
+    BLOCK_D: constexpr,
+    NUM_STAGES: constexpr,
+):
+    """A program's blocks of tokens for one row or two. The products of a row are of one shape either way, and so are its bits."""
+    o_n, o_d, o_head = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_I)
+    first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N
+    end = tl.maximum(num_tokens, other_tokens)
+    if first < end:
+        b_q, b_weight = (), ()
+        m_head = o_head < NUM_HEADS
+        for i in tl.static_range(ROWS):
+            p_heads = p_q + i * q_stride + o_head[:, None] * head_stride + o_d[None, :]
+            b_x = tl.load(p_heads, mask=m_head[:, None] & (o_d < DIM)[None, :], other=0.0)
+            b_q = b_q + (tl.trans(_operand(b_x, OPERANDS)),)
+            b_w = tl.load(p_weights + i * weights_stride + o_head, mask=m_head, other=0.0)
+            b_weight = b_weight + (b_w.to(tl.float32)[None, :],)
+        # Page ids are read one block ahead, so that no load of keys waits for another load.
+        b_next_page = _pages(p_pages, first, o_n, end, PAGE_TOKENS, BLOCK_N)
+        for n in tl.range(first, end, step, num_stages=NUM_STAGES):
+            o_slot = _slots(b_next_page, n, o_n, PAGE_TOKENS, BLOCK_N)
+            b_next_page = _pages(p_pages, n + step, o_n, end, PAGE_TOKENS, BLOCK_N)
+            # Behind a row's tokens are slots of others, or of nobody. A token is a row of the product, which is alone in its score.
+            p_n = p_keys + (o_slot * DIM)[:, None] + o_d[None, :]
+            b_k = tl.load(p_n) if DIM == BLOCK_D else tl.load(p_n, mask=(o_d < DIM)[None, :], other=0.0)
+            b_key = _operand(b_k, OPERANDS)
+            for i in tl.static_range(ROWS):
+                b_product = tl.dot(b_key, b_q[i], input_precision="ieee")
+                # NaN is not lost: the selection knows it.
+                b_product = tl.maximum(b_product, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                b_score = tl.sum(b_product * b_weight[i], axis=1)
+                if p_scales is not None:
+                    b_score = b_score * tl.load(p_scales + o_slot)
+                count = num_tokens if i == 0 else other_tokens
+                tl.store(p_out + i * out_stride + n + o_n, b_score, mask=n + o_n < count)
+
+
+@jit
+def _operand(b_x, OPERANDS: constexpr):
+    if OPERANDS == "bytes":
+        return e4m3_value(b_x.to(tl.int32)).to(tl.float16)
+    elif OPERANDS == "float32":
+        return float32_of(b_x)
+    else:
+        return b_x
+
+
+@jit
+def _pages(p_pages, n, o_n, end, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
+    """The page of a block, or of each token of it where a page is smaller; the first of all where there is no token."""
+    if PAGE_TOKENS % BLOCK_N == 0:
+        return tl.load(p_pages + n // PAGE_TOKENS, mask=n < end, other=0)
+    else:
+        return tl.load(p_pages + (n + o_n) // PAGE_TOKENS, mask=n + o_n < end, other=0)
+
+
+@jit
+def _slots(b_page, n, o_n, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
+    if PAGE_TOKENS % BLOCK_N == 0:
+        return b_page.to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
+    else:
+        return b_page.to(tl.int64) * PAGE_TOKENS + (n + o_n) % PAGE_TOKENS

@@ -13,7 +13,22 @@ from torch.nn.functional import layer_norm
 
 from holdfast.kernels.attention.index_planes import IndexPlanes
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.fp8 import e4m3_of, size_bits
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+ELEMENTS_PER_PROGRAM = 2048
+"""Of index heads."""
+NUM_WARPS = 4
 LEAST_KEY = 1e-4
 LEAST_QUERY = 1e-10
 """The least amax of a key, and of a head of a query, that a scale is chosen for."""
@@ -41,7 +56,8 @@ def write_index(
 
     Rows may lie apart in `k_TD` and `q_TID`. The position of a row without a slot is not looked at.
     """
-    write_index_reference(k_TD, q_TID, positions_T, slots_T, norm, rotary, planes)
+    write = write_index_triton if can_run(k_TD) else write_index_reference
+    write(k_TD, q_TID, positions_T, slots_T, norm, rotary, planes)
 
 
 def write_index_reference(
@@ -93,7 +109,8 @@ def quantize_index_queries(
 
     `out_weights_TI` may be `weights_TI`. Rows may lie apart in all of them.
     """
-    quantize_index_queries_reference(q_TID, weights_TI, codes_TID, out_weights_TI)
+    quantize = quantize_index_queries_triton if can_run(q_TID) else quantize_index_queries_reference
+    quantize(q_TID, weights_TI, codes_TID, out_weights_TI)
 
 
 def quantize_index_queries_reference(
@@ -103,3 +120,229 @@ def quantize_index_queries_reference(
     codes, scales_TI1 = quantize_index(q_TID, LEAST_QUERY)
     codes_TID.copy_(codes)
     out_weights_TI.copy_(weights_TI.float() * scales_TI1.squeeze(-1))
+
+
+def write_index_triton(
+    k_TD: torch.Tensor,
+    q_TID: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    norm: IndexNorm,
+    rotary: Rotary,
+    planes: IndexPlanes,
+) -> None:
+    """The same as one Triton kernel: a program for the key of a row, and others for some of its index heads each."""
+    (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.cos_LD.shape[1]
+    _check_layout(k_TD, q_TID, rotary, planes)
+    if num_rows == 0:
+        return
+    half_block, pdl = next_power_of_two(rope_dim // 2), supports_pdl(k_TD)
+    heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)))
+    _write_index_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
+        k_TD,
+        q_TID,
+        positions_T,
+        slots_T,
+        norm.weight_D,
+        norm.bias_D,
+        rotary.cos_LD,
+        rotary.sin_LD,
+        planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD,
+        planes.scales_S1,
+        norm.eps,
+        k_TD.stride(0),
+        q_TID.stride(0),
+        q_TID.stride(1),
+        rotary.cos_LD.stride(0),
+        LEAST=LEAST_KEY,
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        ROPE_DIM=rope_dim,
+        HEADS=heads,
+        BLOCK_D=next_power_of_two(dim),
+        HALF_BLOCK=half_block,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **pdl_launch(pdl),
+    )
+
+
+def quantize_index_queries_triton(
+    q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
+) -> None:
+    """The same as one Triton kernel, a program for some heads of a row."""
+    num_rows, num_heads, dim = q_TID.shape
+    assert codes_TID.shape == q_TID.shape, f"{codes_TID.shape=} for {q_TID.shape=}"
+    for rows in (q_TID, weights_TI, codes_TID, out_weights_TI):
+        assert rows.stride(-1) == 1, f"{rows.stride()=}: what belongs to a row must lie side by side"
+    if num_rows == 0:
+        return
+    block_d, pdl = next_power_of_two(dim), supports_pdl(q_TID)
+    heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
+    _quantize_queries_kernel[(num_rows * -(-num_heads // heads),)](
+        q_TID,
+        weights_TI,
+        codes_TID.view(torch.uint8),
+        out_weights_TI,
+        q_TID.stride(0),
+        q_TID.stride(1),
+        weights_TI.stride(0),
+        codes_TID.stride(0),
+        codes_TID.stride(1),
+        out_weights_TI.stride(0),
+        LEAST=LEAST_QUERY,
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        HEADS=heads,
+        BLOCK_D=block_d,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **pdl_launch(pdl),
+    )
+
+
+def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
+    (dim,), rope_dim = k_TD.shape[1:], rotary.cos_LD.shape[1]
+    assert dim == q_TID.shape[2] == planes.rows_SD.shape[1], f"{k_TD.shape=}, {q_TID.shape=}, {planes.rows_SD.shape=}"
+    assert rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
+    assert k_TD.stride(1) == 1, f"{k_TD.stride()=}: the elements of a row must lie side by side"
+    assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
+    assert rotary.cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
+    assert rotary.cos_LD.stride(1) == 1, f"{rotary.cos_LD.stride()=}: the columns of a table must lie side by side"
+    for plane in (planes.rows_SD, planes.scales_S1):
+        assert plane is None or plane.is_contiguous(), f"{plane.stride()=}: the slots of a plane must lie side by side"
+
+
+@jit
+def _write_index_kernel(
+    p_k,
+    p_q,
+    p_positions,
+    p_slots,
+    p_norm,
+    p_bias,
+    p_cosine,
+    p_sine,
+    p_rows,
+    p_scales,
+    eps,
+    k_stride,
+    q_stride,
+    head_stride,
+    table_stride,
+    LEAST: constexpr,
+    NUM_HEADS: constexpr,
+    DIM: constexpr,
+    ROPE_DIM: constexpr,
+    HEADS: constexpr,
+    BLOCK_D: constexpr,
+    HALF_BLOCK: constexpr,
+    PDL: constexpr,
+):
+    NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
+    HALF: constexpr = ROPE_DIM // 2
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    i_block = i_program % NUM_BLOCKS
+    i_slot = tl.load(p_slots + i_row).to(tl.int64)
+    i_position = tl.where(i_slot < 0, 0, tl.load(p_positions + i_row).to(tl.int64))
+    # What no kernel before this one writes is loaded before the wait, in both branches.
+    if i_block > 0:
+        # Queries are turned in place: who stores an element must have loaded its partner itself.
+        o_f = tl.arange(0, HALF_BLOCK)[None, :]
+        o_half = i_position * table_stride + o_f
+        b_cos = tl.load(p_cosine + o_half, mask=o_f < HALF, other=0.0).to(tl.float32)
+        b_sin = tl.load(p_sine + o_half + HALF, mask=o_f < HALF, other=0.0).to(tl.float32)
+        _wait(PDL)
+        o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
+        m_q = (o_head < NUM_HEADS) & (o_f < HALF)
+        p_left = p_q + i_row * q_stride + o_head * head_stride + o_f
+        b_left = tl.load(p_left, mask=m_q, other=0.0).to(tl.float32)
+        b_right = tl.load(p_left + HALF, mask=m_q, other=0.0).to(tl.float32)
+        tl.store(p_left, (b_left * b_cos - b_right * b_sin).to(p_q.dtype.element_ty), mask=m_q)
+        tl.store(p_left + HALF, (b_right * b_cos + b_left * b_sin).to(p_q.dtype.element_ty), mask=m_q)
+    else:
+        o_d = tl.arange(0, BLOCK_D)[None, :]
+        m_d, m_rope = o_d < DIM, o_d < ROPE_DIM
+        o_partner = tl.where(m_rope, (o_d + HALF) % ROPE_DIM, o_d)
+        o_table = i_position * table_stride + o_d
+        b_cos_d = tl.load(p_cosine + o_table, mask=m_rope, other=1.0).to(tl.float32)
+        b_sin_d = tl.load(p_sine + o_table, mask=m_rope, other=0.0).to(tl.float32)
+        b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_bias = tl.load(p_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_partner_weight = tl.load(p_norm + o_partner, mask=m_d, other=0.0).to(tl.float32)
+        b_partner_bias = tl.load(p_bias + o_partner, mask=m_d, other=0.0).to(tl.float32)
+        _wait(PDL)
+        p_row = p_k + i_row * k_stride
+        b_x = tl.load(p_row + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_partner = tl.load(p_row + o_partner, mask=m_d, other=0.0).to(tl.float32)
+        b_mean = tl.sum(b_x, axis=1, keep_dims=True) / DIM
+        b_x = tl.where(m_d, b_x - b_mean, 0.0)
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1, keep_dims=True) / DIM + eps)
+        b_x = b_x * b_rstd * b_weight + b_bias
+        b_partner = (b_partner - b_mean) * b_rstd * b_partner_weight + b_partner_bias
+        b_x = tl.where(m_rope, b_x * b_cos_d + b_partner * b_sin_d, b_x)
+        m_store = m_d & (i_slot >= 0)
+        p_y = p_rows + i_slot * DIM + o_d
+        if p_scales is None:
+            tl.store(p_y, b_x.to(p_rows.dtype.element_ty), mask=m_store)
+        else:
+            b_codes, b_scale = _coded(b_x, LEAST)
+            tl.store(p_y, b_codes, mask=m_store)
+            o_1 = tl.arange(0, 1)
+            tl.store(p_scales + i_slot + o_1, b_scale, mask=(o_1 == 0) & (i_slot >= 0))
+
+
+@jit
+def _quantize_queries_kernel(
+    p_q,
+    p_weights,
+    p_codes,
+    p_out,
+    q_stride,
+    head_stride,
+    weights_stride,
+    codes_stride,
+    codes_head_stride,
+    out_stride,
+    LEAST: constexpr,
+    NUM_HEADS: constexpr,
+    DIM: constexpr,
+    HEADS: constexpr,
+    BLOCK_D: constexpr,
+    PDL: constexpr,
+):
+    NUM_BLOCKS: constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    o_head = i_program % NUM_BLOCKS * HEADS + tl.arange(0, HEADS)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_head = o_head < NUM_HEADS
+    m_x = m_head[:, None] & (o_d < DIM)
+    _wait(PDL)
+    b_x = tl.load(p_q + i_row * q_stride + o_head[:, None] * head_stride + o_d, mask=m_x, other=0.0).to(tl.float32)
+    b_weight = tl.load(p_weights + i_row * weights_stride + o_head, mask=m_head, other=0.0).to(tl.float32)
+    b_codes, b_scale = _coded(b_x, LEAST)
+    tl.store(p_codes + i_row * codes_stride + o_head[:, None] * codes_head_stride + o_d, b_codes, mask=m_x)
+    tl.store(p_out + i_row * out_stride + o_head, b_weight * b_scale, mask=m_head)
+
+
+@jit
+def _coded(b_x, LEAST: constexpr):
+    """[H, D] codes and the scale of each row: the least power of two from max(amax, LEAST) / 448 on. What is not finite stays."""
+    # As integers: NaN is above all numbers there, and is not lost.
+    b_amax = tl.max(size_bits(b_x), axis=1).to(tl.float32, bitcast=True)
+    b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
+    b_bits = size_bits(tl.div_rn(b_amax, tl.full(b_amax.shape, 448.0, tl.float32)))
+    b_bits = tl.where(b_bits < 0x7F800000, (b_bits + 0x7FFFFF) & 0x7F800000, b_bits)
+    b_scale = b_bits.to(tl.float32, bitcast=True)
+    # The inverse of a power of two is exact, and so is the product.
+    b_inverse = tl.div_rn(tl.full(b_amax.shape, 1.0, tl.float32), b_scale)
+    return e4m3_of(b_x * b_inverse[:, None]).to(tl.uint8), b_scale
+
+
+@jit
+def _wait(PDL: constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
