@@ -60,6 +60,7 @@ TORCH_FREE = (
     "cache.pages",
     "cache.prefix",
     "kernels.attention.latent_geometry",
+    "kernels.attention.top_k_geometry",
     "kernels.geometry",
     "kernels.up_projection",
     "models.spec",
