@@ -39,8 +39,14 @@ from holdfast.kernels.attention import (  # noqa: E402
     write_quantized_kv,
 )
 from holdfast.kernels.attention.index_planes import IndexPlanes, SparseRows  # noqa: E402
+    top_k_tokens,
+    write_latent,
+    write_quantized_kv,
+)
+from holdfast.kernels.attention.index_planes import SparseRows  # noqa: E402
 from holdfast.kernels.attention.latent_planes import LatentPlanes  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
+from holdfast.kernels.attention.top_k_geometry import top_k_specs  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     coded_rms_norm,
@@ -393,6 +399,13 @@ def quantized_latents_of(name: str, num_heads: int, latent_dim: int, rope_dim: i
     )
 
 
+def top_k_of(context: int, k: int) -> None:
+    """Two rows of scores."""
+    numbers, out = torch.zeros(2, dtype=torch.int32), torch.empty(2, k, dtype=torch.int32)
+    scratch = {spec.name: torch.empty(spec.shape, dtype=torch.int32) for spec in top_k_specs(2, context, k)}
+    top_k_tokens.top_k_tokens(torch.empty(2, context), SparseRows(numbers, numbers), out, scratch)
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -499,6 +512,9 @@ CASES: dict[str, Callable[[], None]] = {
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
     "up-projected P128, 4 bits and rope of 8": lambda: up_projected_of(128, 128, "turboquant_mla_4bit_r8"),
+    "top-k of 8K": lambda: top_k_of(8192, 2048),
+    "top-k of 160K": lambda: top_k_of(163840, 2048),
+    "top-k of 1M": lambda: top_k_of(2**20, 512),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
     **EXPERT_CASES,
@@ -532,6 +548,7 @@ def main() -> None:
         small_batch,
         tiled_attention,
         write_index,
+        top_k_tokens,
         write_latent,
         write_quantized_kv,
     ]

@@ -19,6 +19,7 @@ COMMON_CASES = (
     "write quantized D128, one format",
     "quantized 4/4 D128",
     "latents, 128 heads in warpgroups",
+    "top-k of 160K",
 )
 OTHER_CASES = (
     "one row",
@@ -75,6 +76,8 @@ OTHER_CASES = (
     "up-projected P192, fp8",
     "up-projected P128, 4 bits",
     "up-projected P128, 4 bits and rope of 8",
+    "top-k of 8K",
+    "top-k of 1M",
     "routing of V2",
     "routing of V3",
     "experts in bfloat16, 1 rows",
