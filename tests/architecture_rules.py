@@ -61,6 +61,7 @@ TORCH_FREE = (
     "cache.prefix",
     "kernels.attention.latent_geometry",
     "kernels.attention.top_k_geometry",
+    "kernels.attention.sparse_geometry",
     "kernels.geometry",
     "kernels.up_projection",
     "models.spec",
