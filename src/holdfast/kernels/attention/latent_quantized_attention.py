@@ -2,40 +2,45 @@
 
 T rows, N query heads, L latent, R rotated elements, S slots, C split-KV partials, M rows of a tile times heads, W columns of words
 
-The work is that of latent_attention.py, tile by tile. Codes lie in 16-bit words (quant/latent_quantize.py), of which a group
-shares a scale, and are taken apart into parts: what lies at one place of all words of a group. Parts become half precision
+The work is that of latent_attention.py, tile by tile. Codes are taken apart as latent_words.py says, into parts in half precision
 without their scale, which multiplies scores of keys and, for values, p of the softmax. p is kept below 2^14 by a bound that
 knows the scales, so that half precision holds it however long the context is. Queries of TurboQuant's pages come in the
 rotated space, and outputs stay in it.
-
-    fp8_ds_mla   a group for every tile of 128 elements, part j at column c is element 128 g + 2 c + j, j < 2
-    TurboQuant   one group, part j at column c is coordinate j L / 4 + c, j < 4
 """
 
 from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2, latent_parts_4, value_parts_8
+from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
 from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.latent_tiles import merge_latents
+from holdfast.kernels.attention.latent_words import (
+    group_scores,
+    load_queries,
+    load_rope_queries,
+    load_scales,
+    load_words,
+    rope_plane,
+    rope_scores,
+    scale_factor,
+    store_parts,
+    take_apart,
+    word_shape,
+)
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.fp8 import float32_of
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
     jit,
-    next_power_of_two,
     pdl_launch,
     shared_bytes,
     supports_pdl,
     tl,
 )
-from holdfast.quant.formats import LATENT_TILE
-from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -77,28 +82,6 @@ def quantized_blocks(height: int, planes: LatentPlanes, room: int) -> QuantizedB
     return choices[-1]
 
 
-class WordShape(NamedTuple):
-    """How the words of a row are grouped, and the powers of two that a kernel takes for their columns."""
-
-    groups: int
-    parts: int
-    block_columns: int
-    block_rope: int
-
-
-def word_shape(planes: LatentPlanes) -> WordShape:
-    """Of the rows of these planes."""
-    latent_dim, rope_dim, is_fp8 = planes.latent_dim, planes.rope_dim, planes.kind == "fp8_ds_mla"
-    columns = min(LATENT_TILE, latent_dim) // 2 if is_fp8 else latent_dim // LATENT_PARTS
-    rope_columns = rope_dim // 2 if planes.has_small_rope else rope_dim
-    return WordShape(
-        num_fp8_tiles(latent_dim) if is_fp8 else 1,
-        2 if is_fp8 else LATENT_PARTS,
-        max(16, next_power_of_two(columns)),
-        max(16, next_power_of_two(rope_columns)),
-    )
-
-
 def latent_quantized_attention(
     q_TNX: torch.Tensor,
     planes: LatentPlanes,
@@ -124,7 +107,7 @@ def latent_quantized_attention(
             q_TNX,
             planes.rows_SX.view(torch.int16),
             planes.scales_SC,
-            _rope_plane(planes),
+            rope_plane(planes),
             out_TNL,
             partial_out_CX,
             partial_lse_CH,
@@ -157,13 +140,6 @@ def latent_quantized_attention(
     if work.has_merge:
         merge_latents(work, num_rows, partial_out_CX, partial_lse_CH, out_TNL)
     return out_TNL
-
-
-def _rope_plane(planes: LatentPlanes) -> torch.Tensor:
-    """The memory in which a kernel finds rotated elements, as words: those of fp8_ds_mla lie in the rows."""
-    if planes.rope_SR is None:
-        return planes.rows_SX.view(torch.int16 if is_interpreted() else torch.bfloat16)
-    return planes.rope_SR.view(torch.int16) if planes.has_small_rope or is_interpreted() else planes.rope_SR
 
 
 def latent_quantized_attention_reference(
@@ -249,8 +225,8 @@ def _attend_kernel(
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
         p_q_m = p_q + (o_q * WIDTH)[:, None]
-        b_q = _queries(p_q_m, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
-        b_q_rope = _rope_queries(p_q_m + LATENT_DIM, m_m, SMALL_ROPE, ROPE_DIM, BLOCK_R, PLAIN)
+        b_q = load_queries(p_q_m, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
+        b_q_rope = load_rope_queries(p_q_m + LATENT_DIM, m_m, SMALL_ROPE, ROPE_DIM, BLOCK_R, PLAIN)
         b_acc = ()
         for _ in tl.static_range(NUM_GROUPS * NUM_PARTS):
             b_acc = b_acc + (tl.zeros((BLOCK_M, BLOCK_W), dtype=tl.float32),)
@@ -258,7 +234,7 @@ def _attend_kernel(
         b_l_tokens = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Scales come a block ahead, as pages do: nothing in a block waits for memory but the codes' own copies.
         o_slot = _slots(b_page, low, o_n, PAGE_TOKENS, BLOCK_N)
-        b_scale = _scales(p_words, p_scales, o_slot, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
+        b_scale = load_scales(p_words, p_scales, o_slot, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
         # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
         clear = low + tl.maximum(tl.minimum(high, position + 1) - low, 0) // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(2):
@@ -270,8 +246,8 @@ def _attend_kernel(
                 o_slot = _slots(b_page, n, o_n, PAGE_TOKENS, BLOCK_N)
                 b_page = _pages(p_row_pages, n + BLOCK_N, o_n, high, PAGE_TOKENS, BLOCK_N)
                 o_next = _slots(b_page, n + BLOCK_N, o_n, PAGE_TOKENS, BLOCK_N)
-                b_next = _scales(p_words, p_scales, o_next, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
-                b_score = _rope_scores(
+                b_next = load_scales(p_words, p_scales, o_next, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
+                b_score = rope_scores(
                     b_q_rope,
                     p_rope,
                     o_slot,
@@ -287,14 +263,14 @@ def _attend_kernel(
                     PLAIN,
                 )
                 if SMALL_ROPE:
-                    b_score = b_score * _factor(b_scale[1], m_n, MASKED)[None, :]
+                    b_score = b_score * scale_factor(b_scale[1], m_n, MASKED)[None, :]
                 b_groups = ()
                 b_bound = tl.zeros((BLOCK_N,), dtype=tl.float32)
                 for g in tl.static_range(NUM_GROUPS):
-                    b_factor = _factor(b_scale[g], m_n, MASKED)
+                    b_factor = scale_factor(b_scale[g], m_n, MASKED)
                     b_bound = tl.maximum(b_bound, b_factor)
-                    b_words = _words(p_words, o_slot, m_n, g, MASKED, FP8, LATENT_DIM, ROW_WORDS, BLOCK_W)
-                    b_score += _group_scores(b_q, b_words, g, FP8, PLAIN) * b_factor[None, :]
+                    b_words = load_words(p_words, o_slot, m_n, g, MASKED, FP8, LATENT_DIM, ROW_WORDS, BLOCK_W)
+                    b_score += group_scores(b_q, b_words, g, FP8, PLAIN) * b_factor[None, :]
                     b_groups = b_groups + (b_words,)
                 b_score = b_score * scale_log2
                 if MASKED:
@@ -308,9 +284,9 @@ def _attend_kernel(
                 b_l_tokens = b_l_tokens * b_alpha[:, None] + b_p
                 b_new = ()
                 for g in tl.static_range(NUM_GROUPS):
-                    b_factor = _factor(b_scale[g], m_n, MASKED)
+                    b_factor = scale_factor(b_scale[g], m_n, MASKED)
                     b_weight = (b_p * (b_factor * P_ONE)[None, :]).to(tl.float16)
-                    b_values = _parts(b_groups[g], FP8, PLAIN)
+                    b_values = take_apart(b_groups[g], FP8, PLAIN)
                     for j in tl.static_range(NUM_PARTS):
                         b_new = b_new + (tl.dot(b_weight, b_values[j], b_acc[g * NUM_PARTS + j] * b_alpha[:, None]),)
                 b_acc, b_m, b_scale = b_new, b_m_new, b_next
@@ -318,11 +294,11 @@ def _attend_kernel(
         # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
         b_share = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
         if first_partial < 0:
-            _store(b_acc, b_share, p_out + (o_q * LATENT_DIM)[:, None], m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
+            store_parts(b_acc, b_share, p_out + (o_q * LATENT_DIM)[:, None], m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
         else:
             o_partial = (first_partial + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
             p_partial = p_partial_out + (o_partial * LATENT_DIM)[:, None]
-            _store(b_acc, b_share, p_partial, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
+            store_parts(b_acc, b_share, p_partial, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
@@ -345,169 +321,3 @@ def _slots(b_page, n, o_n, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
         return b_page.to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
     else:
         return b_page.to(tl.int64) * PAGE_TOKENS + (n + o_n) % PAGE_TOKENS
-
-
-@jit
-def _dims(o_c, i_group, i_part, FP8: constexpr, LATENT_DIM: constexpr):
-    """The elements of a latent that a part has, and whether there are any: a column may be beyond its group."""
-    if FP8:
-        o_d = 128 * i_group + 2 * o_c + i_part
-        return o_d, (2 * o_c < 128) & (o_d < LATENT_DIM)
-    else:
-        return i_part * (LATENT_DIM // 4) + o_c, o_c < LATENT_DIM // 4
-
-
-@jit
-def _half(b_x):
-    """Half precision; what is beyond its range is cut, not infinite."""
-    return tl.minimum(tl.maximum(b_x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-
-
-@jit
-def _queries(p_q_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr):
-    """[M, W] of every part, in half precision."""
-    NUM_PARTS: constexpr = 2 if FP8 else 4
-    o_c = tl.arange(0, BLOCK_W)
-    b_q = ()
-    for i in tl.static_range(NUM_GROUPS * NUM_PARTS):
-        o_d, m_d = _dims(o_c, i // NUM_PARTS, i % NUM_PARTS, FP8, LATENT_DIM)
-        b_x = tl.load(p_q_m + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-        b_q = b_q + (_half(b_x),)
-    return b_q
-
-
-@jit
-def _rope_queries(p_q_m, m_m, SMALL_ROPE: constexpr, ROPE_DIM: constexpr, BLOCK_R: constexpr, PLAIN: constexpr):
-    """The rotated elements of queries: halves of pairs where keys are bytes, else all in the type of queries."""
-    o_r = tl.arange(0, BLOCK_R)
-    if SMALL_ROPE:
-        m_r = m_m[:, None] & (o_r < ROPE_DIM // 2)[None, :]
-        b_even = tl.load(p_q_m + 2 * o_r[None, :], mask=m_r, other=0.0)
-        b_odd = tl.load(p_q_m + 2 * o_r[None, :] + 1, mask=m_r, other=0.0)
-        return _half(b_even), _half(b_odd)
-    else:
-        b_x = tl.load(p_q_m + o_r[None, :], mask=m_m[:, None] & (o_r < ROPE_DIM)[None, :], other=0.0)
-        return (b_x.to(tl.float32) if PLAIN else b_x,)
-
-
-@jit
-def _scales(
-    p_words,
-    p_scales,
-    o_slot,
-    FP8: constexpr,
-    SMALL_ROPE: constexpr,
-    NUM_GROUPS: constexpr,
-    LATENT_DIM: constexpr,
-    ROW_WORDS: constexpr,
-):
-    """[N] of every group, and behind them that of the rotated elements. Those of slots that nobody looks at may be anything."""
-    b_scales = ()
-    if FP8:
-        p_row = p_words.to(tl.pointer_type(tl.float32)) + o_slot * (ROW_WORDS // 2) + LATENT_DIM // 4
-        for g in tl.static_range(NUM_GROUPS):
-            b_scales = b_scales + (tl.load(p_row + g),)
-    else:
-        NUM_SCALES: constexpr = 2 if SMALL_ROPE else 1
-        for i in tl.static_range(NUM_SCALES):
-            b_scales = b_scales + (tl.load(p_scales + o_slot * NUM_SCALES + i),)
-    return b_scales
-
-
-@jit
-def _factor(b_scale, m_n, MASKED: constexpr):
-    b_factor = b_scale.to(tl.float32)
-    return tl.where(m_n, b_factor, 0.0) if MASKED else b_factor
-
-
-@jit
-def _words(
-    p_words,
-    o_slot,
-    m_n,
-    i_group,
-    MASKED: constexpr,
-    FP8: constexpr,
-    LATENT_DIM: constexpr,
-    ROW_WORDS: constexpr,
-    BLOCK_W: constexpr,
-):
-    """[N, W]: the words of a group."""
-    WHOLE: constexpr = LATENT_DIM % 128 == 0 if FP8 else LATENT_DIM // 4 == BLOCK_W
-    o_c = tl.arange(0, BLOCK_W)
-    o_word = i_group * 64 + o_c
-    p = p_words + (o_slot * ROW_WORDS)[:, None] + o_word[None, :]
-    m_c = (o_word < LATENT_DIM // 2 if FP8 else o_word < LATENT_DIM // 4)[None, :]
-    # Not masks alone: where nothing can be out of range there is none.
-    if MASKED:
-        return tl.load(p, mask=m_n[:, None] & m_c, other=0)
-    elif WHOLE:
-        return tl.load(p)
-    else:
-        return tl.load(p, mask=m_c, other=0)
-
-
-@jit
-def _parts(b_words, FP8: constexpr, PLAIN: constexpr):
-    if FP8:
-        return value_parts_8(b_words, PLAIN)
-    else:
-        return latent_parts_4(b_words, PLAIN)
-
-
-@jit
-def _group_scores(b_q, b_words, i_group, FP8: constexpr, PLAIN: constexpr):
-    """[M, N] without a scale. Words are turned, not numbers: they go from shared memory straight into operands."""
-    NUM_PARTS: constexpr = 2 if FP8 else 4
-    b_keys = _parts(tl.trans(b_words), FP8, PLAIN)
-    b_score = tl.dot(b_q[i_group * NUM_PARTS], b_keys[0])
-    for j in tl.static_range(1, NUM_PARTS):
-        b_score = tl.dot(b_q[i_group * NUM_PARTS + j], b_keys[j], b_score)
-    return b_score
-
-
-@jit
-def _rope_scores(
-    b_q,
-    p_rope,
-    o_slot,
-    m_n,
-    MASKED: constexpr,
-    FP8: constexpr,
-    SMALL_ROPE: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    NUM_GROUPS: constexpr,
-    ROW_WORDS: constexpr,
-    BLOCK_R: constexpr,
-    PLAIN: constexpr,
-):
-    """[M, N] of the rotated elements, without a scale where they have one."""
-    COLUMNS: constexpr = ROPE_DIM // 2 if SMALL_ROPE else ROPE_DIM
-    STRIDE: constexpr = ROW_WORDS if FP8 else COLUMNS
-    FIRST: constexpr = LATENT_DIM // 2 + 2 * NUM_GROUPS if FP8 else 0
-    o_r = tl.arange(0, BLOCK_R)
-    p = p_rope + (o_slot * STRIDE)[:, None] + (FIRST + o_r)[None, :]
-    if MASKED:
-        b_words = tl.load(p, mask=m_n[:, None] & (o_r < COLUMNS)[None, :], other=0)
-    elif COLUMNS == BLOCK_R:
-        b_words = tl.load(p)
-    else:
-        b_words = tl.load(p, mask=(o_r < COLUMNS)[None, :], other=0)
-    if SMALL_ROPE:
-        b_even, b_odd = value_parts_8(tl.trans(b_words), PLAIN)
-        return tl.dot(b_q[1], b_odd, tl.dot(b_q[0], b_even))
-    elif PLAIN:
-        return tl.dot(b_q[0], tl.trans(float32_of(b_words)))
-    else:
-        return tl.dot(b_q[0], tl.trans(b_words.to(b_q[0].dtype)))
-
-
-@jit
-def _store(b_acc, b_share, p_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr):
-    NUM_PARTS: constexpr = 2 if FP8 else 4
-    o_c = tl.arange(0, BLOCK_W)
-    for i in tl.static_range(NUM_GROUPS * NUM_PARTS):
-        o_d, m_d = _dims(o_c, i // NUM_PARTS, i % NUM_PARTS, FP8, LATENT_DIM)
-        b_out = (b_acc[i] * b_share).to(p_m.dtype.element_ty)
-        tl.store(p_m + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
