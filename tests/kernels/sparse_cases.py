@@ -1,6 +1,6 @@
 """Lists of chosen tokens over paged latents in every format; whatever no list names is poison, pages that no list needs do not exist."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -128,16 +128,3 @@ def run_sparse(case: SparseCase, device: torch.device, num_sms: int = 1, functio
     assert result is out_TNL, "the output is the one that was given"
     zones.check()
     return out_TNL.cpu()
-
-
-def row_of(case: SparseCase, row: int) -> SparseCase:
-    """The same row in a step of its own."""
-    one = slice(row, row + 1)
-    return replace(
-        case,
-        q_TNX=case.q_TNX[one],
-        table_rows_T=case.table_rows_T[one],
-        num_tokens_T=case.num_tokens_T[one],
-        tokens_TK=case.tokens_TK[one],
-        latents=case.latents[one],
-    )

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.latent_attention import latent_attention_reference
-from holdfast.kernels.attention.sparse_attention import sparse_attention_reference
+from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS
+from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention_reference
 from holdfast.kernels.attention.sparse_geometry import MAX_SPLITS, sparse_partials, sparse_splits
+from holdfast.kernels.attention.sparse_tiles import ListSplits
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
+from kernels.exactness import same_bits
 from kernels.latent_page_cases import QUANTIZED_LATENTS
 from kernels.sparse_cases import SparseCase, run_sparse, sparse_case
 from kernels.tiled_cases import NAN
@@ -15,8 +19,75 @@ from kernels.tiled_cases import NAN
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 FORMATS = pytest.mark.parametrize("name", ["plain", *QUANTIZED_LATENTS])
+FEW_FORMATS = pytest.mark.parametrize("name", ["plain", "fp8_ds_mla", "turboquant_mla_4bit_r8"])
+"""For what does not depend on how rotated elements are kept."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+QUANTIZED_TOLERANCE = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Of values around one: over codes, queries and weights are half precision."""
 CONTEXTS = [100, 0, 37, 33, 7, 0]
 """Longer than the lists of 33 places, not choosing, as long, shorter."""
+
+
+@pytest.fixture
+def widest(device) -> torch.dtype:
+    """Float32 in the interpreter; half precision on a GPU, which would multiply float32 as tf32."""
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def judge(case: SparseCase, device, num_sms: int = 1) -> torch.Tensor:
+    """Against plain attention in float64 to what the pages hold; rows that do not choose stay as they are."""
+    out, exact, chooses = run_sparse(case, device, num_sms), case.exact(), case.num_tokens_T > 0
+    tolerance = (TOLERANCE if case.planes.kind == "plain" else QUANTIZED_TOLERANCE)[case.q_TNX.dtype]
+    torch.testing.assert_close(out[chooses].double(), exact[chooses], rtol=tolerance, atol=tolerance)
+    assert out[~chooses].isnan().all(), "rows that do not choose stay as they are"
+    return out
+
+
+@FORMATS
+@pytest.mark.parametrize("num_sms", [1, 9], ids=["whole", "split"])
+def test_rows_attend_to_their_lists(device, widest, name, num_sms) -> None:
+    judge(sparse_case(CONTEXTS, 133, name, dtype=widest), device, num_sms)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
+)
+def test_half_precision(device, name, dtype) -> None:
+    judge(sparse_case([150, 0, 40], 70, name, 5, 64, 32, dtype=dtype), device, num_sms=3)
+
+
+@FEW_FORMATS
+@pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
+def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+    """Also those that leave places of a block, or of the last one, empty."""
+    judge(sparse_case([40], 20, name, num_heads, 16, dtype=widest), device)
+
+
+@FORMATS
+@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
+def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
+    judge(sparse_case([80], 40, name, 2, latent_dim, rope_dim, dtype=widest), device, num_sms=1)
+
+
+@FEW_FORMATS
+@pytest.mark.parametrize("page_tokens", [1, 64], ids=lambda size: f"pages of {size}")
+def test_every_page_size(device, widest, name, page_tokens) -> None:
+    judge(sparse_case([200, 60], 65, name, 2, page_tokens=page_tokens, dtype=widest), device)
+
+
+@FEW_FORMATS
+@pytest.mark.parametrize("top_k", [1, 63, 64, 65])
+def test_every_length_of_lists(device, widest, name, top_k) -> None:
+    judge(sparse_case([200, top_k, 1], top_k, name, 2, dtype=widest), device, num_sms=4)
+
+
+@FEW_FORMATS
+@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
+def test_splits_without_tokens_weigh_nothing(device, widest, name, num_padding) -> None:
+    """Of rows with few tokens, in every form of the merge, which leaves padding alone."""
+    case = sparse_case([300, 3, 129, *num_padding * [0]], 256, name, 2, 16, dtype=widest)
+    judge(case, device, num_sms=150)
 
 
 @FORMATS
@@ -29,11 +100,38 @@ def test_the_reference_is_plain_attention_to_the_list(name) -> None:
 
 
 @FORMATS
-def test_a_list_of_everything_is_dense_attention(name) -> None:
-    """To the reference of the dense kernel, over the same pages."""
-    case = sparse_case([20, 9], 32, name)
-    out = run_sparse(case, torch.device("cpu"), function=sparse_attention_reference)
-    torch.testing.assert_close(out, dense(case), rtol=1e-6, atol=1e-6)
+def test_a_list_of_everything_is_dense_attention(device, widest, name) -> None:
+    """As the reference of the dense kernel has it, over the same pages."""
+    case = sparse_case([20, 9], 32, name, dtype=widest)
+    expected, tolerance = dense(case), QUANTIZED_TOLERANCE[widest]
+    reference = run_sparse(case, torch.device("cpu"), function=sparse_attention_reference)
+    torch.testing.assert_close(reference, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(run_sparse(case, device), expected, rtol=tolerance, atol=tolerance)
+
+
+@FEW_FORMATS
+def test_places_that_name_no_token_are_not_followed(device, widest, name) -> None:
+    """Sentinels amid a list, and positions behind the context, which a table would not have: nobody looks there."""
+    case = sparse_case([90, 50, 70], 70, name, dtype=widest)
+    case.tokens_TK[0, ::3] = -1
+    case.tokens_TK[1, :] = -1
+    without = run_sparse(case, device, num_sms=6)
+    case.tokens_TK[0, ::3] = torch.tensor([-1, 2**30, 90, -(2**31)], dtype=torch.int32).repeat(6)
+    assert same_bits(run_sparse(case, device, num_sms=6), without)
+    case.tokens_TK[0, ::3] = -1
+    exact = case.exact()
+    torch.testing.assert_close(without[0].double(), exact[0], rtol=3e-3, atol=3e-3)
+    assert not without[1].any(), "a list without tokens gives zeros"
+
+
+@FEW_FORMATS
+def test_the_same_to_the_bit_in_any_company(device, widest, name) -> None:
+    """In steps of as many rows; twice, too."""
+    case = sparse_case([150, 80, 0, 120], 70, name, dtype=widest)
+    out = run_sparse(case, device, num_sms=4)
+    assert same_bits(out, run_sparse(case, device, num_sms=4))
+    case.num_tokens_T[:3] = torch.tensor([0, 80, 0])
+    assert same_bits(out[3], run_sparse(case, device, num_sms=4)[3])
 
 
 def dense(case: SparseCase) -> torch.Tensor:
@@ -43,7 +141,7 @@ def dense(case: SparseCase) -> torch.Tensor:
     ]
     tiles_X8 = torch.tensor([(len(tiles), *7 * [0]), *tiles], dtype=torch.int32)
     work = TileWork(tiles_X8, torch.empty(0, 2, dtype=torch.int32), True, False, has_merge=False)
-    out_TNL = torch.full((*case.q_TNX.shape[:2], case.planes.latent_dim), NAN)
+    out_TNL = torch.full((*case.q_TNX.shape[:2], case.planes.latent_dim), NAN, dtype=case.q_TNX.dtype)
     nothing = torch.empty(0)
     return latent_attention_reference(
         case.q_TNX, case.planes, case.table_NP, work, case.scale, nothing, nothing, out_TNL, 1
@@ -65,3 +163,17 @@ def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> No
 def test_few_rows_fill_the_machine() -> None:
     assert [sparse_splits(num_rows, 16, 132) for num_rows in (1, 16, 32, 64, 264, 265)] == [32, 17, 9, 5, 1, 1]
     assert [sparse_splits(num_rows, 128, 132) for num_rows in (1, 16, 64, 132, 133)] == [32, 9, 3, 1, 1]
+
+
+def test_splits_are_whole_blocks_and_none_is_empty() -> None:
+    for num_places in (1, 64, 100, 2048):
+        for num_rows in (1, 3, 32, 40, 300):
+            for block_tokens in (16, 64):
+                splits = ListSplits.of(num_rows, 16, 132, num_places, block_tokens)
+                assert splits.places % block_tokens == 0
+                assert (splits.count - 1) * splits.places < num_places <= splits.count * splits.places
+                assert splits.count <= sparse_splits(num_rows, 16, 132)
+
+
+def test_steps_of_many_rows_differ_in_nothing_that_changes_bits() -> None:
+    assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}

@@ -11,7 +11,7 @@ from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 SPREAD_MERGE_ROWS = 64
 """Steps of up to so many rows have many splits of a row, and merge one head a program."""
@@ -33,6 +33,23 @@ def row_form(num_rows: int) -> RowForm:
     return RowForm(num_rows <= MERGE_BY_HEAD_ROWS, num_rows <= SPREAD_MERGE_ROWS)
 
 
+class MergeShape(NamedTuple):
+    """What a program of a merge takes."""
+
+    is_side_by_side: bool
+    heads: int
+    columns: int
+
+
+def merge_shape(num_rows: int, num_heads: int, latent_dim: int) -> MergeShape:
+    """By the form of the step."""
+    form = row_form(num_rows)
+    heads = 1 if form.merges_by_head else next_power_of_two(min(num_heads, MERGED_HEADS))
+    # Whole columns only: the largest power of two that divides the latent.
+    columns = min(latent_dim & -latent_dim, MERGED_COLUMNS) if form.merges_side_by_side else latent_dim
+    return MergeShape(form.merges_side_by_side, heads, columns)
+
+
 def merge_latents(
     work: TileWork,
     num_rows: int,
@@ -42,21 +59,18 @@ def merge_latents(
 ) -> None:
     """Rows that were split, from their partials; zeros in padded rows. The others stay as their tiles wrote them."""
     _, num_heads, latent_dim = out_TNL.shape
-    pdl, form = supports_pdl(out_TNL), row_form(num_rows)
-    heads = 1 if form.merges_by_head else next_power_of_two(min(num_heads, MERGED_HEADS))
-    # Whole columns only: the largest power of two that divides the latent.
-    columns = min(latent_dim & -latent_dim, MERGED_COLUMNS) if form.merges_side_by_side else latent_dim
-    _merge_kernel[(num_rows, -(-num_heads // heads), latent_dim // columns)](
+    pdl, shape = supports_pdl(out_TNL), merge_shape(num_rows, num_heads, latent_dim)
+    _merge_kernel[(num_rows, -(-num_heads // shape.heads), latent_dim // shape.columns)](
         out_TNL,
         partial_out_CX,
         partial_lse_CH,
         work.rows_T2,
         NUM_HEADS=num_heads,
-        HEADS=heads,
+        HEADS=shape.heads,
         LATENT_DIM=latent_dim,
-        SIDE_BY_SIDE=form.merges_side_by_side,
+        SIDE_BY_SIDE=shape.is_side_by_side,
         BLOCK_S=MERGED_SPLITS,
-        BLOCK_D=next_power_of_two(columns),
+        BLOCK_D=next_power_of_two(shape.columns),
         PDL=pdl,
         num_warps=4,
         **pdl_launch(pdl),
@@ -86,6 +100,38 @@ def _merge_kernel(
         tl.extra.cuda.gdc_wait()
     if num_splits == 1:
         return
+    merge_row(
+        p_out,
+        p_partial_out,
+        p_partial_lse,
+        i_row,
+        first_partial,
+        num_splits,
+        NUM_HEADS,
+        HEADS,
+        LATENT_DIM,
+        SIDE_BY_SIDE,
+        BLOCK_S,
+        BLOCK_D,
+    )
+
+
+@jit
+def merge_row(
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    i_row,
+    first_partial,
+    num_splits,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    LATENT_DIM: constexpr,
+    SIDE_BY_SIDE: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_D: constexpr,
+):
+    """What of a row falls to this program of a grid (rows, blocks of heads, blocks of columns); zeros where it has no splits."""
     o_d = tl.arange(0, BLOCK_D)
     p_sinks = None
     if SIDE_BY_SIDE:

@@ -1,0 +1,126 @@
+"""What kernels over lists of chosen tokens (DSA) share, whatever pages hold: splits of lists, the way to a slot, the merge of partials.
+
+T rows, N query heads, L latent, N tokens of a block, K places of a list, C split-KV partials
+
+A program has one row, one block of heads and one split of the row's list. Places of a list are split, not tokens that are in it,
+so that no program has to know a length before it reads: a split behind the end of a short list is neutral.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.attention.index_planes import SparseRows
+from holdfast.kernels.attention.latent_tiles import merge_row, merge_shape
+from holdfast.kernels.attention.sparse_geometry import MAX_SPLITS, sparse_splits
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+
+
+class ListSplits(NamedTuple):
+    """How the lists of a step are split."""
+
+    count: int
+    places: int
+    """Of each split but the last: whole blocks."""
+
+    @classmethod
+    def of(cls, num_rows: int, num_heads: int, num_sms: int, num_places: int, block_tokens: int) -> "ListSplits":
+        """No more than `sparse_splits`, and none that would be empty however long a list is."""
+        wanted = sparse_splits(num_rows, num_heads, num_sms)
+        places = -(-num_places // (wanted * block_tokens)) * block_tokens
+        return cls(-(-num_places // places), places)
+
+
+def merge_lists(
+    rows: SparseRows,
+    num_splits: int,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TNL: torch.Tensor,
+) -> None:
+    """Rows that choose, from the partials of all of their splits; others stay as they are."""
+    num_rows, num_heads, latent_dim = out_TNL.shape
+    pdl, shape = supports_pdl(out_TNL), merge_shape(num_rows, num_heads, latent_dim)
+    _merge_kernel[(num_rows, -(-num_heads // shape.heads), latent_dim // shape.columns)](
+        out_TNL,
+        partial_out_CX,
+        partial_lse_CH,
+        rows.num_tokens_T,
+        num_splits,
+        NUM_HEADS=num_heads,
+        HEADS=shape.heads,
+        LATENT_DIM=latent_dim,
+        SIDE_BY_SIDE=shape.is_side_by_side,
+        BLOCK_S=MAX_SPLITS,
+        BLOCK_D=next_power_of_two(shape.columns),
+        PDL=pdl,
+        num_warps=4,
+        **pdl_launch(pdl),
+    )
+
+
+@jit_counting("num_splits")
+def _merge_kernel(
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    p_num_tokens,
+    num_splits,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    LATENT_DIM: constexpr,
+    SIDE_BY_SIDE: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_D: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if tl.load(p_num_tokens + i_row) <= 0:
+        return
+    merge_row(
+        p_out,
+        p_partial_out,
+        p_partial_lse,
+        i_row,
+        i_row * num_splits,
+        num_splits,
+        NUM_HEADS,
+        HEADS,
+        LATENT_DIM,
+        SIDE_BY_SIDE,
+        BLOCK_S,
+        BLOCK_D,
+    )
+
+
+@jit
+def load_tokens(p_row_tokens, o_place, end, num_tokens):
+    """Positions at these places of a list; -1 behind its end, and where no token of the sequence stands."""
+    b_token = tl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
+    return tl.where(b_token < num_tokens, b_token, -1)
+
+
+@jit
+def load_pages(p_row_pages, b_token, PAGE_TOKENS: constexpr):
+    """The pages of tokens; nothing is read where there is no token."""
+    return tl.load(p_row_pages + tl.maximum(b_token, 0) // PAGE_TOKENS, mask=b_token >= 0, other=0)
+
+
+@jit
+def find_slots(b_page, b_token, PAGE_TOKENS: constexpr):
+    """int64, -1 where there is no token."""
+    o_slot = b_page.to(tl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS
+    return tl.where(b_token >= 0, o_slot, -1)
