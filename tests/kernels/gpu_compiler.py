@@ -34,6 +34,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     latent_warpgroups,
     quantized_attention,
     tiled_attention,
+    top_k_tokens,
     write_index,
     write_latent,
     write_quantized_kv,

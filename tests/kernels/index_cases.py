@@ -26,9 +26,7 @@ def make_index_planes(name: str, dim: int, page_tokens: int, num_pages: int, zon
 def planes_to(planes: IndexPlanes, device: torch.device | str) -> IndexPlanes:
     """A copy."""
     scales = planes.scales_S1
-    return planes._replace(
-        rows_SD=planes.rows_SD.to(device), scales_S1=None if scales is None else scales.to(device)
-    )
+    return planes._replace(rows_SD=planes.rows_SD.to(device), scales_S1=None if scales is None else scales.to(device))
 
 
 @dataclass
@@ -59,9 +57,7 @@ def make_score_case(
     num_pages = -(-num_columns // page_tokens)
     # Page 0 is nobody's: it is what masked loads read.
     pages_NP = 1 + torch.randperm(num_sequences * num_pages, generator=generator).view(num_sequences, num_pages)
-    planes = make_index_planes(
-        name, dim, page_tokens, 1 + num_sequences * num_pages, RedZones(torch.device("cpu"))
-    )
+    planes = make_index_planes(name, dim, page_tokens, 1 + num_sequences * num_pages, RedZones(torch.device("cpu")))
     for i in range(num_sequences):
         token_S = torch.arange(lengths[i])
         slot_S = pages_NP[i, token_S // page_tokens] * page_tokens + token_S % page_tokens
@@ -77,9 +73,7 @@ def make_score_case(
         quantize_index_queries_reference(q_TID, weights_TI, codes_TID, weights_TI)
         q_TID = codes_TID
     table_rows_T = torch.tensor([row for row, _ in rows], dtype=torch.int32)
-    return ScoreCase(
-        q_TID, weights_TI, planes, pages_NP.int(), SparseRows(table_rows_T, num_tokens_T), num_columns
-    )
+    return ScoreCase(q_TID, weights_TI, planes, pages_NP.int(), SparseRows(table_rows_T, num_tokens_T), num_columns)
 
 
 def store_keys(planes: IndexPlanes, slots_X: torch.Tensor, keys_XD: torch.Tensor) -> None:
