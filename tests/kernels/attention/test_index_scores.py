@@ -5,15 +5,11 @@ import torch
 
 from holdfast.kernels.attention.index_planes import SparseRows
 from holdfast.kernels.attention.index_scores import (
-    index_blocks,
-    index_scores,
     index_scores_reference,
     index_scores_triton,
-    num_splits,
-    read_index,
 )
 from kernels.index_cases import ScoreCase, make_score_case, planes_to
-from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
+from kernels.triton_cases import QUIET, amid_poison
 from red_zones import RedZones
 
 pytestmark = QUIET
