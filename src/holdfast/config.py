@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import parse_bytes
-from holdfast.quant.formats import ALL_KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS, INDEX_FORMATS
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUANTIZED, WeightRecipe, find_scheme
 from holdfast.request.vllm_names import (
     ENGINE_ALIASES,
@@ -76,6 +76,8 @@ class EngineConfig:
     latents (MLA): fp8_ds_mla, turboquant_mla_4bit, turboquant_mla_4bit_r8."""
     kv_protected_layers: int | str | None = None
     """Layers that keep KV pages in a wider format: how many, or which, such as "0,1,30,31"; None takes the format's default."""
+    index_cache_dtype: str = "auto"
+    """How the index that chooses tokens is kept (DeepSeek-V3.2): fp8, bfloat16, float16 or float32; auto is fp8 on a GPU."""
     kv_protected_dtype: str = "fp8"
     """That wider format: the name of one, or auto for the dtype."""
     quantization: str | None = None
@@ -130,6 +132,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
         _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *ALL_KV_FORMATS))
+        _choice("index_cache_dtype", self.index_cache_dtype, ("auto", *INDEX_FORMATS))
         _choice("kv_protected_dtype", self.kv_protected_dtype, ("auto", *ALL_KV_FORMATS))
         parse_layers(self.kv_protected_layers, "kv_protected_layers")
         _choice("load_format", self.load_format, LOAD_FORMATS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,10 @@ class Rig:
         """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one."""
         spec = model.spec
         heads = spec.num_kv_heads, spec.head_dim
-        formats = (KV_FORMATS[kv_dtype],) * spec.num_layers
+        kv_format = KV_FORMATS[kv_dtype]
+        if spec.latent is not None and spec.latent.index is not None:
+            kv_format = replace(kv_format, index_dtype=index_dtype)
+        formats = (kv_format,) * spec.num_layers
         rope_dim, nope_dim, value_dim = (
             (0, 0, 0) if spec.latent is None else (spec.latent.rope_dim, spec.latent.nope_dim, spec.latent.value_dim)
         )
@@ -132,7 +135,6 @@ class Rig:
             limits.max_model_len,
             rope_dim,
             geometry.index_dim,
-            index_dtype if geometry.index_dim else "",
         )
         specs = tuple(
             AttentionSpec(

@@ -27,6 +27,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     kv_cache_dtype: str
     kv_protected_layers: int | str | None
+    index_cache_dtype: str
     kv_protected_dtype: str
     quantization: str | None
     quantized_embeddings: str

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
 from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
+from holdfast.kernels.attention.sparse_geometry import sparse_partials
+from holdfast.kernels.attention.top_k_geometry import top_k_specs
 from holdfast.kernels.geometry import (
     LARGE_TILE,
     LATENT_MULTIPLE,
@@ -115,6 +117,10 @@ LATENT_HEADS = 64
 """... of so many, which is what a tile has side by side at the most."""
 PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
 """Rows times heads of latent split-KV partials: two waves over 132 multiprocessors, two tiles of 64 heads in each."""
+INDEX_SCORE_BYTES = 128 * 2**20
+"""Scores of an index (DSA) that a GPU holds at once, whatever the rows and the context."""
+SCORE_ALIGNMENT = 64
+"""Columns that a row of them is a multiple of."""
 LATENT_BLOCK_ROWS, LATENT_BLOCK_TOKENS = 1024, 1024
 """Rows times heads, and tokens, that plain torch has scores of at once."""
 INDEX_SCORES = 2**20
@@ -244,13 +250,16 @@ class TritonLatentDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        cache = spec.cache
-        if not cache.is_latent:
+        if not spec.cache.is_latent:
             return BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
-        if spec.index_heads:
-            return WITH_INDEX
+        return WITH_INDEX if spec.index_heads else self._declined(spec)
+
+    @staticmethod
+    def _declined(spec: AttentionSpec) -> str | None:
+        """Types and sizes that kernels do not take, with an index or without."""
+        cache = spec.cache
         if spec.dtype not in ("float16", "bfloat16"):
             return f"it computes in half precision, not in {spec.dtype}"
         if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
@@ -287,6 +296,45 @@ class TritonLatentDeclaration:
             Term("attention/tiles", list_bytes, f"{num_tiles} tiles of a step's work, in {len(parts)} lists"),
             Term("attention/rows", row_bytes, "where each row's partial results lie"),
         )
+
+
+class TritonSparseDeclaration(TritonLatentDeclaration):
+    """Triton kernels over pages of latents with an index (DSA) on a GPU."""
+
+    name = "triton_sparse"
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        if not spec.cache.is_latent:
+            return BY_LATENT
+        if spec.device_kind != "cuda":
+            return f"it runs on GPUs, not on {spec.device_kind}"
+        return self._declined(spec) if spec.index_heads else WITHOUT_INDEX
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """Beside that of all latents: scores of some rows against the whole context, what the selection works in, and its lists."""
+        spec = specs[0]
+        dense = super().scratch(specs, bounds)
+        if spec.index_top_k >= spec.max_model_len:
+            return dense
+        rows = index_score_rows(spec, bounds)
+        queries, heads = (rows, spec.index_heads, spec.cache.index_dim), spec.num_heads
+        num_partials = max(latent_partials(spec, bounds), sparse_partials(latent_parts(bounds)[0].max_num_rows, heads))
+        others = (one for one in dense if not one.name.startswith("partial_"))
+        return (
+            *others,
+            TensorSpec("partial_out", (num_partials, heads * spec.cache.latent_dim), "float32"),
+            TensorSpec("partial_lse", (num_partials, heads), "float32"),
+            TensorSpec("selected", (bounds.max_num_rows * spec.index_top_k,), "int32"),
+            TensorSpec("index_scores", (rows * score_columns(spec.max_model_len),), "float32"),
+            TensorSpec("index_codes", queries, "float8_e4m3fn"),
+            TensorSpec("index_factors", queries[:2], "float32"),
+            *top_k_specs(rows, score_columns(spec.max_model_len), spec.index_top_k),
+        )
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        num_bytes = bytes_for("int32", (2, bounds.max_num_rows))
+        rows = Term("attention/index_rows", num_bytes, "which rows choose their tokens, and from how many")
+        return (*super().terms(specs, bounds), rows)
 
 
 class TorchLatentDeclaration:
@@ -351,6 +399,7 @@ GROUPED_DECLARATIONS: tuple[BackendDeclaration, ...] = (
 LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     TritonLatentDeclaration(),
     TorchLatentDeclaration(),
+    TritonSparseDeclaration(),
     TorchSparseDeclaration(),
 )
 """Of latents (MLA), and with an index (DSA)."""
@@ -496,6 +545,17 @@ def _unsupported_latent(spec: AttentionSpec) -> str | None:
     if spec.window is not None or not spec.is_plain_softmax:
         return "it knows neither windows, nor sinks, nor soft-capping"
     return unsupported_latent_dims(cache.latent_dim, cache.rope_dim)
+
+
+def score_columns(max_model_len: int) -> int:
+    """Of a row of scores of an index: rows begin aligned."""
+    return -(-max_model_len // SCORE_ALIGNMENT) * SCORE_ALIGNMENT
+
+
+def index_score_rows(spec: AttentionSpec, bounds: StepBounds) -> int:
+    """Rows whose scores against the whole context are held at once: long contexts take fewer, not more memory."""
+    most = INDEX_SCORE_BYTES // bytes_for("float32", (score_columns(spec.max_model_len),))
+    return max(1, min(most, LATENT_ROWS, bounds.max_num_rows))
 
 
 def up_projection(spec: AttentionSpec) -> UpProjection:

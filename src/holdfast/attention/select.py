@@ -12,6 +12,7 @@ from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.torch_sparse import TorchSparseLatentAttention
 from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.attention.triton_sparse import TritonSparseLatentAttention
 from holdfast.cache.storage import PageStorage
 
 
@@ -46,7 +47,8 @@ def build_latent_backend(
     num_sms: int,
 ) -> LatentAttention[Any]:
     """The backend over latents (MLA), sparse (DSA) where the declaration is of one."""
-    if declaration.name == TritonLatentAttention.name:
-        return TritonLatentAttention(specs, storage, bounds, num_sms)
+    on_gpu = {one.name: one for one in (TritonLatentAttention, TritonSparseLatentAttention)}
+    if declaration.name in on_gpu:
+        return on_gpu[declaration.name](specs, storage, bounds, num_sms)
     by_name = {one.name: one for one in (TorchLatentAttention, TorchSparseLatentAttention)}
     return by_name[declaration.name](specs, storage)

@@ -42,6 +42,8 @@ class LatentPart(NamedTuple):
     first_row: int
     num_rows: int
     work: TileWork
+    has_chosen: bool = False
+    """Some rows may attend to tokens that an index chose (attention/triton_sparse.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,19 @@ class TritonLatentAttention(LatentPages):
                 latent_TNL,
                 self._num_sms,
             )
+            self._attend_chosen(absorbed_TNX, layer, page_table_NP, part, scratch, latent_TNL)
             project_values(latent_TNL, kv_b_NXL[heads], out_TNV[:, heads])
+
+    def _attend_chosen(
+        self,
+        absorbed_TNX: torch.Tensor,
+        layer: int,
+        page_table_NP: torch.Tensor,
+        part: LatentPart,
+        scratch: Mapping[str, torch.Tensor],
+        latent_TNL: torch.Tensor,
+    ) -> None:
+        """Rows that are in no tile; nothing here, where every row attends to all tokens."""
 
 
 def rows_between(sequences: Sequence[SequenceRows], first_row: int, end_row: int) -> tuple[SequenceRows, ...]:

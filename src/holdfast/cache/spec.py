@@ -23,7 +23,7 @@ from typing import NamedTuple
 from holdfast.cache.groups import CacheGroup
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec
-from holdfast.quant.formats import KVFormat, Plane, index_planes
+from holdfast.quant.formats import KVFormat, Plane, index_dtype_beside, index_planes
 
 MOST_CHUNKS = 4
 """Most chunks of a layer of the largest group that a page is made for."""
@@ -45,8 +45,6 @@ class LayerCache:
 
     index_dim: int = 0
     """Elements of the index of sparse attention that lies beside a latent; 0: none."""
-    index_dtype: str = ""
-    """How it is kept: one of INDEX_FORMATS."""
 
     @property
     def is_latent(self) -> bool:
@@ -61,7 +59,7 @@ class LayerCache:
     @property
     def planes(self) -> tuple[Plane, ...]:
         own = self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
-        return (*own, *index_planes(self.index_dtype, self.index_dim)) if self.index_dim else own
+        return (*own, *index_planes(index_dtype_beside(self.format), self.index_dim)) if self.index_dim else own
 
     @property
     def bytes_per_token(self) -> int:
@@ -75,7 +73,7 @@ class LayerCache:
     @property
     def shape(self) -> tuple[object, ...]:
         """What its planes follow from."""
-        return self.format, self.num_kv_heads, self.head_dim, self.rope_dim, self.index_dim, self.index_dtype
+        return self.format, self.num_kv_heads, self.head_dim, self.rope_dim, self.index_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,26 +203,24 @@ def mixed_cache(
     max_model_len: int | None = None,
     rope_dim: int = 0,
     index_dim: int = 0,
-    index_dtype: str = "",
 ) -> CacheSpec:
     """The cache of a decoder whose layers have the same heads, or latents, and a format and perhaps a window each.
 
-    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0; `index_dim` and `index_dtype`: of
-    an index beside it.
+    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0; `index_dim`: of an index beside it.
     """
     seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
         for window in (windows or (None,) * len(formats))
     )
     assert len(seen) == len(formats), f"{len(seen)} windows for {len(formats)} layers"
-    shape = num_kv_heads, head_dim, rope_dim, index_dim, index_dtype
+    shape = num_kv_heads, head_dim, rope_dim, index_dim
     return _laid_out(tuple(formats), shape, page_tokens, seen)
 
 
 @lru_cache(maxsize=64)  # one plan tries many settings, and few of them change the geometry
 def _laid_out(
     formats: tuple[KVFormat, ...],
-    shape: tuple[int, int, int, int, str],
+    shape: tuple[int, int, int, int],
     page_tokens: int,
     windows: tuple[int | None, ...],
 ) -> CacheSpec:
@@ -271,10 +267,17 @@ def _cost(spec: CacheSpec) -> tuple[float, int]:
 
 
 def uniform_cache(
-    num_layers: int, kv_format: KVFormat, num_kv_heads: int, head_dim: int, page_tokens: int, rope_dim: int = 0
+    num_layers: int,
+    kv_format: KVFormat,
+    num_kv_heads: int,
+    head_dim: int,
+    page_tokens: int,
+    rope_dim: int = 0,
+    index_dim: int = 0,
 ) -> CacheSpec:
     """The cache of a decoder whose layers all keep the same in one format, and all tokens."""
-    return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens, rope_dim=rope_dim)
+    latent = {"rope_dim": rope_dim, "index_dim": index_dim}
+    return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens, **latent)
 
 
 def kv_padding_term(spec: CacheSpec) -> Term:

@@ -13,7 +13,7 @@ from holdfast.config import DTYPES, LOAD_FORMATS, WEIGHT_CACHES
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.quant.formats import ALL_KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS, INDEX_FORMATS
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, UNQUANTIZED, WEIGHT_SCHEMES
 
 SHELLS = ("bash", "zsh", "fish")
@@ -30,6 +30,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "quantized_embeddings": tuple(EMBEDDING_CHOICES),
     "weight_cache": tuple(WEIGHT_CACHES),
     "kv_cache_dtype": ("auto", *ALL_KV_FORMATS),
+    "index_cache_dtype": ("auto", *INDEX_FORMATS),
     "kv_protected_dtype": ("auto", *ALL_KV_FORMATS),
     "formats": ("all", *(name for name, kv_format in ALL_KV_FORMATS.items() if kv_format.is_quantized)),
     "schemes": ("all", *WEIGHT_SCHEMES),

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
 from holdfast.errors import ConfigError, RequestError, shown
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, DTYPE_BYTES, KV_FORMATS, MLA_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, DTYPE_BYTES, INDEX_FORMATS, KV_FORMATS, MLA_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
 
@@ -327,6 +327,12 @@ ENGINE_SETTINGS = (
         "LAYERS",
         read_count,
     ),
+    _engine(
+        "index_cache_dtype",
+        MEMORY,
+        f"How the index that chooses tokens is kept (DeepSeek-V3.2): {', '.join(INDEX_FORMATS)}; auto is fp8 on a GPU.",
+        "NAME",
+    ),
     _engine("kv_protected_dtype", MEMORY, "That wider format: any of the same names; auto is the dtype.", "NAME"),
     _engine(
         "page_tokens",
@@ -365,7 +371,7 @@ PLAN_SETTINGS = _among(
         "kv_cache_dtype",
     ),
     *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),
-    *("max_num_seqs", "max_num_batched_tokens"),
+    *("index_cache_dtype", "max_num_seqs", "max_num_batched_tokens"),
 )
 """Those that change how much memory is needed."""
 
@@ -381,7 +387,7 @@ EVAL_SETTINGS = _among(
         "quantization_ignore",
     ),
     *("allow_nonfinite", "kv_protected_layers", "kv_protected_dtype", "memory_limit", "memory_utilization"),
-    *("page_tokens", "max_num_batched_tokens"),
+    *("index_cache_dtype", "page_tokens", "max_num_batched_tokens"),
 )
 """Those that mean something where one text is read over pages of several formats, and nothing is generated."""
 

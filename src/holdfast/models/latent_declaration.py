@@ -22,13 +22,12 @@ class LatentDeclaration(DecoderDeclaration):
             return None
         return f"{kv_format.name} keeps keys and values by head, and this model keeps latents"
 
-    def cache_rows(self, kv_format: KVFormat, num_ranks: int, index_dtype: str | None = None) -> tuple[CacheRows, ...]:
-        """`index_dtype`: one of INDEX_FORMATS; None: what stands beside latents of that format."""
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
         latent, num_layers = self.latent, self.decoder.num_layers
         rows = CacheRows("latent", num_layers, kv_format.bytes_per_token(1, latent.row_dim, latent.rope_dim))
         if latent.index is None:
             return (rows,)
-        planes = index_planes(index_dtype or index_dtype_beside(kv_format), latent.index.head_dim)
+        planes = index_planes(index_dtype_beside(kv_format), latent.index.head_dim)
         return (rows, CacheRows("index", num_layers, sum(plane.bytes_per_token for plane in planes)))
 
     def heads(self, num_ranks: int) -> HeadGeometry:

@@ -15,7 +15,7 @@ from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.declared_weights import BEFORE
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.target import Target
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat, formats_of
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, KVFormat, formats_of, index_dtype_beside
 from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightRecipe
 
 CPU_KV_BYTES = 1024**3
@@ -121,6 +121,7 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     if kv_format.name not in (config.kv_cache_dtype, dtype):
         reason = f"what {config.kv_cache_dtype} is of latents (MLA)"
         choices.append(Choice("kv_cache_dtype", kv_format.name, reason))
+    kv_format = _with_index(config, model, kv_format, target.kind, choices)
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
@@ -148,6 +149,23 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
         tuple(choices),
         num_proposals,
     )
+
+
+def _with_index(
+    config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, kind: str, choices: list[Choice]
+) -> KVFormat:
+    """The format with how the index beside latents is kept; as it is where a model has none."""
+    heads, asked = model.declaration.heads(1), config.index_cache_dtype
+    if heads is None or not heads.index_dim:
+        if asked != "auto":
+            has = f"{model.name} has no index that chooses tokens (DSA)"
+            raise ConfigError(f"index_cache_dtype={asked} was asked", has, "leave it out")
+        return kv_format
+    if asked == "auto":
+        asked = "fp8" if kind == "cuda" else index_dtype_beside(kv_format)
+        reason = "half the bytes to look through in every step" if asked == "fp8" else "as latents are"
+        choices.append(Choice("index_cache_dtype", asked, reason))
+    return dataclasses.replace(kv_format, index_dtype=asked)
 
 
 def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tuple[str, str]:
@@ -332,7 +350,7 @@ def _padding_share(
     formats = protected.formats(kv_format, model.num_layers)
     shape = heads.num_kv_heads, heads.head_dim, _page_tokens(config, model, kv_format, [])
     longest = config.max_model_len or model.max_position
-    cache = mixed_cache(formats, *shape, heads.windows, longest, heads.rope_dim)
+    cache = mixed_cache(formats, *shape, heads.windows, longest, heads.rope_dim, heads.index_dim)
     return max(map(cache.padding_bytes, range(len(cache.groups)))) / cache.bytes_per_page
 
 

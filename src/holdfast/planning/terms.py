@@ -355,7 +355,9 @@ class Layout(NamedTuple):
 
         def make() -> Pages:
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
-            cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len, heads.rope_dim)
+            cache = mixed_cache(
+                self.formats(resolved), *shape, heads.windows, limits.max_model_len, heads.rope_dim, heads.index_dim
+            )
             return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
 
         return self.declared.remembered((*key, outgrown), make)
@@ -425,7 +427,7 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
         for kv_format in everywhere or (own,):
             first_of.setdefault((kv_format, window), layer)
     caches = (
-        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim, heads.rope_dim)
+        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim, heads.rope_dim, heads.index_dim)
         for (kv_format, _), layer in first_of.items()
     )
     return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
@@ -460,7 +462,9 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     elif heads is not None:
         shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
         counts = Counter(layout.formats(resolved)).items()
-        alone = ((count, uniform_cache(1, kv_format, *shape, heads.rope_dim)) for kv_format, count in counts)
+        alone = (
+            (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, heads.index_dim)) for kv_format, count in counts
+        )
         paddings = [(count, kv_padding_term(cache)) for count, cache in alone]
         if any(padding.num_bytes for _, padding in paddings):
             num_bytes = sum(count * padding.num_bytes for count, padding in paddings)

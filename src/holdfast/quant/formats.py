@@ -60,6 +60,8 @@ class KVFormat:
     value_bits: int | None = None
     rope_dtype: str | None = None
     """Of a format for latents alone: how the rotated elements beside a latent are stored; None: every other format."""
+    index_dtype: str = ""
+    """How an index beside latents is kept (DSA), one of INDEX_FORMATS; nothing: as goes with the format."""
 
     @property
     def is_quantized(self) -> bool:
@@ -172,7 +174,7 @@ def index_planes(dtype: str, dim: int) -> tuple[Plane, ...]:
 
 def index_dtype_beside(kv_format: KVFormat) -> str:
     """How an index is kept beside latents of a format, unless somebody says otherwise: in fp8 where they are quantized, else as they are."""
-    return "fp8" if kv_format.is_quantized else kv_format.key_dtype
+    return kv_format.index_dtype or ("fp8" if kv_format.is_quantized else kv_format.key_dtype)
 
 
 DEFAULT_PROTECTED_LAYERS: dict[str, int] = {

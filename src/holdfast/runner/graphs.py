@@ -20,7 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels import geometry
-from holdfast.kernels.attention import latent_projection, latent_tiles, quantized_attention, tiled_attention
+from holdfast.kernels.attention import (
+    latent_projection,
+    latent_tiles,
+    quantized_attention,
+    sparse_attention,
+    tiled_attention,
+)
 from holdfast.kernels.gemm import gemv, quantized_tiles, row_scaled_tiles
 from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
@@ -95,7 +101,7 @@ class StepGraphs:
 
 
 LAUNCHERS = (
-    *(tiled_attention, quantized_attention, latent_tiles, latent_projection),
+    *(tiled_attention, quantized_attention, latent_tiles, latent_projection, sparse_attention),
     *(gemv, quantized_tiles, row_scaled_tiles, expert_sum),
 )
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
