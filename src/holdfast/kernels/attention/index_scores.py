@@ -23,6 +23,9 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
 # ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
@@ -31,11 +34,8 @@ MAX_HEADS, MAX_DIM = 64, 128
 TOKENS_AT_ONCE = 4096
 """Of the reference. Blocks begin at multiples of it, so that a row's scores do not depend on other rows."""
 TOKENS_PER_PROGRAM = 4096
-"""At the longest context, so that a step's longest row does not keep one program busy when all others are done."""
-PROGRAMS_PER_SM = 4
+"""At the most, at the longest context: a row that is longer than all others must not keep few programs busy when they are done."""
 NUM_WARPS = 4
-
-
 Operands = Literal["e4m3", "bytes", "half", "float32"]
 """How numbers go into a product: e4m3 codes, the same as half precision where a GPU knows no e4m3, 16 bits as they are, float32."""
 OPERAND_BYTES: dict[Operands, int] = {"e4m3": 1, "bytes": 2, "half": 2, "float32": 4}
@@ -48,18 +48,26 @@ class IndexBlocks(NamedTuple):
     has_pairs: bool
     """Whether two neighbouring rows of a sequence share the keys that a program has read."""
     num_stages: int
+    programs_per_sm: int
+    """That run at the same time on a Hopper, by the shared memory that they hold."""
 
 
 def index_blocks(operands: Operands, block_d: int) -> IndexBlocks:
-    """16 KiB of keys a block and three of them under way, beside the queries: at most 80 KiB, so that others fit beside a program."""
+    """16 KiB of keys a block and three of them under way, beside the queries: at most 97 KiB."""
     size = OPERAND_BYTES[operands]
-    return IndexBlocks(min(128, 16384 // (size * block_d)), size < 4, 3)
+    return IndexBlocks(min(128, 16384 // (size * block_d)), size < 4, 3, 3 if size == 1 else 2)
 
 
-def num_splits(num_rows: int, num_columns: int, block_tokens: int, num_sms: int) -> int:
-    """Programs of a row: from the number of rows and the longest context alone, so that a graph serves any lengths."""
-    to_fill = -(-PROGRAMS_PER_SM * num_sms // num_rows)
-    return max(1, min(-(-num_columns // block_tokens), max(to_fill, -(-num_columns // TOKENS_PER_PROGRAM))))
+def num_splits(num_rows: int, num_columns: int, blocks: IndexBlocks, num_sms: int) -> int:
+    """Programs of a row: from the number of rows and the longest context alone, so that a graph serves any lengths.
+
+    As many as run at the same time; where they would be long, so many more that it does not matter how the last ones end.
+    """
+    at_once = num_sms * blocks.programs_per_sm
+    splits = at_once // num_rows
+    if splits * TOKENS_PER_PROGRAM < num_columns:
+        splits = max(4 * at_once // num_rows, -(-num_columns // TOKENS_PER_PROGRAM))
+    return max(1, min(splits, -(-num_columns // blocks.tokens)))
 
 
 def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
@@ -146,7 +154,7 @@ def index_scores_triton(
     operands, pdl = choose_operands(q_TID, planes), supports_pdl(q_TID)
     block_d, num_columns = max(16, next_power_of_two(dim)), out_TC.shape[1]
     blocks, num_sms = index_blocks(operands, block_d), _num_sms(q_TID)
-    _score_kernel[(num_rows, num_splits(num_rows, num_columns, blocks.tokens, num_sms))](
+    _score_kernel[(num_rows, num_splits(num_rows, num_columns, blocks, num_sms))](
         q_TID if operands in ("e4m3", "half") else as_kernels_read(q_TID),
         weights_TI,
         planes.rows_SD if operands in ("e4m3", "half") else as_kernels_read(planes.rows_SD),
@@ -334,21 +342,24 @@ def _score_tokens(
             b_w = tl.load(p_weights + i * weights_stride + o_head, mask=m_head, other=0.0)
             b_weight = b_weight + (b_w.to(tl.float32)[None, :],)
         # Page ids are read one block ahead, so that no load of keys waits for another load.
-        b_next_page = _pages(p_pages, first, o_n, end, PAGE_TOKENS, BLOCK_N)
+        b_next_pages = _pages(p_pages, first, o_n, end, PAGE_TOKENS, BLOCK_N)
         for n in tl.range(first, end, step, num_stages=NUM_STAGES):
-            o_slot = _slots(b_next_page, n, o_n, PAGE_TOKENS, BLOCK_N)
-            b_next_page = _pages(p_pages, n + step, o_n, end, PAGE_TOKENS, BLOCK_N)
+            o_slot = _slots(b_next_pages, n, o_n, PAGE_TOKENS, BLOCK_N)
+            b_next_pages = _pages(p_pages, n + step, o_n, end, PAGE_TOKENS, BLOCK_N)
             # Behind a row's tokens are slots of others, or of nobody. A token is a row of the product, which is alone in its score.
             p_n = p_keys + (o_slot * DIM)[:, None] + o_d[None, :]
             b_k = tl.load(p_n) if DIM == BLOCK_D else tl.load(p_n, mask=(o_d < DIM)[None, :], other=0.0)
             b_key = _operand(b_k, OPERANDS)
+            if p_scales is not None:
+                b_scale = tl.load(p_scales + o_slot)
             for i in tl.static_range(ROWS):
-                b_product = tl.dot(b_key, b_q[i], input_precision="ieee")
+                # float32 as sums of two numbers each: with products of float32 a thread would hold whole keys.
+                b_product = tl.dot(b_key, b_q[i], input_precision="tf32x3")
                 # NaN is not lost: the selection knows it.
                 b_product = tl.maximum(b_product, 0.0, propagate_nan=tl.PropagateNan.ALL)
                 b_score = tl.sum(b_product * b_weight[i], axis=1)
                 if p_scales is not None:
-                    b_score = b_score * tl.load(p_scales + o_slot)
+                    b_score = b_score * b_scale
                 count = num_tokens if i == 0 else other_tokens
                 tl.store(p_out + i * out_stride + n + o_n, b_score, mask=n + o_n < count)
 
@@ -365,16 +376,27 @@ def _operand(b_x, OPERANDS: constexpr):
 
 @jit
 def _pages(p_pages, n, o_n, end, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    """The page of a block, or of each token of it where a page is smaller; the first of all where there is no token."""
-    if PAGE_TOKENS % BLOCK_N == 0:
-        return tl.load(p_pages + n // PAGE_TOKENS, mask=n < end, other=0)
+    """The pages of a block as numbers, or that of each token where no whole pages make a block. Behind the last token: the first of all."""
+    b_pages = ()
+    if PAGE_TOKENS % BLOCK_N == 0 or BLOCK_N % PAGE_TOKENS == 0:
+        for i in tl.static_range(max(1, BLOCK_N // PAGE_TOKENS)):
+            n_page = n + i * PAGE_TOKENS
+            b_pages = b_pages + (tl.load(p_pages + n_page // PAGE_TOKENS, mask=n_page < end, other=0),)
     else:
-        return tl.load(p_pages + (n + o_n) // PAGE_TOKENS, mask=n + o_n < end, other=0)
+        b_pages = b_pages + (tl.load(p_pages + (n + o_n) // PAGE_TOKENS, mask=n + o_n < end, other=0),)
+    return b_pages
 
 
 @jit
-def _slots(b_page, n, o_n, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
+def _slots(b_pages, n, o_n, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
     if PAGE_TOKENS % BLOCK_N == 0:
-        return b_page.to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
+        return b_pages[0].to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
+    elif BLOCK_N % PAGE_TOKENS == 0:
+        # Numbers, not a tensor of page ids: no layout of threads has to be made another.
+        o_slot = b_pages[0].to(tl.int64) * PAGE_TOKENS + o_n
+        for i in tl.static_range(1, BLOCK_N // PAGE_TOKENS):
+            o_page = (b_pages[i].to(tl.int64) - i) * PAGE_TOKENS
+            o_slot = tl.where(o_n >= i * PAGE_TOKENS, o_page + o_n, o_slot)
+        return o_slot
     else:
-        return b_page.to(tl.int64) * PAGE_TOKENS + (n + o_n) % PAGE_TOKENS
+        return b_pages[0].to(tl.int64) * PAGE_TOKENS + (n + o_n) % PAGE_TOKENS
