@@ -498,6 +498,7 @@ CASES: dict[str, Callable[[], None]] = {
     "latents written, 4 bits of 192": lambda: latents_written_of("turboquant_mla_4bit_r8", 192, 24),
     "index in fp8": lambda: index_of("fp8", 64, 128),
     "index in fp8, large pages": lambda: index_of("fp8", 32, 128, page_tokens=256),
+    "index in fp8, small pages": lambda: index_of("fp8", 64, 128, page_tokens=8),
     "index in fp8, 3 heads of 48": lambda: index_of("fp8", 3, 48),
     "index in bfloat16": lambda: index_of("bfloat16", 64, 128),
     "index in float32": lambda: index_of("float32", 64, 128),

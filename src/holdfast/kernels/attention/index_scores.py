@@ -35,6 +35,8 @@ TOKENS_AT_ONCE = 4096
 """Of the reference. Blocks begin at multiples of it, so that a row's scores do not depend on other rows."""
 TOKENS_PER_PROGRAM = 4096
 """At the most, at the longest context: a row that is longer than all others must not keep few programs busy when they are done."""
+MAX_PAGES = 8
+"""Of a block of tokens, whose ids are numbers of a program; smaller pages are looked up token by token."""
 NUM_WARPS = 4
 Operands = Literal["e4m3", "bytes", "half", "float32"]
 """How numbers go into a product: e4m3 codes, the same as half precision where a GPU knows no e4m3, 16 bits as they are, float32."""
@@ -66,8 +68,16 @@ def num_splits(num_rows: int, num_columns: int, blocks: IndexBlocks, num_sms: in
     at_once = num_sms * blocks.programs_per_sm
     splits = at_once // num_rows
     if splits * TOKENS_PER_PROGRAM < num_columns:
-        splits = max(4 * at_once // num_rows, -(-num_columns // TOKENS_PER_PROGRAM))
+        splits = max(-(-4 * at_once // num_rows), -(-num_columns // TOKENS_PER_PROGRAM))
     return max(1, min(splits, -(-num_columns // blocks.tokens)))
+
+
+def pages_of_block(page_tokens: int, block_tokens: int) -> int:
+    """1 where a block lies in one page, several where whole pages make a block; 0 where they do not, or are too many."""
+    if page_tokens % block_tokens == 0:
+        return 1
+    num_pages, rest = divmod(block_tokens, page_tokens)
+    return num_pages if rest == 0 and num_pages <= MAX_PAGES else 0
 
 
 def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
@@ -174,6 +184,7 @@ def index_scores_triton(
         NUM_HEADS=num_heads,
         DIM=dim,
         PAGE_TOKENS=planes.page_tokens,
+        PAGES=pages_of_block(planes.page_tokens, blocks.tokens),
         BLOCK_N=blocks.tokens,
         BLOCK_I=max(16, next_power_of_two(num_heads)),
         BLOCK_D=block_d,
@@ -229,6 +240,7 @@ def _score_kernel(
     NUM_HEADS: constexpr,
     DIM: constexpr,
     PAGE_TOKENS: constexpr,
+    PAGES: constexpr,
     BLOCK_N: constexpr,
     BLOCK_I: constexpr,
     BLOCK_D: constexpr,
@@ -271,6 +283,7 @@ def _score_kernel(
                 NUM_HEADS,
                 DIM,
                 PAGE_TOKENS,
+                PAGES,
                 BLOCK_N,
                 BLOCK_I,
                 BLOCK_D,
@@ -295,6 +308,7 @@ def _score_kernel(
             NUM_HEADS,
             DIM,
             PAGE_TOKENS,
+            PAGES,
             BLOCK_N,
             BLOCK_I,
             BLOCK_D,
@@ -323,6 +337,7 @@ def _score_tokens(
     NUM_HEADS: constexpr,
     DIM: constexpr,
     PAGE_TOKENS: constexpr,
+    PAGES: constexpr,
     BLOCK_N: constexpr,
     BLOCK_I: constexpr,
     BLOCK_D: constexpr,
@@ -342,10 +357,10 @@ def _score_tokens(
             b_w = tl.load(p_weights + i * weights_stride + o_head, mask=m_head, other=0.0)
             b_weight = b_weight + (b_w.to(tl.float32)[None, :],)
         # Page ids are read one block ahead, so that no load of keys waits for another load.
-        b_next_pages = _pages(p_pages, first, o_n, end, PAGE_TOKENS, BLOCK_N)
+        b_next_pages = _pages(p_pages, first, o_n, end, PAGE_TOKENS, PAGES)
         for n in tl.range(first, end, step, num_stages=NUM_STAGES):
-            o_slot = _slots(b_next_pages, n, o_n, PAGE_TOKENS, BLOCK_N)
-            b_next_pages = _pages(p_pages, n + step, o_n, end, PAGE_TOKENS, BLOCK_N)
+            o_slot = _slots(b_next_pages, n, o_n, PAGE_TOKENS, PAGES)
+            b_next_pages = _pages(p_pages, n + step, o_n, end, PAGE_TOKENS, PAGES)
             # Behind a row's tokens are slots of others, or of nobody. A token is a row of the product, which is alone in its score.
             p_n = p_keys + (o_slot * DIM)[:, None] + o_d[None, :]
             b_k = tl.load(p_n) if DIM == BLOCK_D else tl.load(p_n, mask=(o_d < DIM)[None, :], other=0.0)
@@ -375,11 +390,11 @@ def _operand(b_x, OPERANDS: constexpr):
 
 
 @jit
-def _pages(p_pages, n, o_n, end, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    """The pages of a block as numbers, or that of each token where no whole pages make a block. Behind the last token: the first of all."""
+def _pages(p_pages, n, o_n, end, PAGE_TOKENS: constexpr, PAGES: constexpr):
+    """The pages of a block as numbers, or that of each token where there are no `PAGES`. Behind the last token: the first of all."""
     b_pages = ()
-    if PAGE_TOKENS % BLOCK_N == 0 or BLOCK_N % PAGE_TOKENS == 0:
-        for i in tl.static_range(max(1, BLOCK_N // PAGE_TOKENS)):
+    if PAGES > 0:
+        for i in tl.static_range(PAGES):
             n_page = n + i * PAGE_TOKENS
             b_pages = b_pages + (tl.load(p_pages + n_page // PAGE_TOKENS, mask=n_page < end, other=0),)
     else:
@@ -388,13 +403,13 @@ def _pages(p_pages, n, o_n, end, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
 
 
 @jit
-def _slots(b_pages, n, o_n, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    if PAGE_TOKENS % BLOCK_N == 0:
+def _slots(b_pages, n, o_n, PAGE_TOKENS: constexpr, PAGES: constexpr):
+    if PAGES == 1:
         return b_pages[0].to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
-    elif BLOCK_N % PAGE_TOKENS == 0:
+    elif PAGES > 1:
         # Numbers, not a tensor of page ids: no layout of threads has to be made another.
         o_slot = b_pages[0].to(tl.int64) * PAGE_TOKENS + o_n
-        for i in tl.static_range(1, BLOCK_N // PAGE_TOKENS):
+        for i in tl.static_range(1, PAGES):
             o_page = (b_pages[i].to(tl.int64) - i) * PAGE_TOKENS
             o_slot = tl.where(o_n >= i * PAGE_TOKENS, o_page + o_n, o_slot)
         return o_slot
