@@ -2,11 +2,29 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.kernels.attention.index_planes import SparseRows
-from holdfast.kernels.attention.top_k_tokens import top_k_tokens_reference
+from holdfast.kernels.attention.top_k_geometry import (
+    DIRECT_TOKENS,
+    TopKForm,
+    most_near_tokens,
+    most_taken_groups,
+    top_k_form,
+    top_k_specs,
+)
+from holdfast.kernels.attention.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
+from kernels.exactness import random
+from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
+
+pytestmark = QUIET
 
 INF, NAN = float("inf"), float("nan")
+SMALL = TopKForm(group_tokens=4, chunk_tokens=64, block_items=256, small_block_items=128)
+"""Borders of chunks and blocks within a few hundred tokens."""
+NOWHERE = 2**26
+"""In place of a position or a key that nobody wrote."""
 
 
 def rows_of(num_tokens, device="cpu"):
@@ -22,6 +40,32 @@ def by_python(scores, num_tokens, k):
         chosen = sorted(order[:k])
         taken.append(chosen + [-1] * (k - len(chosen)))
     return taken
+
+
+def by_reference(scores, num_tokens, k):
+    out = torch.empty(len(num_tokens), k, dtype=torch.int32, device=scores.device)
+    return top_k_tokens_reference(scores, rows_of(num_tokens, scores.device), out).tolist()
+
+
+def make_scratch(allocate, num_rows, context, k, group_tokens):
+    shapes = {
+        "group keys": (num_rows, -(-context // group_tokens)),
+        "taken groups": (num_rows, most_taken_groups(k)),
+        "near tokens": (num_rows, most_near_tokens(k)),
+    }
+    return {name: allocate(*shape, dtype=torch.int32).fill_(NOWHERE) for name, shape in shapes.items()}
+
+
+def chosen(allocate, device, scores, num_tokens, k, form=SMALL):
+    """What the kernels choose, amid scores that nobody may look at."""
+    num_rows, context = scores.shape
+    scores = amid_poison(scores, device)
+    for row, length in enumerate(num_tokens):
+        scores[row, length:] = INF
+    scratch = make_scratch(allocate, num_rows, context, k, (form or top_k_form(context, k)).group_tokens)
+    out = allocate(num_rows, k, dtype=torch.int32).fill_(NOWHERE)
+    assert top_k_tokens_triton(scores, rows_of(num_tokens, device), out, scratch, form) is out
+    return out.tolist()
 
 
 SPECIAL = torch.tensor(
@@ -40,5 +84,153 @@ SPECIAL = torch.tensor(
 def test_reference_is_the_definition(k, length):
     lengths = [length] * len(SPECIAL)
     out = torch.full((len(SPECIAL), k), 77, dtype=torch.int32)
-    assert top_k_tokens_reference(SPECIAL, rows_of(lengths), out) is out
+    assert top_k_tokens(SPECIAL, rows_of(lengths), out) is out
     assert out.tolist() == by_python(SPECIAL, lengths, k)
+
+
+def every(period, size):
+    return (torch.arange(size) % period == 0).float() + random(size) * 0.01
+
+
+KINDS = {
+    "random": random,
+    "rising": lambda size: torch.arange(size).float(),
+    "falling": lambda size: -torch.arange(size).float(),
+    "equal": lambda size: torch.full((size,), -3.25),
+    "two values": lambda size: (random(size) > 0).float(),
+    "whole numbers": lambda size: (random(size) * 3).round(),
+    "neighbours in bits": lambda size: (random(size).argsort().int() // 2 + 0x3F7FFF00).view(torch.float32),
+    "denormal": lambda size: random(size) * 1e-42,
+    "of any size": lambda size: random(size).sign() * (random(size, seed=1) * 30).exp(),
+    "infinite and NaN": lambda size: torch.where(random(size) > 0.1, NAN, -INF).index_fill(0, torch.tensor([7]), INF),
+    "NaN": lambda size: torch.full((size,), NAN),
+    "all in one place": lambda size: random(size).index_fill(0, torch.arange(40, 62), 50.0),
+    "every 32nd": lambda size: every(32, size),
+}
+"""What may mislead: keys, bins, groups, or the sample."""
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_kernels_choose_as_the_reference(device, guarded, kind):
+    scores = kind(600).expand(2, 600)
+    # The second has no more groups than tokens are taken, so that it is looked through as it is.
+    assert chosen(guarded, device, scores, [600, 77], 20) == by_reference(scores, [600, 77], 20)
+
+
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 599, 600, 601], ids=lambda k: f"K{k}")
+def test_any_number_of_tokens(device, guarded, k):
+    scores = (random(1, 600) * 9).round()
+    assert chosen(guarded, device, scores, [600], k) == by_reference(scores, [600], k)
+
+
+def test_rows_of_any_length_and_rows_that_do_not_choose(device, guarded):
+    lengths = [0, 1, 15, 16, 17, 64, 65, 0, 256, 257, 300]
+    scores = random(len(lengths), 300)
+    assert chosen(guarded, device, scores, lengths, 16) == by_reference(scores, lengths, 16)
+
+
+@pytest.mark.parametrize("first", [61, 125, 253], ids=lambda first: f"from {first}")
+def test_ties_across_the_border_of_a_chunk_and_a_block(device, guarded, first):
+    scores = torch.zeros(1, 300)
+    scores[0, first : first + 8] = 1.0
+    assert chosen(guarded, device, scores, [300], 5) == [list(range(first, first + 5))]
+
+
+def test_a_row_is_chosen_as_if_it_were_alone(device, guarded):
+    scores, lengths = (random(4, 300) * 2).round(), [300, 40, 0, 260]
+    together = chosen(guarded, device, scores, lengths, 24)
+    order = [2, 0, 3, 1]
+    assert chosen(guarded, device, scores[order], [lengths[row] for row in order], 24) == [together[r] for r in order]
+    for row in (0, 1):
+        assert chosen(guarded, device, scores[row : row + 1], lengths[row : row + 1], 24) == together[row : row + 1]
+
+
+@pytest.mark.parametrize("kind", ["random", "equal", "two values", "every 32nd"])
+@pytest.mark.parametrize(("context", "k"), [(9000, 500), (20000, 70)], ids=["without groups", "with groups"])
+def test_real_forms(device, guarded, kind, context, k):
+    scores = KINDS[kind](context).view(1, -1)
+    assert (top_k_form(context, k).group_tokens > 1) == (context > DIRECT_TOKENS)
+    assert chosen(guarded, device, scores, [context], k, None) == by_reference(scores, [context], k)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_scores(device, data):
+    length = data.draw(st.integers(1, 150))
+    numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, INF, -INF, NAN]) | st.floats(width=32)
+    few = data.draw(st.lists(numbers, min_size=1, max_size=40))
+    scores = torch.tensor([[few[p * p % len(few)] for p in range(length)]])
+    form = SMALL._replace(group_tokens=data.draw(st.sampled_from([1, 2, 8])))
+    k = data.draw(st.integers(1, 20))
+
+    def allocate(*shape, dtype):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    assert chosen(allocate, device, scores, [length], k, form) == by_python(scores, [length], k)
+
+
+@pytest.mark.parametrize("k", [1, 512, 1024, 2048])
+@pytest.mark.parametrize("most", [100, 16384, 16385, 40000, 131072, 163840, 2**20])
+def test_scratch_serves_every_shorter_context(k, most):
+    shapes = {spec.name: spec.shape for spec in top_k_specs(3, most, k)}
+    assert shapes["near tokens"] == (3, 2 * k + 64)
+    for context in (*range(1, most, 4999), 16385, 32769, 65537, most):
+        group_tokens = top_k_form(min(context, most), k).group_tokens
+        if group_tokens > 1:
+            assert shapes["group keys"][0] == 3
+            assert -(-min(context, most) // group_tokens) <= shapes["group keys"][1]
+    assert sum(spec.num_bytes for spec in top_k_specs(64, 163840, 2048)) < 2**23
+
+
+def test_what_does_not_fit_is_refused(device, guarded):
+    scores, rows = torch.zeros(2, 300, device=device), rows_of([300, 300], device)
+    out, scratch = guarded(2, 5, dtype=torch.int32), make_scratch(guarded, 2, 300, 5, 4)
+    for wrong, reason in (
+        ((scores.half(), rows, out, scratch), "must be float32"),
+        ((scores, rows, out.long(), scratch), "must be int32"),
+        ((scores.T[:2, :2], rows, out, scratch), "scores of a row must lie side by side"),
+        ((scores, rows, guarded(5, 2, dtype=torch.int32).T, scratch), "positions of a row must lie side by side"),
+        ((scores, rows_of([1], device), out, scratch), "a number a row"),
+        ((scores, rows, out[:1], scratch), "a row for each of 2"),
+        ((scores, rows, out, make_scratch(guarded, 1, 300, 5, 4)), "num_rows=2 exceeds the scratch for 1"),
+        ((scores, rows, out, make_scratch(guarded, 2, 300, 4, 4)), "74 near tokens exceed"),
+        ((scores, rows, out, make_scratch(guarded, 2, 200, 5, 4)), "75 group keys exceed the scratch for 50"),
+    ):
+        with pytest.raises(AssertionError, match=reason):
+            top_k_tokens_triton(*wrong, SMALL)
+    assert top_k_tokens_triton(scores[:0], rows_of([], device), out[:0], scratch, SMALL).shape == (0, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_rows", "context", "k"),
+    [(1, 131072, 2048), (64, 131072, 2048), (64, 8192, 2048), (3, 2**20, 512), (300, 163840, 1024), (2, 40000, 1)],
+    ids=lambda size: str(size),
+)
+def test_long_contexts_from_a_graph(device, guarded, num_rows, context, k):
+    specs = top_k_specs(num_rows, context, k)
+    scratch = {spec.name: guarded(*spec.shape, dtype=torch.int32).fill_(NOWHERE) for spec in specs}
+    scores, out = guarded(num_rows, context), guarded(num_rows, k, dtype=torch.int32)
+    rows = rows_of([context] * num_rows, device)
+    scores.copy_(random(num_rows, context))
+    assert_allocates_nothing(lambda: top_k_tokens(scores, rows, out, scratch))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        top_k_tokens(scores, rows, out, scratch)
+    expected = torch.empty_like(out)
+    fills = (
+        random(num_rows, context, seed=1),
+        (random(num_rows, context) * 20).round(),
+        torch.zeros(1, 1),
+        -torch.arange(context).float(),
+    )
+    for turn, fill in enumerate(fills):
+        scores.copy_(fill)
+        lengths = (torch.arange(num_rows) * 7919 * turn + context * (turn != 1)) % (context + 1)
+        rows.num_tokens_T.copy_(lengths)
+        graph.replay()
+        for first in range(0, num_rows, 16):
+            part = slice(first, first + 16)
+            cut = SparseRows(rows.table_rows_T[part], rows.num_tokens_T[part])
+            top_k_tokens_reference(scores[part], cut, expected[part])
+        assert torch.equal(out, expected)

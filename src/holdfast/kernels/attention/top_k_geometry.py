@@ -12,8 +12,8 @@ DIRECT_TOKENS = 16384
 """Up to so many tokens one program looks through a row itself: maxima would cost a launch more than they save."""
 CHUNK_TOKENS = 4096
 """Of a program that finds maxima."""
-BLOCK_ITEMS = 8192
-"""Scores or maxima that the program of a row looks at at a time."""
+BLOCK_ITEMS, SMALL_BLOCK_ITEMS = 4096, 2048
+"""Scores or maxima that the program of a row looks at at a time, and those of a sample or of a list of tokens."""
 
 
 class TopKForm(NamedTuple):
@@ -23,6 +23,7 @@ class TopKForm(NamedTuple):
     """1: without groups."""
     chunk_tokens: int = CHUNK_TOKENS
     block_items: int = BLOCK_ITEMS
+    small_block_items: int = SMALL_BLOCK_ITEMS
 
 
 def top_k_form(context: int, k: int) -> TopKForm:

@@ -115,6 +115,7 @@ def top_k_tokens_triton(
         MOST_NEAR=most_near_tokens(k),
         GROUP=form.group_tokens,
         BLOCK=form.block_items,
+        SMALL_BLOCK=form.small_block_items,
         num_warps=16,
     )
     return out_TK
@@ -250,11 +251,12 @@ def _narrow(
             m_item = m_item & (b_key >= start) & (b_key <= end)
             b_bin = tl.where(m_item, (b_key - start) >> shift.to(tl.uint32), 0).to(tl.int32)
             b_count += tl.histogram(b_bin, NUM_BINS, mask=m_item)
-        b_from = tl.sum(b_count, axis=0) - tl.cumsum(b_count, axis=0) + b_count
-        # The first bin is taken where all of them hold too few, as a sample's may.
-        i_bin = tl.maximum(tl.sum((num_above + b_from >= needed).to(tl.int32), axis=0) - 1, 0)
-        num_reached = num_above + tl.sum(tl.where(o_bin == i_bin, b_from, 0), axis=0)
-        num_above = num_reached - tl.sum(tl.where(o_bin == i_bin, b_count, 0), axis=0)
+        b_reached = num_above + tl.cumsum(b_count, axis=0, reverse=True)
+        # Bins from which on there are enough come first: the last of them is taken, and the first where there is none.
+        m_enough = (b_reached >= needed) | (o_bin == 0)
+        i_bin = tl.sum(m_enough.to(tl.int32), axis=0) - 1
+        num_reached = tl.min(tl.where(m_enough, b_reached, num_looked), axis=0)
+        num_above = tl.maximum(tl.max(tl.where(m_enough, 0, b_reached), axis=0), num_above)
         start += i_bin.to(tl.uint32) << shift.to(tl.uint32)
         end = start + tl.minimum(end - start, (tl.full((), 1, tl.uint32) << shift.to(tl.uint32)) - 1)
         is_open = (num_reached > most) & (shift > 0)
@@ -311,12 +313,13 @@ def _near(
     IS_LISTED: constexpr,
     GROUP: constexpr,
     BLOCK: constexpr,
+    SMALL_BLOCK: constexpr,
 ):
     """(count, start): the positions of NEEDED to ROOM items from the key `start` on, by a sample or, where it misleads, by all."""
     needed = tl.minimum((NEEDED + (ROOM - NEEDED) * 3 // 8) // SAMPLE_STRIDE + 1, num_items // SAMPLE_STRIDE)
     most = needed + needed // 16
     start, _ = _narrow(
-        p_values, p_list, num_items, num_values, needed, most, ARE_KEYS, IS_LISTED, GROUP, SAMPLE_STRIDE, BLOCK
+        p_values, p_list, num_items, num_values, needed, most, ARE_KEYS, IS_LISTED, GROUP, SAMPLE_STRIDE, SMALL_BLOCK
     )
     count = _list(
         p_values, p_list, num_items, num_values, start, num_items, p_out, ROOM, ARE_KEYS, IS_LISTED, GROUP, BLOCK
@@ -350,6 +353,7 @@ def _row_kernel(
     MOST_NEAR: constexpr,
     GROUP: constexpr,
     BLOCK: constexpr,
+    SMALL_BLOCK: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
@@ -365,7 +369,9 @@ def _row_kernel(
     if (GROUP > 1) & (num_groups > K):
         p_keys += i_row * key_stride
         p_taken += i_row * taken_stride
-        num_taken, start = _near(p_keys, p_keys, num_groups, num_groups, p_taken, K, MOST_GROUPS, True, False, 1, BLOCK)
+        num_taken, start = _near(
+            p_keys, p_keys, num_groups, num_groups, p_taken, K, MOST_GROUPS, True, False, 1, BLOCK, SMALL_BLOCK
+        )
         # K groups have a token from this key on, so that no token below it is wanted.
         num_items = num_taken * GROUP
         num_near = _list(
@@ -380,7 +386,7 @@ def _row_kernel(
             )
     else:
         num_near, start = _near(
-            p_scores, p_scores, num_tokens, num_tokens, p_near, K, MOST_NEAR, False, False, 1, BLOCK
+            p_scores, p_scores, num_tokens, num_tokens, p_near, K, MOST_NEAR, False, False, 1, BLOCK, SMALL_BLOCK
         )
-    start, num_tied = _narrow(p_scores, p_near, num_near, num_tokens, K, K, False, True, 1, 1, BLOCK)
-    _list(p_scores, p_near, num_near, num_tokens, start, num_tied, p_out, K, False, True, 1, BLOCK)
+    start, num_tied = _narrow(p_scores, p_near, num_near, num_tokens, K, K, False, True, 1, 1, SMALL_BLOCK)
+    _list(p_scores, p_near, num_near, num_tokens, start, num_tied, p_out, K, False, True, 1, SMALL_BLOCK)
