@@ -9,6 +9,7 @@ from holdfast.attention.declarations import (
     AttentionSpec,
     StepBounds,
     TorchLatentDeclaration,
+    TorchSparseDeclaration,
     TritonLatentDeclaration,
     choose_declaration,
     latent_head_rows,
@@ -24,7 +25,7 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.quant.formats import ALL_KV_FORMATS, MLA_FORMATS, formats_of
 
 MB = 10**6
-TRITON, TORCH = TritonLatentDeclaration(), TorchLatentDeclaration()
+TRITON, TORCH, SPARSE = TritonLatentDeclaration(), TorchLatentDeclaration(), TorchSparseDeclaration()
 
 
 def layer(
@@ -127,3 +128,33 @@ def test_what_plain_torch_holds_at_once_does_not_grow():
     )
     assert short == long
     assert sum(term.num_bytes for term in long) < 32 * MB
+
+
+def sparse(max_model_len: int = 163840) -> AttentionSpec:
+    """One layer of DeepSeek V3.2 in plain torch."""
+    plain = layer("float32", 128, max_model_len=max_model_len, dtype="float32", device_kind="cpu")
+    cache = replace(plain.cache, index_dim=128, index_dtype="float32")
+    return replace(plain, cache=cache, index_heads=64, index_top_k=2048)
+
+
+def test_an_index_is_for_those_that_choose_by_it():
+    plain = layer("float32", dtype="float32", device_kind="cpu")
+    assert choose_declaration([sparse()]).name == "torch_sparse"
+    assert choose_declaration([plain]).name == "torch_latent"
+    assert TORCH.unsupported(sparse()) == "it attends to all tokens, and an index of this model chooses them (DSA)"
+    assert SPARSE.unsupported(plain) == "it attends to the tokens that an index chooses (DSA), and this model has none"
+    assert SPARSE.unsupported(replace(sparse(), window=5)) == "it knows neither windows, nor sinks, nor soft-capping"
+
+
+def test_plain_torch_keeps_what_rows_chose_and_no_more():
+    bounds = StepBounds(16, 512, 16)
+    (selected,) = SPARSE.scratch([sparse()] * 61, bounds)
+    assert (selected.name, selected.shape, selected.dtype) == ("selected", (512 * 2048,), "int32")
+    assert SPARSE.scratch([sparse(max_model_len=2048)], bounds) == ()
+    blocks, index = SPARSE.terms([sparse()] * 61, bounds)
+    assert (blocks.owner, index.owner) == ("attention/blocks", "attention/index")
+    assert TORCH.terms([layer("float32", 128, dtype="float32", device_kind="cpu")], bounds) == (blocks,)
+    assert index.num_bytes < 48 * MB
+    assert SPARSE.terms([sparse(max_model_len=2**20)], bounds)[1] == index, (
+        "a row of scores is not longer than they are together"
+    )

@@ -143,7 +143,6 @@ def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     assert (declared.spec is None) == (declared.not_runnable is not None)
     planned = (
-        "DeepSeek-V3.2",
         "DeepSeek-V4",
         "GLM-4-",
         "GLM-4.5",

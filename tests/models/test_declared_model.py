@@ -113,7 +113,7 @@ def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
     refuse_planned_only(QWEN, "config.json")
     refuse_planned_only({"architectures": ["MambaForCausalLM"]}, "config.json")
     with pytest.raises(UnsupportedModelError, match=r"does not run in this version, in any format.*with holdfast plan"):
-        refuse_planned_only(CATALOGUE["DeepSeek-V3.2"], "config.json")
+        refuse_planned_only(CATALOGUE["DeepSeek-V4-Flash"], "config.json")
 
 
 def test_formats_by_name_or_as_values() -> None:

@@ -69,6 +69,52 @@ def test_one_row_a_token_is_on_every_rank(name: str) -> None:
         assert declared.kv_bytes_per_sequence("bfloat16", ranks) == 0
 
 
+INDEX_BYTES = {"bfloat16": 256, "float32": 512, "fp8_ds_mla": 132, "turboquant_mla_4bit": 132}
+
+
+def test_a_row_of_the_index_lies_beside_every_latent_on_every_rank() -> None:
+    declared = declare_config(CATALOGUE["DeepSeek-V3.2"], "v3.2")
+    assert declared.spec is not None
+    declaration = declared.declaration
+    assert isinstance(declaration, LatentDeclaration)
+    for ranks in (1, 8, 128):
+        for format, num_bytes in INDEX_BYTES.items():
+            assert declared.kv_bytes_per_token(format, ranks) == 61 * (BYTES[format] + num_bytes), format
+        assert declared.kv_bytes_per_token("fp8", ranks) == 61 * (656 + 132)
+        assert declared.kv_bytes_per_sequence("fp8", ranks) == 0
+    for index_dtype, num_bytes in (("fp8", 132), ("bfloat16", 256), ("float32", 512)):
+        rows = {row.name: row for row in declaration.cache_rows(KV_FORMATS["bfloat16"], 8, index_dtype)}
+        assert (rows["latent"].row_bytes, rows["index"].row_bytes) == (1152, num_bytes)
+        assert rows["index"].num_layers == 61
+
+
+def test_the_index_is_whole_on_every_rank_and_the_rest_is_that_of_v3() -> None:
+    prefix, settings = LATENT_MODELS["sparse like V3.2"]
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    indexed, plain = (
+        declare_decoder(read_spec({"architectures": [f"{name}ForCausalLM"], **settings, **changes}), name)
+        for name in (prefix, "DeepseekV3")
+    )
+    for ranks in (1, 2, 4):
+        own = [weight for weight in indexed.parameters(ranks) if ".index_" in weight.name]
+        assert sum(prod(weight.shape) for weight in own) == 3 * (64 * 32 * 20 + 32 * 60 + 2 * 32 + 64 * 60)
+        assert [weight for weight in indexed.parameters(ranks) if weight not in own] == [*plain.parameters(ranks)]
+        heads = indexed.declaration.heads(ranks)
+        assert heads is not None
+        assert (heads.num_heads, heads.index_heads, heads.index_dim, heads.index_top_k) == (4 // ranks, 64, 32, 5)
+    v3 = plain.declaration.heads(1)
+    assert v3 is not None
+    assert (v3.index_heads, v3.index_dim, v3.index_top_k) == (0, 0, 0)
+
+
+def test_weights_of_an_index_are_quantized_but_for_those_that_count_its_heads() -> None:
+    declared = declare_config(CATALOGUE["DeepSeek-V3.2"], "v3.2")
+    weights = {weight.name: weight for weight in declared.parameters() if weight.name.startswith("layers.7.index")}
+    stored = {name for name, weight in weights.items() if weight.stored_scheme is FP8_BLOCK}
+    assert stored == {"layers.7.index_q.weight", "layers.7.index_k.weight"}
+    assert stored == {name for name, weight in weights.items() if weight.scheme(WeightRecipe(FP8)) is not None}
+
+
 @pytest.mark.parametrize("name", [*KV_FORMATS, *MLA_FORMATS])
 def test_formats_of_heads_are_taken_for_those_of_latents_or_declined(name: str) -> None:
     declared = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
@@ -116,6 +162,11 @@ def test_tensors_of_a_step() -> None:
     attention = shapes_of(declared_of("v3 like R1"), STEP, scratch=(extra,))["attention"]
     wide = {"qkv_a": (70, 20 + 48), "q_normed": (70, 20), "q": (70, 5 * 28), "attended": (70, 5 * 20)}
     assert attention == wide | {"partial": (3, 4)}
+    sparse = declared_of("sparse like V3.2")
+    index = {"index_q": (70, 64 * 32), "index_k": (70, 32), "index_weights": (70, 64)}
+    assert shapes_of(sparse, STEP, scratch=(extra,))["attention"] == wide | index | {"partial": (3, 4)}
+    requests = {request.owner: request for request in sparse.declaration.requests(STEP, 1, ())}
+    assert {spec.name: spec.dtype for spec in requests["attention"].specs}["index_weights"] == "float32"
     plain = shapes_of(declared_of("v2 like V2-Lite"), STEP)
     assert plain["attention"] == {"qkv_a": (70, 48), "q": (70, 3 * 28), "attended": (70, 3 * 20)}
     assert {"stream", "mlp", "experts", "head"} <= plain.keys()

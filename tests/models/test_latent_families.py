@@ -10,11 +10,11 @@ from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import FAMILIES, read_spec, unread_tensors
 from holdfast.models.rope import rope_tables
-from holdfast.models.spec import ExpertsSpec, LatentSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from models.tiny_experts import make_random
 from models.tiny_latents import LATENT_MODELS, YARN
 
-PREFIXES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+PREFIXES = ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite")
 
 
 def theirs_config(prefix: str, **settings: Any) -> Any:
@@ -26,8 +26,16 @@ def theirs_config(prefix: str, **settings: Any) -> Any:
 def check_same(spec: ModelSpec, config: Any) -> None:
     """Every number that the spec has of a config of transformers."""
     latent, experts = spec.latent, spec.experts
+    index = None
+    if config.model_type == "deepseek_v32":
+        index = IndexSpec(config.index_n_heads, config.index_head_dim, config.index_topk)
     assert latent == LatentSpec(
-        config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        index=index,
     )
     assert (spec.num_kv_heads, spec.head_dim) == (1, config.kv_lora_rank + config.qk_rope_head_dim)
     for ours, name in (
@@ -79,7 +87,8 @@ def test_keys_left_out_take_the_value_that_transformers_gives_them(prefix):
     assert spec.max_position == config.max_position_embeddings
     family = FAMILIES[architecture]
     assert (family.bos_token_id, family.eos_token_ids) == (config.bos_token_id, (config.eos_token_id,))
-    assert spec.num_draft_layers == getattr(config, "num_nextn_predict_layers", prefix == "Glm4MoeLite")
+    drafts = prefix in ("DeepseekV32", "Glm4MoeLite")
+    assert spec.num_draft_layers == getattr(config, "num_nextn_predict_layers", drafts)
 
 
 @pytest.mark.parametrize("case", LATENT_MODELS)
@@ -154,6 +163,7 @@ def config_with(**changes: Any) -> dict[str, Any]:
 
 V2 = {"architectures": ["DeepseekV2ForCausalLM"]}
 LIMITED = V2 | {"topk_method": "group_limited_greedy"}
+V32 = {"architectures": ["DeepseekV32ForCausalLM"]}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +210,22 @@ LIMITED = V2 | {"topk_method": "group_limited_greedy"}
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0; a number above 0"),
         ({"v_head_dim": 0}, "v_head_dim = 0"),
+        (V32 | {"q_lora_rank": None}, "has no q_lora_rank; an index takes its queries from there"),
+        (V32 | {"index_n_heads": 65}, "index_n_heads = 65; up to 64 heads, which kernels take, is needed there"),
+        (V32 | {"index_n_heads": 0}, "index_n_heads = 0; a whole number from 1"),
+        (
+            V32 | {"index_head_dim": 40},
+            "index_head_dim = 40; a multiple of 16 up to 128, which kernels take, is needed",
+        ),
+        (V32 | {"index_head_dim": 144}, "index_head_dim = 144; a multiple of 16 up to 128"),
+        (
+            V32 | {"index_head_dim": 32, "qk_rope_head_dim": 64},
+            "index_head_dim = 32; at least qk_rope_head_dim = 64, since so many of its elements are rotated, is needed",
+        ),
+        (V32 | {"index_topk": 257}, "index_topk = 257; at most the 256 tokens of the longest context is needed there"),
+        (V32 | {"index_topk": 0}, "index_topk = 0; a whole number from 1"),
+        (V32 | {"index_topk": True}, "index_topk = True; a whole number from 1"),
+        (V32 | {"index_topk": 2.5}, "index_topk = 2.5; a whole number from 1"),
         ({"model_type": "llama"}, "model_type = 'llama'; 'deepseek_v3', the type of DeepseekV3ForCausalLM,"),
     ],
     ids=str,
@@ -219,7 +245,18 @@ def test_what_is_left_out_or_empty_is_read():
     assert read_spec(config_with(rope_interleave=True, moe_layer_freq=1)) == read_spec(config_with())
 
 
-@pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM", "DeepseekV32ForCausalLM"])
+def test_an_index_chooses_any_number_of_tokens_that_a_context_has():
+    for top_k in (1, 7, 256):
+        latent = read_spec(config_with(**V32, index_topk=top_k)).latent
+        assert latent is not None
+        assert latent.index == IndexSpec(64, 128, top_k)
+    short = read_spec(config_with(**V32)).latent
+    assert short is not None
+    assert short.index is not None
+    assert short.index.top_k == 256, "what is left out is no more than a context has"
+
+
+@pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM"])
 def test_other_models_with_latents_do_not_run(architecture):
     with pytest.raises(UnsupportedModelError, match=f"describes a {architecture}; what runs, in any format, is "):
         read_spec(config_with(architectures=[architecture]))

@@ -323,14 +323,17 @@ def test_single_experts_are_declined_in_words():
         gguf_config(file("llama", tensors=(split,), expert_count=8))
 
 
-def test_a_family_that_runs_from_a_folder_alone_sends_people_there():
+@pytest.mark.parametrize(
+    ("arch", "architecture"), [("gpt-oss", "GptOssForCausalLM"), ("deepseek32", "DeepseekV32ForCausalLM")]
+)
+def test_a_family_that_runs_from_a_folder_alone_sends_people_there(arch, architecture):
     with pytest.raises(
-        UnsupportedModelError, match="that family runs from safetensors; use the GptOssForCausalLM folder"
+        UnsupportedModelError, match=f"that family runs from safetensors; use the {architecture} folder"
     ):
-        spec(general__architecture="gpt-oss")
+        spec(general__architecture=arch)
 
 
-@pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("deepseek32", True)])
+@pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("glm4moe", True)])
 def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
     with pytest.raises(UnsupportedModelError) as caught:
         spec(general__architecture=arch)
