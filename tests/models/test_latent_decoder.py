@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.layers.latent_attention import LatentAttentionLayer
+from holdfast.layers.latent_attention import LatentAttentionLayer, SparseLatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, Linear, RMSNorm
 from holdfast.layers.moe import ExpertLayer
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.declaration import StepShape
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.latent_decoder import LatentDecoder
@@ -25,7 +26,8 @@ from runner.drive import LoadedModel, Rig, workspace_plan
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=90, max_model_len=100, page_tokens=4)
 WIDE = {"vocab_size": VOCAB, "hidden_size": 96, "moe_intermediate_size": 32, "intermediate_size": 96, "v_head_dim": 32}
 """What mxfp4 can store: whole blocks of 32 columns."""
-Q_RANKS = {"v3 like R1": 32, "v2 like V2-Lite": None}
+SPARSE = "sparse like V3.2"
+Q_RANKS = {"v3 like R1": 32, "v2 like V2-Lite": None, SPARSE: 32}
 SCHEMES = pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_SCHEMES)
 
 
@@ -50,6 +52,27 @@ def test_a_layer_has_the_weights_of_its_number(case):
     assert isinstance(layer.mlp, ExpertLayer)
     first = rig.decoder._layers[0].mlp
     assert isinstance(first, GatedMLP if model.spec.experts.dense_layers else ExpertLayer)
+
+
+def test_a_layer_has_the_index_of_its_number():
+    model = tiny(SPARSE)[1]
+    rig = Rig(model, "torch_sparse", LIMITS, 25)
+    assert isinstance(rig.decoder, LatentDecoder)
+    attention, weights = rig.decoder._layers[2].attention, model.weights
+    assert isinstance(attention, SparseLatentAttentionLayer)
+    index = attention.index
+    assert index.q.weight_NK is weights["layers.2.index_q.weight"]
+    assert index.k.weight_NK is weights["layers.2.index_k.weight"]
+    assert index.weights_IH is weights["layers.2.index_weights.weight"]
+    assert index.norm.weight_D is weights["layers.2.index_k_norm.weight"]
+    assert index.norm.bias_D is weights["layers.2.index_k_norm.bias"]
+    assert index.norm.eps == 1e-6
+    assert (index.q.bias_N, index.k.bias_N) == (None, None)
+
+
+def test_an_index_needs_attention_that_chooses():
+    with pytest.raises(AssertionError, match="torch_latent attends to all tokens"):
+        Rig(tiny(SPARSE)[1], "torch_latent", LIMITS, 25)
 
 
 @cache
@@ -78,7 +101,12 @@ def make_rig(model: LoadedModel, recipe: WeightRecipe, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(drive, "LatentDecoder", partial(LatentDecoder, recipe=recipe))
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
-        return Rig(model, "torch_latent", LIMITS, 100)
+        return Rig(model, backend_of(model), LIMITS, 100)
+
+
+def backend_of(model: LoadedModel) -> str:
+    assert model.spec.latent is not None
+    return "torch_latent" if model.spec.latent.index is None else "torch_sparse"
 
 
 @pytest.mark.parametrize("case", Q_RANKS)
@@ -89,9 +117,11 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(case, scheme, monk
     assert isinstance(ours.weights["layers.1.kv_b.weight"], torch.Tensor), "it is never quantized"
     (found,) = run(make_rig(ours, recipe, monkeypatch), 30)
     with rows_as_codes(ours, numbers):
-        (wanted,) = run(Rig(numbers, "torch_latent", LIMITS, 100), 30)
+        (wanted,) = run(Rig(numbers, backend_of(numbers), LIMITS, 100), 30)
     errors = torch.stack([(found[position] - wanted[position]).abs().max() for position in range(29)])
     assert float(errors.median()) < 1e-5
+    if case == SPARSE and scheme.quantizes_activations:
+        return  # such a row may choose another token too
     # An input that lies between two codes may take either, and moves its row, and a little those behind it.
     assert float(errors.max()) < (3e-2 if scheme.quantizes_activations else 1e-5)
 
@@ -106,6 +136,7 @@ def test_tensors_of_a_step_are_what_was_planned(case, scheme, monkeypatch):
     rig.execute(make_step(90, groups=rig.groups))
     with monkeypatch.context() as patch:
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
-        plan = workspace_plan(wide(case).spec, LIMITS, "float32", ())
+        scratch = (TensorSpec("selected", (90 * 5,), "int32"),) if case == SPARSE else ()
+        plan = workspace_plan(wide(case).spec, LIMITS, "float32", scratch)
     reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
     assert watched.most_bytes == reserved
