@@ -134,6 +134,15 @@ MODELS["latent_q"] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 0.25,  # of dummy weights: a group that another rounding has chosen must not decide the logits
 }
+MODELS["sparse"] = {
+    **MODELS["latent_q"],
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 64,
+}
+"""Most contexts of traffic are longer than what a row attends to, and some are not."""
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,

@@ -22,7 +22,7 @@ PAGES = 130
 """Of a sequence of the longest context, and a few more."""
 MODES = [
     pytest.param(name, kv_format, id=f"{name}, {kv_format}")
-    for name in ("latent", "latent_q")
+    for name in ("latent", "latent_q", "sparse")
     for kv_format in ("auto", *MLA_FORMATS)
 ]
 
@@ -104,14 +104,14 @@ def test_captured_at_length_one_and_replayed_at_any(build, name, kv_format):
     stage.decode([4, 1])
     stage.decode([longest, longest])
     assert same_bits(stage.decode([3, 2]), first), "what was replayed in between shows"
-    wide = stage.decode([17, 64, 65, 300, 1, 2])
+    wide = stage.decode([17, 64, 65, 300, 1, 2])  # on both sides of what rows of a sparse model attend to
     assert bool(wide.isfinite().all())
     alone = stage.decode([3])
     assert same_bits(stage.decode([3]), alone)
     assert {size for size, is_decode in checked.sizes if is_decode} == {1, 2, 8}
 
 
-@pytest.mark.parametrize(("name", "kv_format"), MODES[1:4] + MODES[5:6])
+@pytest.mark.parametrize(("name", "kv_format"), MODES[1:4] + MODES[5:6] + MODES[9:11])
 def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, kv_format):
     built = build(name, kv_cache_dtype=kv_format)
     checked = CheckedReplays(built)

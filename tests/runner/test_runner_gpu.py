@@ -48,6 +48,7 @@ MODES = [
     pytest.param("qwen3", {"quantization": "fp8"}, id="fp8"),
     pytest.param("experts", {"quantization": "fp8"}, id="experts in fp8"),
     pytest.param("latent", {}, id="latents"),
+    pytest.param("sparse", {}, id="sparse latents"),
 ]
 SCHEMES = [
     pytest.param("qwen3", {"quantization": "int8"}, id="int8"),
@@ -61,6 +62,8 @@ FORMATS = [
     pytest.param("windows", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4"),
     pytest.param("latent", {"kv_cache_dtype": "turboquant_mla_4bit"}, id="latents of 4 bits"),
     pytest.param("latent_q", {"kv_cache_dtype": "fp8_ds_mla", "quantization": "fp8"}, id="latents in fp8"),
+    pytest.param("sparse", {"kv_cache_dtype": "fp8_ds_mla"}, id="sparse latents in fp8"),
+    pytest.param("sparse", {"index_cache_dtype": "bfloat16"}, id="sparse latents, index in bfloat16"),
 ]
 """Blocks of experts with scales for blocks of columns, and compressed pages."""
 
