@@ -33,6 +33,9 @@ from holdfast.kernels.attention import (  # noqa: E402
     latent_tiles,
     latent_warpgroups,
     quantized_attention,
+    sparse_attention,
+    sparse_quantized_attention,
+    sparse_tiles,
     tiled_attention,
     top_k_tokens,
     write_index,
@@ -75,6 +78,8 @@ class CompiledOnly:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self.shared_bytes = 0
+        self.num_copies = 0
+        """Of the last compilation: copies into shared memory that are under way while the kernel computes."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
@@ -100,6 +105,7 @@ class CompiledOnly:
         compiled = triton.compile(source, target=HOPPER, options=options)
         _check_assembler(compiled.asm["ttgir"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
+        self.num_copies = compiled.asm["ttgir"].count("ttg.async_copy_global_to_local")
 
 
 def _check_assembler(program: str) -> None:
@@ -402,6 +408,26 @@ def top_k_of(context: int, k: int) -> None:
     top_k_tokens.top_k_tokens(torch.empty(2, context), SparseRows(numbers, numbers), out, scratch)
 
 
+def sparse_of(name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 64, num_rows: int = 3) -> None:
+    """Attention to lists of 2,048 places, split, and their merge; latents have to come while others are computed with."""
+    planes = latent_planes_of(name, latent_dim, rope_dim)
+    numbers = torch.empty(num_rows, dtype=torch.int32)
+    sparse_attention.sparse_attention(
+        torch.empty(num_rows, num_heads, latent_dim + rope_dim, dtype=BF16),
+        planes,
+        torch.empty(4, 2048, dtype=torch.int32),
+        SparseRows(numbers, numbers),
+        torch.empty(num_rows, 2048, dtype=torch.int32),
+        0.1,
+        torch.empty(4, num_heads * latent_dim),
+        torch.empty(4, num_heads),
+        torch.empty(num_rows, num_heads, latent_dim, dtype=BF16),
+        num_sms=132,
+    )
+    kernel: Any = (sparse_attention if planes.kind == "plain" else sparse_quantized_attention)._attend_kernel
+    assert kernel.num_copies > 0, "Triton's pipeliner has left the loop over a list alone"
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -505,6 +531,14 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized latents, fp8": lambda: quantized_latents_of("fp8_ds_mla", 16, 128, 64, large=False),
     "quantized latents, 4 bits": lambda: quantized_latents_of("turboquant_mla_4bit", 20, 128, 64, large=True),
     "quantized latents, 4 bits of 192": lambda: quantized_latents_of("turboquant_mla_4bit_r8", 3, 192, 24, large=False),
+    "chosen tokens, 16 heads": lambda: sparse_of("bfloat16", 16),
+    "chosen tokens, 128 heads": lambda: sparse_of("bfloat16", 128, num_rows=40),
+    "chosen tokens, 20 heads of 192": lambda: sparse_of("bfloat16", 20, 192, 24, num_rows=80),
+    "chosen tokens, 16 heads, fp8": lambda: sparse_of("fp8_ds_mla", 16),
+    "chosen tokens, 128 heads, fp8": lambda: sparse_of("fp8_ds_mla", 128),
+    "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
+    "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
+    "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
     "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
@@ -543,6 +577,9 @@ def main() -> None:
         routing,
         norm,
         small_batch,
+        sparse_attention,
+        sparse_quantized_attention,
+        sparse_tiles,
         tiled_attention,
         write_index,
         top_k_tokens,

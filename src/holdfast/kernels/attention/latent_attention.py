@@ -8,6 +8,7 @@ there are several blocks of heads each is an item of its own, as key heads are t
 BLOCK_TOKENS, so that no block of tokens lies in two pages unless pages are smaller than it.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,14 +47,16 @@ BLOCKS = {
 """By the height of tiles, the fastest on an H200 first; those of 64 are latent_warpgroups.py's where it takes them."""
 
 
-def latent_blocks(height: int, row_bytes: int, shared_bytes: int) -> LatentBlocks:
+def latent_blocks(
+    height: int, row_bytes: int, shared_bytes: int, choices: Mapping[int, tuple[LatentBlocks, ...]] = BLOCKS
+) -> LatentBlocks:
     """The fastest whose latents and queries a program's shared memory has room for."""
-    for blocks in BLOCKS[height]:
+    for blocks in choices[height]:
         # Products of less than 64 rows read their operands into registers, and one place less is under way.
         places = blocks.num_stages - (height < LARGE_HEIGHT)
         if (blocks.tokens * places + height) * row_bytes < shared_bytes:
             return blocks
-    return BLOCKS[height][-1]
+    return choices[height][-1]
 
 
 def _shared_bytes(tensor: torch.Tensor) -> int:

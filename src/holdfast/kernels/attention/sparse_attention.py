@@ -10,13 +10,20 @@ of the merge, that of latent_tiles.py.
 import torch
 
 from holdfast.kernels.attention.index_planes import SparseRows
-from holdfast.kernels.attention.latent_attention import latent_blocks
+from holdfast.kernels.attention.latent_attention import LatentBlocks, latent_blocks
 from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.latent_tiles import RowForm
 from holdfast.kernels.attention.latent_tiles import row_form as merge_form
 from holdfast.kernels.attention.sparse_quantized_attention import sparse_quantized_attention
-from holdfast.kernels.attention.sparse_tiles import ListSplits, find_slots, load_pages, load_tokens, merge_lists
+from holdfast.kernels.attention.sparse_tiles import (
+    ListSplits,
+    find_slots,
+    load_pages,
+    load_places,
+    merge_lists,
+    seen_tokens,
+)
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -29,6 +36,15 @@ from holdfast.kernels.triton_compat import (
 )
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+BLOCKS = {
+    16: (LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
+    32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
+    64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
+}
+"""By the height of tiles. Addresses of latents that lie apart take registers, so that low tiles take fewer at once than ranges do:
+two programs of those fit a multiprocessor. To be measured."""
 
 
 def row_form(num_rows: int) -> RowForm:
@@ -60,7 +76,7 @@ def sparse_attention(
     block_l, block_r = (max(16, next_power_of_two(size)) for size in (planes.latent_dim, planes.rope_dim))
     height, (num_blocks, group) = tile_height(num_heads, large=False), head_blocks(num_heads)
     row_bytes, pdl = (block_l + block_r) * planes.rows_SX.element_size(), supports_pdl(q_TNX)
-    blocks = latent_blocks(height, row_bytes, shared_bytes(q_TNX))
+    blocks = latent_blocks(height, row_bytes, shared_bytes(q_TNX), BLOCKS)
     splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], blocks.tokens)
     _attend_kernel[(num_rows * num_blocks, splits.count)](
         q_TNX,
@@ -173,8 +189,8 @@ def _attend_kernel(
     # Tokens are read two blocks ahead and their pages one, so that no load of latents waits for another load.
     p_row_tokens = p_tokens + i_row * tokens_stride
     p_row_pages = p_pages + tl.load(p_table_rows + i_row).to(tl.int64) * table_stride
-    b_token = load_tokens(p_row_tokens, low + o_n, high, num_tokens)
-    b_next_token = load_tokens(p_row_tokens, low + BLOCK_N + o_n, high, num_tokens)
+    b_token = seen_tokens(load_places(p_row_tokens, low + o_n, high), num_tokens)
+    b_ahead = load_places(p_row_tokens, low + BLOCK_N + o_n, high)
     b_page = load_pages(p_row_pages, b_token, PAGE_TOKENS)
     o_head = tl.program_id(0) % NUM_BLOCKS * GROUP + o_m
     m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
@@ -187,16 +203,18 @@ def _attend_kernel(
     b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for n in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
         o_slot = find_slots(b_page, b_token, PAGE_TOKENS)
-        b_token = b_next_token
+        b_token = seen_tokens(b_ahead, num_tokens)
         b_page = load_pages(p_row_pages, b_token, PAGE_TOKENS)
-        b_next_token = load_tokens(p_row_tokens, n + 2 * BLOCK_N + o_n, high, num_tokens)
+        b_ahead = load_places(p_row_tokens, n + 2 * BLOCK_N + o_n, high)
         m_n = o_slot >= 0
         p_n = p_latents + (tl.maximum(o_slot, 0) * WIDTH)[:, None]
         b_k = tl.load(p_n + o_l[None, :], mask=m_n[:, None] & m_l[None, :], other=0.0)
         b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0)
         b_score = tl.dot(b_q, tl.trans(b_k))
         b_score = tl.dot(b_q_rope, tl.trans(b_k_rope), b_score) * scale_log2
-        b_score = tl.where(m_n[None, :], b_score, -float("inf"))
+        # Read once more: carried as scores lie, lists would take the registers of sums.
+        b_here = seen_tokens(load_places(p_row_tokens, n + o_n, high), num_tokens)
+        b_score = tl.where((b_here >= 0)[None, :], b_score, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
         b_m_safe = finite_max(b_m_new)
         b_p = tl.exp2(b_score - b_m_safe[:, None])

@@ -28,7 +28,14 @@ from holdfast.kernels.attention.latent_words import (
     word_shape,
 )
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
-from holdfast.kernels.attention.sparse_tiles import ListSplits, find_slots, load_pages, load_tokens, merge_lists
+from holdfast.kernels.attention.sparse_tiles import (
+    ListSplits,
+    find_slots,
+    load_pages,
+    load_places,
+    merge_lists,
+    seen_tokens,
+)
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -162,11 +169,11 @@ def _attend_kernel(
     # codes' own copies.
     p_row_tokens = p_tokens + i_row * tokens_stride
     p_row_pages = p_pages + tl.load(p_table_rows + i_row).to(tl.int64) * table_stride
-    b_token = load_tokens(p_row_tokens, low + o_n, high, num_tokens)
-    b_token_1 = load_tokens(p_row_tokens, low + BLOCK_N + o_n, high, num_tokens)
-    b_token_2 = load_tokens(p_row_tokens, low + 2 * BLOCK_N + o_n, high, num_tokens)
+    b_first = seen_tokens(load_places(p_row_tokens, low + o_n, high), num_tokens)
+    b_token = seen_tokens(load_places(p_row_tokens, low + BLOCK_N + o_n, high), num_tokens)
+    b_ahead = load_places(p_row_tokens, low + 2 * BLOCK_N + o_n, high)
+    o_found = find_slots(load_pages(p_row_pages, b_first, PAGE_TOKENS), b_first, PAGE_TOKENS)
     b_page = load_pages(p_row_pages, b_token, PAGE_TOKENS)
-    b_page_1 = load_pages(p_row_pages, b_token_1, PAGE_TOKENS)
     o_m = i_item % NUM_TURNS * BLOCK_M + tl.arange(0, BLOCK_M)
     o_head = i_item // NUM_TURNS % NUM_BLOCKS * GROUP + o_m
     m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
@@ -179,18 +186,19 @@ def _attend_kernel(
         b_acc = b_acc + (tl.zeros((BLOCK_M, BLOCK_W), dtype=tl.float32),)
     b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     b_l_tokens = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    o_found = find_slots(b_page, b_token, PAGE_TOKENS)
     o_any = tl.maximum(o_found, 0)
     b_scale = load_scales(p_words, p_scales, o_any, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
     for n in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
         m_n = o_found >= 0
         o_slot = tl.maximum(o_found, 0)
-        o_found = find_slots(b_page_1, b_token_1, PAGE_TOKENS)
+        o_found = find_slots(b_page, b_token, PAGE_TOKENS)
         o_next = tl.maximum(o_found, 0)
         b_next = load_scales(p_words, p_scales, o_next, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
-        b_token_1 = b_token_2
-        b_page_1 = load_pages(p_row_pages, b_token_1, PAGE_TOKENS)
-        b_token_2 = load_tokens(p_row_tokens, n + 3 * BLOCK_N + o_n, high, num_tokens)
+        b_token = seen_tokens(b_ahead, num_tokens)
+        b_page = load_pages(p_row_pages, b_token, PAGE_TOKENS)
+        b_ahead = load_places(p_row_tokens, n + 3 * BLOCK_N + o_n, high)
+        # Read once more: carried as scores lie, lists would take the registers of sums.
+        m_seen = seen_tokens(load_places(p_row_tokens, n + o_n, high), num_tokens) >= 0
         b_score = rope_scores(
             b_q_rope,
             p_rope,
@@ -207,16 +215,16 @@ def _attend_kernel(
             PLAIN,
         )
         if SMALL_ROPE:
-            b_score = b_score * scale_factor(b_scale[1], m_n, True)[None, :]
+            b_score = b_score * scale_factor(b_scale[1], m_seen, True)[None, :]
         b_groups = ()
         b_bound = tl.zeros((BLOCK_N,), dtype=tl.float32)
         for g in tl.static_range(NUM_GROUPS):
-            b_factor = scale_factor(b_scale[g], m_n, True)
+            b_factor = scale_factor(b_scale[g], m_seen, True)
             b_bound = tl.maximum(b_bound, b_factor)
             b_words = load_words(p_words, o_slot, m_n, g, True, FP8, LATENT_DIM, ROW_WORDS, BLOCK_W)
             b_score += group_scores(b_q, b_words, g, FP8, PLAIN) * b_factor[None, :]
             b_groups = b_groups + (b_words,)
-        b_score = tl.where(m_n[None, :], b_score * scale_log2, -float("inf"))
+        b_score = tl.where(m_seen[None, :], b_score * scale_log2, -float("inf"))
         b_bound = tl.maximum(fast_log2(b_bound, PLAIN), LEAST_LOG2)
         b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
         b_m_safe = finite_max(b_m_new)
@@ -225,7 +233,7 @@ def _attend_kernel(
         b_l_tokens = b_l_tokens * b_alpha[:, None] + b_p
         b_new = ()
         for g in tl.static_range(NUM_GROUPS):
-            b_factor = scale_factor(b_scale[g], m_n, True)
+            b_factor = scale_factor(b_scale[g], m_seen, True)
             b_weight = (b_p * (b_factor * P_ONE)[None, :]).to(tl.float16)
             b_values = take_apart(b_groups[g], FP8, PLAIN)
             for j in tl.static_range(NUM_PARTS):

@@ -4,6 +4,9 @@ T rows, N query heads, L latent, N tokens of a block, K places of a list, C spli
 
 A program has one row, one block of heads and one split of the row's list. Places of a list are split, not tokens that are in it,
 so that no program has to know a length before it reads: a split behind the end of a short list is neutral.
+
+Kernels read a list some blocks ahead of the latents. What a loop carries from one block to the next has to be computed in the
+loop, because Triton's pipeliner leaves loops alone that hand on what they were given: places are carried, tokens made of them.
 """
 
 from typing import NamedTuple
@@ -107,10 +110,15 @@ def _merge_kernel(
 
 
 @jit
-def load_tokens(p_row_tokens, o_place, end, num_tokens):
-    """Positions at these places of a list; -1 behind its end, and where no token of the sequence stands."""
-    b_token = tl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
-    return tl.where(b_token < num_tokens, b_token, -1)
+def load_places(p_row_tokens, o_place, end):
+    """What stands at these places of a list; -1 behind its end."""
+    return tl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
+
+
+@jit
+def seen_tokens(b_place, num_tokens):
+    """Positions of tokens of the sequence; -1 where something else stands."""
+    return tl.where((b_place >= 0) & (b_place < num_tokens), b_place, -1)
 
 
 @jit
