@@ -1,13 +1,19 @@
-"""The latent attention layer: projections, backend and output over tensors that are given, with and without a latent of queries."""
+"""Latent attention layers: projections, backend and output over tensors that are given, with and without a latent of queries, and with an index."""
 
 import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows
+from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.layers.latent_attention import LatentAttentionLayer, LatentBuffers
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
+from holdfast.layers.latent_attention import (
+    LatentAttentionLayer,
+    LatentBuffers,
+    LatentIndex,
+    SparseLatentAttentionLayer,
+)
 from holdfast.layers.mlp import Linear, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import FP8
@@ -129,3 +135,82 @@ def test_a_norm_leaves_codes_where_all_products_that_take_x_want_them(parts):
     codes = layer.room_for_codes(quantized, NUM_ROWS)
     assert codes is not None
     assert codes.codes_TK.shape == (NUM_ROWS, HIDDEN)
+
+
+INDEX_HEADS, INDEX_DIM = 4, 6
+INDEX_NORM = IndexNorm(torch.ones(INDEX_DIM), torch.zeros(INDEX_DIM), 1e-6)
+PRODUCTS = ("qkv_a", "q", "index q", "index k")
+
+
+class RecordingSparse(RecordingBackend):
+    """The same, with an index."""
+
+    def write_index(self, k_TD, q_TID, batch, norm, rotary, layer):
+        self.calls.append((k_TD.clone(), q_TID, batch, norm, rotary, layer))
+
+    def select(self, q_TID, weights_TI, layer, plan, scratch):
+        self.calls.append((q_TID, weights_TI.clone(), layer, plan, scratch))
+
+
+def make_sparse(coded_products: tuple[str, ...] = ()) -> tuple[SparseLatentAttentionLayer, RecordingSparse, RMSNorm]:
+    sizes = (Q_RANK + ROW, HIDDEN), (HEADS * QUERY, Q_RANK), (INDEX_HEADS * INDEX_DIM, Q_RANK), (INDEX_DIM, HIDDEN)
+    qkv_a, q, index_q, index_k = (
+        coded(Linear(random(*size, seed=seed))) if name in coded_products else Linear(random(*size, seed=seed))
+        for seed, (name, size) in enumerate(zip(PRODUCTS, sizes, strict=True))
+    )
+    q_norm, o = RMSNorm(1 + random(Q_RANK, seed=4), 1e-6), Linear(random(HIDDEN, HEADS * VALUE, seed=5))
+    index = LatentIndex(index_q, index_k, random(INDEX_HEADS, HIDDEN, seed=6), INDEX_NORM)
+    backend = RecordingSparse()
+    layer = SparseLatentAttentionLayer(7, qkv_a, q, o, q_norm, NORM, KV_B, ROTARY, backend, index)
+    return layer, backend, q_norm
+
+
+def sparse_buffers() -> LatentBuffers:
+    shapes = {"qkv_a": Q_RANK + ROW, "q_normed": Q_RANK, "q": HEADS * QUERY, "attended": HEADS * VALUE, "selected": 3}
+    shapes |= {"index_q": INDEX_HEADS * INDEX_DIM, "index_k": INDEX_DIM, "index_weights": INDEX_HEADS}
+    return LatentBuffers.of({name: torch.full((NUM_ROWS, width), NAN) for name, width in shapes.items()}, None)
+
+
+def test_an_index_is_written_and_tokens_are_chosen_before_rows_attend():
+    layer, backend, _ = make_sparse()
+    batch, held, x, plan = make_batch(None), sparse_buffers(), random(NUM_ROWS, HIDDEN, seed=5), object()
+    layer(x, batch, plan, held, torch.full((NUM_ROWS, HIDDEN), NAN))
+    written, index_written, selected, attended = backend.calls
+    torch.testing.assert_close(index_written[0], x @ layer.index.k.weight_NK.T)
+    index_q = held.q_normed_TX @ layer.index.q.weight_NK.T
+    torch.testing.assert_close(index_written[1], index_q.view(NUM_ROWS, INDEX_HEADS, INDEX_DIM))
+    assert [a is b for a, b in zip(index_written[2:], [batch, INDEX_NORM, ROTARY, 7], strict=True)] == [True] * 4
+    assert selected[0] is index_written[1], "index queries are rotated where they are"
+    torch.testing.assert_close(selected[1], x @ layer.index.weights_IH.T * (INDEX_DIM * INDEX_HEADS) ** -0.5)
+    assert [a is b for a, b in zip(selected[2:], [7, plan, held.scratch], strict=True)] == [True] * 3
+    assert held.scratch.keys() == {"selected"}
+    torch.testing.assert_close(written[0], x @ layer.qkv_a.weight_NK[Q_RANK:].T)
+    assert attended[0].data_ptr() == held.q_TX.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [PRODUCTS, ("qkv_a", "q"), ("index q", "index k"), ("qkv_a", "index q"), ("q", "index k")],
+    ids=" and ".join,
+)
+def test_products_of_an_index_share_codes_with_those_that_take_the_same_rows(names):
+    """Whichever are quantized, and whether a norm has left the codes of x before or not."""
+    layer, backend, _ = make_sparse(names)
+    x, held = random(NUM_ROWS, HIDDEN, seed=5), sparse_buffers()._replace(quantized=room())
+    codes = layer.room_for_codes(held.quantized, NUM_ROWS)
+    assert (codes is not None) == ({"qkv_a", "index k"} <= set(names))
+    if codes is not None:
+        quantize_rows(x, codes)
+    layer(x, make_batch(None), None, held, torch.empty(NUM_ROWS, HIDDEN), is_coded=codes is not None)
+    found = {
+        "qkv_a": (held.qkv_a_TX, x, layer.qkv_a),
+        "q": (held.q_TX, held.q_normed_TX, layer.q),
+        "index q": (backend.calls[1][1].flatten(1), held.q_normed_TX, layer.index.q),
+        "index k": (backend.calls[1][0], x, layer.index.k),
+    }
+    for name, (result, rows, product) in found.items():
+        if name in names:
+            expected = exact_rows(rows, FP8) @ exact_weight(product.weight_NK).T
+        else:
+            expected = rows.double() @ product.weight_NK.double().T
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5, msg=name)

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from holdfast.attention import torch_sparse
 from holdfast.attention.torch_sparse import TorchSparseLatentAttention, largest_tokens, score_tokens
+from holdfast.errors import ModelFormatError
 from holdfast.kernels.attention import write_index
 from holdfast.kernels.attention.write_latent import rotate_neighbours
 from holdfast.layers import latent_attention
 from holdfast.models.spec import IndexSpec, LatentSpec
+from models.tiny_experts import save_tiny_experts, tensors_of
 from models.tiny_latents import LATENT_MODELS, TOLERANCE, Answer, alone, judge, make_drive, make_request, tiny
-from runner.drive import Drive, LoadedModel, Request
+from runner.drive import Drive, LoadedModel, Request, load_model
 
 CASES = [case for case, (prefix, _) in LATENT_MODELS.items() if prefix == "DeepseekV32"]
 V32 = "sparse like V3.2"
@@ -148,6 +151,29 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
     assert min(gaps) > 2e-5
 
 
+def test_a_checkpoint_is_loaded_as_it_lies_and_one_without_its_index_is_not(tmp_path):
+    theirs, ours = tiny(V32)
+    save_tiny_experts(theirs, tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.spec == ours.spec
+    assert loaded.weights.keys() == ours.weights.keys()
+    for name, weight in ours.weights.items():
+        assert torch.equal(plain(loaded.weights[name]), plain(weight)), name
+    tensors = {
+        name: tensor
+        for name, tensor in tensors_of(theirs, "separate").items()
+        if "layers.1.self_attn.indexer.wk" not in name
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=r"model\.layers\.1\.self_attn\.indexer\.wk\.weight"):
+        load_model(tmp_path)
+
+
+def plain(weight: Any) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def latent_of(model: LoadedModel) -> LatentSpec:
     assert model.spec.latent is not None
     return model.spec.latent
@@ -173,9 +199,7 @@ def weights_made(ending: str, make: Callable[[torch.Tensor], torch.Tensor]) -> M
         names = [name for name in weights if name.endswith(ending)]
         assert names, ending
         for name in names:
-            weight = weights[name]
-            assert isinstance(weight, torch.Tensor)
-            weights[name] = make(weight)
+            weights[name] = make(plain(weights[name]))
         return replace(model, weights=weights)
 
     return mutate
