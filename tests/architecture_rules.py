@@ -153,13 +153,18 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.Module([], []) if syntax(self) else ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree: every rule looks through it, and walking it takes longer than looking."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def package(self) -> str:
         return self.module.partition(".")[0]
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:
-        return (*_imports(self.tree.body, at_import=True), *_named_imports(self.tree))
+        return (*_imports(self.tree.body, at_import=True), *_named_imports(self.nodes))
 
     @property
     def is_torch_free(self) -> bool:
@@ -198,8 +203,8 @@ def _imports(body: list[ast.stmt], at_import: bool) -> Iterator[Import]:
                     yield from _imports(nested, at_import and not lazy)
 
 
-def _named_imports(tree: ast.Module) -> Iterator[Import]:
-    for node in ast.walk(tree):
+def _named_imports(nodes: tuple[ast.AST, ...]) -> Iterator[Import]:
+    for node in nodes:
         if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "import_module" and node.args:
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
@@ -361,7 +366,7 @@ def sizes(source: Source) -> list[str]:
     )
     if source.package == "kernels":
         return found
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -426,7 +431,7 @@ def dangers(source: Source) -> list[str]:
     ]
     from_names = {f"{item.module}.{item.name}": item.line for item in source.imports if item.name}
     found += [f"{source.module}:{line} imports {name}" for name, line in from_names.items() if name in BANNED_CALLS]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         if dotted(node.func) in BANNED_CALLS:
@@ -447,7 +452,7 @@ def chance(source: Source) -> list[str]:
         for item in source.imports
         if item.root in CHANCE_IMPORTS or item.module in ("numpy.random", "torch.random")
     ]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call):
             name = dotted(node.func)
             if name in CHANCE_CALLS or ".random." in name:
@@ -458,7 +463,7 @@ def chance(source: Source) -> list[str]:
 def habits(source: Source) -> list[str]:
     """Asserts carry a message, no global statements, nothing swallowed."""
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Assert) and node.msg is None:
             found.append(f"{source.module}:{node.lineno} asserts without a message")
         elif isinstance(node, ast.Global):
