@@ -14,7 +14,12 @@ from loading.tiny_models import VOCAB
 from models.tiny_experts import make_random, save_tiny_experts
 from models.tiny_latents import LATENT_MODELS
 
-MODELS = {"v2": "v2 with groups and biases", "v3": "v3 like R1", "glm": "glm with listed layers and yarn"}
+MODELS = {
+    "v2": "v2 with groups and biases",
+    "v3": "v3 like R1",
+    "v32": "sparse like V3.2",
+    "glm": "glm with listed layers and yarn",
+}
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(4)]
 """Of 3 to 42 tokens, none of them a multiple of a page."""
 NUM_OUTPUT = 8
@@ -63,7 +68,7 @@ def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_to
 
 
 def test_batch_invariance_is_declined_with_advice_that_works(case: Case) -> None:
-    words = "batch_invariant=True was asked; torch_latent .* in other company; leave it out: latents"
+    words = "batch_invariant=True was asked; torch_(latent|sparse) .* in other company; leave it out: latents"
     with pytest.raises(ConfigError, match=words):
         case.open(batch_invariant=True)
 

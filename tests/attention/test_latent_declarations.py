@@ -133,7 +133,7 @@ def test_what_plain_torch_holds_at_once_does_not_grow():
 def sparse(max_model_len: int = 163840) -> AttentionSpec:
     """One layer of DeepSeek V3.2 in plain torch."""
     plain = layer("float32", 128, max_model_len=max_model_len, dtype="float32", device_kind="cpu")
-    cache = replace(plain.cache, index_dim=128, index_dtype="float32")
+    cache = replace(plain.cache, index_dim=128)
     return replace(plain, cache=cache, index_heads=64, index_top_k=2048)
 
 

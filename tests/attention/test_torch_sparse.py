@@ -1,7 +1,7 @@
 """Sparse latent attention in plain torch against scores and masks written out: any chunking, any company, formats, ties."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import pytest
@@ -52,10 +52,8 @@ class House:
 
     def __init__(self, seed: int = 0, name: str = "float32", index_dtype: str = "float32", top_k: int = TOP_K) -> None:
         torch.manual_seed(seed)
-        kv_format = formats_of(is_latent=True)[name]
-        cache = mixed_cache(
-            (kv_format,), 1, LATENT + ROPE, PAGE, rope_dim=ROPE, index_dim=INDEX_DIM, index_dtype=index_dtype
-        )
+        kv_format = replace(formats_of(is_latent=True)[name], index_dtype=index_dtype)
+        cache = mixed_cache((kv_format,), 1, LATENT + ROPE, PAGE, rope_dim=ROPE, index_dim=INDEX_DIM)
         self.spec = AttentionSpec(
             cache.layers[0],
             HEADS,

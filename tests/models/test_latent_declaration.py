@@ -1,5 +1,6 @@
 """LatentDeclaration: parameters against transformers; rows, ranks and tensors of a step by hand."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -83,7 +84,8 @@ def test_a_row_of_the_index_lies_beside_every_latent_on_every_rank() -> None:
         assert declared.kv_bytes_per_token("fp8", ranks) == 61 * (656 + 132)
         assert declared.kv_bytes_per_sequence("fp8", ranks) == 0
     for index_dtype, num_bytes in (("fp8", 132), ("bfloat16", 256), ("float32", 512)):
-        rows = {row.name: row for row in declaration.cache_rows(KV_FORMATS["bfloat16"], 8, index_dtype)}
+        kv_format = replace(KV_FORMATS["bfloat16"], index_dtype=index_dtype)
+        rows = {row.name: row for row in declaration.cache_rows(kv_format, 8)}
         assert (rows["latent"].row_bytes, rows["index"].row_bytes) == (1152, num_bytes)
         assert rows["index"].num_layers == 61
 
