@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -363,8 +364,8 @@ def latents_written_of(name: str, latent_dim: int, rope_dim: int) -> None:
     )
 
 
-def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64) -> None:
-    """The index written, its queries quantized where keys are, and scored."""
+def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operands: str | None = None) -> None:
+    """The index written, its queries quantized where keys are, and scored; with operands that another GPU would take, or its own."""
     planes = IndexPlanes.of(
         {
             plane.name: torch.empty(2 * page_tokens, *plane.token_shape, dtype=getattr(torch, plane.dtype))
@@ -381,7 +382,11 @@ def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64) -> None
         write_index.quantize_index_queries(q, weights, codes, weights)
         q = codes
     pages, rows = torch.zeros(4, 16, dtype=torch.int32), SparseRows(numbers.int(), numbers.int())
-    index_scores.index_scores(q, weights, planes, pages, rows, torch.empty(4, 999))
+    if operands is None:
+        index_scores.index_scores(q, weights, planes, pages, rows, torch.empty(4, 999))
+    else:
+        with patch.object(index_scores, "choose_operands", lambda *given: operands):
+            index_scores.index_scores(q, weights, planes, pages, rows, torch.empty(4, 999))
 
 
 def quantized_latents_of(name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool) -> None:
@@ -526,6 +531,7 @@ CASES: dict[str, Callable[[], None]] = {
     "index in fp8, large pages": lambda: index_of("fp8", 32, 128, page_tokens=256),
     "index in fp8, small pages": lambda: index_of("fp8", 64, 128, page_tokens=8),
     "index in fp8, 3 heads of 48": lambda: index_of("fp8", 3, 48),
+    "index in fp8 as bytes": lambda: index_of("fp8", 64, 128, operands="bytes"),
     "index in bfloat16": lambda: index_of("bfloat16", 64, 128),
     "index in float32": lambda: index_of("float32", 64, 128),
     "quantized latents, fp8": lambda: quantized_latents_of("fp8_ds_mla", 16, 128, 64, large=False),

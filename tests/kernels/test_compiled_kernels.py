@@ -73,6 +73,7 @@ OTHER_CASES = (
     "index in fp8, large pages",
     "index in fp8, small pages",
     "index in fp8, 3 heads of 48",
+    "index in fp8 as bytes",
     "index in bfloat16",
     "index in float32",
     "quantized latents, fp8",

@@ -24,8 +24,8 @@ pytestmark = QUIET
 FORMATS = ["float32", "float16", "fp8", pytest.param("bfloat16", marks=pytest.mark.gpu)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.float32}
 UNTOUCHED = -7.0
-RUNS = [(0, 40), (0, 41), (0, 42), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34)]
-"""Rows of sequences as steps have them: pairs, pairs that begin at an odd row, and one whose first row does not choose."""
+RUNS = [(0, 128), (0, 129), (0, 130), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34)]
+"""Rows of sequences as steps have them: a pair whose second row has a block more, pairs apart, and one row that does not choose."""
 
 
 def scored(function, case: ScoreCase, device="cpu") -> torch.Tensor:

@@ -199,6 +199,16 @@ def test_a_row_without_variance_is_the_bias(device, name) -> None:
     torch.testing.assert_close(keys_of(planes, case.slots)[0], case.norm.bias_D, rtol=step, atol=1e-3)
 
 
+def test_the_scale_of_small_keys_has_an_end(device) -> None:
+    case = make_case(3, 2, 32, 16)
+    case.norm.weight_D.zero_()
+    case.norm.bias_D.mul_(1e-7)
+    planes, _ = written(write_index_triton, case, "fp8", device)
+    assert planes.scales_S1 is not None
+    assert planes.scales_S1[case.slots[[0, 2]], 0].tolist() == [2.0**-22, 2.0**-22]
+    judge(case, "fp8", device)
+
+
 def coded(function, q_TID: torch.Tensor, weights_TI: torch.Tensor, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Codes as bytes, and weights that were written in their own place, amid poison."""
     weights = amid_poison(weights_TI, device)
