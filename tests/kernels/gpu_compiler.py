@@ -37,6 +37,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     sparse_attention,
     sparse_quantized_attention,
     sparse_tiles,
+    sparse_wide_attention,
     tiled_attention,
     top_k_tokens,
     write_index,
@@ -417,6 +418,11 @@ def sparse_of(name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 
     """Attention to lists of 2,048 places, split, and their merge; latents have to come while others are computed with."""
     planes = latent_planes_of(name, latent_dim, rope_dim)
     numbers = torch.empty(num_rows, dtype=torch.int32)
+    kernels: list[Any] = [
+        module._attend_kernel for module in (sparse_attention, sparse_quantized_attention, sparse_wide_attention)
+    ]
+    for kernel in kernels:
+        kernel.num_copies = 0
     sparse_attention.sparse_attention(
         torch.empty(num_rows, num_heads, latent_dim + rope_dim, dtype=BF16),
         planes,
@@ -429,8 +435,7 @@ def sparse_of(name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 
         torch.empty(num_rows, num_heads, latent_dim, dtype=BF16),
         num_sms=132,
     )
-    kernel: Any = (sparse_attention if planes.kind == "plain" else sparse_quantized_attention)._attend_kernel
-    assert kernel.num_copies > 0, "Triton's pipeliner has left the loop over a list alone"
+    assert any(kernel.num_copies for kernel in kernels), "Triton's pipeliner has left the loop over a list alone"
 
 
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
@@ -542,6 +547,7 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 20 heads of 192": lambda: sparse_of("bfloat16", 20, 192, 24, num_rows=80),
     "chosen tokens, 16 heads, fp8": lambda: sparse_of("fp8_ds_mla", 16),
     "chosen tokens, 128 heads, fp8": lambda: sparse_of("fp8_ds_mla", 128),
+    "chosen tokens, 128 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit_r8", 128),
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
@@ -586,6 +592,7 @@ def main() -> None:
         sparse_attention,
         sparse_quantized_attention,
         sparse_tiles,
+        sparse_wide_attention,
         tiled_attention,
         write_index,
         top_k_tokens,

@@ -84,6 +84,7 @@ OTHER_CASES = (
     "chosen tokens, 20 heads of 192",
     "chosen tokens, 16 heads, fp8",
     "chosen tokens, 128 heads, fp8",
+    "chosen tokens, 128 heads, 4 bits",
     "chosen tokens, 20 heads, 4 bits",
     "chosen tokens, 16 heads, 4 bits and rope of 8",
     "chosen tokens, 3 heads, 4 bits of 192",

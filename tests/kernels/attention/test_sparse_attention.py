@@ -4,16 +4,19 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.latent_attention import latent_attention_reference
+from holdfast.kernels.attention.latent_planes import read_latents
 from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS
-from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention_reference
+from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention, sparse_attention_reference
 from holdfast.kernels.attention.sparse_geometry import MAX_SPLITS, sparse_partials, sparse_splits
 from holdfast.kernels.attention.sparse_tiles import ListSplits
+from holdfast.kernels.attention.sparse_wide_attention import takes_wide
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import same_bits
-from kernels.latent_page_cases import QUANTIZED_LATENTS
+from kernels.latent_page_cases import QUANTIZED_LATENTS, on_device
 from kernels.sparse_cases import SparseCase, run_sparse, sparse_case
 from kernels.tiled_cases import NAN
+from kernels.triton_cases import assert_allocates_nothing
 
 # Numpy, on which the interpreter runs, warns of the logarithm of an empty sum.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -62,6 +65,30 @@ def test_half_precision(device, name, dtype) -> None:
 def test_every_number_of_heads(device, widest, name, num_heads) -> None:
     """Also those that leave places of a block, or of the last one, empty."""
     judge(sparse_case([40], 20, name, num_heads, 16, dtype=widest), device)
+
+
+@pytest.mark.parametrize(
+    ("name", "latent_dim"),
+    [("fp8_ds_mla", 256), ("turboquant_mla_4bit", 64), ("turboquant_mla_4bit_r8", 64)],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("num_heads", [40, 66], ids=lambda heads: f"{heads} heads")
+def test_high_tiles_over_codes(device, widest, name, latent_dim, num_heads) -> None:
+    """Of up to 64 heads, which a kernel of their own takes; split, with a last block of tokens and of heads that are not whole."""
+    case = sparse_case([150, 0, 3], 70, name, num_heads, latent_dim, 32, dtype=widest)
+    assert takes_wide(case.planes, num_heads, 2**18)
+    judge(case, device, num_sms=3)
+
+
+def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
+    """A tile of a latent a million times smaller than its neighbour is lost beside it, not in the way."""
+    case = sparse_case([40], 20, "fp8_ds_mla", 40, 256, 16, dtype=widest, q_scale=0.5)
+    scales_S2 = case.planes.rows_SX[:, 256:264].view(torch.float32)
+    tokens = case.tokens_TK[0].long()
+    slots_S = case.table_NP[0, tokens // 16].long() * 16 + tokens % 16
+    scales_S2[slots_S, 1] *= torch.where(torch.arange(20) % 3 == 0, 1e-6, 1.0)
+    case.latents[0][tokens] = read_latents(case.planes, slots_S, torch.float32)
+    judge(case, device)
 
 
 @FORMATS
@@ -177,3 +204,58 @@ def test_splits_are_whole_blocks_and_none_is_empty() -> None:
 
 def test_steps_of_many_rows_differ_in_nothing_that_changes_bits() -> None:
     assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_heads", [16, 20, 128], ids=lambda heads: f"{heads} heads")
+def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
+    """Lists of 2,048 tokens, whole and split, beside rows that do not choose."""
+    case = sparse_case([5000, 0, 2049, 2100], 2048, name, num_heads, 512, 64, 64, torch.bfloat16, q_scale=1.0)
+    for num_sms in (1, 132):
+        judge(case, device, num_sms)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
+def test_attention_allocates_nothing(device, name, num_heads) -> None:
+    case = sparse_case([300, 0], 128, name, num_heads, 512, 64, 64, torch.bfloat16)
+    held, table_NP, q_TNX = on_device(case.planes, device), case.table_NP.to(device), case.q_TNX.to(device)
+    rows, tokens_TK, count = case.rows_on(device), case.tokens_TK.to(device), sparse_partials(2, num_heads)
+    partials = torch.empty(count, num_heads * 512, device=device), torch.empty(count, num_heads, device=device)
+    out_TNL = torch.empty(2, num_heads, 512, dtype=torch.bfloat16, device=device)
+    assert_allocates_nothing(
+        lambda: sparse_attention(q_TNX, held, table_NP, rows, tokens_TK, case.scale, *partials, out_TNL, 132)
+    )
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
+def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
+    """Captured where no row chooses; replayed where all do, and where some do: as launched, to the bit."""
+    case = sparse_case([300, 150, 129], 128, name, num_heads, 512, 64, 64, torch.bfloat16)
+    held, table_NP, q_TNX = on_device(case.planes, device), case.table_NP.to(device), case.q_TNX.to(device)
+    rows, tokens_TK, count = case.rows_on(device), case.tokens_TK.to(device), sparse_partials(3, num_heads)
+    partials = torch.empty(count, num_heads * 512, device=device), torch.empty(count, num_heads, device=device)
+    out_TNL = torch.empty(3, num_heads, 512, dtype=torch.bfloat16, device=device)
+
+    def step() -> None:
+        sparse_attention(q_TNX, held, table_NP, rows, tokens_TK, case.scale, *partials, out_TNL, 132)
+
+    rows.num_tokens_T[:3] = 0
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for contexts in ((300, 150, 129), (0, 150, 0), (300, 0, 129)):
+        rows.num_tokens_T[:3] = torch.tensor(contexts, dtype=torch.int32)
+        outs = []
+        for run in (step, graph.replay):
+            out_TNL.fill_(NAN)
+            run()
+            outs.append(out_TNL.cpu())
+        assert same_bits(*outs)
+        assert [bool(out.isnan().all()) for out in outs[0]] == [context == 0 for context in contexts]

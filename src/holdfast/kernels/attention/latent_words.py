@@ -25,7 +25,7 @@ from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, RET505, RUF005 the arguments of kernels have no types
 
 
 class WordShape(NamedTuple):
@@ -68,7 +68,7 @@ def part_dims(o_c, i_group, i_part, FP8: constexpr, LATENT_DIM: constexpr):
 
 
 @jit
-def _half(b_x):
+def half(b_x):
     """Half precision; what is beyond its range is cut, not infinite."""
     return tl.minimum(tl.maximum(b_x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
 
@@ -82,7 +82,7 @@ def load_queries(p_q_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: 
     for i in tl.static_range(NUM_GROUPS * NUM_PARTS):
         o_d, m_d = part_dims(o_c, i // NUM_PARTS, i % NUM_PARTS, FP8, LATENT_DIM)
         b_x = tl.load(p_q_m + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-        b_q = b_q + (_half(b_x),)
+        b_q = b_q + (half(b_x),)
     return b_q
 
 
@@ -94,7 +94,7 @@ def load_rope_queries(p_q_m, m_m, SMALL_ROPE: constexpr, ROPE_DIM: constexpr, BL
         m_r = m_m[:, None] & (o_r < ROPE_DIM // 2)[None, :]
         b_even = tl.load(p_q_m + 2 * o_r[None, :], mask=m_r, other=0.0)
         b_odd = tl.load(p_q_m + 2 * o_r[None, :] + 1, mask=m_r, other=0.0)
-        return _half(b_even), _half(b_odd)
+        return half(b_even), half(b_odd)
     else:
         b_x = tl.load(p_q_m + o_r[None, :], mask=m_m[:, None] & (o_r < ROPE_DIM)[None, :], other=0.0)
         return (b_x.to(tl.float32) if PLAIN else b_x,)
