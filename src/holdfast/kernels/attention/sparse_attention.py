@@ -78,7 +78,7 @@ def sparse_attention(
     row_bytes, pdl = (block_l + block_r) * planes.rows_SX.element_size(), supports_pdl(q_TNX)
     blocks = latent_blocks(height, row_bytes, shared_bytes(q_TNX), BLOCKS)
     splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], blocks.tokens)
-    _attend_kernel[(num_rows * num_blocks, splits.count)](
+    _attend_kernel[(num_rows * num_blocks, splits.num_splits)](
         q_TNX,
         planes.rows_SX,
         out_TNL,
@@ -108,8 +108,8 @@ def sparse_attention(
         num_warps=blocks.num_warps,
         **pdl_launch(pdl),
     )
-    if splits.count > 1:
-        merge_lists(rows, splits.count, partial_out_CX, partial_lse_CH, out_TNL)
+    if splits.num_splits > 1:
+        merge_lists(rows, splits.num_splits, partial_out_CX, partial_lse_CH, out_TNL)
     return out_TNL
 
 

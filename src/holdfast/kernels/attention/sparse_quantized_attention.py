@@ -79,7 +79,7 @@ def sparse_quantized_attention(
     blocks = quantized_blocks(height, planes, shared_bytes(q_TNX))
     splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], blocks.tokens)
     num_turns = -(-group // blocks.height)
-    _attend_kernel[(num_rows * num_blocks * num_turns, splits.count)](
+    _attend_kernel[(num_rows * num_blocks * num_turns, splits.num_splits)](
         q_TNX,
         planes.rows_SX.view(torch.int16),
         planes.scales_SC,
@@ -117,8 +117,8 @@ def sparse_quantized_attention(
         num_warps=blocks.num_warps,
         **pdl_launch(pdl),
     )
-    if splits.count > 1:
-        merge_lists(rows, splits.count, partial_out_CX, partial_lse_CH, out_TNL)
+    if splits.num_splits > 1:
+        merge_lists(rows, splits.num_splits, partial_out_CX, partial_lse_CH, out_TNL)
     return out_TNL
 
 

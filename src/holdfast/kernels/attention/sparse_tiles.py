@@ -32,7 +32,7 @@ from holdfast.kernels.triton_compat import (
 class ListSplits(NamedTuple):
     """How the lists of a step are split."""
 
-    count: int
+    num_splits: int
     places: int
     """Of each split but the last: whole blocks."""
 

@@ -79,7 +79,7 @@ def attend_wide(
     shape, pdl, is_fp8 = word_shape(planes), supports_pdl(q_TNX), planes.kind == "fp8_ds_mla"
     num_blocks, group = head_blocks(num_heads)
     splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], BLOCK_TOKENS)
-    _attend_kernel[(num_rows * num_blocks, splits.count)](
+    _attend_kernel[(num_rows * num_blocks, splits.num_splits)](
         q_TNX,
         planes.rows_SX.view(torch.int16),
         planes.scales_SC,
@@ -116,7 +116,7 @@ def attend_wide(
         num_warps=NUM_WARPS,
         **pdl_launch(pdl),
     )
-    return splits.count
+    return splits.num_splits
 
 
 @jit_counting("places")
@@ -199,9 +199,7 @@ def _attend_kernel(
         b_parts, b_factor = _load_parts(
             p_words, p_scales, o_slot, m_n, FP8, SMALL_ROPE, NUM_GROUPS, GROUP_WORDS, LATENT_DIM, ROW_WORDS, PLAIN
         )
-        b_score = tl.dot(b_q[0], tl.trans(b_parts[0]))
-        for j in tl.static_range(1, NUM_PARTS):
-            b_score = tl.dot(b_q[j], tl.trans(b_parts[j]), b_score)
+        b_score = _part_scores(b_q, b_parts, NUM_PARTS)
         b_rope = rope_scores(
             b_q_rope,
             p_rope,
@@ -289,6 +287,15 @@ def _load_parts(
         b_parts = take_apart(tl.load(p, mask=m_n[:, None], other=0), FP8, PLAIN)
         b_factor = tl.load(p_scales + o_slot * (2 if SMALL_ROPE else 1), mask=m_n, other=0.0).to(tl.float32)
         return b_parts, b_factor
+
+
+@jit
+def _part_scores(b_q, b_parts, NUM_PARTS: constexpr):
+    """[M, N] without the scales of tokens."""
+    b_score = tl.dot(b_q[0], tl.trans(b_parts[0]))
+    for j in tl.static_range(1, NUM_PARTS):
+        b_score = tl.dot(b_q[j], tl.trans(b_parts[j]), b_score)
+    return b_score
 
 
 @jit
