@@ -430,8 +430,8 @@ def sparse_of(name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 
         SparseRows(numbers, numbers),
         torch.empty(num_rows, 2048, dtype=torch.int32),
         0.1,
-        torch.empty(4, num_heads * latent_dim),
-        torch.empty(4, num_heads),
+        torch.empty(32 * num_rows, num_heads * latent_dim),
+        torch.empty(32 * num_rows, num_heads),
         torch.empty(num_rows, num_heads, latent_dim, dtype=BF16),
         num_sms=132,
     )

@@ -193,13 +193,23 @@ def test_few_rows_fill_the_machine() -> None:
 
 
 def test_splits_are_whole_blocks_and_none_is_empty() -> None:
+    partials = torch.empty(sparse_partials(300, 16), 16)
     for num_places in (1, 64, 100, 2048):
         for num_rows in (1, 3, 32, 40, 300):
             for block_tokens in (16, 64):
-                splits = ListSplits.of(num_rows, 16, 132, num_places, block_tokens)
+                splits = ListSplits.of(
+                    torch.empty(num_rows, 16, 0), torch.empty(num_rows, num_places), partials, 132, block_tokens
+                )
                 assert splits.places % block_tokens == 0
                 assert (splits.num_splits - 1) * splits.places < num_places <= splits.num_splits * splits.places
                 assert splits.num_splits <= sparse_splits(num_rows, 16, 132)
+
+
+def test_too_few_partials_are_told_before_a_kernel_is_launched() -> None:
+    q_TNX, tokens_TK = torch.empty(2, 16, 48), torch.empty(2, 2048)
+    with pytest.raises(AssertionError, match="1024 partials of rows and heads, and room for 1023"):
+        ListSplits.of(q_TNX, tokens_TK, torch.empty(1023), 132, 64)
+    assert ListSplits.of(q_TNX, tokens_TK, torch.empty(1024), 132, 64) == (32, 64)
 
 
 def test_steps_of_many_rows_differ_in_nothing_that_changes_bits() -> None:

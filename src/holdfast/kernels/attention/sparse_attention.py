@@ -77,7 +77,7 @@ def sparse_attention(
     height, (num_blocks, group) = tile_height(num_heads, large=False), head_blocks(num_heads)
     row_bytes, pdl = (block_l + block_r) * planes.rows_SX.element_size(), supports_pdl(q_TNX)
     blocks = latent_blocks(height, row_bytes, shared_bytes(q_TNX), BLOCKS)
-    splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], blocks.tokens)
+    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, blocks.tokens)
     _attend_kernel[(num_rows * num_blocks, splits.num_splits)](
         q_TNX,
         planes.rows_SX,

@@ -77,7 +77,7 @@ def sparse_quantized_attention(
     shape, pdl, plain = word_shape(planes), supports_pdl(q_TNX), is_interpreted()
     height, (num_blocks, group) = tile_height(num_heads, large=False), head_blocks(num_heads)
     blocks = quantized_blocks(height, planes, shared_bytes(q_TNX))
-    splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], blocks.tokens)
+    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, blocks.tokens)
     num_turns = -(-group // blocks.height)
     _attend_kernel[(num_rows * num_blocks * num_turns, splits.num_splits)](
         q_TNX,

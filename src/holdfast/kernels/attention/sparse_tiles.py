@@ -37,11 +37,17 @@ class ListSplits(NamedTuple):
     """Of each split but the last: whole blocks."""
 
     @classmethod
-    def of(cls, num_rows: int, num_heads: int, num_sms: int, num_places: int, block_tokens: int) -> "ListSplits":
+    def of(
+        cls, q_TNX: torch.Tensor, tokens_TK: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int, block_tokens: int
+    ) -> "ListSplits":
         """No more than `sparse_splits`, and none that would be empty however long a list is."""
+        (num_rows, num_heads, _), num_places = q_TNX.shape, tokens_TK.shape[1]
         wanted = sparse_splits(num_rows, num_heads, num_sms)
         places = -(-num_places // (wanted * block_tokens)) * block_tokens
-        return cls(-(-num_places // places), places)
+        splits = cls(-(-num_places // places), places)
+        needed, there = num_rows * num_heads * splits.num_splits, partial_lse_CH.numel()
+        assert splits.num_splits == 1 or needed <= there, f"{needed} partials of rows and heads, and room for {there}"
+        return splits
 
 
 def merge_lists(

@@ -78,7 +78,7 @@ def attend_wide(
     num_rows, num_heads, _ = q_TNX.shape
     shape, pdl, is_fp8 = word_shape(planes), supports_pdl(q_TNX), planes.kind == "fp8_ds_mla"
     num_blocks, group = head_blocks(num_heads)
-    splits = ListSplits.of(num_rows, num_heads, num_sms, tokens_TK.shape[1], BLOCK_TOKENS)
+    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, BLOCK_TOKENS)
     _attend_kernel[(num_rows * num_blocks, splits.num_splits)](
         q_TNX,
         planes.rows_SX.view(torch.int16),
