@@ -15,6 +15,9 @@ from red_zones import RedZones
 
 # T rows, N query heads, L latent, S slots, P pages, K places of a list
 
+BEFORE = 7.0
+"""What stands in the output before: neither a result nor what poison would leave."""
+
 
 @dataclass
 class SparseCase:
@@ -65,9 +68,9 @@ def sparse_case(
     generator = torch.Generator().manual_seed(seed)
     tokens_TK = torch.full((len(contexts), top_k), -1, dtype=torch.int32)
     counts = [-(-context // page_tokens) for context in contexts]
-    order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+    order = (torch.randperm(sum(counts) + 1, generator=generator) + 1).tolist()  # page 0 is nobody's, and all poison
     table_NP = torch.full((len(contexts), max(counts) + 3), BEYOND, dtype=torch.int32)
-    planes = _planes(name, latent_dim, rope_dim, page_tokens, len(order), dtype)
+    planes = _planes(name, latent_dim, rope_dim, page_tokens, len(order) + 1, dtype)
     latents = []
     for row, context in enumerate(contexts):
         drawn_S = torch.randperm(context, generator=generator)[:top_k].sort().values
@@ -101,13 +104,13 @@ def _planes(
 
 
 def run_sparse(case: SparseCase, device: torch.device, num_sms: int = 1, function=sparse_attention) -> torch.Tensor:
-    """The kernel on the device; everything it writes is NaN before and between red zones, no partial more than it asks for."""
+    """The kernel on the device; what it writes lies between red zones, and there is no partial more than it asks for."""
     zones = RedZones(device)
     num_rows, num_heads, _ = case.q_TNX.shape
     latent_dim, dtype = case.planes.latent_dim, case.q_TNX.dtype
     splits = sparse_splits(num_rows, num_heads, num_sms)
     num_partials = num_rows * splits if splits > 1 else 0
-    out_TNL = zones.allocate(num_rows, num_heads, latent_dim, dtype=dtype).fill_(NAN)
+    out_TNL = zones.allocate(num_rows, num_heads, latent_dim, dtype=dtype).fill_(BEFORE)
     partial_out_CX = zones.allocate(num_partials, num_heads * latent_dim).fill_(NAN)
     partial_lse_CH = zones.allocate(num_partials, num_heads).fill_(NAN)
     planes = case.planes

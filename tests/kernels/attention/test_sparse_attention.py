@@ -14,7 +14,7 @@ from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import same_bits
 from kernels.latent_page_cases import QUANTIZED_LATENTS, on_device
-from kernels.sparse_cases import SparseCase, run_sparse, sparse_case
+from kernels.sparse_cases import BEFORE, SparseCase, run_sparse, sparse_case
 from kernels.tiled_cases import NAN
 from kernels.triton_cases import assert_allocates_nothing
 
@@ -42,7 +42,7 @@ def judge(case: SparseCase, device, num_sms: int = 1) -> torch.Tensor:
     out, exact, chooses = run_sparse(case, device, num_sms), case.exact(), case.num_tokens_T > 0
     tolerance = (TOLERANCE if case.planes.kind == "plain" else QUANTIZED_TOLERANCE)[case.q_TNX.dtype]
     torch.testing.assert_close(out[chooses].double(), exact[chooses], rtol=tolerance, atol=tolerance)
-    assert out[~chooses].isnan().all(), "rows that do not choose stay as they are"
+    assert (out[~chooses] == BEFORE).all(), "rows that do not choose stay as they are"
     return out
 
 
@@ -110,6 +110,14 @@ def test_every_length_of_lists(device, widest, name, top_k) -> None:
 
 
 @FEW_FORMATS
+@pytest.mark.parametrize("num_heads", [2, 40], ids=["low tiles", "high tiles"])
+def test_lists_of_many_blocks(device, widest, name, num_heads) -> None:
+    """In one split: lists are read several blocks ahead."""
+    case = sparse_case([400, 380], 330, name, num_heads, 128 if num_heads == 40 else 16, dtype=widest)
+    judge(case, device, num_sms=1)
+
+
+@FEW_FORMATS
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
 def test_splits_without_tokens_weigh_nothing(device, widest, name, num_padding) -> None:
     """Of rows with few tokens, in every form of the merge, which leaves padding alone."""
@@ -123,7 +131,7 @@ def test_the_reference_is_plain_attention_to_the_list(name) -> None:
     out, exact = run_sparse(case, torch.device("cpu"), function=sparse_attention_reference), case.exact()
     chooses = case.num_tokens_T > 0
     torch.testing.assert_close(out[chooses].double(), exact[chooses], rtol=1e-5, atol=1e-5)
-    assert out[~chooses].isnan().all(), "rows that do not choose stay as they are"
+    assert (out[~chooses] == BEFORE).all(), "rows that do not choose stay as they are"
 
 
 @FORMATS
@@ -264,8 +272,8 @@ def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
         rows.num_tokens_T[:3] = torch.tensor(contexts, dtype=torch.int32)
         outs = []
         for run in (step, graph.replay):
-            out_TNL.fill_(NAN)
+            out_TNL.fill_(BEFORE)
             run()
             outs.append(out_TNL.cpu())
         assert same_bits(*outs)
-        assert [bool(out.isnan().all()) for out in outs[0]] == [context == 0 for context in contexts]
+        assert [bool((out == BEFORE).all()) for out in outs[0]] == [context == 0 for context in contexts]
