@@ -3,10 +3,10 @@
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = "holdfast"
@@ -151,7 +151,10 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.Module([], []) if syntax(self) else ast.parse(self.text)
+        try:
+            return ast.parse(self.text, feature_version=OLDEST_PYTHON)
+        except SyntaxError:
+            return ast.Module([], [])
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
@@ -176,15 +179,16 @@ class Source:
         return any(fnmatchcase(self.module, pattern) for pattern in patterns)
 
 
-def read_sources(folder: Path) -> list[Source]:
-    """Every Python file of the package."""
+@cache
+def read_sources(folder: Path) -> tuple[Source, ...]:
+    """Every Python file of the package, read and parsed once for all tests of a process."""
     sources = []
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         module = ".".join(parts[:-1] if is_package else parts)
         sources.append(Source(module, path.read_text(encoding="utf-8"), is_package))
-    return sources
+    return tuple(sources)
 
 
 def _imports(body: list[ast.stmt], at_import: bool) -> Iterator[Import]:
@@ -238,6 +242,8 @@ def own_imports(source: Source) -> Iterator[tuple[Import, str]]:
 
 def syntax(source: Source) -> list[str]:
     """R0: the file is Python, in the oldest version that is promised."""
+    if source.tree.body:
+        return []
     try:
         ast.parse(source.text, feature_version=OLDEST_PYTHON)
     except SyntaxError as error:
@@ -298,7 +304,7 @@ def config_imports(source: Source) -> list[str]:
     ]
 
 
-def torch_imports(sources: list[Source]) -> list[str]:
+def torch_imports(sources: Sequence[Source]) -> list[str]:
     """R3: the listed modules never touch torch; what says "no torch" imports without it, and so does all it brings in."""
     by_name = {source.module: source for source in sources}
     found = [
@@ -417,7 +423,7 @@ def misplaced(named: set[str], page: str) -> list[str]:
     return [*found, *(f"{name} stands there {count} times" for name, count in counts.items() if count > 1)]
 
 
-def untested_folders(sources: list[Source], test_files: set[str]) -> list[str]:
+def untested_folders(sources: Sequence[Source], test_files: set[str]) -> list[str]:
     """R8: every package and room has a folder of the same name under tests/, with tests in it."""
     folders = {source.module.rpartition(".")[0].replace(".", "/") for source in sources if not source.is_package} - {""}
     tested = {name.rpartition("/")[0] for name in test_files}

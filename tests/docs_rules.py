@@ -75,7 +75,7 @@ def environment_variables(source: Source) -> Iterator[str]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for name in _environment_keys(node):
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield name.value
