@@ -204,13 +204,15 @@ class Rig:
 
     def poison_pages(self, pages: Iterable[int]) -> None:
         """NaN in every layer's part of these pages."""
-        for page in pages:
-            for layer, group in ((layer, own) for own in self.storage.spec.groups for layer in own.layers):
-                for plane in self.storage.spec.layers[layer].planes:
-                    chunks = self.storage.plane(layer, plane.name).unflatten(
-                        0, (group.chunks_per_page, -1, self.limits.page_tokens)
-                    )
-                    chunks[:, page].fill_(float("nan"))
+        found = torch.tensor(list(pages), dtype=torch.int64)
+        if not len(found):
+            return
+        for layer, group in ((layer, own) for own in self.storage.spec.groups for layer in own.layers):
+            for plane in self.storage.spec.layers[layer].planes:
+                chunks = self.storage.plane(layer, plane.name).unflatten(
+                    0, (group.chunks_per_page, -1, self.limits.page_tokens)
+                )
+                chunks.index_fill_(1, found, float("nan"))
 
     def execute(self, step: LiveStep) -> StepResult:
         """Run a step and file its logits. A position that is computed again replaces what was there."""
