@@ -82,6 +82,9 @@ def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
     spec = read_spec({**CATALOGUE[name], "quantization_config": None})
+    if spec.experts is not None:
+        # Hundreds of experts in every layer are listed as sixteen are; test_catalogue counts all of them.
+        spec = replace(spec, experts=replace(spec.experts, num_experts=min(16, spec.experts.num_experts)))
     loaded = [(parameter.name, parameter.shape, parameter.kind) for parameter in parameters(spec)]
     planned = declare_decoder(spec, name).parameters()
     assert [(weight.name, weight.shape, weight.kind) for weight in planned] == loaded
