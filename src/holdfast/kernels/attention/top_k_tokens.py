@@ -315,9 +315,9 @@ def _near(
     BLOCK: constexpr,
     SMALL_BLOCK: constexpr,
 ):
-    """(count, start): the positions of NEEDED to ROOM items from the key `start` on, by a sample or, where it misleads, by all."""
-    needed = tl.minimum((NEEDED + (ROOM - NEEDED) * 3 // 8) // SAMPLE_STRIDE + 1, num_items // SAMPLE_STRIDE)
-    most = needed + needed // 16
+    """The positions of the NEEDED items with the largest keys among those of up to ROOM, by a sample or, where it misleads, by all."""
+    needed = tl.minimum((NEEDED + ROOM) // 2 // SAMPLE_STRIDE + 1, num_items // SAMPLE_STRIDE)
+    most = needed + needed // 32
     start, _ = _narrow(
         p_values, p_list, num_items, num_values, needed, most, ARE_KEYS, IS_LISTED, GROUP, SAMPLE_STRIDE, SMALL_BLOCK
     )
@@ -331,7 +331,7 @@ def _near(
         count = _list(
             p_values, p_list, num_items, num_values, start, num_tied, p_out, ROOM, ARE_KEYS, IS_LISTED, GROUP, BLOCK
         )
-    return count, start
+    return count
 
 
 @jit
@@ -369,23 +369,15 @@ def _row_kernel(
     if (GROUP > 1) & (num_groups > K):
         p_keys += i_row * key_stride
         p_taken += i_row * taken_stride
-        num_taken, start = _near(
+        num_taken = _near(
             p_keys, p_keys, num_groups, num_groups, p_taken, K, MOST_GROUPS, True, False, 1, BLOCK, SMALL_BLOCK
         )
-        # K groups have a token from this key on, so that no token below it is wanted.
         num_items = num_taken * GROUP
-        num_near = _list(
-            p_scores, p_taken, num_items, num_tokens, start, num_items, p_near, MOST_NEAR, False, True, GROUP, BLOCK
+        num_near = _near(
+            p_scores, p_taken, num_items, num_tokens, p_near, K, MOST_NEAR, False, True, GROUP, BLOCK, SMALL_BLOCK
         )
-        if num_near > MOST_NEAR:
-            start, num_tied = _narrow(
-                p_scores, p_taken, num_items, num_tokens, K, MOST_NEAR, False, True, GROUP, 1, BLOCK
-            )
-            num_near = _list(
-                p_scores, p_taken, num_items, num_tokens, start, num_tied, p_near, MOST_NEAR, False, True, GROUP, BLOCK
-            )
     else:
-        num_near, start = _near(
+        num_near = _near(
             p_scores, p_scores, num_tokens, num_tokens, p_near, K, MOST_NEAR, False, False, 1, BLOCK, SMALL_BLOCK
         )
     start, num_tied = _narrow(p_scores, p_near, num_near, num_tokens, K, K, False, True, 1, 1, SMALL_BLOCK)
