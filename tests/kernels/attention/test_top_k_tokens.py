@@ -6,14 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.attention.index_planes import SparseRows
-from holdfast.kernels.attention.top_k_geometry import (
-    DIRECT_TOKENS,
-    TopKForm,
-    most_near_tokens,
-    most_taken_groups,
-    top_k_form,
-    top_k_specs,
-)
+from holdfast.kernels.attention.top_k_geometry import DIRECT_TOKENS, TOP_K_FORM, TopKForm, top_k_specs
 from holdfast.kernels.attention.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
 from kernels.exactness import random
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
@@ -21,8 +14,8 @@ from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
 pytestmark = QUIET
 
 INF, NAN = float("inf"), float("nan")
-SMALL = TopKForm(group_tokens=4, chunk_tokens=64, block_items=256, small_block_items=128)
-"""Borders of chunks and blocks within a few hundred tokens."""
+SMALL = TopKForm(direct_tokens=100, chunk_tokens=64, block_items=256, sample_tokens=64, spare_tokens=8)
+"""Borders of chunks and blocks within a few hundred tokens, samples that mislead, and lists that overflow."""
 NOWHERE = 2**26
 """In place of a position or a key that nobody wrote."""
 
@@ -47,13 +40,9 @@ def by_reference(scores, num_tokens, k):
     return top_k_tokens_reference(scores, rows_of(num_tokens, scores.device), out).tolist()
 
 
-def make_scratch(allocate, num_rows, context, k, group_tokens):
-    shapes = {
-        "group keys": (num_rows, -(-context // group_tokens)),
-        "taken groups": (num_rows, most_taken_groups(k)),
-        "near tokens": (num_rows, most_near_tokens(k)),
-    }
-    return {name: allocate(*shape, dtype=torch.int32).fill_(NOWHERE) for name, shape in shapes.items()}
+def make_scratch(allocate, num_rows, context, k, form):
+    specs = top_k_specs(num_rows, context, k, form)
+    return {spec.name: allocate(*spec.shape, dtype=torch.int32).fill_(NOWHERE) for spec in specs}
 
 
 def chosen(allocate, device, scores, num_tokens, k, form=SMALL):
@@ -62,7 +51,7 @@ def chosen(allocate, device, scores, num_tokens, k, form=SMALL):
     scores = amid_poison(scores, device)
     for row, length in enumerate(num_tokens):
         scores[row, length:] = INF
-    scratch = make_scratch(allocate, num_rows, context, k, (form or top_k_form(context, k)).group_tokens)
+    scratch = make_scratch(allocate, num_rows, context, k, form)
     out = allocate(num_rows, k, dtype=torch.int32).fill_(NOWHERE)
     assert top_k_tokens_triton(scores, rows_of(num_tokens, device), out, scratch, form) is out
     return out.tolist()
@@ -107,13 +96,13 @@ KINDS = {
     "all in one place": lambda size: random(size).index_fill(0, torch.arange(40, 62), 50.0),
     "every 32nd": lambda size: every(32, size),
 }
-"""What may mislead: keys, bins, groups, or the sample."""
+"""What may mislead: keys, bins, lists, or the sample."""
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_kernels_choose_as_the_reference(device, guarded, kind):
     scores = kind(600).expand(2, 600)
-    # The second has no more groups than tokens are taken, so that it is looked through as it is.
+    # The second is short, and looked through by one program.
     assert chosen(guarded, device, scores, [600, 77], 20) == by_reference(scores, [600, 77], 20)
 
 
@@ -146,11 +135,10 @@ def test_a_row_is_chosen_as_if_it_were_alone(device, guarded):
 
 
 @pytest.mark.parametrize("kind", ["random", "equal", "two values", "every 32nd"])
-@pytest.mark.parametrize(("context", "k"), [(9000, 500), (20000, 70)], ids=["without groups", "with groups"])
+@pytest.mark.parametrize(("context", "k"), [(9000, 500), (DIRECT_TOKENS + 999, 70)], ids=["short", "long"])
 def test_real_forms(device, guarded, kind, context, k):
     scores = KINDS[kind](context).view(1, -1)
-    assert (top_k_form(context, k).group_tokens > 1) == (context > DIRECT_TOKENS)
-    assert chosen(guarded, device, scores, [context], k, None) == by_reference(scores, [context], k)
+    assert chosen(guarded, device, scores, [context], k, TOP_K_FORM) == by_reference(scores, [context], k)
 
 
 @settings(max_examples=40)
@@ -160,7 +148,9 @@ def test_any_scores(device, data):
     numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, INF, -INF, NAN]) | st.floats(width=32)
     few = data.draw(st.lists(numbers, min_size=1, max_size=40))
     scores = torch.tensor([[few[p * p % len(few)] for p in range(length)]])
-    form = SMALL._replace(group_tokens=data.draw(st.sampled_from([1, 2, 8])))
+    form = SMALL._replace(
+        direct_tokens=data.draw(st.sampled_from([30, 200])), spare_tokens=data.draw(st.sampled_from([1, 30]))
+    )
     k = data.draw(st.integers(1, 20))
 
     def allocate(*shape, dtype):
@@ -170,21 +160,16 @@ def test_any_scores(device, data):
 
 
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
-@pytest.mark.parametrize("most", [100, 16384, 16385, 40000, 131072, 163840, 2**20])
-def test_scratch_serves_every_shorter_context(k, most):
-    shapes = {spec.name: spec.shape for spec in top_k_specs(3, most, k)}
-    assert shapes["near tokens"] == (3, 2 * k + 64)
-    for context in (*range(1, most, 4999), 16385, 32769, 65537, most):
-        group_tokens = top_k_form(min(context, most), k).group_tokens
-        if group_tokens > 1:
-            assert shapes["group keys"][0] == 3
-            assert -(-min(context, most) // group_tokens) <= shapes["group keys"][1]
-    assert sum(spec.num_bytes for spec in top_k_specs(64, 163840, 2048)) < 2**23
+@pytest.mark.parametrize("context", [100, DIRECT_TOKENS, DIRECT_TOKENS + 1, 163840, 2**20])
+def test_scratch_is_small_beside_the_scores(k, context):
+    num_bytes = sum(spec.num_bytes for spec in top_k_specs(64, context, k))
+    assert num_bytes <= 64 * (2**16 + 99 + context // 512)
+    assert sum(spec.num_bytes for spec in top_k_specs(0, context, k)) == 0
 
 
 def test_what_does_not_fit_is_refused(device, guarded):
     scores, rows = torch.zeros(2, 300, device=device), rows_of([300, 300], device)
-    out, scratch = guarded(2, 5, dtype=torch.int32), make_scratch(guarded, 2, 300, 5, 4)
+    out, scratch = guarded(2, 5, dtype=torch.int32), make_scratch(guarded, 2, 300, 5, SMALL)
     for wrong, reason in (
         ((scores.half(), rows, out, scratch), "must be float32"),
         ((scores, rows, out.long(), scratch), "must be int32"),
@@ -192,9 +177,9 @@ def test_what_does_not_fit_is_refused(device, guarded):
         ((scores, rows, guarded(5, 2, dtype=torch.int32).T, scratch), "positions of a row must lie side by side"),
         ((scores, rows_of([1], device), out, scratch), "a number a row"),
         ((scores, rows, out[:1], scratch), "a row for each of 2"),
-        ((scores, rows, out, make_scratch(guarded, 1, 300, 5, 4)), "num_rows=2 exceeds the scratch for 1"),
-        ((scores, rows, out, make_scratch(guarded, 2, 300, 4, 4)), "74 near tokens exceed"),
-        ((scores, rows, out, make_scratch(guarded, 2, 200, 5, 4)), "75 group keys exceed the scratch for 50"),
+        ((scores, rows, out, make_scratch(guarded, 1, 300, 5, SMALL)), "num_rows=2 exceeds the scratch for 1"),
+        ((scores, rows, out, make_scratch(guarded, 2, 300, 9, SMALL)), "need .2, 26."),
+        ((scores, rows, out, make_scratch(guarded, 2, 200, 5, SMALL)), "near chunks: .* need .2, 2, 5."),
     ):
         with pytest.raises(AssertionError, match=reason):
             top_k_tokens_triton(*wrong, SMALL)

@@ -1,59 +1,55 @@
-"""Sizes of the selection of tokens by score (DSA), as kernels and plans agree on them: groups, lists, scratch; no torch.
-
-A row of many scores is cut into groups of neighbours. The K tokens that are wanted lie in the K groups with the largest
-maxima, whatever the scores are, so that a program looks through the maxima and through K groups, and not through the row.
-"""
+"""Sizes of the selection of tokens by score (DSA), as kernels and plans agree on them: chunks, samples, lists, scratch; no torch."""
 
 from typing import NamedTuple
 
 from holdfast.memory.workspace_plan import TensorSpec
 
 DIRECT_TOKENS = 16384
-"""Up to so many tokens one program looks through a row itself: maxima would cost a launch more than they save."""
+"""Up to so many tokens one program looks through a row itself: more programs would cost two launches more than they save."""
 CHUNK_TOKENS = 4096
-"""Of a program that finds maxima."""
-BLOCK_ITEMS, SMALL_BLOCK_ITEMS = 4096, 2048
-"""Scores or maxima that the program of a row looks at at a time, and those of a sample or of a list of tokens."""
+"""Of a program that looks through a part of a row."""
+BLOCK_ITEMS = 4096
+"""Scores that the program of a row looks at at a time."""
+SAMPLE_TOKENS = 4096
+"""About as many are sampled of a row."""
+MAX_STRIDE = 64
+"""From one sampled token to the next, at the most: of a very long row more are sampled."""
+
+
+SPARE_TOKENS = 1536
+"""A key that a sample tells has a rank that is about right. The one that is asked for lies so far beyond K, or as far as K
+itself: of one token in 64 that is more than four standard deviations, so that hardly ever fewer than K tokens are from it on."""
 
 
 class TopKForm(NamedTuple):
-    """How a row is worked on. All are powers of two."""
+    """How rows are worked on."""
 
-    group_tokens: int
-    """1: without groups."""
+    direct_tokens: int = DIRECT_TOKENS
     chunk_tokens: int = CHUNK_TOKENS
+    """A power of two, as is the next."""
     block_items: int = BLOCK_ITEMS
-    small_block_items: int = SMALL_BLOCK_ITEMS
+    sample_tokens: int = SAMPLE_TOKENS
+    spare_tokens: int = SPARE_TOKENS
+
+    def wanted_tokens(self, k: int) -> int:
+        """The rank of the key that a sample is asked for."""
+        return k + max(k, self.spare_tokens)
+
+    def room(self, k: int) -> int:
+        """Most tokens from that key on, among which the K are then found exactly."""
+        return 2 * self.wanted_tokens(k)
 
 
-def top_k_form(context: int, k: int) -> TopKForm:
-    """Of rows of so many scores: groups such that their maxima are about as many as the tokens of the K that are taken."""
-    group_tokens = 1
-    if context > DIRECT_TOKENS:
-        group_tokens = 2
-        while 2 * k * group_tokens**2 < context:
-            group_tokens *= 2
-    return TopKForm(group_tokens)
+TOP_K_FORM = TopKForm()
 
 
-def most_taken_groups(k: int) -> int:
-    """Room for groups. There is so much to spare that a limit which a sample tells misses it in one of some thousand rows."""
-    return k + max(k // 2, 768)
-
-
-def most_near_tokens(k: int) -> int:
-    """Room for the tokens among which the K are then found exactly."""
-    return 2 * k + 64
-
-
-def top_k_specs(max_rows: int, max_context: int, k: int) -> tuple[TensorSpec, ...]:
+def top_k_specs(max_rows: int, max_context: int, k: int, form: TopKForm = TOP_K_FORM) -> tuple[TensorSpec, ...]:
     """What `top_k_tokens` works in for up to so many rows of up to so many scores. Nothing in it outlives a call."""
-    group_tokens = top_k_form(max_context, k).group_tokens
-    # Rows of fewer scores may have groups half as large, and then more of them.
-    num_groups = max(-(-max_context // group_tokens), k * group_tokens)
-    has_groups = group_tokens > 1
+    is_long = max_context > form.direct_tokens
+    rows, num_chunks = max_rows if is_long else 0, -(-max_context // form.chunk_tokens)
     return (
-        TensorSpec("group keys", (max_rows if has_groups else 0, num_groups), "int32"),
-        TensorSpec("taken groups", (max_rows if has_groups else 0, most_taken_groups(k)), "int32"),
-        TensorSpec("near tokens", (max_rows, most_near_tokens(k)), "int32"),
+        TensorSpec("near limits", (rows, 4), "int32"),
+        TensorSpec("near chunks", (rows, 2, num_chunks), "int32"),
+        TensorSpec("unsorted tokens", (rows, form.room(k)), "int32"),
+        TensorSpec("near tokens", (max_rows, form.room(k)), "int32"),
     )

@@ -1,15 +1,15 @@
 """The top-k tokens of each row by score (DSA), exact, the same set whatever the batch, on the device inside a graph.
 
-T rows, C tokens of the longest context, K tokens that are taken, G groups of neighbouring tokens, X room of a list
+T rows, C tokens of the longest context, K tokens that are taken, P chunks of a row, X room of a list
 
 key        the bits of a score as an integer that sorts as scores do; NaN is the lowest, and -0 is 0
-near       tokens from some key on: K of them or more, and not many more
+near       tokens from some key on, the limit: K of them or more, and not many more
 
-A program a chunk finds the largest key of each group (top_k_geometry.py). Then a program a row narrows the groups down to
-the K with the largest keys, their tokens to the near ones, and these to the K. To narrow is to count keys by range (radix
-selection), the range that holds the K-th again by smaller ones, until few enough are left. How many are too many differs:
-groups and near tokens have room to spare, so that a sample tells a limit that mostly serves, and one pass over all of them
-lists and counts; where it does not serve they are counted exactly. Whatever way was taken, the set is the same.
+A sample of a row tells a limit, which a program a row finds. Of a long row a program a chunk then lists the near tokens;
+a short one is looked through by the program of the row. That finds the K among the near ones, by radix selection: keys are
+counted by range, the range that holds the K-th again by smaller ones, until few enough are left. Where the sample has
+misled, which the number of near tokens shows, the limit is found among all tokens of the row. Whatever way was taken, the
+set is the same.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,20 @@ from collections.abc import Mapping
 import torch
 
 from holdfast.kernels.attention.index_planes import SparseRows
-from holdfast.kernels.attention.top_k_geometry import TopKForm, most_near_tokens, most_taken_groups, top_k_form
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, tl
+from holdfast.kernels.attention.top_k_geometry import (
+    MAX_STRIDE,
+    TOP_K_FORM,
+    TopKForm,
+    top_k_specs,
+)
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 LOWEST_KEY = kernel_constant(-(2**31))
-"""As it is stored: an int32."""
+LARGEST_STRIDE = kernel_constant(MAX_STRIDE)
 BIN_BITS, NUM_BINS = kernel_constant(7), kernel_constant(2**7)
 """Of a round of counting: Triton counts by ballots, whose cost doubles with each bit more than this."""
-SAMPLE_STRIDE = kernel_constant(8)
-"""Every so manieth item is sampled."""
 
 
 def top_k_tokens(
@@ -75,47 +78,64 @@ def top_k_tokens_triton(
     rows: SparseRows,
     out_TK: torch.Tensor,
     scratch: Mapping[str, torch.Tensor],
-    form: TopKForm | None = None,
+    form: TopKForm = TOP_K_FORM,
 ) -> torch.Tensor:
-    """The same as one Triton kernel where rows are short, as two where they have groups."""
-    (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
-    form = form or top_k_form(context, k)
-    keys_TG, taken_TX, near_TX = scratch["group keys"], scratch["taken groups"], scratch["near tokens"]
+    """The same as one Triton kernel where no row is long, else as three."""
     _check(scores_TC, rows, out_TK, scratch, form)
+    (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
+    limits_T4, chunks_T2P = scratch["near limits"], scratch["near chunks"]
+    unsorted_TX, near_TX = scratch["unsorted tokens"], scratch["near tokens"]
+    num_chunks, wanted, room = -(-context // form.chunk_tokens), form.wanted_tokens(k), form.room(k)
     if not num_rows:
         return out_TK
-    if form.group_tokens > 1:
-        _group_kernel[(num_rows, -(-context // form.chunk_tokens))](
-            scores_TC,
-            rows.num_tokens_T,
-            keys_TG,
+    lengths = scores_TC, rows.num_tokens_T
+    if context > form.direct_tokens:
+        _limit_kernel[(num_rows,)](
+            *lengths,
+            limits_T4,
             scores_TC.stride(0),
-            keys_TG.stride(0),
             context,
-            K=k,
-            GROUP=form.group_tokens,
-            GROUPS=form.chunk_tokens // form.group_tokens,
-            num_warps=4,
+            WANTED=wanted,
+            DIRECT=form.direct_tokens,
+            SAMPLE=form.sample_tokens,
+            BLOCK=form.block_items,
+            num_warps=16,
+        )
+        _filter_kernel[(num_rows, num_chunks)](
+            *lengths,
+            limits_T4,
+            chunks_T2P,
+            unsorted_TX,
+            scores_TC.stride(0),
+            chunks_T2P.stride(0),
+            chunks_T2P.stride(1),
+            context,
+            ROOM=room,
+            DIRECT=form.direct_tokens,
+            CHUNK=form.chunk_tokens,
+            num_warps=8,
         )
     _row_kernel[(num_rows,)](
-        scores_TC,
-        rows.num_tokens_T,
-        keys_TG,
-        taken_TX,
+        *lengths,
+        limits_T4,
+        chunks_T2P,
+        unsorted_TX,
         near_TX,
         out_TK,
         scores_TC.stride(0),
-        keys_TG.stride(0),
-        taken_TX.stride(0),
-        near_TX.stride(0),
+        chunks_T2P.stride(0),
+        chunks_T2P.stride(1),
         out_TK.stride(0),
         context,
         K=k,
-        MOST_GROUPS=most_taken_groups(k),
-        MOST_NEAR=most_near_tokens(k),
-        GROUP=form.group_tokens,
+        WANTED=wanted,
+        ROOM=room,
+        HAS_LONG=context > form.direct_tokens,
+        DIRECT=form.direct_tokens,
+        SAMPLE=form.sample_tokens,
+        CHUNK=form.chunk_tokens,
+        CHUNKS=next_power_of_two(num_chunks),
         BLOCK=form.block_items,
-        SMALL_BLOCK=form.small_block_items,
         num_warps=16,
     )
     return out_TK
@@ -135,105 +155,53 @@ def _check(
     assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: the positions of a row must lie side by side"
     assert rows.num_tokens_T.shape == (num_rows,), f"{rows.num_tokens_T.shape=} must be a number a row"
     assert out_TK.shape[0] == num_rows, f"{out_TK.shape=} must have a row for each of {num_rows}"
-    wanted = {"near tokens": most_near_tokens(k)}
-    if form.group_tokens > 1:
-        wanted |= {"group keys": -(-context // form.group_tokens), "taken groups": most_taken_groups(k)}
-    for name, width in wanted.items():
+    for name, (num_held, *shape), _ in top_k_specs(num_rows, context, k, form):
         held = scratch[name].shape
-        assert num_rows <= held[0], f"{num_rows=} exceeds the scratch for {held[0]} ({name})"
-        assert width <= held[1], f"{width} {name} exceed the scratch for {held[1]}: declare {context=} and {k=}"
+        assert num_held <= held[0], f"{num_rows=} exceeds the scratch for {held[0]} ({name})"
+        # Tokens are listed without gaps between rows; what is left of chunks is not looked at.
+        fits = held[-1] >= shape[-1] if name == "near chunks" else held[1:] == tuple(shape)
+        assert fits or not num_held, f"{name}: scratch of {tuple(held)}, {context=} and {k=} need {(num_held, *shape)}"
 
 
 @jit
 def _keys(b_score):
-    """int32. In integers throughout, because a GPU may take denormal numbers for zero."""
+    """uint32. In integers throughout, because a GPU may take denormal numbers for zero."""
     b_bits = b_score.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
     b_key = tl.where(b_bits < 0, -b_size, b_bits)
-    return tl.where(b_size > 0x7F800000, LOWEST_KEY, b_key)
+    b_key = tl.where(b_size > 0x7F800000, LOWEST_KEY, b_key)
+    return b_key.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @jit
-def _group_kernel(
-    p_scores,
-    p_num_tokens,
-    p_keys,
-    score_stride,
-    key_stride,
-    context,
-    K: constexpr,
-    GROUP: constexpr,
-    GROUPS: constexpr,
-):
-    """The largest key of each group of a chunk, in rows that have more than K groups."""
-    i_row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUPS
-    num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
-    num_groups = (num_tokens + GROUP - 1) // GROUP
-    if (num_groups <= K) | (first >= num_groups):
-        return
-    o_group = first + tl.arange(0, GROUPS)
-    o_token = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    b_score = tl.load(p_scores + i_row * score_stride + o_token, mask=o_token < num_tokens, other=float("nan"))
-    b_largest = tl.max(_keys(b_score), axis=1)
-    tl.store(p_keys + i_row * key_stride + o_group, b_largest, mask=o_group < num_groups)
-
-
-@jit
-def _items(
-    p_values,
-    p_list,
-    o_item,
-    num_items,
-    num_values,
-    ARE_KEYS: constexpr,
-    IS_LISTED: constexpr,
-    GROUP: constexpr,
-):
-    """Positions of items, whether there is something at them, and their keys as uint32.
-
-    Items are values one after the other, or the values of groups that are listed.
-    """
+def _items(p_scores, p_list, o_item, num_items, IS_LISTED: constexpr):
+    """Positions of items, whether there are such, and their keys. Items are the tokens of a row, or those of a list."""
     m_item = o_item < num_items
-    if IS_LISTED:
-        b_group = tl.load(p_list + o_item // GROUP, mask=m_item, other=0)
-        b_position = b_group * GROUP + o_item % GROUP
-    else:
-        b_position = o_item
-    m_item = m_item & (b_position < num_values)
-    if ARE_KEYS:
-        b_key = tl.load(p_values + b_position, mask=m_item, other=LOWEST_KEY)
-    else:
-        b_key = _keys(tl.load(p_values + b_position, mask=m_item, other=0.0))
-    return b_position, m_item, b_key.to(tl.uint32, bitcast=True) ^ 0x80000000
+    b_position = tl.load(p_list + o_item, mask=m_item, other=0) if IS_LISTED else o_item
+    return b_position, m_item, _keys(tl.load(p_scores + b_position, mask=m_item, other=0.0))
 
 
 @jit
 def _narrow(
-    p_values,
+    p_scores,
     p_list,
     num_items,
-    num_values,
+    stride,
     needed,
     most,
-    ARE_KEYS: constexpr,
     IS_LISTED: constexpr,
-    GROUP: constexpr,
-    STRIDE: constexpr,
     BLOCK: constexpr,
 ):
     """(start, num_tied): `needed` to `most` of the items have a key above `start`, or are among the first so many that have it.
 
-    Of `num_items` every STRIDE-th is looked at, and `needed` and `most` are of these.
+    Of `num_items` every stride-th is looked at, and `needed` and `most` are of these.
     """
-    num_looked = (num_items + STRIDE - 1) // STRIDE
+    num_looked = (num_items + stride - 1) // stride
     o_block = tl.arange(0, BLOCK)
     b_least = tl.full((BLOCK,), 0xFFFFFFFF, tl.uint32)
     b_largest = tl.zeros((BLOCK,), tl.uint32)
     for first in range(0, num_looked, BLOCK):
-        _, m_item, b_key = _items(
-            p_values, p_list, (first + o_block) * STRIDE, num_items, num_values, ARE_KEYS, IS_LISTED, GROUP
-        )
+        _, m_item, b_key = _items(p_scores, p_list, (first + o_block) * stride, num_items, IS_LISTED)
         b_least = tl.where(m_item & (b_key < b_least), b_key, b_least)
         b_largest = tl.where(m_item & (b_key > b_largest), b_key, b_largest)
     start, end = tl.min(b_least, axis=0), tl.max(b_largest, axis=0)
@@ -245,9 +213,7 @@ def _narrow(
     while is_open:
         b_count = tl.zeros((NUM_BINS,), tl.int32)
         for first in range(0, num_looked, BLOCK):
-            _, m_item, b_key = _items(
-                p_values, p_list, (first + o_block) * STRIDE, num_items, num_values, ARE_KEYS, IS_LISTED, GROUP
-            )
+            _, m_item, b_key = _items(p_scores, p_list, (first + o_block) * stride, num_items, IS_LISTED)
             m_item = m_item & (b_key >= start) & (b_key <= end)
             b_bin = tl.where(m_item, (b_key - start) >> shift.to(tl.uint32), 0).to(tl.int32)
             b_count += tl.histogram(b_bin, NUM_BINS, mask=m_item)
@@ -266,24 +232,21 @@ def _narrow(
 
 @jit
 def _list(
-    p_values,
+    p_scores,
     p_list,
     num_items,
-    num_values,
     start,
     num_tied,
     p_out,
     room,
-    ARE_KEYS: constexpr,
     IS_LISTED: constexpr,
-    GROUP: constexpr,
     BLOCK: constexpr,
 ):
     """How many items have a key above `start`, or are among the first `num_tied` that have it; their positions, as far as there is room."""
     num_above, num_equal = 0, 0
     for first in range(0, num_items, BLOCK):
         o_item = first + tl.arange(0, BLOCK)
-        b_position, m_item, b_key = _items(p_values, p_list, o_item, num_items, num_values, ARE_KEYS, IS_LISTED, GROUP)
+        b_position, m_item, b_key = _items(p_scores, p_list, o_item, num_items, IS_LISTED)
         m_above, m_equal = m_item & (b_key > start), m_item & (b_key == start)
         # Two counts in one integer: a block has fewer than 2**15 items.
         b_both = m_above.to(tl.int32) + (m_equal.to(tl.int32) << 16)
@@ -301,84 +264,163 @@ def _list(
 
 
 @jit
-def _near(
-    p_values,
-    p_list,
-    num_items,
-    num_values,
-    p_out,
-    NEEDED: constexpr,
-    ROOM: constexpr,
-    ARE_KEYS: constexpr,
-    IS_LISTED: constexpr,
-    GROUP: constexpr,
+def _sampled_limit(p_scores, num_tokens, WANTED: constexpr, SAMPLE: constexpr, BLOCK: constexpr):
+    """A key from which on there are about WANTED tokens."""
+    stride = tl.minimum(tl.maximum(num_tokens // SAMPLE, 1), LARGEST_STRIDE)
+    needed = tl.minimum(WANTED // stride, num_tokens // stride)
+    limit, _ = _narrow(p_scores, p_scores, num_tokens, stride, needed, needed + needed // 32, False, BLOCK)
+    return limit
+
+
+@jit
+def _limit_kernel(
+    p_scores,
+    p_num_tokens,
+    p_limits,
+    score_stride,
+    context,
+    WANTED: constexpr,
+    DIRECT: constexpr,
+    SAMPLE: constexpr,
     BLOCK: constexpr,
-    SMALL_BLOCK: constexpr,
 ):
-    """The positions of the NEEDED items with the largest keys among those of up to ROOM, by a sample or, where it misleads, by all."""
-    needed = tl.minimum((NEEDED + ROOM) // 2 // SAMPLE_STRIDE + 1, num_items // SAMPLE_STRIDE)
-    most = needed + needed // 32
-    start, _ = _narrow(
-        p_values, p_list, num_items, num_values, needed, most, ARE_KEYS, IS_LISTED, GROUP, SAMPLE_STRIDE, SMALL_BLOCK
-    )
-    count = _list(
-        p_values, p_list, num_items, num_values, start, num_items, p_out, ROOM, ARE_KEYS, IS_LISTED, GROUP, BLOCK
-    )
-    if (count < NEEDED) | (count > ROOM):
-        start, num_tied = _narrow(
-            p_values, p_list, num_items, num_values, NEEDED, ROOM, ARE_KEYS, IS_LISTED, GROUP, 1, BLOCK
-        )
-        count = _list(
-            p_values, p_list, num_items, num_values, start, num_tied, p_out, ROOM, ARE_KEYS, IS_LISTED, GROUP, BLOCK
-        )
-    return count
+    """The limit of a long row, and no near tokens as yet."""
+    i_row = tl.program_id(0).to(tl.int64)
+    num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
+    if num_tokens <= DIRECT:
+        return
+    limit = _sampled_limit(p_scores + i_row * score_stride, num_tokens, WANTED, SAMPLE, BLOCK)
+    p_limit = p_limits + i_row * 4
+    tl.store(p_limit, limit.to(tl.int32, bitcast=True))
+    tl.store(p_limit + 1, 0)
+    tl.store(p_limit + 2, 0)
+
+
+@jit
+def _filter_kernel(
+    p_scores,
+    p_num_tokens,
+    p_limits,
+    p_chunks,
+    p_unsorted,
+    score_stride,
+    row_stride,
+    count_stride,
+    context,
+    ROOM: constexpr,
+    DIRECT: constexpr,
+    CHUNK: constexpr,
+):
+    """The near tokens of a chunk, in the next free places of the row, and which these are: chunks come in any order."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
+    num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
+    if (num_tokens <= DIRECT) | (i_chunk * CHUNK >= num_tokens):
+        return
+    p_limit = p_limits + i_row * 4
+    limit = tl.load(p_limit).to(tl.uint32, bitcast=True)
+    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    m_token = o_token < num_tokens
+    b_key = _keys(tl.load(p_scores + i_row * score_stride + o_token, mask=m_token, other=0.0))
+    m_near = m_token & (b_key >= limit)
+    o_near = tl.cumsum(m_near.to(tl.int32), axis=0) - 1
+    num_near = tl.sum(m_near.to(tl.int32), axis=0)
+    num_equal = tl.sum((m_token & (b_key == limit)).to(tl.int32), axis=0)
+    first = 0
+    if num_near > 0:
+        first = tl.atomic_add(p_limit + 1, num_near, sem="relaxed")
+        tl.atomic_add(p_limit + 2, num_equal, sem="relaxed")
+    o_near += first
+    tl.store(p_unsorted + i_row * ROOM + o_near, o_token, mask=m_near & (o_near < ROOM))
+    p_chunk = p_chunks + i_row * row_stride + i_chunk
+    tl.store(p_chunk, first)
+    tl.store(p_chunk + count_stride, num_near)
+
+
+@jit
+def _sort(
+    p_unsorted,
+    p_chunks,
+    count_stride,
+    num_near,
+    num_chunks,
+    p_near,
+    CHUNK: constexpr,
+    CHUNKS: constexpr,
+    BLOCK: constexpr,
+):
+    """The near tokens of all chunks in rising order: within a chunk they are."""
+    o_chunk = tl.arange(0, CHUNKS)
+    m_chunk = o_chunk < num_chunks
+    b_first = tl.load(p_chunks + o_chunk, mask=m_chunk, other=0)
+    b_count = tl.load(p_chunks + count_stride + o_chunk, mask=m_chunk, other=0)
+    tl.debug_barrier()
+    tl.store(p_chunks + o_chunk, tl.cumsum(b_count, axis=0) - b_count - b_first, mask=m_chunk)
+    tl.debug_barrier()
+    for first in range(0, num_near, BLOCK):
+        o_near = first + tl.arange(0, BLOCK)
+        m_near = o_near < num_near
+        b_token = tl.load(p_unsorted + o_near, mask=m_near, other=0)
+        b_shift = tl.load(p_chunks + b_token // CHUNK, mask=m_near, other=0)
+        tl.store(p_near + o_near + b_shift, b_token, mask=m_near)
+    tl.debug_barrier()
 
 
 @jit
 def _row_kernel(
     p_scores,
     p_num_tokens,
-    p_keys,
-    p_taken,
+    p_limits,
+    p_chunks,
+    p_unsorted,
     p_near,
     p_out,
     score_stride,
-    key_stride,
-    taken_stride,
-    near_stride,
+    row_stride,
+    count_stride,
     out_stride,
     context,
     K: constexpr,
-    MOST_GROUPS: constexpr,
-    MOST_NEAR: constexpr,
-    GROUP: constexpr,
+    WANTED: constexpr,
+    ROOM: constexpr,
+    HAS_LONG: constexpr,
+    DIRECT: constexpr,
+    SAMPLE: constexpr,
+    CHUNK: constexpr,
+    CHUNKS: constexpr,
     BLOCK: constexpr,
-    SMALL_BLOCK: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
     p_scores += i_row * score_stride
-    p_near += i_row * near_stride
+    p_near += i_row * ROOM
     p_out += i_row * out_stride
     if num_tokens <= K:
         for first in range(0, K, BLOCK):
             o_out = first + tl.arange(0, BLOCK)
             tl.store(p_out + o_out, tl.where(o_out < num_tokens, o_out, -1), mask=o_out < K)
         return
-    num_groups = (num_tokens + GROUP - 1) // GROUP
-    if (GROUP > 1) & (num_groups > K):
-        p_keys += i_row * key_stride
-        p_taken += i_row * taken_stride
-        num_taken = _near(
-            p_keys, p_keys, num_groups, num_groups, p_taken, K, MOST_GROUPS, True, False, 1, BLOCK, SMALL_BLOCK
-        )
-        num_items = num_taken * GROUP
-        num_near = _near(
-            p_scores, p_taken, num_items, num_tokens, p_near, K, MOST_NEAR, False, True, GROUP, BLOCK, SMALL_BLOCK
-        )
+    if HAS_LONG & (num_tokens > DIRECT):
+        p_limit = p_limits + i_row * 4
+        limit = tl.load(p_limit).to(tl.uint32, bitcast=True)
+        num_near, num_equal = tl.load(p_limit + 1), tl.load(p_limit + 2)
+        is_listed = (num_near >= K) & (num_near <= ROOM)
     else:
-        num_near = _near(
-            p_scores, p_scores, num_tokens, num_tokens, p_near, K, MOST_NEAR, False, False, 1, BLOCK, SMALL_BLOCK
-        )
-    start, num_tied = _narrow(p_scores, p_near, num_near, num_tokens, K, K, False, True, 1, 1, SMALL_BLOCK)
-    _list(p_scores, p_near, num_near, num_tokens, start, num_tied, p_out, K, False, True, 1, SMALL_BLOCK)
+        limit = _sampled_limit(p_scores, num_tokens, WANTED, SAMPLE, BLOCK)
+        num_near = _list(p_scores, p_scores, num_tokens, limit, num_tokens, p_near, ROOM, False, BLOCK)
+        num_equal = 0
+        is_listed = (num_near >= K) & (num_near <= ROOM)
+    if is_listed:
+        if HAS_LONG & (num_tokens > DIRECT):
+            num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+            p_unsorted += i_row * ROOM
+            p_chunks += i_row * row_stride
+            _sort(p_unsorted, p_chunks, count_stride, num_near, num_chunks, p_near, CHUNK, CHUNKS, BLOCK)
+    else:
+        num_tied = K - (num_near - num_equal)
+        # Where the limit itself is the key of the K-th, as with many equal scores, it need not be looked for.
+        if (num_near < K) | (num_tied <= 0):
+            limit, num_tied = _narrow(p_scores, p_scores, num_tokens, 1, K, ROOM, False, BLOCK)
+        num_near = _list(p_scores, p_scores, num_tokens, limit, num_tied, p_near, ROOM, False, BLOCK)
+    limit, num_tied = _narrow(p_scores, p_near, num_near, 1, K, K, True, BLOCK)
+    _list(p_scores, p_near, num_near, limit, num_tied, p_out, K, True, BLOCK)
