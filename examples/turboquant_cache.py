@@ -6,7 +6,7 @@ import torch
 
 from holdfast.cli.bench_transformers import open_transformers
 from holdfast.config import EngineConfig
-from holdfast.engine.build import open_tokenizer
+from holdfast.engine.open_text import open_tokenizer
 from holdfast.integrations.transformers import TurboQuantCache
 from holdfast.loading.model_files import open_model
 

@@ -314,13 +314,14 @@ def reference_entry(config: EngineConfig) -> Entry:
 
 def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
     """Pages of a format. Protected layers are for formats that are narrower than what protects them."""
-    spec = model.spec
+    spec, asked = model.spec, None
     declared, rope_dim = declare_decoder(spec, model.name), 0 if spec.latent is None else spec.latent.rope_dim
-    own, wide = (
-        declared.check_format(config.dtype if each == "auto" else each).bytes_per_token(1, spec.head_dim, rope_dim)
-        for each in (name, config.kv_protected_dtype)
-    )
-    asked = config.kv_protected_layers if declared.check_format(name).is_quantized and own < wide else None
+    if declared.check_format(name).is_quantized:
+        own, wide = (
+            declared.check_format(config.dtype if each == "auto" else each).bytes_per_token(1, spec.head_dim, rope_dim)
+            for each in (name, config.kv_protected_dtype)
+        )
+        asked = config.kv_protected_layers if own < wide else None
     return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=asked)))
 
 
