@@ -276,8 +276,8 @@ def uniform_cache(
     index_dim: int = 0,
 ) -> CacheSpec:
     """The cache of a decoder whose layers all keep the same in one format, and all tokens."""
-    latent = {"rope_dim": rope_dim, "index_dim": index_dim}
-    return mixed_cache((kv_format,) * num_layers, num_kv_heads, head_dim, page_tokens, **latent)
+    formats = (kv_format,) * num_layers
+    return mixed_cache(formats, num_kv_heads, head_dim, page_tokens, rope_dim=rope_dim, index_dim=index_dim)
 
 
 def kv_padding_term(spec: CacheSpec) -> Term:
