@@ -17,8 +17,9 @@ MAX_STRIDE = 64
 
 
 SPARE_TOKENS = 1536
-"""A key that a sample tells has a rank that is about right. The one that is asked for lies so far beyond K, or as far as K
-itself: of one token in 64 that is more than four standard deviations, so that hardly ever fewer than K tokens are from it on."""
+"""A key that a sample tells has a rank that is about right. The one that is asked for lies so far beyond K, or nearly as far as
+K itself: with one token in 40 that is more than four standard deviations, so that hardly ever fewer than K are from it on. Of a
+K of 2048 it leaves tokens for one block."""
 
 
 class TopKForm(NamedTuple):
@@ -33,7 +34,7 @@ class TopKForm(NamedTuple):
 
     def wanted_tokens(self, k: int) -> int:
         """The rank of the key that a sample is asked for."""
-        return k + max(k, self.spare_tokens)
+        return k + max(k * 7 // 8, self.spare_tokens)
 
     def room(self, k: int) -> int:
         """Most tokens from that key on, among which the K are then found exactly."""
