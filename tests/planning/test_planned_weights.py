@@ -59,7 +59,7 @@ def model(name: str) -> tuple[DeclaredModel, tuple[Parameter, ...]]:
     return declared, parameters(declared.spec)
 
 
-LARGE = ("Qwen3-30B", "Qwen1.5-MoE")
+LARGE = ("Qwen3-30B", "Qwen1.5-MoE", "DeepSeek-V3")
 """Thousands of tensors of shapes that a smaller model has too."""
 
 
@@ -78,9 +78,10 @@ def test_planned_bytes_are_loaded_bytes(name: str, recipe: WeightRecipe) -> None
         assert declared.review_recipe(recipe).num_quantized == plan.num_quantized > 0
 
 
-def test_a_large_mixture_of_experts() -> None:
-    """One scheme: it has 37 thousand tensors."""
-    declared, wanted = model("Qwen3-30B-A3B")
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_a_large_mixture_of_experts(name: str) -> None:
+    """One scheme: they have tens of thousands of tensors."""
+    declared, wanted = model(name)
     recipe = WeightRecipe(WEIGHT_SCHEMES["fp8_block"])
     plan = plan_load(wanted, DummySource(wanted, "bfloat16"), "bfloat16", recipe)
     assert declared.weight_bytes("bfloat16", recipe) == plan.final_bytes
