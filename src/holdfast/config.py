@@ -77,7 +77,8 @@ class EngineConfig:
     kv_protected_layers: int | str | None = None
     """Layers that keep KV pages in a wider format: how many, or which, such as "0,1,30,31"; None takes the format's default."""
     index_cache_dtype: str = "auto"
-    """How the index that chooses tokens is kept (DeepSeek-V3.2): fp8, bfloat16, float16 or float32; auto is fp8 on a GPU."""
+    """How the index that chooses tokens is kept (DeepSeek-V3.2): fp8, bfloat16, float16 or float32; auto is fp8 beside quantized latents, else
+    the type of the latents."""
     kv_protected_dtype: str = "fp8"
     """That wider format: the name of one, or auto for the dtype."""
     quantization: str | None = None

@@ -244,7 +244,9 @@ def test_every_reason_is_listed_once(compiler):
         "triton_paged: pages must be bfloat16, the type of the queries, 7 query heads do not divide into 2 key heads; "
         "torch_paged: 7 query heads do not divide into 2 key heads; "
         "triton_latent: it attends to latents (MLA), and this model keeps keys and values by head; "
-        "torch_latent: it attends to latents (MLA), and this model keeps keys and values by head); "
+        "torch_latent: it attends to latents (MLA), and this model keeps keys and values by head; "
+        "triton_sparse: it attends to latents (MLA), and this model keeps keys and values by head; "
+        "torch_sparse: it attends to latents (MLA), and this model keeps keys and values by head); "
         "choose another kv_cache_dtype"
     )
 

@@ -614,7 +614,7 @@ def latent_block_rows(num_heads: int) -> int:
 
 def index_block_rows(num_heads: int, num_tokens: int) -> int:
     """Rows that plain torch has scores of an index of so many heads, against so many tokens, of at once."""
-    return max(1, min(LATENT_BLOCK_ROWS // num_heads, INDEX_SCORES // num_tokens))
+    return max(1, min(LATENT_BLOCK_ROWS // max(1, num_heads), INDEX_SCORES // num_tokens))
 
 
 def _half_quantized(spec: AttentionSpec) -> str | None:

@@ -121,7 +121,7 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     if kv_format.name not in (config.kv_cache_dtype, dtype):
         reason = f"what {config.kv_cache_dtype} is of latents (MLA)"
         choices.append(Choice("kv_cache_dtype", kv_format.name, reason))
-    kv_format = _with_index(config, model, kv_format, target.kind, choices)
+    kv_format = _with_index(config, model, kv_format, choices)
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
@@ -151,9 +151,7 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
     )
 
 
-def _with_index(
-    config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, kind: str, choices: list[Choice]
-) -> KVFormat:
+def _with_index(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> KVFormat:
     """The format with how the index beside latents is kept; as it is where a model has none."""
     heads, asked = model.declaration.heads(1), config.index_cache_dtype
     if heads is None or not heads.index_dim:
@@ -162,8 +160,8 @@ def _with_index(
             raise ConfigError(f"index_cache_dtype={asked} was asked", has, "leave it out")
         return kv_format
     if asked == "auto":
-        asked = "fp8" if kind == "cuda" else index_dtype_beside(kv_format)
-        reason = "half the bytes to look through in every step" if asked == "fp8" else "as latents are"
+        asked = index_dtype_beside(kv_format)
+        reason = "latents are quantized too" if kv_format.is_quantized else "as latents are"
         choices.append(Choice("index_cache_dtype", asked, reason))
     return dataclasses.replace(kv_format, index_dtype=asked)
 
