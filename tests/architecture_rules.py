@@ -60,7 +60,6 @@ TORCH_FREE = (
     "cache.pages",
     "cache.prefix",
     "kernels.attention.latent_geometry",
-    "kernels.attention.sparse_geometry",
     "kernels.attention.top_k_geometry",
     "kernels.geometry",
     "kernels.up_projection",

@@ -44,8 +44,11 @@ from holdfast.kernels.attention import (  # noqa: E402
     write_latent,
     write_quantized_kv,
 )
-from holdfast.kernels.attention.index_planes import IndexPlanes, SparseRows  # noqa: E402
-from holdfast.kernels.attention.latent_planes import LatentPlanes  # noqa: E402
+from holdfast.kernels.attention.latent_planes import (  # noqa: E402
+    IndexPlanes,
+    LatentPlanes,
+    SparseRows,
+)
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.top_k_geometry import top_k_specs  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.attention.index_planes import IndexPlanes, SparseRows
+from holdfast.kernels.attention.latent_planes import IndexPlanes, SparseRows
 from holdfast.kernels.attention.write_index import LEAST_KEY, quantize_index, quantize_index_queries_reference
 from holdfast.quant.formats import index_planes
 from kernels.exactness import MOAT

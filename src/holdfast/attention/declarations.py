@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
-from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
-from holdfast.kernels.attention.sparse_geometry import sparse_partials
+from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry, sparse_partials
 from holdfast.kernels.attention.top_k_geometry import top_k_specs
 from holdfast.kernels.geometry import (
     LARGE_TILE,

@@ -7,8 +7,7 @@ import torch
 from holdfast.attention.backend import Batch, EagerStep
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.index_planes import IndexPlanes
-from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.latent_planes import IndexPlanes, LatentPlanes
 from holdfast.kernels.attention.write_index import IndexNorm, write_index
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm, write_latent

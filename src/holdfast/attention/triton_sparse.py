@@ -19,8 +19,8 @@ from holdfast.attention.declarations import AttentionSpec, StepBounds, index_sco
 from holdfast.attention.latent_pages import IndexPages
 from holdfast.attention.triton_latent import LatentPart, TritonLatentAttention, TritonLatentPlan
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.index_planes import SparseRows
 from holdfast.kernels.attention.index_scores import index_scores
+from holdfast.kernels.attention.latent_planes import SparseRows
 from holdfast.kernels.attention.sparse_attention import sparse_attention
 from holdfast.kernels.attention.top_k_tokens import top_k_tokens
 from holdfast.kernels.attention.write_index import IndexNorm, quantize_index_queries

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.latent_attention import latent_attention_reference
+from holdfast.kernels.attention.latent_geometry import MAX_SPLITS, sparse_partials, sparse_splits
 from holdfast.kernels.attention.latent_planes import read_latents
 from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS
 from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention, sparse_attention_reference
-from holdfast.kernels.attention.sparse_geometry import MAX_SPLITS, sparse_partials, sparse_splits
 from holdfast.kernels.attention.sparse_tiles import ListSplits
 from holdfast.kernels.attention.sparse_wide_attention import takes_wide
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention.index_planes import SparseRows
+from holdfast.kernels.attention.latent_planes import SparseRows
 from holdfast.kernels.attention.top_k_geometry import DIRECT_TOKENS, TOP_K_FORM, TopKForm, top_k_specs
 from holdfast.kernels.attention.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
 from kernels.exactness import random

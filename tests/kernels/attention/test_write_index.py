@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from holdfast.kernels.attention.index_planes import IndexPlanes
 from holdfast.kernels.attention.index_scores import read_index
+from holdfast.kernels.attention.latent_planes import IndexPlanes
 from holdfast.kernels.attention.write_index import (
     IndexNorm,
     quantize_index_queries,

@@ -26,7 +26,7 @@ from holdfast.kernels.attention.latent_tiles import merge_latents
 from holdfast.kernels.attention.latent_warpgroups import attend_warpgroups, takes_warpgroups
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, shared_bytes, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -57,11 +57,6 @@ def latent_blocks(
         if (blocks.tokens * places + height) * row_bytes < shared_bytes:
             return blocks
     return choices[height][-1]
-
-
-def _shared_bytes(tensor: torch.Tensor) -> int:
-    """What one program may have: 227 KiB on a Hopper, 99 KiB on an Ada."""
-    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
 
 
 def latent_attention(
@@ -112,7 +107,7 @@ def _attend_plain(
     pdl, row_bytes = supports_pdl(q_TNX), (block_l + block_r) * planes.rows_SX.element_size()
     height = tile_height(num_heads, large)
     num_blocks, group = head_blocks(num_heads, large)
-    blocks = latent_blocks(height, row_bytes, _shared_bytes(q_TNX))
+    blocks = latent_blocks(height, row_bytes, shared_bytes(q_TNX))
     _attend_kernel[(num_sms * PLAIN_PROGRAMS_PER_SM,)](
         q_TNX,
         planes.rows_SX,

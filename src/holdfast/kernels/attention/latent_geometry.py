@@ -1,9 +1,12 @@
-"""Tiles of kernels over paged latents (MLA), as kernels and plans agree on them: blocks of heads, heights, the geometry; no torch.
+"""Tiles of kernels over paged latents (MLA), as kernels and plans agree on them: blocks of heads, heights, the geometry; splits of lists of chosen tokens; no torch.
 
 A block of heads stands side by side with the rows of a tile, so that a latent that was read serves all of them. Small tiles
 take as many heads as a block may have, because a decoded row has nothing else that could share its latents; large ones take a
 few heads of many rows. Every kernel over latents finds its blocks from the heads that it is given, which may be some of a
 layer's: the rows of tiles are those of the geometry of all heads, and fit.
+
+Lists of chosen tokens (DSA) are as long for every row, so that the number of rows alone says how many splits keep a GPU busy. The
+plan knows no GPU: partials are capped, and on a larger one than the cap is for, splits are fewer.
 """
 
 from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
@@ -54,3 +57,23 @@ def latent_geometry(num_heads: int, is_quantized: bool = False) -> TileGeometry:
 def programs_per_sm(height: int) -> int:
     """Programs a multiprocessor over quantized pages, by the height of their tiles: what has room for latents, queries, sums."""
     return 2 if height < LARGE_HEIGHT else 1
+
+
+MAX_SPLITS = 32
+"""Of one list: 64 tokens of 2,048 each, a block of a kernel."""
+PROGRAMS_PER_SM = 2
+"""Tiles of a row and a block of heads that a step is split into at the least, if it can be."""
+PARTIAL_TILES = 2 * PROGRAMS_PER_SM * 132
+"""Partials of blocks of heads: where rows are a few more than half of the programs, rounding up doubles them."""
+
+
+def sparse_splits(num_rows: int, num_heads: int, num_sms: int) -> int:
+    """Splits of every row's list in a step of so many rows, padding included; one split writes no partials."""
+    num_tiles = num_rows * head_blocks(num_heads)[0]
+    wanted = -(-PROGRAMS_PER_SM * num_sms // num_tiles)
+    return max(1, min(wanted, MAX_SPLITS, PARTIAL_TILES // num_tiles))
+
+
+def sparse_partials(max_rows: int, num_heads: int) -> int:
+    """Partial rows, of all heads each, that any step of up to so many rows has at the most, on any GPU."""
+    return min(max_rows * MAX_SPLITS, PARTIAL_TILES // head_blocks(num_heads)[0])

@@ -1,11 +1,12 @@
-"""LatentPlanes: the pages of one layer that keeps latents (MLA), as kernels read and write them: plain, fp8_ds_mla and TurboQuant.
+"""LatentPlanes and IndexPlanes: the pages of one layer that keeps latents (MLA) and perhaps an index (DSA), as kernels read and write them.
 
-S slots, L latent, R rotated elements, X bytes or elements of a row
+S slots, L latent, R rotated elements, X bytes or elements of a row, D elements of an index key
 
 plain         rows_SX [S, L + R] in the type of the engine: latent, then rotated elements
 fp8_ds_mla    rows_SX uint8 [S, L + 4 * ceil(L / 128) + 2 R]: L e4m3 numbers in tiles of 128, a float32 scale a tile, R bfloat16
 turboquant    rows_SX uint8 [S, L / 2]: 4-bit codes of the rotated latent; scales_SC float16 [S, 1] or [S, 2]; rope_SR bfloat16, or
               e4m3 with the second scale
+index         rows_SD [S, D], plain, or e4m3 with scales_S1
 """
 
 from collections.abc import Mapping
@@ -53,6 +54,34 @@ class LatentPlanes(NamedTuple):
     def has_small_rope(self) -> bool:
         """Whether rotated elements are e4m3 with a scale of their own."""
         return self.rope_SR is not None and self.rope_SR.dtype == torch.float8_e4m3fn
+
+
+class IndexPlanes(NamedTuple):
+    """One layer's index: slot s is token s % page_tokens of page s // page_tokens, as that of its latent."""
+
+    page_tokens: int
+    rows_SD: torch.Tensor
+    """In the type that it is kept in; float8_e4m3fn with `scales_S1`."""
+    scales_S1: torch.Tensor | None = None
+    """float32, powers of two: 2 ** ceil(log2(max(amax, 1e-4) / 448)). A key is its codes times its scale."""
+
+    @classmethod
+    def of(cls, planes: Mapping[str, torch.Tensor], page_tokens: int) -> "IndexPlanes":
+        """From the storage's planes of a layer, by name (`index_planes` of quant/formats.py)."""
+        return cls(page_tokens, planes["index"], planes.get("index_scale"))
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.scales_S1 is not None
+
+
+class SparseRows(NamedTuple):
+    """Which rows of a step choose their tokens, on the device, in memory that stays where it is."""
+
+    table_rows_T: torch.Tensor
+    """int32: the row of the page table of each row's sequence."""
+    num_tokens_T: torch.Tensor
+    """int32: tokens that a row sees, its own included; 0: it does not choose (its context is short, or it is padding)."""
 
 
 def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

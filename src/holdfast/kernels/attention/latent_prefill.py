@@ -17,7 +17,7 @@ import torch
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
-from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, next_power_of_two, tl
+from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, next_power_of_two, shared_bytes, tl
 from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
@@ -306,11 +306,6 @@ def _tile_of(blocks: _Blocks, element_bytes: int, shared_bytes: int) -> _Tile:
     return next(fitting, TILES[-1])
 
 
-def _shared_bytes(tensor: torch.Tensor) -> int:
-    """What one program may have: 227 KiB on a Hopper, 99 KiB on an Ada."""
-    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
-
-
 def _attend_chunk(
     q_TGD: torch.Tensor,
     chunk: _Chunk,
@@ -325,7 +320,7 @@ def _attend_chunk(
     """Rows from `position` on go on with a chunk; where it is the last and not split, into the output."""
     (num_rows, num_heads, _), count = q_TGD.shape, len(chunk.rows_WX)
     blocks = _Blocks.of(shape)
-    tile = _tile_of(blocks, q_TGD.element_size(), _shared_bytes(q_TGD))
+    tile = _tile_of(blocks, q_TGD.element_size(), shared_bytes(q_TGD))
     _attend_kernel[(-(-num_rows // TILE_ROWS) * splits, num_heads)](
         q_TGD,
         chunk.expanded_WX,

@@ -9,10 +9,9 @@ of the merge, that of latent_tiles.py.
 
 import torch
 
-from holdfast.kernels.attention.index_planes import SparseRows
 from holdfast.kernels.attention.latent_attention import LatentBlocks, latent_blocks
 from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows, read_latents
 from holdfast.kernels.attention.latent_tiles import RowForm
 from holdfast.kernels.attention.latent_tiles import row_form as merge_form
 from holdfast.kernels.attention.sparse_quantized_attention import sparse_quantized_attention

@@ -10,9 +10,8 @@ whose reference over ranges stands for this kernel too: sparse_attention_referen
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
-from holdfast.kernels.attention.index_planes import SparseRows
 from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows
 from holdfast.kernels.attention.latent_quantized_attention import quantized_blocks
 from holdfast.kernels.attention.latent_words import (
     group_scores,

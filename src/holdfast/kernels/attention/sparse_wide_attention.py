@@ -15,9 +15,8 @@ is one number a token. Parts of a kind lie side by side, so that products are as
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
-from holdfast.kernels.attention.index_planes import SparseRows
 from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes
+from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows
 from holdfast.kernels.attention.latent_words import (
     half,
     load_rope_queries,

@@ -33,14 +33,7 @@ from holdfast.kernels.attention.split_kv import (
     soft_capped,
 )
 from holdfast.kernels.geometry import LARGE_TILE
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, shared_bytes, supports_pdl, tl
 
 SMALL_TILE = 16
 SMALL_BATCH_ROWS = 2
@@ -92,11 +85,6 @@ def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
     return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
 
 
-def _shared_bytes(tensor: torch.Tensor) -> int:
-    """What one program may have: 227 KiB on a Hopper, 99 KiB on an Ada."""
-    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
-
-
 def tiled_attention(
     q_THD: torch.Tensor,
     k_plane_SKD: torch.Tensor,
@@ -128,9 +116,7 @@ def tiled_attention(
             continue
         block_m = LARGE_TILE if large else max(SMALL_TILE, next_power_of_two(group))
         programs_per_sm, num_warps = (LARGE_PROGRAMS_PER_SM, 8) if large else small_programs(num_rows)
-        block_n, num_stages = (
-            large_blocks(block_d, _shared_bytes(q_THD)) if large else (64 if block_d <= 128 else 32, 2)
-        )
+        block_n, num_stages = large_blocks(block_d, shared_bytes(q_THD)) if large else (64 if block_d <= 128 else 32, 2)
         _attend_kernel[(num_sms * programs_per_sm,)](
             q_THD,
             k_plane_SKD,

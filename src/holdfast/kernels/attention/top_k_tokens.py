@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.kernels.attention.index_planes import SparseRows
+from holdfast.kernels.attention.latent_planes import SparseRows
 from holdfast.kernels.attention.top_k_geometry import (
     MAX_STRIDE,
     TOP_K_FORM,
