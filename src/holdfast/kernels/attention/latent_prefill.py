@@ -148,18 +148,10 @@ def _chunk(room: torch.Tensor, tokens: int, first: int, count: int, shape: UpPro
     return _Chunk(first, rows_WX, expanded_WX)
 
 
-def gather_latents(
-    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
-) -> torch.Tensor:
-    """`count` tokens of a sequence from `first` on, dequantized: [W, L + R]; the latents of TurboQuant stay in the rotated space."""
-    launch = gather_latents_triton if can_run(out_WX) else gather_latents_reference
-    return launch(planes, page_row_P, first, count, out_WX)
-
-
 def gather_latents_reference(
     planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """`count` tokens of a sequence from `first` on, dequantized: [W, L + R]; the latents of TurboQuant stay in the rotated space."""
     token_W = torch.arange(first, first + count, device=out_WX.device)
     slot_W = page_row_P[token_W // planes.page_tokens].long() * planes.page_tokens + token_W % planes.page_tokens
     return out_WX.copy_(read_latents(planes, slot_W, out_WX.dtype))

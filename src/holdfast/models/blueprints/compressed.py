@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.attention.declarations import LATENT_ROWS, PARTIAL_HEAD_ROWS
+from holdfast.attention.declarations import INDEX_SCORE_BYTES, LATENT_ROWS, PARTIAL_HEAD_ROWS
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request
 from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
@@ -12,8 +12,6 @@ from holdfast.models.declared_weights import FP8_BLOCK_E8M0, Weight
 from holdfast.models.settings import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Settings
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 
-INDEX_SCORE_BYTES = 128 * 2**20
-"""Scores of a block of rows against all entries of an index; long contexts take fewer rows at a time, not more memory."""
 FP8_TILE = 64
 """Elements that share a scale of one byte in a vector of fp8."""
 OVERLAPPED = 4
