@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.attention.declarations import AttentionSpec
-from holdfast.quant.kv_quantize import rotate_heads
+from holdfast.quant.kv_quantize import hadamard_block, hadamard_signs
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-ROWS_AT_ONCE = 4096
-"""Rows that are rotated together, in float32 beside the weight."""
+ROWS_AT_ONCE = 512
+"""Rows that are rotated together, in float32 beside the weight: what a plan has no line for must be small."""
 
 
 def kv_b_name(layer: int) -> str:
@@ -40,7 +40,8 @@ def fold_rotation(
 
 def rotate_rows(weight_XL: torch.Tensor) -> torch.Tensor:
     """Every row times R, in place and in float32, a few rows at a time."""
-    for first in range(0, len(weight_XL), ROWS_AT_ONCE):
-        rows_XL = weight_XL[first : first + ROWS_AT_ONCE]
-        rows_XL.copy_(rotate_heads(rows_XL))
+    latent_dim = weight_XL.shape[1]
+    rotation_LL = hadamard_signs(latent_dim).mul_(hadamard_block(latent_dim) ** -0.5).to(weight_XL.device)
+    for rows_XL in weight_XL.split(ROWS_AT_ONCE):
+        rows_XL.copy_(rows_XL.float() @ rotation_LL)
     return weight_XL
