@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ from gpu_records import Budget, keep, leave, make_record, options, print_table, 
 
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
+
+    from holdfast.attention.declarations import AttentionSpec
 
 GIB = 2**30
 MIN_SECONDS = 20.0
@@ -45,13 +48,16 @@ class Case(NamedTuple):
     """What replaces settings of the model's config.json, such as its number of layers."""
     steady_tokens: int = 0
     """Tokens of one more run of the smallest batch, so that many steps are counted after ready."""
+    has_lent_contexts: bool = False
+    """Prompts are not computed (lent_contexts.py)."""
 
     @property
     def label(self) -> str:
         """What rows of a record call it."""
         told = (self.options.get(key) for key in ("quantization", "kv_cache_dtype"))
         layers = self.shapes.get("num_hidden_layers")
-        return ", ".join([self.model, *filter(None, told), *([f"{layers} layers"] if layers else [])])
+        context = [f"context {self.prompt_tokens}"] if self.has_lent_contexts else []
+        return ", ".join([self.model, *filter(None, told), *([f"{layers} layers"] if layers else []), *context])
 
 
 CASES: Mapping[str, Case] = {
@@ -94,6 +100,10 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
     }
     counted = Counted(opened)
     made = prompts(Random(0), [case.prompt_tokens] * max((*case.batches, case.num_requests)), opened.runner.vocab_size)
+    if case.has_lent_contexts:
+        from lent_contexts import lend_contexts
+
+        lend_contexts(opened, made)
     for batch in case.batches:
         generate(opened, made[:batch], 1)
         seconds: dict[int, list[float]] = {length: [] for length in case.lengths}
@@ -144,8 +154,16 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
         "num_experts": 0 if experts is None else experts.num_experts,
         "top_k": 0 if experts is None else experts.top_k,
         "expert_bytes": groups.get("weights/experts", 0),
-        "kv_layers": [(own.cache.bytes_per_token, own.window) for own in plan.attention_specs],
+        "kv_layers": [part for own in plan.attention_specs for part in seen_bytes(own)],
     }
+
+
+def seen_bytes(own: "AttentionSpec") -> list[tuple[int, int | None]]:
+    """Bytes a token of a layer, and how many tokens a row reads at the most: of latents those chosen, of their index all."""
+    if not own.cache.index_dim:
+        return [(own.cache.bytes_per_token, own.window)]
+    latent = replace(own.cache, index_dim=0).bytes_per_token
+    return [(latent, own.index_top_k), (own.cache.bytes_per_token - latent, None)]
 
 
 class Counted:
