@@ -16,9 +16,11 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax_reference,
 )
 from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
+from holdfast.layers import attention, latent_attention
 from holdfast.models import decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder import Decoder
+from holdfast.models.latent_decoder import LatentDecoder
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
@@ -43,7 +45,9 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, reference in REFERENCES.items():
-        monkeypatch.setattr(fused_decode, name, reference)
+        for module in (fused_decode, attention, latent_attention):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, reference)
 
 
 def make_rig(
@@ -57,7 +61,9 @@ def make_rig(
 ) -> Rig:
     """A runner whose decoder takes the path or does not, whatever device and type it is for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "Decoder", partial(Decoder, takes_fused_decode=fused, dtype=dtype, recipe=recipe))
+        for kind in (Decoder, LatentDecoder):
+            path = partial(kind, takes_fused_decode=fused, dtype=dtype, recipe=recipe)
+            patch.setattr(drive, kind.__name__, path)
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         patch.setattr(decoder_declaration, "takes_fused_decode", lambda *_: fused)

@@ -274,7 +274,7 @@ def test_a_decoder_that_is_declined_says_so_and_takes_the_ordinary_way(caplog):
     """It is told to take the kernels, as one is whose recipe does not say everything about its weights."""
     recipe = WeightRecipe(MXFP4)
     ours, _ = quantized_model("qwen3", recipe)
-    with caplog.at_level(logging.INFO, logger="holdfast.models.decoder"):
+    with caplog.at_level(logging.INFO, logger="holdfast.models.layer_stack"):
         rig = make_rig(ours, recipe)
     assert rig.decoder.fused is None
     (message,) = [record.getMessage() for record in caplog.records if "fused decode path" in record.getMessage()]

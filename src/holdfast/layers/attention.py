@@ -7,7 +7,9 @@ import torch
 
 from holdfast.attention.backend import Batch, GroupedAttention
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.layers.mlp import Linear
 
 
@@ -65,6 +67,23 @@ class AttentionLayer:
         self.qkv(x_TH, buffers.qkv_TX, buffers.quantized, is_coded)
         attended_RX = self.attend(batch, plan, buffers, wanted_only)
         return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.quantized)
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """All that it multiplies by."""
+        return self.qkv, self.o
+
+    def attend_normed(
+        self,
+        rows: NormedRows,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: AttentionBuffers,
+        scratch: SmallBatchScratch,
+    ) -> torch.Tensor:
+        """On the fused decode path, up to the output projection: of rows whose RMSNorm is deferred."""
+        normed_linear(rows, self.qkv.weight_NK, self.qkv.bias_N, False, buffers.qkv_TX, scratch)
+        return self.attend(batch, plan, buffers)
 
     def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
         """Where a norm leaves the codes of x; None where the projection takes it as it is."""

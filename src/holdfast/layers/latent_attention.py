@@ -12,8 +12,10 @@ from holdfast.attention.backend import Batch, LatentAttention, SparseLatentAtten
 from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.layers.mlp import Linear, RMSNorm
 
 INDEX = ("index_q", "index_k", "index_weights")
@@ -98,14 +100,45 @@ class LatentAttentionLayer:
 
         With `is_coded` the codes of x lie in their room.
         """
-        quantized, latent_TX = buffers.quantized, self._project(x_TH, buffers, is_coded)
+        latent_TX = self._project(x_TH, buffers, is_coded)
+        attended_RX = self._attend(latent_TX, batch, plan, buffers, wanted_only)
+        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.quantized)
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """All that it multiplies by, kv_b apart."""
+        return self.qkv_a, self.q, self.o
+
+    def attend_normed(
+        self,
+        rows: NormedRows,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: LatentBuffers,
+        scratch: SmallBatchScratch,
+    ) -> torch.Tensor:
+        """On the fused decode path, up to the output projection: of rows whose RMSNorm is deferred."""
+        normed_linear(rows, self.qkv_a.weight_NK, self.qkv_a.bias_N, False, buffers.qkv_a_TX, scratch)
+        if self._q_norm is None:
+            normed_linear(rows, self.q.weight_NK, self.q.bias_N, False, buffers.q_TX, scratch)
+            return self._attend(buffers.qkv_a_TX, batch, plan, buffers)
+        return self._attend(self._project_queries(buffers), batch, plan, buffers)
+
+    def _attend(
+        self,
+        latent_TX: torch.Tensor,
+        batch: Batch,
+        plan: Any,  # noqa: ANN401 the backend's own type
+        buffers: LatentBuffers,
+        wanted_only: bool = False,
+    ) -> torch.Tensor:
+        """What lies between the products: latents and queries to `attended_TX`."""
         q_TND = buffers.q_TX.unflatten(1, (self.kv_b_NXL.shape[0], -1))
         self._backend.write(latent_TX, q_TND, batch, self._norm, self._rotary, self._layer)
         self._select(batch, plan, buffers)
-        attended_RX = self._backend.attend(
+        return self._backend.attend(
             q_TND, self.kv_b_NXL, self._layer, plan, buffers.scratch, buffers.attended_TX, wanted_only
         )
-        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], quantized)
 
     def _select(
         self,
@@ -127,9 +160,15 @@ class LatentAttentionLayer:
         if self._q_norm is None:
             self.q(x_TH, buffers.q_TX, quantized, is_coded)
             return qkv_a_TX
+        return self._project_queries(buffers)
+
+    def _project_queries(self, buffers: LatentBuffers) -> torch.Tensor:
+        """The queries' latent in `qkv_a_TX` normed, and queries of it into `q_TX`; what is kept of a token is returned."""
+        assert self._q_norm is not None, "queries have no latent"
+        quantized, qkv_a_TX = buffers.quantized, buffers.qkv_a_TX
         normed_TX, q_rank = buffers.q_normed_TX, self._q_norm.weight_H.shape[0]
         assert normed_TX is not None, "no place for the norm of the queries' latent"
-        codes = self.q.room_for_codes(quantized, x_TH.shape[0])
+        codes = self.q.room_for_codes(quantized, len(qkv_a_TX))
         self._q_norm(qkv_a_TX[:, :q_rank], None, normed_TX, codes)
         self.q(normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)
         return qkv_a_TX[:, q_rank:]

@@ -130,7 +130,6 @@ class ExpertLayer:
         `finished_TH` is room for the norm of the rows, where experts take it as it is.
         """
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
-        assert self.has_plain_routing, f"{self._routing} is not computed on the fused decode path"
         codes = self._room_for_codes(buffers.quantized, len(x_TH), scratch)
         finished = finished_TH if codes is None else codes
         route_normed(
@@ -144,6 +143,9 @@ class ExpertLayer:
             finished,
             scratch,
         )
+        if not self.has_plain_routing:
+            # From the same logits: by scores, groups and their bias.
+            route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
         is_coded = codes is not None
         if len(x_TH) == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
             active_PI = self._gate_and_up(

@@ -241,15 +241,16 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    Keys and values are by head. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
+    No index chooses tokens (DSA). Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
     more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
-    widths = (spec.hidden_size, spec.query_size, *((spec.intermediate_size,) if spec.has_mlp else ()))
+    products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
+    widths = (*(size for shape in products for size in shape), *((spec.intermediate_size,) if spec.has_mlp else ()))
     scheme = layer_scheme(spec, recipe)
     return (
         device_kind == "cuda"
         and dtype == "bfloat16"
-        and spec.latent is None
+        and (spec.latent is None or spec.latent.index is None)
         and (scheme is None or scheme.block_columns == 0)
         and spec.norm == "rms"
         and spec.norm_first
@@ -272,7 +273,8 @@ def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
     if recipe.scheme is None or not recipe.ignore:
         return recipe.scheme
     ignored = frozenset(recipe.ignore)
-    modules = {True: ("qkv", "o"), False: ("qkv", "o", "gate_up" if spec.gated_mlp else "up", "down")}
+    attention = spec.attention_modules
+    modules = {True: attention, False: (*attention, "gate_up" if spec.gated_mlp else "up", "down")}
     names = (
         f"layers.{layer}.{module}.weight"
         for layer in range(spec.num_layers)
@@ -288,7 +290,7 @@ def fits_fused_decode(num_rows: int) -> bool:
 
 def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
     """Sums of squares by block, partial sums of split-K, counters of splits that have arrived; and amax, where weights are quantized."""
-    widest = max(spec.qkv_size, spec.hidden_size, spec.vocab_size)
+    widest = max(spec.vocab_size, *(size_n for size_n, _ in spec.attention_products))
     num_squares = max(
         FUSED_DECODE_ROWS * -(-spec.hidden_size // SMALL_BATCH_BLOCK_N), -(-spec.hidden_size // GEMV_MIN_BLOCK_N)
     )

@@ -23,7 +23,6 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
 from holdfast.kernels.gemm.small_batch_quantized import takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
-from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.models.decoder_layer import DecoderLayer, Norm
@@ -31,7 +30,7 @@ from holdfast.models.model import Stream
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(layers: Sequence[DecoderLayer[AttentionLayer]], head: torch.Tensor | QuantizedWeight) -> str | None:
+def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight) -> str | None:
     """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row."""
     weights = [weight for layer in layers for weight in _products(layer)]
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
@@ -47,8 +46,8 @@ def declined(layers: Sequence[DecoderLayer[AttentionLayer]], head: torch.Tensor 
     return f"{plain} of {len(weights)} weights are plain, and the others are not all of eight bits with scales by row"
 
 
-def _products(layer: DecoderLayer[AttentionLayer]) -> list[torch.Tensor | QuantizedWeight]:
-    products = [layer.attention.qkv, layer.attention.o]
+def _products(layer: DecoderLayer[Any]) -> list[torch.Tensor | QuantizedWeight]:
+    products = [*layer.attention.products]
     if isinstance(layer.mlp, GatedMLP):
         products += [layer.mlp.gate_up, layer.mlp.down]
     return [product.weight_NK for product in products]
@@ -59,7 +58,7 @@ class FusedDecode:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer[AttentionLayer]],
+        layers: Sequence[DecoderLayer[Any]],
         final_norm: Norm | None,
         head: torch.Tensor | QuantizedWeight,
         scratch: SmallBatchScratch,
@@ -74,7 +73,7 @@ class FusedDecode:
         batch: Batch,
         plan: Any,  # noqa: ANN401 the backend's own type
         stream: Stream,
-        attention_buffers: Callable[[int], AttentionBuffers],
+        attention_buffers: Callable[[int], Any],
         mlp_buffers: Callable[[int], MLPBuffers],
         expert_buffers: Callable[[int], ExpertBuffers],
         logits_TV: Callable[[int], torch.Tensor],
@@ -87,8 +86,7 @@ class FusedDecode:
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             attention, mlp, after = layer.attention, layer.mlp, _rms(next_norm)
             buffers = attention_buffers(num_rows)
-            normed_linear(rows, attention.qkv.weight_NK, attention.qkv.bias_N, False, buffers.qkv_TX, scratch)
-            attended_TX = attention.attend(batch, plan, buffers)
+            attended_TX = attention.attend_normed(rows, batch, plan, buffers, scratch)
             amax = self._input_amax(attended_TX, attention.o)
             rows = self._add(attended_TX, attention.o, x_TH, _rms(layer.mlp_norm), scaled_TH, amax)
             if isinstance(mlp, GatedMLP):

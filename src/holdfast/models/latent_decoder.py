@@ -24,6 +24,7 @@ class LatentDecoder(LayerStack[LatentAttentionLayer]):
         rotary: Rotary,
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
+        takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
@@ -33,7 +34,7 @@ class LatentDecoder(LayerStack[LatentAttentionLayer]):
         """
         assert spec.latent is not None, f"{spec.architecture} keeps keys and values by head"
         builder = LatentLayerBuilder(spec, spec.latent, weights, backend, rotary)
-        super().__init__(spec, weights, builder, workspace, scratch, dtype, recipe)
+        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe)
 
     def _attention_buffers(self, num_rows: int) -> LatentBuffers:
         requests = self._requests(num_rows)

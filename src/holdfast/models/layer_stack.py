@@ -21,12 +21,16 @@ from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models import activations
+from holdfast.models import activations, fused_decode
 from holdfast.models.activations import Request, StepRequests
 from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder, Weights
+from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
+from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
+
+log = get_logger(__name__)
 
 
 class LayerStack(ABC, Generic[AttentionT]):
@@ -39,6 +43,7 @@ class LayerStack(ABC, Generic[AttentionT]):
         builder: PartBuilder[AttentionT],
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
+        takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
@@ -59,6 +64,8 @@ class LayerStack(ABC, Generic[AttentionT]):
         self._requests: Callable[[int], StepRequests] = cache(
             partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
+        self.fused = self._fused_decode() if takes_fused_decode else None
+        """The fused decode path; None where no step takes it."""
 
     @property
     def num_layers(self) -> int:
@@ -66,7 +73,34 @@ class LayerStack(ABC, Generic[AttentionT]):
 
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
+        if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
+            return self._fused_logits(batch, plan, self.fused)
         return self.logits(self.hidden(batch, plan))
+
+    def _fused_logits(self, batch: Batch, plan: Any, fused: FusedDecode) -> torch.Tensor:  # noqa: ANN401
+        """The same on the fused decode path."""
+        return fused.logits(
+            batch,
+            plan,
+            self.embed(batch),
+            self._attention_buffers,
+            self._mlp_buffers,
+            self._expert_buffers,
+            lambda num_rows: self._acquire(activations.head_request(self._spec, num_rows, self._dtype))["logits"],
+        )
+
+    def fused_decode_declined(self) -> str | None:
+        """None, or why what was loaded cannot take the fused decode path, in words."""
+        return fused_decode.declined(self._layers, self._head_VE)
+
+    def _fused_decode(self) -> FusedDecode | None:
+        """The fused decode path, unless what was loaded cannot take it."""
+        reason = self.fused_decode_declined()
+        if reason is not None:
+            log.info("small batches do not take the fused decode path because %s", reason)
+            return None
+        scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
+        return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
 
     def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """Final hidden states of the rows whose logits are wanted: [R, H], in the stream."""

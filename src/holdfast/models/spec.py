@@ -198,6 +198,14 @@ class ModelSpec:
         return self.query_size + 2 * self.kv_size
 
     @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """Names of these weights in a layer, as parameters have them."""
+        if self.latent is None:
+            return "qkv", "o"
+        queries = ("q", "qkv_a") if self.latent.q_rank is None else ("qkv_a", "q_b")
+        return (*queries, "o") if self.latent.index is None else (*queries, "o", "index_q", "index_k")
+
+    @property
     def attention_products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the weights around a layer's attention, in the order of computation, those of an index last.
 

@@ -302,9 +302,16 @@ class RunnerBuild:
         tables = self._layer_tables(biases, means)
         backend = make_backend(declaration, specs, storage, bounds, self._num_sms, invariant, **tables)
         dtype, recipe = plan.resolved.dtype, plan.resolved.recipe
-        is_fused = takes_fused_decode(spec, dtype, self._device.type, recipe) and not invariant
         scratch, weights = declaration.scratch(specs, bounds), self._weights | biases.qkv
+        is_fused = self._is_fused
         return Decoder(spec, weights, backend, rotaries, workspace, scratch, is_fused, dtype, recipe), backend
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether small batches take the fused decode path, as far as is known before weights are looked at."""
+        resolved = self._plan.resolved
+        takes = takes_fused_decode(self._model.spec, resolved.dtype, self._device.type, resolved.recipe)
+        return takes and not self._config.batch_invariant
 
     def _latent(
         self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
@@ -320,7 +327,8 @@ class RunnerBuild:
             self._ledger.record("attention/kv_b", num_bytes, "rotated copies, because others read the weights too")
         scratch, dtype = declaration.scratch(specs, bounds), plan.resolved.dtype
         weights, recipe = self._weights | folded, plan.resolved.recipe
-        return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, dtype, recipe), backend
+        is_fused = self._is_fused
+        return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe), backend
 
     def _layer_tables(self, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> dict[str, Any]:
         """What layers have beside their pages, as a backend names it.
