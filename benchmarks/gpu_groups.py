@@ -48,16 +48,15 @@ class Case(NamedTuple):
     """What replaces settings of the model's config.json, such as its number of layers."""
     steady_tokens: int = 0
     """Tokens of one more run of the smallest batch, so that many steps are counted after ready."""
-    has_lent_contexts: bool = False
-    """Prompts are not computed (lent_contexts.py)."""
+    contexts: tuple[int, ...] = ()
+    """In place of `prompt_tokens`: decode is timed behind prompts of each of these lengths, which are not computed (lent_contexts.py)."""
 
     @property
     def label(self) -> str:
         """What rows of a record call it."""
         told = (self.options.get(key) for key in ("quantization", "kv_cache_dtype"))
         layers = self.shapes.get("num_hidden_layers")
-        context = [f"context {self.prompt_tokens}"] if self.has_lent_contexts else []
-        return ", ".join([self.model, *filter(None, told), *([f"{layers} layers"] if layers else []), *context])
+        return ", ".join([self.model, *filter(None, told), *([f"{layers} layers"] if layers else [])])
 
 
 CASES: Mapping[str, Case] = {
@@ -99,25 +98,32 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
         "decode": [],
     }
     counted = Counted(opened)
-    made = prompts(Random(0), [case.prompt_tokens] * max((*case.batches, case.num_requests)), opened.runner.vocab_size)
-    if case.has_lent_contexts:
-        from lent_contexts import lend_contexts
+    for context in case.contexts or (case.prompt_tokens,):
+        made = prompts(Random(0), [context] * max((*case.batches, case.num_requests)), opened.runner.vocab_size)
+        if case.contexts:
+            from lent_contexts import lend_contexts
 
-        lend_contexts(opened, made)
-    for batch in case.batches:
-        generate(opened, made[:batch], 1)
-        seconds: dict[int, list[float]] = {length: [] for length in case.lengths}
-        for _ in range(2):
-            for length in case.lengths:
-                seconds[length].append(generate(opened, made[:batch], length))
-        found["decode"].append({"batch": batch, "seconds": seconds, **graph_seconds(opened, batch, 20)})
-        keep(found, result)
+            opened.engine.scheduler.reset_prefix_cache()
+            lend_contexts(opened, made)
+        for batch in case.batches:
+            found["decode"].append({"batch": batch, "context": context, **time_decode(opened, made[:batch], case)})
+            keep(found, result)
     if case.steady_tokens:
         generate(opened, made[: min(case.batches)], case.steady_tokens)
     if case.num_requests:
         found["watched"] = watch(opened, made[: case.num_requests], case)
     found["after_ready"] = counted.found()
     return found
+
+
+def time_decode(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, Any]:
+    """Seconds of two runs of each length, and of a graph alone."""
+    generate(opened, made, 1)
+    seconds: dict[int, list[float]] = {length: [] for length in case.lengths}
+    for _ in range(2):
+        for length in case.lengths:
+            seconds[length].append(generate(opened, made, length))
+    return {"seconds": seconds, **graph_seconds(opened, len(made), 20)}
 
 
 def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
@@ -253,7 +259,7 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of one engine."""
     if "error" in found and "report" not in found:
         return [{"measure": case.label, "unit": "count", "values": {}, "error": found["error"]}]
-    rows, context = [], mean_context(case.prompt_tokens, case.lengths)
+    rows: list[dict[str, Any]] = []
     planned, measured = found["planned_bytes"], found.get("measured_bytes")
     if measured:
         percent = round(100 * (measured - planned) / planned, 3)
@@ -264,9 +270,11 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     for entry in found["decode"]:
         batch = entry["batch"]
         seconds = {int(length): runs for length, runs in entry["seconds"].items()}
+        context = mean_context(entry["context"], case.lengths)
         rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, found["read"])
         row = {
-            "measure": f"{case.label}, decode, batch {batch}",
+            "measure": f"{case.label}, decode, batch {batch}"
+            + (f", context {entry['context']}" if case.contexts else ""),
             "unit": "tokens/s",
             "values": {"holdfast": round(rate, 2)},
         }

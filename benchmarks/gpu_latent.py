@@ -7,14 +7,12 @@ steps and more.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from gpu_groups import Case, run
 from gpu_records import options
 
 LITE = {"max_model_len": 32768, "max_num_seqs": 64}
 SPARSE = {"max_model_len": 131072, "max_num_seqs": 64, "kv_cache_dtype": "fp8_ds_mla", "memory_utilization": 0.95}
-V32: Mapping[str, Any] = {"shapes": {"num_hidden_layers": 9}, "has_lent_contexts": True}
 CASES: Mapping[str, Case] = {
     "v2-lite": Case("DeepSeek-V2-Lite", LITE, (1, 16, 64), steady_tokens=1100),
     "v2-lite-fp8": Case("DeepSeek-V2-Lite", {**LITE, "quantization": "fp8"}, (1, 16, 64)),
@@ -24,14 +22,18 @@ CASES: Mapping[str, Case] = {
     },
     "glm": Case("GLM-4.7-Flash", LITE, (1, 64)),
     "r1": Case("DeepSeek-R1", LITE, (1, 16, 64), shapes={"num_hidden_layers": 11}),
-    "v32-8k": Case("DeepSeek-V3.2", SPARSE, (1, 16, 64), prompt_tokens=8192, **V32, steady_tokens=500),
-    "v32-128k": Case("DeepSeek-V3.2", SPARSE, (1, 16, 64), prompt_tokens=130944, **V32),
+    "v32": Case(
+        "DeepSeek-V3.2",
+        SPARSE,
+        (1, 16, 64),
+        shapes={"num_hidden_layers": 9},
+        steady_tokens=110,
+        contexts=(8192, 130944),
+    ),
 }
 TINY_CASES: Mapping[str, Case] = {
     "v2-lite": Case("DeepSeek-V2-Lite", {"max_model_len": 256, "max_num_seqs": 4}, (1,), 0, 120, (3, 8)),
-    "v32-8k": Case(
-        "DeepSeek-V3.2", {"max_model_len": 256, "max_num_seqs": 4}, (1,), 0, 192, (3, 8), has_lent_contexts=True
-    ),
+    "v32": Case("DeepSeek-V3.2", {"max_model_len": 256, "max_num_seqs": 4}, (1,), lengths=(3, 8), contexts=(128, 192)),
 }
 
 
