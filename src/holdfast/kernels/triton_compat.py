@@ -67,6 +67,11 @@ def gluon_jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 as jit
     return gluon.jit(function) if gluon is not None else function
 
 
+def gluon_jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
+    """jit_counting of a kernel in Gluon."""
+    return gluon_jit if gluon is None else gluon.jit(do_not_specialize=counts)
+
+
 def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
     """The same for a kernel whose arguments of these names change from step to step: numbers of rows, of blocks.
 
