@@ -37,7 +37,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     sparse_attention,
     sparse_quantized_attention,
     sparse_tiles,
-    sparse_wide_attention,
+    sparse_warpgroups,
     tiled_attention,
     top_k_tokens,
     write_index,
@@ -417,13 +417,14 @@ def top_k_of(context: int, k: int) -> None:
     top_k_tokens.top_k_tokens(torch.empty(2, context), SparseRows(numbers, numbers), out, scratch)
 
 
-def sparse_of(name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 64, num_rows: int = 3) -> None:
+def sparse_of(
+    name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 64, num_rows: int = 3, warpgroups: bool = False
+) -> None:
     """Attention to lists of 2,048 places, split, and their merge; latents have to come while others are computed with."""
+    sparse_attention.takes_warpgroups = lambda planes, q_TNX: warpgroups
     planes = latent_planes_of(name, latent_dim, rope_dim)
     numbers = torch.empty(num_rows, dtype=torch.int32)
-    kernels: list[Any] = [
-        module._attend_kernel for module in (sparse_attention, sparse_quantized_attention, sparse_wide_attention)
-    ]
+    kernels: list[Any] = [module._attend_kernel for module in (sparse_attention, sparse_quantized_attention)]
     for kernel in kernels:
         kernel.num_copies = 0
     sparse_attention.sparse_attention(
@@ -438,7 +439,9 @@ def sparse_of(name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 
         torch.empty(num_rows, num_heads, latent_dim, dtype=BF16),
         num_sms=132,
     )
-    assert any(kernel.num_copies for kernel in kernels), "Triton's pipeliner has left the loop over a list alone"
+    assert warpgroups or any(kernel.num_copies for kernel in kernels), (
+        "Triton's pipeliner has left the loop over a list alone"
+    )
 
 
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
@@ -551,6 +554,9 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 16 heads, fp8": lambda: sparse_of("fp8_ds_mla", 16),
     "chosen tokens, 128 heads, fp8": lambda: sparse_of("fp8_ds_mla", 128),
     "chosen tokens, 128 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit_r8", 128),
+    "chosen tokens, 128 heads in warpgroups": lambda: sparse_of("bfloat16", 128, warpgroups=True),
+    "chosen tokens, 40 heads in warpgroups, fp8": lambda: sparse_of("fp8_ds_mla", 40, warpgroups=True),
+    "chosen tokens, 128 heads in warpgroups, 4 bits": lambda: sparse_of("turboquant_mla_4bit_r8", 128, warpgroups=True),
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
@@ -595,7 +601,7 @@ def main() -> None:
         sparse_attention,
         sparse_quantized_attention,
         sparse_tiles,
-        sparse_wide_attention,
+        sparse_warpgroups,
         tiled_attention,
         write_index,
         top_k_tokens,

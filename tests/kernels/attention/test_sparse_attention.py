@@ -9,7 +9,6 @@ from holdfast.kernels.attention.latent_planes import read_latents
 from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS
 from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention, sparse_attention_reference
 from holdfast.kernels.attention.sparse_tiles import ListSplits
-from holdfast.kernels.attention.sparse_wide_attention import takes_wide
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import same_bits
@@ -74,10 +73,9 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 )
 @pytest.mark.parametrize("num_heads", [66], ids=lambda heads: f"{heads} heads")
 def test_high_tiles_over_codes(device, widest, name, latent_dim, num_heads) -> None:
-    """Of up to 64 heads, which a kernel of their own takes; split, with a last block of tokens and of heads that are not whole."""
+    """Of up to 64 heads; split, with a last block of tokens and of heads that are not whole."""
     case = sparse_case([150, 0, 3], 70, name, num_heads, latent_dim, 32, dtype=widest)
-    assert takes_wide(case.planes, num_heads, 2**18)
-    judge(case, device, num_sms=3)
+    judge(case, device, num_sms=8)
 
 
 def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
@@ -197,7 +195,8 @@ def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> No
 
 def test_few_rows_fill_the_machine() -> None:
     assert [sparse_splits(num_rows, 16, 132) for num_rows in (1, 16, 32, 64, 264, 265)] == [32, 17, 9, 5, 1, 1]
-    assert [sparse_splits(num_rows, 128, 132) for num_rows in (1, 16, 64, 132, 133)] == [32, 9, 3, 1, 1]
+    assert [sparse_splits(num_rows, 64, 132) for num_rows in (1, 8, 32, 66, 132, 133)] == [32, 11, 4, 2, 1, 2]
+    assert [sparse_splits(num_rows, 128, 132) for num_rows in (1, 16, 32, 64, 67, 1024)] == [32, 4, 2, 1, 2, 1]
 
 
 def test_splits_are_whole_blocks_and_none_is_empty() -> None:
@@ -226,12 +225,30 @@ def test_steps_of_many_rows_differ_in_nothing_that_changes_bits() -> None:
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("num_heads", [16, 20, 128], ids=lambda heads: f"{heads} heads")
+@pytest.mark.parametrize("num_heads", [16, 20, 40, 64, 100, 128], ids=lambda heads: f"{heads} heads")
 def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
     """Lists of 2,048 tokens, whole and split, beside rows that do not choose."""
     case = sparse_case([5000, 0, 2049, 2100], 2048, name, num_heads, 512, 64, 64, torch.bfloat16, q_scale=1.0)
     for num_sms in (1, 132):
         judge(case, device, num_sms)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_heads", [16, 64, 100], ids=lambda heads: f"{heads} heads")
+def test_real_widths_with_odd_lists_on_a_gpu(device, name, num_heads) -> None:
+    """Short lists, lists of less than a block, lists with holes, pages of any size, both half precisions."""
+    for dtype, page_tokens, top_k in ((torch.float16, 1, 1), (torch.bfloat16, 16, 65), (torch.float16, 256, 330)):
+        case = sparse_case([700, 0, 3, 64, 400], top_k, name, num_heads, 512, 64, page_tokens, dtype, q_scale=1.0)
+        case.tokens_TK[0, 1::3] = -1
+        case.tokens_TK[4, :32] = -1
+        for num_sms in (1, 132):
+            judge(case, device, num_sms)
+        without = run_sparse(case, device, num_sms=132)
+        case.tokens_TK[0, 1::6], case.tokens_TK[4, :7] = 2**30, 400
+        assert same_bits(run_sparse(case, device, num_sms=132), without)
+        case.tokens_TK[2, :] = -1
+        assert not run_sparse(case, device, num_sms=132)[2].any(), "a list without tokens gives zeros"
 
 
 @pytest.mark.gpu

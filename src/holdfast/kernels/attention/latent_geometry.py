@@ -62,16 +62,29 @@ def programs_per_sm(height: int) -> int:
 MAX_SPLITS = 32
 """Of one list: 64 tokens of 2,048 each, a block of a kernel."""
 PROGRAMS_PER_SM = 2
-"""Tiles of a row and a block of heads that a step is split into at the least, if it can be."""
+"""Low tiles of a row and a block of heads that a step is split into at the least, if it can be."""
 PARTIAL_TILES = 2 * PROGRAMS_PER_SM * 132
 """Partials of blocks of heads: where rows are a few more than half of the programs, rounding up doubles them."""
+TILE_COST = 2
+"""Blocks of tokens of a list that the begin and the end of a high tile cost as much as."""
+PARTIAL_COST = 1 / 40
+"""Blocks that a partial of 64 heads costs, to be written and to be merged; a merge costs one."""
 
 
 def sparse_splits(num_rows: int, num_heads: int, num_sms: int) -> int:
     """Splits of every row's list in a step of so many rows, padding included; one split writes no partials."""
     num_tiles = num_rows * head_blocks(num_heads)[0]
-    wanted = -(-PROGRAMS_PER_SM * num_sms // num_tiles)
-    return max(1, min(wanted, MAX_SPLITS, PARTIAL_TILES // num_tiles))
+    most = max(1, min(MAX_SPLITS, PARTIAL_TILES // num_tiles))
+    if tile_height(num_heads, large=False) < LARGE_HEIGHT:
+        return min(-(-PROGRAMS_PER_SM * num_sms // num_tiles), most)
+    return min(range(1, most + 1), key=lambda splits: _turns_cost(num_tiles, splits, num_sms))
+
+
+def _turns_cost(num_tiles: int, splits: int, num_sms: int) -> float:
+    """Blocks of tokens that a multiprocessor which has one high tile at a time goes through, and what partials cost."""
+    num_turns = -(-num_tiles * splits // num_sms)
+    merge_cost = 1 + PARTIAL_COST * num_tiles * splits if splits > 1 else 0
+    return num_turns * (-(-MAX_SPLITS // splits) + TILE_COST) + merge_cost
 
 
 def sparse_partials(max_rows: int, num_heads: int) -> int:

@@ -23,6 +23,7 @@ from holdfast.kernels.attention.sparse_tiles import (
     merge_lists,
     seen_tokens,
 )
+from holdfast.kernels.attention.sparse_warpgroups import sparse_warpgroup_attention, takes_warpgroups
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -67,6 +68,10 @@ def sparse_attention(
 
     Partials: as many rows times heads as `sparse_splits` of the step's rows asks for.
     """
+    if takes_warpgroups(planes, q_TNX):
+        return sparse_warpgroup_attention(
+            q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
+        )
     if planes.kind != "plain":
         return sparse_quantized_attention(
             q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms

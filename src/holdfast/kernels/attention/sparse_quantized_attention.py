@@ -35,7 +35,6 @@ from holdfast.kernels.attention.sparse_tiles import (
     merge_lists,
     seen_tokens,
 )
-from holdfast.kernels.attention.sparse_wide_attention import attend_wide, takes_wide
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -66,13 +65,6 @@ def sparse_quantized_attention(
     """[T, N, L] of the rows that choose, as `sparse_attention`; outputs over TurboQuant's pages are in the rotated space."""
     assert planes.kind != "plain", "plain pages are attended to by a kernel of their own"
     num_rows, num_heads, _ = q_TNX.shape
-    if takes_wide(planes, num_heads, shared_bytes(q_TNX)):
-        num_splits = attend_wide(
-            q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-        )
-        if num_splits > 1:
-            merge_lists(rows, num_splits, partial_out_CX, partial_lse_CH, out_TNL)
-        return out_TNL
     shape, pdl, plain = word_shape(planes), supports_pdl(q_TNX), is_interpreted()
     height, (num_blocks, group) = tile_height(num_heads, large=False), head_blocks(num_heads)
     blocks = quantized_blocks(height, planes, shared_bytes(q_TNX))

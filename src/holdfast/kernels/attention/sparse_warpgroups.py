@@ -24,7 +24,7 @@ from holdfast.kernels.attention.latent_warpgroups import (
 )
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.sparse_gather import gather_codes, gather_plain
-from holdfast.kernels.attention.sparse_tiles import ListSplits
+from holdfast.kernels.attention.sparse_tiles import ListSplits, merge_lists
 from holdfast.kernels.attention.split_kv import LOG2_E
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.triton_compat import (
@@ -46,12 +46,12 @@ GATHER_WARPS, GATHER_REGISTERS = kernel_constant(4), kernel_constant(88)
 """Leave 208 registers to a thread of the warpgroups."""
 
 
-def takes_gathering(planes: LatentPlanes, num_heads: int, q_TNX: torch.Tensor) -> bool:
-    """Whether tiles over these planes are taken here: a Hopper, half precision, the sizes, tiles of 64 heads."""
+def takes_warpgroups(planes: LatentPlanes, q_TNX: torch.Tensor) -> bool:
+    """Whether these queries are taken here: a Hopper, half precision, the sizes, tiles of 64 heads."""
     return (
         gl is not None
         and (planes.latent_dim, planes.rope_dim) == (LATENT_DIM, ROPE_DIM)
-        and tile_height(num_heads, large=False) == LARGE_HEIGHT
+        and tile_height(q_TNX.shape[1], large=False) == LARGE_HEIGHT
         and q_TNX.dtype in (torch.bfloat16, torch.float16)
         and (planes.kind != "plain" or planes.rows_SX.dtype == q_TNX.dtype)
         and q_TNX.is_cuda
@@ -59,7 +59,7 @@ def takes_gathering(planes: LatentPlanes, num_heads: int, q_TNX: torch.Tensor) -
     )
 
 
-def attend_gathering(
+def sparse_warpgroup_attention(
     q_TNX: torch.Tensor,
     planes: LatentPlanes,
     page_table_NP: torch.Tensor,
@@ -70,8 +70,8 @@ def attend_gathering(
     partial_lse_CH: torch.Tensor,
     out_TNL: torch.Tensor,
     num_sms: int,
-) -> int:
-    """All tiles of a step, without the merge of their partials; the number of splits."""
+) -> torch.Tensor:
+    """[T, N, L] of the rows that choose, as `sparse_attention`; outputs over TurboQuant's pages are in the rotated space."""
     num_rows, num_heads, _ = q_TNX.shape
     num_blocks, group = head_blocks(num_heads)
     splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, BLOCK_TOKENS)
@@ -105,7 +105,9 @@ def attend_gathering(
         num_warps=8,
         **pdl_launch(pdl),
     )
-    return splits.num_splits
+    if splits.num_splits > 1:
+        merge_lists(rows, splits.num_splits, partial_out_CX, partial_lse_CH, out_TNL)
+    return out_TNL
 
 
 def _memory(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
