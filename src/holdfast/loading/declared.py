@@ -6,6 +6,7 @@ What a name does not need is not imported: a plan from the catalogue answers bef
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
     from holdfast.models.catalogue import find_model
 
     try:
-        name, config = find_model(_bare(model))
+        name, _ = find_model(_bare(model))
     except ModelNotFoundError as error:
         if parse_hub_name(model) is None:
             raise
@@ -53,7 +54,15 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
         if located is None:
             raise ModelNotFoundError(error.asked, f"{error.has}, nor in the Hugging Face cache", error.do) from error
         return _read_folder(located.path, located.label)
-    return declare_config(config, name)
+    return _declare_known(name)
+
+
+@lru_cache(maxsize=8)
+def _declare_known(name: str) -> DeclaredModel:
+    """A model of the catalogue. Whoever plans it again, with other options, finds listed what was listed of it before."""
+    from holdfast.models.catalogue import find_model
+
+    return declare_config(find_model(name)[1], name)
 
 
 def _bare(model: str) -> str:

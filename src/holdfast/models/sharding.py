@@ -145,7 +145,7 @@ def _column_share(parameter: Parameter, mesh: Mesh) -> Parameter:
 
 def _narrowed(part: Part, column_start: int, num_columns: int) -> Part:
     start = part.column_range[0] + column_start
-    return replace(part, columns=(start, start + num_columns))
+    return part._replace(columns=(start, start + num_columns))
 
 
 def _seams(parameter: Parameter) -> list[int]:
@@ -172,10 +172,10 @@ def _taken(parts: tuple[Part, ...], ranges: list[tuple[int, int]]) -> tuple[Part
         while place < len(ranges) and ranges[place][0] < end:
             first, last = max(ranges[place][0], begin), min(ranges[place][1], end)
             if (first, last) == (begin, end):
-                taken.append(replace(part, row_start=row))
+                taken.append(part._replace(row_start=row))
             elif first < last:
                 rows = (first + offset, last + offset)
-                taken.append(replace(part, row_start=row, rows=rows, whole_rows=part.whole_range))
+                taken.append(part._replace(row_start=row, rows=rows, whole_rows=part.whole_range))
             row += max(0, last - first)
             if ranges[place][1] > end:  # goes on in the next part
                 break

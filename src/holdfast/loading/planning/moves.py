@@ -159,7 +159,7 @@ class Choice:
     def renamed(self, tensor: str) -> "Choice":
         """The same from another tensor."""
         parts, whole_parts = (
-            tuple(replace(part, tensor=tensor) for part in parts) for parts in (self.parts, self.whole_parts)
+            tuple(part._replace(tensor=tensor) for part in parts) for parts in (self.parts, self.whole_parts)
         )
         return Choice(self.parameter, parts, whole_parts)
 

@@ -370,8 +370,7 @@ def mx_codes(part: Part, scheme: WeightScheme) -> Part:
     """A part of a matrix as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
     num_blocks, block_bytes = part.source_columns // scheme.block_columns, scheme.block_columns // scheme.codes_per_byte
     leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
-    return replace(
-        part,
+    return part._replace(
         tensor=mx_codes_name(part.tensor),
         shape=(*leading, num_blocks, block_bytes),
         columns=_divided(part.columns, scheme.codes_per_byte),
@@ -392,7 +391,7 @@ def scale_parts(
     row = 0
     for part in codes:
         for scales in _scales_of(part, stored, settled, endings, entries):
-            found.append(replace(scales, row_start=row))
+            found.append(scales._replace(row_start=row))
             row += scales.num_rows
     return tuple(found)
 
@@ -407,7 +406,7 @@ def _scales_of(
     if stored.codes_per_byte > 1:
         name = part.tensor.removesuffix(MX_CODES) + MX_SCALES
         columns = _divided(part.columns, part.shape[-1])
-        yield replace(part, tensor=name, shape=part.shape[:-1], columns=columns, joined_rows=1)
+        yield part._replace(tensor=name, shape=part.shape[:-1], columns=columns, joined_rows=1)
         return
     names = [part.tensor + ending for ending in endings]
     name = next((name for name in names if name in entries), names[0])
@@ -430,7 +429,7 @@ def _scales_of(
         return
     scales = Part(name, 0, shape, is_transposed=part.is_transposed and rows_each == 1 and len(shape) > 1)
     if rows_each == 1:
-        yield replace(scales, rows=part.rows, whole_rows=part.whole_rows)
+        yield scales._replace(rows=part.rows, whole_rows=part.whole_rows)
     else:
         yield from _runs(scales, part, rows_each, 1)
 
@@ -451,7 +450,7 @@ def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
     while row < end:
         matrix, place = divmod(row, codes.matrix_rows)
         next_row = min(end, row - place + codes.matrix_rows)
-        yield replace(scales, rows=(place, place + next_row - row), columns=(matrix, matrix + 1))
+        yield scales._replace(rows=(place, place + next_row - row), columns=(matrix, matrix + 1))
         row = next_row
 
 
@@ -471,7 +470,7 @@ def _runs(scales: Part, codes: Part, rows_each: int, our_rows: int) -> Iterator[
     breaks = [index for index, (one, two) in enumerate(pairwise(runs), 1) if two != (one[0] + 1, one[1])]
     for start, stop in pairwise((0, *breaks, len(runs))):
         first, repeats = runs[start]
-        yield replace(scales, rows=(first, first + stop - start), repeats=repeats)
+        yield scales._replace(rows=(first, first + stop - start), repeats=repeats)
 
 
 def _divided(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None:
