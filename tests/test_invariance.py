@@ -1,6 +1,7 @@
 """A token does not depend on its neighbours: every request of a schedule gives the logits, to the bit, that it gives alone.
 
-A schedule is a company of up to 33 requests, their arrivals, limits, pages and cache. There are 344 of them, and 24 in torch.
+A schedule is a company of up to 33 requests, their arrivals, limits, pages and cache. There are 344 of them and 24 in torch,
+all among the slow tests, and of every kind some at once.
 """
 
 import random
@@ -29,6 +30,12 @@ TALKERS = range(POOL_SIZE - 8, POOL_SIZE)
 LEAST_GAP = 1e-4
 """Between the two most likely tokens of every step, so that torch, which is near but not the same, chooses alike."""
 NAN_TOKEN = VOCAB - 1
+
+
+def seeds(number: int) -> pytest.MarkDecorator:
+    """So many, of which the first is taken at once."""
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, number))
+    return pytest.mark.parametrize("seed", [0, *slow])
 
 
 @cache
@@ -134,11 +141,18 @@ def company(dice: random.Random, num_others: int, latest: int) -> tuple[tuple[in
     return tuple(entries)
 
 
+EVERY_CHUNK = tuple(range(1, LONGEST_PROMPT + 1))
+SOME_CHUNKS = (1, 2, 7, 15, 16, 17, 24, 33, 40, 41)
+"""On both sides of a page and of the whole prompt, and such that divide neither."""
+
+
 @MODELS
-@pytest.mark.parametrize("first", range(1, LONGEST_PROMPT + 1, 14))
-def test_every_chunk_size(family, first):
-    """Up to 14 schedules: the needle's prompt in chunks of each size, alone first, then with others in the same steps."""
-    for chunk in range(first, min(first + 14, LONGEST_PROMPT + 1)):
+@pytest.mark.parametrize(
+    "chunks", [SOME_CHUNKS, pytest.param(EVERY_CHUNK, marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_every_chunk_size(family, chunks):
+    """Two schedules each: the needle's prompt in chunks of that size, alone first, then with others in the same steps."""
+    for chunk in chunks:
         dice = random.Random(chunk)
         schedule = Schedule(max_num_batched_tokens=chunk, page_tokens=dice.choice([1, 4, 16]))
         play(family, schedule)
@@ -146,7 +160,7 @@ def test_every_chunk_size(family, first):
 
 
 @MODELS
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_any_company(family, seed):
     """Five schedules, one of them with 32 others at once."""
     dice = random.Random(1000 + seed)
@@ -165,7 +179,7 @@ def test_any_company(family, seed):
 
 
 @MODELS
-@pytest.mark.parametrize("seed", range(2))
+@seeds(2)
 def test_prefix_hit_or_miss(family, seed):
     """Ten schedules: the needle after itself, after others that begin alike, and beside them."""
     dice = random.Random(2000 + seed)
@@ -185,7 +199,7 @@ def test_prefix_hit_or_miss(family, seed):
 
 
 @MODELS
-@pytest.mark.parametrize("seed", range(3))
+@seeds(3)
 def test_preempted_and_resumed(family, seed):
     """Ten schedules with so few pages that the needle, which comes last, is thrown out on the way."""
     dice = random.Random(3000 + seed)
@@ -205,7 +219,7 @@ def test_preempted_and_resumed(family, seed):
 
 
 @MODELS
-@pytest.mark.parametrize("seed", range(2))
+@seeds(2)
 def test_everything_at_once(family, seed):
     """Ten schedules of several rounds in which chunks, company, hits and preemptions all happen."""
     dice = random.Random(4000 + seed)
