@@ -24,6 +24,8 @@ PACKAGES = ("gguf", "huggingface_hub", "hypothesis", "jinja2", "rich", "safetens
 """What a machine may lack on which nothing can be installed: tests that need one are skipped there, and say so."""
 OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
 """Set in the process that a test marked own_process has to itself."""
+FROZEN = pytest.StashKey[int]()
+"""Of the session: how many modules there were when what they hold was taken out of the collection of garbage."""
 FAULT = pytest.StashKey[str]()
 """Of the session: the test after which CUDA does not work any more in this process, and what CUDA says."""
 
@@ -85,14 +87,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Some ten thousand tests and all that they import stay to the end: no collection of garbage need look at them."""
-    gc.collect()
-    gc.freeze()
+    freeze_imports(session, least=0)
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     quicken_interpreter()
+    freeze_imports(item.session, least=30)
+
+
+def freeze_imports(session: pytest.Session, least: int) -> None:
+    """What tests import on the way stays too, transformers above all: every engine that closes collects garbage."""
+    if len(sys.modules) >= session.stash.get(FROZEN, 0) + least:
+        session.stash[FROZEN] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
