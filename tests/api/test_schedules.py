@@ -65,6 +65,14 @@ WAYS = {
 }
 
 
+AT_ONCE = {
+    "few pages": ("plain", "one ahead", "proposals, ahead, from bytes", "in a child"),
+    "many sequences": ("two ahead", "proposals"),
+    "windows": ("plain", "from bytes", "proposals in a child"),
+}
+"""Every way in some house in `make test`; in `make test-slow` every one in all."""
+
+
 class FromBytes:
     """A runner that gets nothing but what was encoded."""
 
@@ -168,9 +176,7 @@ def check_all(case: Case, number: int, ways: Mapping[str, Way]) -> Counter[str]:
 
 
 def test_answers_are_the_same_in_every_way(case: Case) -> None:
-    # A child takes a second or two to start, so that each of them has one house.
-    child = {"few pages": "in a child", "windows": "proposals in a child"}.get(case.name)
-    seen = check_all(case, SAMPLED, {name: way for name, way in WAYS.items() if not way.core_process or name == child})
+    seen = check_all(case, SAMPLED, {name: WAYS[name] for name in AT_ONCE[case.name]})
     for kind in ("stop", "length", "abort", "accepted", "rows that wait", "n > 1", "tokens of prefix hits"):
         assert seen[kind], f"no {kind} was seen: {seen}"
 
@@ -182,6 +188,10 @@ def test_many_answers_are_the_same_in_every_way(case: Case) -> None:
     for kind in (*kinds, "tokens of prefix hits"):
         # Windows give pages back, so that few of their sequences are preempted.
         assert seen[kind] >= (5 if kind == "preemptions" else 20), f"too few {kind}: {seen}"
+
+
+def test_every_way_is_taken_at_once_somewhere() -> None:
+    assert {name for names in AT_ONCE.values() for name in names} == set(WAYS)
 
 
 def test_an_index_is_dropped_with_its_sequence(case: Case) -> None:
