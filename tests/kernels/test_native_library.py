@@ -93,10 +93,32 @@ def num_runs(compiler: Path) -> int:
     return len(runs.read_text().splitlines()) if runs.exists() else 0
 
 
+COMPILE_ONCE = """
+is_object=; output=
+for word in "$@"; do
+    [ "$last" = -o ] && output=$word
+    [ "$word" = -c ] && is_object=yes
+    last=$word
+done
+[ "$is_object" ] || exec {cc} "$@" -O0
+kept="{folder}/$(basename "$last").o"
+until mkdir "$kept.lock" 2> /dev/null; do sleep 0.05; done
+trap 'rmdir "$kept.lock"' EXIT
+[ -f "$kept" ] || {cc} "$@" -O0 -o "$kept" || exit 1
+cp "$kept" "$output"
+"""
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a real compiler keeps what it made of a source, for whoever asks for the same again."""
+    return tmp_path_factory.mktemp("objects")
+
+
 @pytest.fixture
-def real_compiler(tmp_path: Path) -> Path:
-    """Without its optimizations, which take most of its time."""
-    return make_compiler(tmp_path / "bin", f'exec {shutil.which("cc")} "$@" -O0')
+def real_compiler(tmp_path: Path, objects: Path) -> Path:
+    """Without its optimizations, which take most of its time, and once for all tests."""
+    return make_compiler(tmp_path / "bin", COMPILE_ONCE.format(cc=shutil.which("cc"), folder=objects))
 
 
 def test_compiled_once_and_kept_by_processes_that_start_together_too(tmp_path, real_compiler):
