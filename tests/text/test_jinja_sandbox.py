@@ -97,7 +97,26 @@ def resident_peak(reset: bool = False) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-@pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
+MANY_SECONDS = {
+    *("long list undefined kept", "long default", "long list 2", "long body 3", "long expression 2", "slices kept 2"),
+    *("sort", "undefined methods", "for bomb 100", "macros kept", "filter args splat"),
+    *(f"nested tuple {how}" for how in ("in", "getitem", "dict call")),
+    *(f"nested list {how}" for how in ("eq test", "unique", "changed", "sort", "json")),
+}
+"""Attacks that take longest to be refused, each of a kind of which others are tried at once."""
+
+
+def test_attacks_that_take_long_are_there() -> None:
+    assert set(ATTACKS) > MANY_SECONDS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, marks=[pytest.mark.slow] * (name in MANY_SECONDS), id=name)
+        for name, source in ATTACKS.items()
+    ],
+)
 def test_a_template_that_burns_time_or_memory_is_refused_soon(source):
     template = ChatTemplate(source, "evil.gguf", {})
     before, started = resident_peak(reset=True), time.process_time()
