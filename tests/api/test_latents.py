@@ -1,5 +1,6 @@
 """Latent attention (MLA) through LLM: greedy tokens are those of transformers, alone and in company, on found and on lost pages."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 from cli.cli_models import write_tokenizer
 from holdfast.api.llm import LLM
+from holdfast.engine import front
+from holdfast.engine.admission import derive_seed
 from holdfast.errors import ConfigError
 from holdfast.request.sampling_params import SamplingParams
 from loading.tiny_models import VOCAB
@@ -82,6 +85,30 @@ def test_prefixes_are_found_again(case: Case) -> None:
     assert scheduler.num_prefix_hit_tokens > 0
     (found,) = answers(llm, [PROMPTS[3] + case.answers[3][:5]])
     assert found[: NUM_OUTPUT - 5] == case.answers[3][5:]
+
+
+@pytest.mark.parametrize("case", ["v32"], indirect=True)
+@pytest.mark.parametrize("index", ["float32", "fp8"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5], ids=["greedy", "seeded"])
+def test_completions_of_one_prompt_are_those_of_requests_of_their_own(
+    case: Case, temperature: float, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside each other they fork where their tokens differ; each by itself is computed from its first token on."""
+    params = SamplingParams(temperature=temperature, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=7)
+    prompts = [{"prompt_token_ids": prompt} for prompt in (PROMPTS[0], PROMPTS[3])]
+    llm = case.open(max_num_batched_tokens=16, max_num_seqs=4, index_cache_dtype=index)
+    together = llm.generate(prompts, replace(params, n=3))
+    assert llm.engine.scheduler.num_prefix_hit_tokens >= 2 * 40, "all of a prompt but its last page"
+    again = llm.generate(prompts, replace(params, n=3))
+    separate = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    alone = case.open(max_num_batched_tokens=16, index_cache_dtype=index, **separate)
+    for number in range(3):
+        monkeypatch.setattr(front, "derive_seed", lambda seed, _, number=number: derive_seed(seed, number))
+        for own in zip(together, again, alone.generate(prompts, params), strict=True):
+            assert own[0].outputs[number].token_ids == own[1].outputs[number].token_ids == own[2].outputs[0].token_ids
+    outputs = {tuple(output.token_ids) for output in together[1].outputs}
+    assert len(outputs) == (1 if temperature == 0 else 3)
+    assert index == "fp8" or temperature > 0 or outputs == {tuple(case.answers[3])}
 
 
 def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,10 +209,10 @@ class Rig:
             return
         for layer, group in ((layer, own) for own in self.storage.spec.groups for layer in own.layers):
             for plane in self.storage.spec.layers[layer].planes:
-                chunks = self.storage.plane(layer, plane.name).unflatten(
-                    0, (group.chunks_per_page, -1, self.limits.page_tokens)
-                )
-                chunks.index_fill_(1, found, float("nan"))
+                # As bytes, since torch fills no fp8 by index; all bits set are NaN in every type.
+                stored = self.storage.plane(layer, plane.name).view(torch.uint8)
+                chunks = stored.unflatten(0, (group.chunks_per_page, -1, self.limits.page_tokens))
+                chunks.index_fill_(1, found, 0xFF)
 
     def execute(self, step: LiveStep) -> StepResult:
         """Run a step and file its logits. A position that is computed again replaces what was there."""
