@@ -95,13 +95,12 @@ def test_completions_of_one_prompt_are_those_of_requests_of_their_own(
 ) -> None:
     """Beside each other they fork where their tokens differ; each by itself is computed from its first token on."""
     params = SamplingParams(temperature=temperature, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=7)
-    prompts = [{"prompt_token_ids": prompt} for prompt in (PROMPTS[0], PROMPTS[3])]
+    prompts = [PROMPTS[0], PROMPTS[3]]
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=4, index_cache_dtype=index)
     together = llm.generate(prompts, replace(params, n=3))
     assert llm.engine.scheduler.num_prefix_hit_tokens >= 2 * 40, "all of a prompt but its last page"
     again = llm.generate(prompts, replace(params, n=3))
-    separate = {"max_num_seqs": 1, "enable_prefix_caching": False}
-    alone = case.open(max_num_batched_tokens=16, index_cache_dtype=index, **separate)
+    alone = case.open(max_num_batched_tokens=16, max_num_seqs=1, enable_prefix_caching=False, index_cache_dtype=index)
     for number in range(3):
         monkeypatch.setattr(front, "derive_seed", lambda seed, _, number=number: derive_seed(seed, number))
         for own in zip(together, again, alone.generate(prompts, params), strict=True):

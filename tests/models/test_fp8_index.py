@@ -42,7 +42,7 @@ class CodedOracle:
         """By layer, of each row that chooses: the share of its tokens that exact scores choose too."""
         rotate = modeling.apply_rotary_pos_emb_interleave
 
-        def rotate_kept(q: torch.Tensor, k: torch.Tensor, *table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def rotate_kept(q: torch.Tensor, k: torch.Tensor, *table: Any) -> tuple[torch.Tensor, torch.Tensor]:
             q, k = rotate(q, k, *table)
             return q, k.to(self.latents).float()
 
