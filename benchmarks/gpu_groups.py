@@ -166,10 +166,11 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
 
 def seen_bytes(own: "AttentionSpec") -> list[tuple[int, int | None]]:
     """Bytes a token of a layer, and how many tokens a row reads at the most: of latents those chosen, of their index all."""
-    if not own.cache.index_dim:
+    if not own.index_heads:
         return [(own.cache.bytes_per_token, own.window)]
     latent = replace(own.cache, index_dim=0).bytes_per_token
-    return [(latent, own.index_top_k), (own.cache.bytes_per_token - latent, None)]
+    index = own.cache.bytes_per_token - latent
+    return [(latent, own.index_top_k), *([(index, None)] if index else [])]
 
 
 class Counted:

@@ -380,7 +380,7 @@ def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operand
     k, q = torch.empty(4, 99 + dim, dtype=BF16)[:, 99:], torch.empty(4, num_heads, dim, dtype=BF16)
     numbers, table, weights = torch.zeros(4, dtype=torch.int64), torch.empty(99, dim // 2), torch.empty(4, num_heads)
     norm_of_keys = write_index.IndexNorm(torch.empty(dim), torch.empty(dim), 1e-6)
-    write_index.write_index(k, q, numbers, numbers, norm_of_keys, Rotary(table, table), planes)
+    write_index.write_index(k, q, numbers, numbers, norm_of_keys, Rotary(table, table), planes, num_heads == 32)
     if planes.is_quantized:
         codes = torch.empty(4, num_heads, dim, dtype=torch.float8_e4m3fn)
         write_index.quantize_index_queries(q, weights, codes, weights)

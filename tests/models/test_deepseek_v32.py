@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -17,8 +16,19 @@ from holdfast.kernels.attention.write_latent import rotate_neighbours
 from holdfast.layers import latent_attention
 from holdfast.models.spec import IndexSpec, LatentSpec
 from models.tiny_experts import save_tiny_experts, tensors_of
-from models.tiny_latents import LATENT_MODELS, TOLERANCE, Answer, alone, judge, make_drive, make_request, tiny
-from runner.drive import Drive, LoadedModel, Request, load_model
+from models.tiny_latents import (
+    LATENT_MODELS,
+    TOLERANCE,
+    alone,
+    fork,
+    judge,
+    make_drive,
+    make_request,
+    moved,
+    preempt_after,
+    tiny,
+)
+from runner.drive import LoadedModel, Request, load_model
 
 CASES = [case for case, (prefix, _) in LATENT_MODELS.items() if prefix == "DeepseekV32"]
 V32 = "sparse like V3.2"
@@ -76,18 +86,6 @@ def test_preempted_at_every_position():
         answer.check(drive, request)
 
 
-def preempt_after(drive: Drive, num_steps: int) -> None:
-    """Take a sequence's pages after so many steps, as a neighbour would."""
-    complete, steps = drive.scheduler.complete, count(1)
-
-    def then_preempt(step: Any, token_ids: Any) -> None:
-        complete(step, token_ids)
-        if next(steps) == num_steps:
-            drive.scheduler._preempt_youngest()
-
-    drive.scheduler.complete = then_preempt
-
-
 def test_preempted_by_neighbours_where_pages_are_few():
     answers = [alone(V32, length, 14) for length in (18, 19, 17)]
     drive = make_drive(tiny(V32)[1], 16, num_pages=18)
@@ -96,13 +94,6 @@ def test_preempted_by_neighbours_where_pages_are_few():
     assert drive.scheduler.num_preemptions > 0
     for answer, request in zip(answers, requests, strict=True):
         answer.check(drive, request)
-
-
-def fork(answer: Answer, place: int) -> list[int]:
-    """The first tokens of a prompt, and others behind them."""
-    others = make_request(41, 0).prompt
-    assert others[place] != answer.prompt[place]
-    return answer.prompt[:place] + others[place : place + 6]
 
 
 def test_prefixes_are_hit_at_every_block_boundary():
@@ -293,10 +284,6 @@ MUTATIONS: dict[str, Mutation] = {
     "the next token seen": seen_to(1),
     "a row's own token hidden": seen_to(-1),
 }
-
-
-def moved(drive: Drive, request: Request, answer: Answer) -> float:
-    return max(float((row - answer.logits[place]).abs().max()) for place, row in drive.logits(request).items())
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

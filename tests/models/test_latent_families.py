@@ -14,7 +14,7 @@ from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from models.tiny_experts import make_random
 from models.tiny_latents import LATENT_MODELS, YARN
 
-PREFIXES = ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite")
+PREFIXES = ("DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa")
 
 
 def theirs_config(prefix: str, **settings: Any) -> Any:
@@ -29,6 +29,10 @@ def check_same(spec: ModelSpec, config: Any) -> None:
     index = None
     if config.model_type == "deepseek_v32":
         index = IndexSpec(config.index_n_heads, config.index_head_dim, config.index_topk)
+    if config.model_type == "glm_moe_dsa":
+        shared = frozenset(layer for layer, kind in enumerate(config.indexer_types) if kind == "shared")
+        sizes = config.index_n_heads, config.index_head_dim, config.index_topk
+        index = IndexSpec(*sizes, turns_neighbours=True, shared_layers=shared)
     assert latent == LatentSpec(
         config.q_lora_rank,
         config.kv_lora_rank,
@@ -87,7 +91,7 @@ def test_keys_left_out_take_the_value_that_transformers_gives_them(prefix):
     assert spec.max_position == config.max_position_embeddings
     family = FAMILIES[architecture]
     assert (family.bos_token_id, family.eos_token_ids) == (config.bos_token_id, (config.eos_token_id,))
-    drafts = prefix in ("DeepseekV32", "Glm4MoeLite")
+    drafts = prefix in ("DeepseekV32", "Glm4MoeLite", "GlmMoeDsa")
     assert spec.num_draft_layers == getattr(config, "num_nextn_predict_layers", drafts)
 
 
@@ -120,7 +124,7 @@ def test_scale_and_rotation_are_those_of_transformers(rope, prefix):
     scaling = {key: value for key, value in ROPES[rope].items() if key != "rope_theta"}
     older = {"rope_scaling": scaling, "rope_theta": ROPES[rope]["rope_theta"]}
     for spelling in ({"rope_parameters": ROPES[rope]}, older):
-        one = {"num_hidden_layers": 1, "mlp_layer_types": None}
+        one = {"num_hidden_layers": 1, "mlp_layer_types": None, "indexer_types": None}
         spec = read_spec({"architectures": [f"{prefix}ForCausalLM"], **settings, **one, **spelling})
         assert spec.score_scale == pytest.approx(theirs.model.layers[0].self_attn.scaling, rel=1e-12)
         (rotary,) = rope_tables(spec, 90, torch.float32, torch.device("cpu"))
@@ -164,6 +168,7 @@ def config_with(**changes: Any) -> dict[str, Any]:
 V2 = {"architectures": ["DeepseekV2ForCausalLM"]}
 LIMITED = V2 | {"topk_method": "group_limited_greedy"}
 V32 = {"architectures": ["DeepseekV32ForCausalLM"]}
+GLM_DSA = {"architectures": ["GlmMoeDsaForCausalLM"]}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +231,40 @@ V32 = {"architectures": ["DeepseekV32ForCausalLM"]}
         (V32 | {"index_topk": 0}, "index_topk = 0; a whole number from 1"),
         (V32 | {"index_topk": True}, "index_topk = True; a whole number from 1"),
         (V32 | {"index_topk": 2.5}, "index_topk = 2.5; a whole number from 1"),
+        (
+            V32 | {"index_topk_freq": 2},
+            "index_topk_freq = 2; every layer of deepseek_v32 chooses its tokens itself",
+        ),
+        (
+            V32 | {"indexer_rope_interleave": True},
+            "indexer_rope_interleave = True; rope turns halves of this family's index",
+        ),
+        (
+            GLM_DSA | {"indexer_rope_interleave": False},
+            "indexer_rope_interleave = False; rope turns neighbouring elements",
+        ),
+        (GLM_DSA | {"index_n_heads": 65}, "index_n_heads = 65; up to 64 heads"),
+        (
+            GLM_DSA | {"indexer_types": ["full", "shared"]},
+            "indexer_types = .*; full or shared for each of 3 layers is needed",
+        ),
+        (
+            GLM_DSA | {"indexer_types": ["full", "shared", "none"]},
+            "indexer_types = .*; full or shared for each of 3 layers",
+        ),
+        (GLM_DSA | {"indexer_types": "full"}, "indexer_types = 'full'; a list of strings"),
+        (
+            GLM_DSA | {"indexer_types": ["shared", "full", "full"]},
+            "indexer_types = .*; full for the first layer, before which nothing is chosen, is needed there",
+        ),
+        (GLM_DSA | {"index_topk_pattern": "FSX"}, "index_topk_pattern = 'FSX'; full or shared for each of 3 layers"),
+        (GLM_DSA | {"index_topk_pattern": "FS"}, "index_topk_pattern = 'FS'; full or shared for each of 3 layers"),
+        (GLM_DSA | {"index_topk_pattern": 3}, "index_topk_pattern = 3; a list of strings"),
+        (GLM_DSA | {"index_topk_freq": -1}, "index_topk_freq = -1; a whole number from 0"),
+        (
+            GLM_DSA | {"index_topk_freq": 2, "index_skip_topk_offset": 0},
+            "index_topk_freq = 2; full for the first layer",
+        ),
         ({"model_type": "llama"}, "model_type = 'llama'; 'deepseek_v3', the type of DeepseekV3ForCausalLM,"),
     ],
     ids=str,
@@ -254,6 +293,39 @@ def test_an_index_chooses_any_number_of_tokens_that_a_context_has():
     assert short is not None
     assert short.index is not None
     assert short.index.top_k == 256, "what is left out is no more than a context has"
+
+
+SHARING: dict[str, dict[str, Any]] = {
+    "listed": {"indexer_types": ["full", "shared", "shared", "full", "shared", "full", "full"]},
+    "letters": {"index_topk_pattern": "FSSFSFF"},
+    "a list of words": {"index_topk_pattern": ["full", "shared", "shared", "full", "shared", "full", "full"]},
+    "every third": {"index_topk_freq": 3},
+    "every fourth behind the first": {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+    "every other behind many": {"index_topk_freq": 2, "index_skip_topk_offset": 9},
+    "none": {"index_topk_freq": 0},
+    "a list before all": {
+        "indexer_types": ["full"] * 6 + ["shared"],
+        "index_topk_freq": 2,
+        "index_topk_pattern": "FSFSFSF",
+    },
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_layers_that_take_a_choice_are_those_of_transformers(case):
+    config = theirs_config("GlmMoeDsa", num_hidden_layers=7, **SHARING[case])
+    spec = read_spec(GLM_DSA | {"num_hidden_layers": 7} | SHARING[case])
+    kinds = ["full" if spec.layer_index(layer) is not None else "shared" for layer in range(7)]
+    assert kinds == config.indexer_types
+    assert spec.shares_choices == ("shared" in kinds)
+
+
+def test_a_list_may_go_on_with_layers_that_draft():
+    kinds = ["full", "shared", "full", "shared"]
+    spec = read_spec(GLM_DSA | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1, "indexer_types": kinds})
+    assert spec.latent is not None
+    assert spec.latent.index is not None
+    assert spec.latent.index.shared_layers == {1}
 
 
 @pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM"])

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ V3 = SMALL | {
 GLM = SMALL | {"num_attention_heads": 7, "num_key_value_heads": 7, "n_shared_experts": 1}
 V32 = V3 | {"index_n_heads": 64, "index_head_dim": 32, "index_topk": 5}
 """With so many heads no two scores are zero, and none tie: torch.topk breaks ties as it likes."""
+GLM_DSA = V32 | {"index_n_heads": 32, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
 LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2 like V2-Lite": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN, "topk_method": "greedy"}),
     "v2 with groups and biases": (
@@ -79,6 +81,16 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse with biases, no yarn, 3 tokens": (
         "DeepseekV32",
         V32 | {"attention_bias": True, "index_topk": 3, "index_head_dim": 16, "first_k_dense_replace": 0},
+    ),
+    "sparse like GLM-5": (
+        "GlmMoeDsa",
+        GLM_DSA | {"indexer_types": ["full", "full", "shared", "shared", "full"]},
+    ),
+    "sparse like GLM-5, a shared layer last, biases, yarn": (
+        "GlmMoeDsa",
+        GLM_DSA
+        | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "index_topk": 3}
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "attention_bias": True, "rope_parameters": YARN},
     ),
     "glm like GLM-4.7-Flash": ("Glm4MoeLite", GLM | {"n_group": 1, "topk_group": 1}),
     "glm with listed layers and yarn": (
@@ -166,3 +178,27 @@ def alone(case: str, length: int, num_output: int) -> Answer:
     drive.run([request])
     judge(theirs, drive, request)
     return Answer(request.prompt, request.output, drive.logits(request))
+
+
+def moved(drive: Drive, request: Request, answer: Answer) -> float:
+    """The most that a logit is from what was judged."""
+    return max(float((row - answer.logits[place]).abs().max()) for place, row in drive.logits(request).items())
+
+
+def fork(answer: Answer, place: int) -> list[int]:
+    """The first tokens of a prompt, and others behind them."""
+    others = make_request(41, 0).prompt
+    assert others[place] != answer.prompt[place]
+    return answer.prompt[:place] + others[place : place + 6]
+
+
+def preempt_after(drive: Drive, num_steps: int) -> None:
+    """Take a sequence's pages after so many steps, as a neighbour would."""
+    complete, steps = drive.scheduler.complete, count(1)
+
+    def then_preempt(step: Any, token_ids: Any) -> None:
+        complete(step, token_ids)
+        if next(steps) == num_steps:
+            drive.scheduler._preempt_youngest()
+
+    drive.scheduler.complete = then_preempt

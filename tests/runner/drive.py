@@ -135,6 +135,7 @@ class Rig:
             limits.max_model_len,
             rope_dim,
             geometry.index_dim,
+            geometry.shared_layers,
         )
         specs = tuple(
             AttentionSpec(
@@ -152,6 +153,7 @@ class Rig:
                 value_dim=value_dim,
                 index_heads=geometry.index_heads,
                 index_top_k=geometry.index_top_k,
+                index_turns_neighbours=geometry.index_turns_neighbours,
             )
             for layer in cache.layers
         )

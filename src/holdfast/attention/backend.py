@@ -187,8 +187,8 @@ class SparseLatentAttention(LatentAttention[PlanT], Protocol[PlanT]):
     """Latent attention to the tokens that an index chooses (DSA): I index heads of D elements, short keys beside the latents.
 
     A layer writes its latents and its index, has the tokens of every row chosen, and attends. The choice is made where the
-    index lies: on a GPU nothing of it reaches the host. It lies in `scratch` until the layer has attended, and the next
-    layer's takes its place.
+    index lies: on a GPU nothing of it reaches the host. It lies in `scratch` (SELECTED) until another layer's takes its place: a
+    layer without an index of its own attends to what is there.
     """
 
     def write_index(

@@ -56,7 +56,9 @@ class AttentionSpec:
     index_heads: int = 0
     """Of sparse latent attention: heads of the index; 0: every row attends to all tokens."""
     index_top_k: int = 0
-    """Tokens that a row attends to at the most."""
+    """Tokens that a row attends to at the most. A layer whose cache has no index takes what one before it chose."""
+    index_turns_neighbours: bool = False
+    """Rope turns neighbouring elements of the index, not halves."""
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -116,6 +118,8 @@ LATENT_HEADS = 64
 """... of so many, which is what a tile has side by side at the most."""
 PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
 """Rows times heads of latent split-KV partials: two waves over 132 multiprocessors, two tiles of 64 heads in each."""
+SELECTED = "selected"
+"""The scratch that holds what every row has chosen, from a layer that chooses to the next one."""
 INDEX_SCORE_BYTES = 128 * 2**20
 """Scores of an index (DSA) that a GPU holds at once, whatever the rows and the context."""
 SCORE_ALIGNMENT = 64
@@ -323,7 +327,7 @@ class TritonSparseDeclaration(TritonLatentDeclaration):
             *others,
             TensorSpec("partial_out", (num_partials, heads * spec.cache.latent_dim), "float32"),
             TensorSpec("partial_lse", (num_partials, heads), "float32"),
-            TensorSpec("selected", (bounds.max_num_rows * spec.index_top_k,), "int32"),
+            TensorSpec(SELECTED, (bounds.max_num_rows * spec.index_top_k,), "int32"),
             TensorSpec("index_scores", (rows * score_columns(spec.max_model_len),), "float32"),
             TensorSpec("index_codes", queries, "float8_e4m3fn"),
             TensorSpec("index_factors", queries[:2], "float32"),
@@ -374,7 +378,7 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
         top_k = specs[0].index_top_k
         if top_k >= specs[0].max_model_len:
             return ()
-        return (TensorSpec("selected", (bounds.max_num_rows * top_k,), "int32"),)
+        return (TensorSpec(SELECTED, (bounds.max_num_rows * top_k,), "int32"),)
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
         spec = specs[0]

@@ -49,13 +49,15 @@ class LatentPages:
 
 
 class IndexPages:
-    """One `IndexPlanes` a layer, in the slots of its latents."""
+    """One `IndexPlanes` for each layer that has an index, in the slots of its latents."""
 
     def __init__(self, specs: Sequence[AttentionSpec], storage: PageStorage) -> None:
         self._specs = tuple(specs)
-        self.planes = tuple(
-            IndexPlanes.of(storage.planes(layer), storage.spec.page_tokens) for layer in range(len(self._specs))
-        )
+        self.planes = {
+            layer: IndexPlanes.of(storage.planes(layer), storage.spec.page_tokens)
+            for layer, spec in enumerate(self._specs)
+            if spec.cache.index_dim
+        }
 
     def write(
         self,
@@ -67,5 +69,6 @@ class IndexPages:
         layer: int,
     ) -> None:
         """Index keys to their slots, index queries rotated where they are, in one pass."""
-        slots_T = batch.slots_GT[self._specs[layer].group]
-        write_index(k_TD, q_TID, batch.positions_T, slots_T, norm, rotary, self.planes[layer])
+        spec = self._specs[layer]
+        slots_T, planes = batch.slots_GT[spec.group], self.planes[layer]
+        write_index(k_TD, q_TID, batch.positions_T, slots_T, norm, rotary, planes, spec.index_turns_neighbours)

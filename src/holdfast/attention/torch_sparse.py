@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from holdfast.attention.backend import Batch
-from holdfast.attention.declarations import LATENT_BLOCK_TOKENS, AttentionSpec, index_block_rows
+from holdfast.attention.declarations import LATENT_BLOCK_TOKENS, SELECTED, AttentionSpec, index_block_rows
 from holdfast.attention.latent_pages import IndexPages
 from holdfast.attention.torch_latent import RowBlock, TorchLatentAttention, TorchLatentPlan, attend_latents
 from holdfast.cache.storage import PageStorage
@@ -104,7 +104,7 @@ class TorchSparseLatentAttention(TorchLatentAttention):
 
     def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
         """[T, K] of the step's tokens."""
-        return scratch["selected"][: num_rows * self._top_k].view(num_rows, self._top_k)
+        return scratch[SELECTED][: num_rows * self._top_k].view(num_rows, self._top_k)
 
 
 def score_tokens(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, index_score_rows, score_columns
+from holdfast.attention.declarations import SELECTED, AttentionSpec, StepBounds, index_score_rows, score_columns
 from holdfast.attention.latent_pages import IndexPages
 from holdfast.attention.triton_latent import LatentPart, TritonLatentAttention, TritonLatentPlan
 from holdfast.cache.storage import PageStorage
@@ -122,7 +122,7 @@ class TritonSparseLatentAttention(TritonLatentAttention):
 
     def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
         """[T, K] of the step's rows."""
-        return scratch["selected"][: num_rows * self._top_k].view(num_rows, self._top_k)
+        return scratch[SELECTED][: num_rows * self._top_k].view(num_rows, self._top_k)
 
     def _write_rows(self, batch: Batch) -> int:
         """Which rows choose, and how many tokens they see; how many there are."""

@@ -203,10 +203,12 @@ def mixed_cache(
     max_model_len: int | None = None,
     rope_dim: int = 0,
     index_dim: int = 0,
+    shared_layers: frozenset[int] = frozenset(),
 ) -> CacheSpec:
     """The cache of a decoder whose layers have the same heads, or latents, and a format and perhaps a window each.
 
-    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0; `index_dim`: of an index beside it.
+    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0; `index_dim`: of an index beside it,
+    which `shared_layers` do without.
     """
     seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
@@ -214,7 +216,7 @@ def mixed_cache(
     )
     assert len(seen) == len(formats), f"{len(seen)} windows for {len(formats)} layers"
     shape = num_kv_heads, head_dim, rope_dim, index_dim
-    return _laid_out(tuple(formats), shape, page_tokens, seen)
+    return _laid_out(tuple(formats), shape, page_tokens, seen, shared_layers)
 
 
 @lru_cache(maxsize=64)  # one plan tries many settings, and few of them change the geometry
@@ -223,10 +225,15 @@ def _laid_out(
     shape: tuple[int, int, int, int],
     page_tokens: int,
     windows: tuple[int | None, ...],
+    shared_layers: frozenset[int],
 ) -> CacheSpec:
     """Groups by window, on pages that leave the least unused; `shape` is that of a LayerCache."""
-    name = "latent" if shape[2] else "attention"
-    layers = tuple(LayerCache(layer, name, form, *shape) for layer, form in enumerate(formats))
+    num_kv_heads, head_dim, rope_dim, index_dim = shape
+    name = "latent" if rope_dim else "attention"
+    layers = tuple(
+        LayerCache(layer, name, form, num_kv_heads, head_dim, rope_dim, 0 if layer in shared_layers else index_dim)
+        for layer, form in enumerate(formats)
+    )
     members = {
         window: tuple(i for i, own in enumerate(windows) if own == window)
         for window in sorted(set(windows), key=_order)

@@ -146,7 +146,7 @@ class LatentAttentionLayer:
         plan: Any,  # noqa: ANN401 the backend's own type
         buffers: LatentBuffers,
     ) -> None:
-        """Nothing to choose: every row attends to all that is stored."""
+        """Nothing to choose: every row attends to all that is stored, or to what a layer before this one chose."""
 
     @property
     def _first(self) -> tuple[Linear, ...]:

@@ -1,6 +1,7 @@
 """The tensors that a step of a decoder passes through, as workspace requests: what lives together, and what takes turns; no torch.
 
 stream           lives through all layers:   x, a normed copy of it, and what the last product adds to it
+chosen           lives through all layers:   tokens that a layer chose (DSA), where layers behind it attend to them too
 layers           takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
 quantized rows   takes turns:                inputs of a quantized product as codes, from one product to the next
 row scaled       lives from start to end:    what products of middle batches share, of e4m3 weights on a GPU
@@ -10,6 +11,7 @@ fused decode     lives from start to end:    what GEMVs and small-batch GEMMs sh
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from holdfast.attention.declarations import SELECTED
 from holdfast.kernels.geometry import (
     FUSED_DECODE_ROWS,
     GEMV_MIN_BLOCK_N,
@@ -27,6 +29,7 @@ from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 STREAM = "stream"
+CHOSEN = "chosen"
 LAYERS = "layers"
 QUANTIZED_ROWS = "quantized_rows"
 ROW_SCALED = "row_scaled"
@@ -46,6 +49,7 @@ class StepRequests(NamedTuple):
     """What a step of some rows asks of the workspace; those that a model does without are empty."""
 
     stream: Request
+    chosen: Request
     embed: Request
     attention: Request
     mlp: Request
@@ -60,6 +64,7 @@ def step_requests(
     experts = spec.experts
     return StepRequests(
         stream_request(spec, num_rows, dtype),
+        chosen_request(spec, scratch),
         embed_request(spec, num_rows, dtype),
         attention_request(spec, num_rows, dtype, scratch),
         mlp_request(spec, num_rows, dtype),
@@ -74,8 +79,15 @@ def stream_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
     return Request(STREAM, "stream", tuple(TensorSpec(name, shape, dtype) for name in ("x", "normed", "delta")))
 
 
+def chosen_request(spec: ModelSpec, scratch: tuple[TensorSpec, ...]) -> Request:
+    """Of the backend's scratch what must outlive a layer; nothing where every layer chooses for itself, or none does."""
+    specs = tuple(one for one in scratch if one.name == SELECTED) if spec.shares_choices else ()
+    return Request(CHOSEN, "chosen", specs)
+
+
 def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...]) -> Request:
-    """One layer's attention: fused projection, queries, outputs, and the backend's scratch."""
+    """One layer's attention: fused projection, queries, outputs, and the backend's scratch but for what outlives a layer."""
+    lasting = chosen_request(spec, scratch).specs
     if spec.latent is not None:
         specs = _latent_specs(spec.num_heads, spec.latent, num_rows, dtype)
     else:
@@ -84,7 +96,7 @@ def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple
             TensorSpec("q", (num_rows, spec.num_heads, spec.head_dim), dtype),
             TensorSpec("attended", (num_rows, spec.query_size), dtype),
         )
-    return Request(LAYERS, "attention", (*specs, *scratch))
+    return Request(LAYERS, "attention", (*specs, *(one for one in scratch if one not in lasting)))
 
 
 def _latent_specs(num_heads: int, latent: LatentSpec, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:

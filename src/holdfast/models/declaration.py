@@ -59,6 +59,10 @@ class HeadGeometry(NamedTuple):
     index_dim: int = 0
     index_top_k: int = 0
     """Tokens that a row attends to at the most."""
+    index_turns_neighbours: bool = False
+    """Rope turns neighbouring elements of the index, not halves."""
+    shared_layers: frozenset[int] = frozenset()
+    """Layers without an index, which take what one before them chose."""
 
     def attention_spec(
         self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str
@@ -80,6 +84,7 @@ class HeadGeometry(NamedTuple):
             value_dim=self.value_dim,
             index_heads=self.index_heads,
             index_top_k=self.index_top_k,
+            index_turns_neighbours=self.index_turns_neighbours,
         )
 
 

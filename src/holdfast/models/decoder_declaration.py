@@ -76,7 +76,7 @@ class DecoderDeclaration(NamedTuple):
     def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self.rank(num_ranks)
         own = step_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
-        requests = [own.stream, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
+        requests = [own.stream, own.chosen, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
         requests += [] if own.experts is None else [own.experts]
         requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
         if step.device_kind == "cuda":

@@ -139,7 +139,7 @@ class LayerBuilder(PartBuilder[AttentionLayer]):
 
 
 class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
-    """Layers with latents, which all rotate alike; with an index, too, where the model has one."""
+    """Layers with latents, which all rotate alike; with an index, too, where a layer has one."""
 
     def __init__(
         self, spec: ModelSpec, latent: LatentSpec, weights: Weights, backend: LatentAttention[Any], rotary: Rotary
@@ -156,7 +156,10 @@ class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
         qkv_a, q, o = (self.linear(f"{prefix}.{name}") for name in ("qkv_a", "q" if q_norm is None else "q_b", "o"))
         norm = LatentNorm(self.plain(f"{prefix}.kv_a_norm.weight"), latent.norm_eps)
         kv_b_NXL = self.plain(f"{prefix}.kv_b.weight").view(-1, latent.expanded_dim, latent.kv_rank)
-        if latent.index is None:
+        if latent.index is not None:
+            assert isinstance(self._backend, SparseLatentAttention), f"{self._backend.name} attends to all tokens"
+        own_index = self._spec.layer_index(index)
+        if own_index is None:
             return LatentAttentionLayer(index, qkv_a, q, o, q_norm, norm, kv_b_NXL, self._rotary, self._backend)
         assert q_norm is not None, "an index takes its queries from the queries' latent"
         assert isinstance(self._backend, SparseLatentAttention), f"{self._backend.name} attends to all tokens"
@@ -170,7 +173,7 @@ class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
             kv_b_NXL,
             self._rotary,
             self._backend,
-            self._index(latent.index, prefix),
+            self._index(own_index, prefix),
         )
 
     def _index(self, index: IndexSpec, prefix: str) -> LatentIndex:

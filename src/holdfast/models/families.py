@@ -15,6 +15,7 @@ from holdfast.models.latent_families import (
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     GLM4_LITE,
+    GLM_DSA,
     LatentFamily,
     read_latent,
 )
@@ -579,7 +580,7 @@ FAMILIES: Mapping[str, Family] = {
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
         *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
         _latent_family(DEEPSEEK_V2, 1, 2),
-        *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_LITE)),
+        *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_LITE, GLM_DSA)),
     )
 }
 """Every architecture that is run, by the name in config.json."""

@@ -28,11 +28,12 @@ class LatentDeclaration(DecoderDeclaration):
         if latent.index is None:
             return (rows,)
         planes = index_planes(index_dtype_beside(kv_format), latent.index.head_dim)
-        return (rows, CacheRows("index", num_layers, sum(plane.bytes_per_token for plane in planes)))
+        num_indexed = num_layers - len(latent.index.shared_layers)
+        return (rows, CacheRows("index", num_indexed, sum(plane.bytes_per_token for plane in planes)))
 
     def heads(self, num_ranks: int) -> HeadGeometry:
         spec, latent = self.rank(num_ranks), self.latent
-        return HeadGeometry(
+        geometry = HeadGeometry(
             num_heads=spec.num_heads,
             num_kv_heads=1,
             head_dim=latent.row_dim,
@@ -41,7 +42,13 @@ class LatentDeclaration(DecoderDeclaration):
             rope_dim=latent.rope_dim,
             nope_dim=latent.nope_dim,
             value_dim=latent.value_dim,
-            index_heads=0 if latent.index is None else latent.index.num_heads,
-            index_dim=0 if latent.index is None else latent.index.head_dim,
-            index_top_k=0 if latent.index is None else latent.index.top_k,
+        )
+        if latent.index is None:
+            return geometry
+        return geometry._replace(
+            index_heads=latent.index.num_heads,
+            index_dim=latent.index.head_dim,
+            index_top_k=latent.index.top_k,
+            index_turns_neighbours=latent.index.turns_neighbours,
+            shared_layers=latent.index.shared_layers,
         )

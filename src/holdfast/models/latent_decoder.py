@@ -38,4 +38,7 @@ class LatentDecoder(LayerStack[LatentAttentionLayer]):
 
     def _attention_buffers(self, num_rows: int) -> LatentBuffers:
         requests = self._requests(num_rows)
-        return LatentBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
+        held = self._acquire(requests.attention)
+        if requests.chosen.specs:
+            held |= self._acquire(requests.chosen)
+        return LatentBuffers.of(held, self._quantized(requests.codes))

@@ -1,4 +1,4 @@
-"""Families with latent attention (MLA): how config.json of DeepSeek-V2, V3 and what took its architecture, V3.2, and GLM-4.7-Flash, becomes a ModelSpec; no torch.
+"""Families with latent attention (MLA): how config.json of DeepSeek-V2, V3 and what took its architecture, V3.2, GLM-4.7-Flash and GLM-5 becomes a ModelSpec; no torch.
 
 Keys that a config.json leaves out take the value that transformers gives them. Layers that draft tokens (multi-token
 prediction) are counted, so that their tensors are known, and are no part of the model.
@@ -38,6 +38,8 @@ GREEDY, LIMITED_GREEDY, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 """Ways to choose experts (`topk_method`): of all; of the groups with the largest score; of those with the two largest, by corrected scores."""
 MAX_SHARED_EXPERTS = 1024
 SPARSE, DENSE = "sparse", "dense"
+FULL, SHARED = "full", "shared"
+"""A layer has an index, or attends to what the last one before it with an index chose (`indexer_types`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,9 @@ class LatentFamily:
     rope_dim: int = 64
     normalizes: bool = True
     index: IndexSpec | None = None
-    """Every layer chooses tokens by an index; None: it attends to all."""
+    """Layers attend to the tokens that an index chooses; None: to all."""
+    shares_choices: bool = False
+    """Layers may have no index and take what one before them chose."""
 
 
 DEEPSEEK_V2 = LatentFamily(
@@ -156,6 +160,33 @@ GLM4_LITE = LatentFamily(
     num_draft_layers=1,
     norm_eps=1e-5,
 )
+GLM_DSA = LatentFamily(
+    name="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    scoring="sigmoid",
+    methods=(CORRECTED,),
+    vocab_size=154880,
+    hidden_size=6144,
+    intermediate_size=12288,
+    num_layers=78,
+    num_heads=64,
+    max_position=202752,
+    q_rank=2048,
+    nope_dim=192,
+    value_dim=256,
+    num_experts=256,
+    top_k=8,
+    expert_size=2048,
+    num_shared=1,
+    num_groups=1,
+    groups_taken=1,
+    share_scale=2.5,
+    num_dense_layers=3,
+    num_draft_layers=1,
+    norm_eps=1e-5,
+    index=IndexSpec(num_heads=32, head_dim=128, top_k=2048, turns_neighbours=True),
+    shares_choices=True,
+)
 
 
 def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
@@ -168,8 +199,11 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
     num_layers = settings.count("num_hidden_layers", family.num_layers, MAX_LAYERS)
     max_position = settings.count("max_position_embeddings", family.max_position, MAX_POSITIONS)
     rope = _read_rope(settings, latent.rope_dim, max_position)
+    num_drafts = settings.count("num_nextn_predict_layers", family.num_draft_layers, MAX_LAYERS, low=0)
     if family.index is not None:
-        latent = replace(latent, index=_read_index(settings, family.index, latent, stretched(rope, max_position)))
+        index = _read_index(settings, family.index, latent, stretched(rope, max_position))
+        shared = _read_shared(settings, family, num_layers, num_drafts)
+        latent = replace(latent, index=replace(index, shared_layers=shared))
     has_bias = settings.flag("attention_bias", False)
     return ModelSpec(
         architecture=family.architecture,
@@ -192,7 +226,7 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
         experts=_read_experts(settings, family, num_layers),
         attention_scale=latent.query_dim**-0.5 * _temperature(rope),
         latent=latent,
-        num_draft_layers=settings.count("num_nextn_predict_layers", family.num_draft_layers, MAX_LAYERS, low=0),
+        num_draft_layers=num_drafts,
     )
 
 
@@ -243,7 +277,44 @@ def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_
     top_k = settings.count("index_topk", min(default.top_k, max_position), MAX_POSITIONS)
     if top_k > max_position:
         raise settings.refuse("index_topk", top_k, f"at most the {max_position} tokens of the longest context")
-    return IndexSpec(num_heads, head_dim, top_k)
+    if settings.values.get("indexer_rope_interleave") not in (None, default.turns_neighbours):
+        turned = "neighbouring elements" if default.turns_neighbours else "halves"
+        raise declined(settings, "indexer_rope_interleave", f"rope turns {turned} of this family's index")
+    return replace(default, num_heads=num_heads, head_dim=head_dim, top_k=top_k)
+
+
+def _read_shared(settings: Settings, family: LatentFamily, num_layers: int, num_drafts: int) -> frozenset[int]:
+    """Layers that take what one before them chose: as they are listed, else by a pattern, else every so many but a few."""
+    key, kinds = _listed_indexers(settings)
+    if kinds is None:
+        every = max(1, settings.count("index_topk_freq", 1, MAX_LAYERS, low=0))
+        key, skipped = "index_topk_freq", settings.count("index_skip_topk_offset", 2, MAX_LAYERS, low=0)
+        kinds = tuple(FULL if max(layer - skipped + 1, 0) % every == 0 else SHARED for layer in range(num_layers))
+    # Some lists go on behind the last layer, with those that draft.
+    if not num_layers <= len(kinds) <= num_layers + num_drafts or set(kinds) - {FULL, SHARED}:
+        wanted = f"{FULL} or {SHARED} for each of {num_layers} layers"
+        raise settings.refuse(key, settings.values.get(key), wanted)
+    shared = frozenset(layer for layer in range(num_layers) if kinds[layer] == SHARED)
+    if shared and not family.shares_choices:
+        raise declined(settings, key, f"every layer of {family.name} chooses its tokens itself")
+    if 0 in shared:
+        raise settings.refuse(
+            key, settings.values.get(key), f"{FULL} for the first layer, before which nothing is chosen,"
+        )
+    return shared
+
+
+def _listed_indexers(settings: Settings) -> tuple[str, tuple[str, ...] | None]:
+    """Kinds of layers by name, or by letter, and the key that says so; None where neither is there."""
+    kinds = settings.texts("indexer_types")
+    if kinds is not None:
+        return "indexer_types", kinds
+    key = "index_topk_pattern"
+    pattern = settings.values.get(key)
+    if not isinstance(pattern, str):
+        return key, settings.texts(key)
+    letters = {"F": FULL, "S": SHARED}
+    return key, tuple(letters.get(letter, letter) for letter in pattern)
 
 
 def _read_rope(settings: Settings, rope_dim: int, max_position: int) -> RopeSpec:

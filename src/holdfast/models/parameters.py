@@ -453,8 +453,9 @@ def _list_latent_layer(
     norm = [(f"{theirs}{own.kv_a_norm}.weight", latent.kv_rank)]
     parameters.append(_typed_norm(spec, _vector(f"{ours}kv_a_norm.weight", norm, "norm", "none")))
     parameters.append(_kv_b(spec.num_heads, latent, own, ours, theirs, with_layouts))
-    if latent.index is not None and latent.q_rank is not None:
-        parameters += _list_index(latent.index, latent.q_rank, hidden, own, ours, theirs)
+    index = spec.layer_index(layer)
+    if index is not None and latent.q_rank is not None:
+        parameters += _list_index(index, latent.q_rank, hidden, own, ours, theirs)
     value_size = spec.num_heads * latent.value_dim
     parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], value_size, "columns", spec.o_bias)
     parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)

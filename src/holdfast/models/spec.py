@@ -75,13 +75,17 @@ class IndexSpec:
 
     A row's score of a token is the sum over heads of weight * relu(q . k), and the `top_k` best are attended to. Queries come
     from the queries' latent, keys and weights from the layer's input; keys have a LayerNorm with a bias. Rope turns the first
-    `LatentSpec.rope_dim` elements of both by halves: element i with element i + rope_dim / 2.
+    `LatentSpec.rope_dim` elements of both, by halves (element i with element i + rope_dim / 2) or by neighbours.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
     norm_eps: float = 1e-6
+    turns_neighbours: bool = False
+    """Rope turns elements 2 i and 2 i + 1 by frequency i, as that of latents does."""
+    shared_layers: frozenset[int] = frozenset()
+    """Layers that have no index and attend to what the last layer before them that has one chose; never the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class LatentSpec:
     norm_eps: float = 1e-6
     """Of the norms of both latents."""
     index: IndexSpec | None = None
-    """Every layer chooses the tokens that it attends to; None: all of them."""
+    """Layers attend to the tokens that an index chooses; None: to all of them."""
 
     @property
     def row_dim(self) -> int:
@@ -255,6 +259,17 @@ class ModelSpec:
     def has_mlp(self) -> bool:
         """Whether any layer has an MLP."""
         return self.experts is None or bool(self.experts.dense_layers)
+
+    def layer_index(self, layer: int) -> IndexSpec | None:
+        """The index of a layer, or None where it takes what another chose, or attends to all tokens."""
+        index = None if self.latent is None else self.latent.index
+        return None if index is None or layer in index.shared_layers else index
+
+    @property
+    def shares_choices(self) -> bool:
+        """Whether some layer attends to tokens that a layer before it chose."""
+        index = None if self.latent is None else self.latent.index
+        return index is not None and bool(index.shared_layers)
 
     def layer_experts(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has an MLP."""

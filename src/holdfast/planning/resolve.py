@@ -348,7 +348,8 @@ def _padding_share(
     formats = protected.formats(kv_format, model.num_layers)
     shape = heads.num_kv_heads, heads.head_dim, _page_tokens(config, model, kv_format, [])
     longest = config.max_model_len or model.max_position
-    cache = mixed_cache(formats, *shape, heads.windows, longest, heads.rope_dim, heads.index_dim)
+    latent = heads.rope_dim, heads.index_dim, heads.shared_layers
+    cache = mixed_cache(formats, *shape, heads.windows, longest, *latent)
     return max(map(cache.padding_bytes, range(len(cache.groups)))) / cache.bytes_per_page
 
 

@@ -355,9 +355,8 @@ class Layout(NamedTuple):
 
         def make() -> Pages:
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
-            cache = mixed_cache(
-                self.formats(resolved), *shape, heads.windows, limits.max_model_len, heads.rope_dim, heads.index_dim
-            )
+            latent = heads.rope_dim, heads.index_dim, heads.shared_layers
+            cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len, *latent)
             return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
 
         return self.declared.remembered((*key, outgrown), make)
@@ -461,9 +460,13 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
         terms += [pages.padding] if pages.padding.num_bytes else []
     elif heads is not None:
         shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
-        counts = Counter(layout.formats(resolved)).items()
+        kinds = (
+            (kv_format, 0 if layer in heads.shared_layers else heads.index_dim)
+            for layer, kv_format in enumerate(layout.formats(resolved))
+        )
         alone = (
-            (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, heads.index_dim)) for kv_format, count in counts
+            (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, index_dim))
+            for (kv_format, index_dim), count in Counter(kinds).items()
         )
         paddings = [(count, kv_padding_term(cache)) for count, cache in alone]
         if any(padding.num_bytes for _, padding in paddings):

@@ -1,6 +1,6 @@
 """The write of the index into every kind of page, and its queries as codes: kernels against references, and that nothing else is touched."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ class IndexCase:
     slots: torch.Tensor
     norm: IndexNorm
     rotary: Rotary
+    by_neighbours: bool = False
 
 
 def make_case(num_rows: int, num_heads: int, dim: int, rope_dim: int, dtype: torch.dtype = torch.float32) -> IndexCase:
@@ -82,6 +83,7 @@ def written(function, case: IndexCase, name: str, device="cpu") -> tuple[IndexPl
         IndexNorm(alone(case.norm.weight_D), alone(case.norm.bias_D), case.norm.eps),
         Rotary(alone(case.rotary.cos_LD), alone(case.rotary.sin_LD)),
         planes,
+        case.by_neighbours,
     )
     zones.check()
     planes = planes_to(planes, "cpu")
@@ -99,13 +101,17 @@ def keys_of(planes: IndexPlanes, slots: torch.Tensor) -> torch.Tensor:
 
 
 def plain_keys(case: IndexCase) -> torch.Tensor:
-    """By the words of the model, element by element in float64: LayerNorm, then element i with i + R / 2 by frequency i."""
+    """By the words of the model, element by element in float64: LayerNorm, then element i with i + R / 2, or 2 i with 2 i + 1, by frequency i."""
     half = case.rotary.cos_LD.shape[1] // 2
     rows = case.slots >= 0
     x = case.k[rows].double()
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + case.norm.eps).sqrt()
     x = x * case.norm.weight_D.double() + case.norm.bias_D.double()
     cos, sin = (table.double()[case.positions[rows], half:] for table in (case.rotary.cos_LD, case.rotary.sin_LD))
+    if case.by_neighbours:
+        left, right, rest = x[:, : 2 * half : 2], x[:, 1 : 2 * half : 2], x[:, 2 * half :]
+        turned = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=-1).flatten(1)
+        return torch.cat((turned, rest), dim=-1).float()
     left, right, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
     return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1).float()
 
@@ -141,10 +147,16 @@ def test_every_type_of_rows(device, dtype, name) -> None:
     judge(make_case(4, 4, 128, 64, dtype), name, device)
 
 
+@pytest.mark.parametrize("name", ["float32", "fp8", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+def test_neighbours_are_turned_like_the_reference(device, name) -> None:
+    judge(replace(make_case(5, 32, 128, 64), by_neighbours=True), name, device)
+
+
 @SHAPES
+@pytest.mark.parametrize("by_neighbours", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("function", [write_index_triton, write_index_reference])
-def test_a_key_is_normed_then_turned_by_halves(device, function, dim, rope_dim, num_heads) -> None:
-    case = make_case(4, num_heads, dim, rope_dim)
+def test_a_key_is_normed_then_turned(device, function, by_neighbours, dim, rope_dim, num_heads) -> None:
+    case = replace(make_case(4, num_heads, dim, rope_dim), by_neighbours=by_neighbours)
     where = "cpu" if function is write_index_reference else device
     planes, q = written(function, case, "float32", where)
     torch.testing.assert_close(keys_of(planes, case.slots), plain_keys(case), rtol=1e-4, atol=1e-4)
@@ -153,7 +165,7 @@ def test_a_key_is_normed_then_turned_by_halves(device, function, dim, rope_dim, 
     heads_ID = (heads_ID - heads_ID.mean(-1, keepdim=True)) / heads_ID.std(-1, correction=0, keepdim=True)
     positions, slots = case.positions[:1].repeat(len(heads_ID)), torch.arange(len(heads_ID))
     identity = IndexNorm(torch.ones(dim), torch.zeros(dim), 0.0)
-    rows = IndexCase(heads_ID, heads_ID.unsqueeze(1), positions, slots, identity, case.rotary)
+    rows = IndexCase(heads_ID, heads_ID.unsqueeze(1), positions, slots, identity, case.rotary, by_neighbours)
     _, turned = written(function, rows, "float32", where)
     torch.testing.assert_close(turned.squeeze(1), plain_keys(rows), rtol=1e-4, atol=1e-4)
     assert torch.equal(q[1], case.q[1]), "a row without a position was turned"

@@ -2,8 +2,9 @@
 
 T rows, I index heads, D elements of a head, R rotated ones
 
-LayerNorm with a bias, then rope on the first R elements by halves: element i with element i + R / 2, frequency i. The tables of
-`Rotary` have R columns: cos twice, and -sin before sin. All of it is in float32 and rounded once, to the type that it is kept in.
+LayerNorm with a bias, then rope on the first R elements, frequency i: by halves, element i with element i + R / 2, or by neighbours,
+element 2 i with element 2 i + 1. The tables of `Rotary` have R columns: cos twice, and -sin before sin. All of it is in float32 and
+rounded once, to the type that it is kept in.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch.nn.functional import layer_norm
 
 from holdfast.kernels.attention.latent_planes import IndexPlanes
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.write_latent import rotate_neighbours
 from holdfast.kernels.fp8 import e4m3_of, size_bits
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -51,13 +53,14 @@ def write_index(
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
+    by_neighbours: bool = False,
 ) -> None:
     """Each row's index key to its slot (-1: nowhere); the first R elements of its index heads are rotated in place.
 
     Rows may lie apart in `k_TD` and `q_TID`. The position of a row without a slot is not looked at.
     """
     write = write_index_triton if can_run(k_TD) else write_index_reference
-    write(k_TD, q_TID, positions_T, slots_T, norm, rotary, planes)
+    write(k_TD, q_TID, positions_T, slots_T, norm, rotary, planes, by_neighbours)
 
 
 def write_index_reference(
@@ -68,14 +71,15 @@ def write_index_reference(
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
+    by_neighbours: bool = False,
 ) -> None:
     """The same in plain torch."""
     rope_dim, is_kept_T = rotary.cos_LD.shape[1], slots_T >= 0
     safe_T = torch.where(is_kept_T, positions_T, 0)
-    q_TIR = q_TID[..., :rope_dim]
-    q_TIR.copy_(rotate_halves(q_TIR, safe_T, rotary))
+    q_TIR, rotate = q_TID[..., :rope_dim], rotate_neighbours if by_neighbours else rotate_halves
+    q_TIR.copy_(rotate(q_TIR, safe_T, rotary))
     normed_TD = layer_norm(k_TD.float(), k_TD.shape[1:], norm.weight_D.float(), norm.bias_D.float(), norm.eps)
-    keys_TD = torch.cat((rotate_halves(normed_TD[:, :rope_dim], safe_T, rotary), normed_TD[:, rope_dim:]), dim=-1)
+    keys_TD = torch.cat((rotate(normed_TD[:, :rope_dim], safe_T, rotary), normed_TD[:, rope_dim:]), dim=-1)
     keys_XD, slots_X = keys_TD[is_kept_T], slots_T[is_kept_T]
     if planes.scales_S1 is None:
         planes.rows_SD[slots_X] = keys_XD.to(planes.rows_SD.dtype)
@@ -130,6 +134,7 @@ def write_index_triton(
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
+    by_neighbours: bool = False,
 ) -> None:
     """The same as one Triton kernel: a program for the key of a row, and others for some of its index heads each."""
     (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.cos_LD.shape[1]
@@ -161,6 +166,7 @@ def write_index_triton(
         HEADS=heads,
         BLOCK_D=next_power_of_two(dim),
         HALF_BLOCK=half_block,
+        NEIGHBOURS=by_neighbours,
         PDL=pdl,
         num_warps=NUM_WARPS,
         **pdl_launch(pdl),
@@ -237,10 +243,14 @@ def _write_index_kernel(
     HEADS: constexpr,
     BLOCK_D: constexpr,
     HALF_BLOCK: constexpr,
+    NEIGHBOURS: constexpr,
     PDL: constexpr,
 ):
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     HALF: constexpr = ROPE_DIM // 2
+    # From an element to the next of its kind, and to its partner.
+    STEP: constexpr = 2 if NEIGHBOURS else 1
+    APART: constexpr = 1 if NEIGHBOURS else HALF
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_block = i_program % NUM_BLOCKS
@@ -256,16 +266,21 @@ def _write_index_kernel(
         _wait(PDL)
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & (o_f < HALF)
-        p_left = p_q + i_row * q_stride + o_head * head_stride + o_f
+        p_left = p_q + i_row * q_stride + o_head * head_stride + o_f * STEP
         b_left = tl.load(p_left, mask=m_q, other=0.0).to(tl.float32)
-        b_right = tl.load(p_left + HALF, mask=m_q, other=0.0).to(tl.float32)
+        b_right = tl.load(p_left + APART, mask=m_q, other=0.0).to(tl.float32)
         tl.store(p_left, (b_left * b_cos - b_right * b_sin).to(p_q.dtype.element_ty), mask=m_q)
-        tl.store(p_left + HALF, (b_right * b_cos + b_left * b_sin).to(p_q.dtype.element_ty), mask=m_q)
+        tl.store(p_left + APART, (b_right * b_cos + b_left * b_sin).to(p_q.dtype.element_ty), mask=m_q)
     else:
         o_d = tl.arange(0, BLOCK_D)[None, :]
         m_d, m_rope = o_d < DIM, o_d < ROPE_DIM
-        o_partner = tl.where(m_rope, (o_d + HALF) % ROPE_DIM, o_d)
-        o_table = i_position * table_stride + o_d
+        if NEIGHBOURS:
+            o_partner = tl.where(m_rope, o_d ^ 1, o_d)
+            o_column = o_d // 2 + o_d % 2 * HALF
+        else:
+            o_partner = tl.where(m_rope, (o_d + HALF) % ROPE_DIM, o_d)
+            o_column = o_d
+        o_table = i_position * table_stride + o_column
         b_cos_d = tl.load(p_cosine + o_table, mask=m_rope, other=1.0).to(tl.float32)
         b_sin_d = tl.load(p_sine + o_table, mask=m_rope, other=0.0).to(tl.float32)
         b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)

@@ -112,7 +112,11 @@ PLANNED_ONLY: Mapping[str, tuple[str, ...]] = {
     "glm4moe": ("Glm4MoeForCausalLM",),
 }
 """`general.architecture` of models that do not run -> names in config.json, some of which can be planned."""
-FOLDERS_ONLY: Mapping[str, str] = {"gpt-oss": "GptOssForCausalLM", "deepseek32": "DeepseekV32ForCausalLM"}
+FOLDERS_ONLY: Mapping[str, str] = {
+    "gpt-oss": "GptOssForCausalLM",
+    "deepseek32": "DeepseekV32ForCausalLM",
+    "glm-dsa": "GlmMoeDsaForCausalLM",
+}
 """`general.architecture` of models that run from a folder alone -> the name in config.json."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),

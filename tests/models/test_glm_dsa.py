@@ -1,0 +1,302 @@
+"""GLM-5 against transformers: layers that choose tokens and layers that take their choice; chunks, company, prefixes, forks, preemption, wrong readings."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.attention import torch_sparse
+from holdfast.attention.declarations import SELECTED
+from holdfast.attention.torch_sparse import TorchSparseLatentAttention, largest_tokens
+from holdfast.cache.spec import CacheSpec
+from holdfast.config import Limits
+from holdfast.layers.latent_attention import LatentAttentionLayer, SparseLatentAttentionLayer
+from holdfast.models import activations
+from holdfast.models.activations import CHOSEN, LAYERS
+from holdfast.models.activations import Request as WorkspaceRequest
+from holdfast.models.layer_stack import LayerStack
+from models.tiny_experts import save_tiny_experts
+from models.tiny_latents import (
+    LATENT_MODELS,
+    TOLERANCE,
+    alone,
+    fork,
+    judge,
+    make_drive,
+    make_request,
+    moved,
+    preempt_after,
+    tiny,
+)
+from runner.drive import Drive, LoadedModel, Request, Rig, load_model
+
+CASES = [case for case, (prefix, _) in LATENT_MODELS.items() if prefix == "GlmMoeDsa"]
+GLM5, SHARED_LAST = CASES
+PAGE = 4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alone_and_whole(case):
+    """Up to as many tokens as are chosen, one more, and many more."""
+    for length in (1, 3, 4, 5, 6, 33):
+        alone(case, length, 8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_company_of_other_lengths_and_in_chunks(case):
+    theirs, ours = tiny(case)
+    requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]
+    drive = make_drive(ours, max_rows=11, page_tokens=8)
+    drive.run(requests)
+    for request in requests:
+        judge(theirs, drive, request)
+
+
+def test_the_backend_of_a_gpu_keeps_a_choice_for_the_layers_behind_it():
+    """Over the references of its kernels."""
+    theirs, ours = tiny(SHARED_LAST)
+    requests = [make_request(length, 6, index) for index, length in enumerate((2, 17))]
+    drive = Drive(Rig(ours, "triton_sparse", Limits(4, 11, 96, page_tokens=8), 100), 100)
+    drive.run(requests)
+    for request in requests:
+        judge(theirs, drive, request)
+
+
+def test_every_chunk_size():
+    answer = alone(GLM5, 17, 3)
+    for max_rows in range(1, 18):
+        drive = make_drive(tiny(GLM5)[1], max_rows)
+        request = make_request(17, 3)
+        drive.run([request])
+        answer.check(drive, request)
+        assert len(drive.logits(request)) == 19, f"{max_rows=}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_rows_that_are_read_are_finished(case):
+    """Of a layer that takes a choice, too."""
+    answer = alone(case, 22, 4)
+    drive = make_drive(tiny(case)[1], 9)
+    request = Request(list(answer.prompt), 4)
+    drive.run([request])
+    answer.check(drive, request)
+    assert len(drive.logits(request)) == 4
+
+
+def test_preempted_at_every_position():
+    answer = alone(GLM5, 9, 7)
+    for place in range(1, 9):
+        drive = make_drive(tiny(GLM5)[1], 4)
+        request = Request(list(answer.prompt), 7)
+        preempt_after(drive, place)
+        drive.run([request])
+        drive.scheduler.check()
+        assert request.sequence is not None
+        assert request.sequence.num_preemptions == 1
+        answer.check(drive, request)
+
+
+def test_preempted_by_neighbours_where_pages_are_few():
+    answers = [alone(GLM5, length, 14) for length in (18, 19, 17)]
+    drive = make_drive(tiny(GLM5)[1], 16, num_pages=18)
+    requests = [Request(list(answer.prompt), 14) for answer in answers]
+    drive.run(requests)
+    assert drive.scheduler.num_preemptions > 0
+    for answer, request in zip(answers, requests, strict=True):
+        answer.check(drive, request)
+
+
+def test_prefixes_are_hit_at_every_block_boundary():
+    theirs, ours = tiny(GLM5)
+    answer = alone(GLM5, 25, 4)
+    drive = make_drive(ours, 16)
+    drive.run([Request(list(answer.prompt), 4)])
+    for place in range(PAGE, 25, PAGE):
+        request = Request(fork(answer, place), 4)
+        drive.run([request])
+        drive.scheduler.check()
+        judge(theirs, drive, request)
+        assert request.sequence is not None
+        assert request.sequence.num_cached_tokens == place
+
+
+def test_forks_at_every_position_side_by_side():
+    theirs, ours = tiny(SHARED_LAST)
+    answer = alone(SHARED_LAST, 25, 4)
+    drive = make_drive(ours, 16)
+    first = Request(list(answer.prompt), 4)
+    forks = [Request(fork(answer, place), 4, arrival=2 + place // 3) for place in range(1, 24)]
+    drive.run([first, *forks])
+    drive.scheduler.check()
+    answer.check(drive, first)
+    for place, request in enumerate(forks, 1):
+        judge(theirs, drive, request)
+        assert request.sequence is not None
+        assert request.sequence.num_cached_tokens == place // PAGE * PAGE
+
+
+def test_no_choice_hangs_on_a_rounding(monkeypatch):
+    gaps = []
+
+    def measured(scores_nC: torch.Tensor, top_k: int) -> torch.Tensor:
+        inside, outside = scores_nC.topk(top_k + 1, dim=1).values[:, -2:].unbind(1)
+        gaps.append(float((inside - outside).min()))
+        return largest_tokens(scores_nC, top_k)
+
+    monkeypatch.setattr(torch_sparse, "largest_tokens", measured)
+    for case in CASES:
+        for length in (17, 25, 33, 61):
+            make_drive(tiny(case)[1], 61).run([make_request(length, 1)])
+    assert min(gaps) > 2e-5
+
+
+def test_a_checkpoint_is_loaded_as_it_lies(tmp_path):
+    """Layers that take a choice have no tensors of an index, and none are looked for."""
+    theirs, ours = tiny(GLM5)
+    save_tiny_experts(theirs, tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.spec == ours.spec
+    assert loaded.weights.keys() == ours.weights.keys()
+    indexed = {name.split(".")[1] for name in loaded.weights if ".index_" in name}
+    assert indexed == {"0", "1", "4"}
+
+
+def test_a_layer_that_takes_a_choice_keeps_no_index():
+    rig = make_drive(tiny(GLM5)[1], 9).rig
+    kinds = [type(layer.attention) for layer in rig.decoder._layers]
+    full, shared = SparseLatentAttentionLayer, LatentAttentionLayer
+    assert kinds == [full, full, shared, shared, full]
+    cache: CacheSpec = rig.storage.spec
+    assert [set(rig.storage.planes(layer)) for layer in (1, 2)] == [{"latent", "index"}, {"latent"}]
+    # Of a token in float32: 48 elements of a latent in every layer, 32 of an index in three.
+    assert cache.bytes_per_token == 4 * (5 * 48 + 3 * 32)
+    assert cache.bytes_per_page == PAGE * cache.bytes_per_token
+
+
+def test_a_choice_stays_where_it_is_until_the_next(monkeypatch):
+    """In bytes of its own, in every layer and every step."""
+    drive, seen = make_drive(tiny(GLM5)[1], 9), []
+    attend = TorchSparseLatentAttention.attend
+
+    def watched(own: Any, q: Any, kv_b: Any, layer: int, plan: Any, scratch: Any, *rest: Any) -> torch.Tensor:
+        seen.append((layer, scratch[SELECTED].data_ptr(), scratch[SELECTED].clone()))
+        return attend(own, q, kv_b, layer, plan, scratch, *rest)
+
+    monkeypatch.setattr(TorchSparseLatentAttention, "attend", watched)
+    drive.run([make_request(22, 3)])
+    lane = drive.rig.workspace.lanes[CHOSEN]
+    assert lane.numel() == -(-9 * 5 * 4 // 256) * 256
+    assert {address for _, address, _ in seen} == {lane.data_ptr()}
+    for (_, _, before), (layer, _, chosen) in pairwise(seen):
+        assert layer not in (2, 3) or chosen.equal(before), f"{layer=}"
+
+
+def test_what_every_layer_chooses_for_itself_takes_turns_with_others():
+    rig = make_drive(tiny("sparse like V3.2")[1], 9).rig
+    assert CHOSEN not in rig.workspace.lanes
+
+
+Mutation = Callable[[LoadedModel, pytest.MonkeyPatch], LoadedModel]
+
+
+def index_made(**changes: Any) -> Mutation:
+    def mutate(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
+        latent = model.spec.latent
+        assert latent is not None
+        assert latent.index is not None
+        return replace(model, spec=replace(model.spec, latent=replace(latent, index=replace(latent.index, **changes))))
+
+    return mutate
+
+
+def choice_of(layers: dict[int, int | None]) -> Mutation:
+    """These layers attend to what another one chose, or to what is left where none has."""
+
+    def mutate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+        attend, kept = TorchSparseLatentAttention.attend, {}
+
+        def attend_other(own: Any, q: Any, kv_b: Any, layer: int, plan: Any, scratch: Any, *rest: Any) -> torch.Tensor:
+            kept[layer] = scratch[SELECTED].clone()
+            if layer in layers:
+                scratch = {**scratch, SELECTED: kept[layers[layer]]}
+            return attend(own, q, kv_b, layer, plan, scratch, *rest)
+
+        monkeypatch.setattr(TorchSparseLatentAttention, "attend", attend_other)
+        return model
+
+    return mutate
+
+
+def chosen_anew(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Layer 2 has the index of layer 1, over its own x."""
+    weights = dict(model.weights)
+    for name in [name for name in weights if name.startswith("layers.1.index_")]:
+        weights[name.replace("layers.1.", "layers.2.")] = weights[name]
+    return index_made(shared_layers=frozenset({3}))(replace(model, weights=weights), monkeypatch)
+
+
+def all_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    attend = TorchSparseLatentAttention.attend
+
+    def attend_all(own: Any, q: Any, kv_b: Any, layer: int, *rest: Any) -> torch.Tensor:
+        top_k = own._top_k
+        own._top_k = 90 if layer in (2, 3) else top_k
+        found = attend(own, q, kv_b, layer, *rest)
+        own._top_k = top_k
+        return found
+
+    monkeypatch.setattr(TorchSparseLatentAttention, "attend", attend_all)
+    return model
+
+
+def over_lost_tensors(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """What is left of a layer's tensors may be anything; a position that is none becomes the first."""
+    feed, attend = LayerStack._feed_forward, TorchSparseLatentAttention.attend
+
+    def feed_and_lose(own: Any, *rest: Any) -> None:
+        feed(own, *rest)
+        own.workspace.lanes[LAYERS].fill_(0xFF)
+
+    def within(own: Any, q: Any, kv_b: Any, layer: int, plan: Any, scratch: Any, *rest: Any) -> torch.Tensor:
+        scratch[SELECTED].masked_fill_(scratch[SELECTED] < 0, 0)
+        return attend(own, q, kv_b, layer, plan, scratch, *rest)
+
+    monkeypatch.setattr(LayerStack, "_feed_forward", feed_and_lose)
+    monkeypatch.setattr(TorchSparseLatentAttention, "attend", within)
+    return model
+
+
+def among_the_tensors_of_a_layer(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    monkeypatch.setattr(activations, "chosen_request", lambda spec, scratch: WorkspaceRequest(CHOSEN, "chosen", ()))
+    return over_lost_tensors(model, monkeypatch)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "halves rotated in the index": index_made(turns_neighbours=False),
+    "the choice of the first layer": choice_of({2: 0, 3: 0}),
+    "the choice of the first layer in the second of two": choice_of({3: 0}),
+    "the choice before, in a layer that chooses": choice_of({4: 3}),
+    "a choice made anew": chosen_anew,
+    "all tokens": all_tokens,
+    "a choice among the tensors of a layer": among_the_tensors_of_a_layer,
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_reading_shows(mutation, monkeypatch):
+    answer = alone(GLM5, 33, 8)
+    drive = make_drive(MUTATIONS[mutation](tiny(GLM5)[1], monkeypatch), max_rows=33)
+    request = make_request(33, 1)
+    drive.run([request])
+    assert moved(drive, request, answer) > 200 * TOLERANCE
+
+
+def test_nothing_of_a_layer_is_read_by_the_next_but_its_choice(monkeypatch):
+    answer = alone(GLM5, 33, 8)
+    drive = make_drive(over_lost_tensors(tiny(GLM5)[1], monkeypatch), max_rows=33)
+    request = make_request(33, 1)
+    drive.run([request])
+    assert moved(drive, request, answer) <= TOLERANCE
