@@ -22,6 +22,7 @@ MODELS = {
     "v3": "v3 like R1",
     "v32": "sparse like V3.2",
     "glm": "glm with listed layers and yarn",
+    "glm5": "sparse like GLM-5",
 }
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(4)]
 """Of 3 to 42 tokens, none of them a multiple of a page."""

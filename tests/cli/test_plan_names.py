@@ -48,7 +48,7 @@ def test_sizes_as_people_say_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-30B-A3B", "OPT-125m", "Qwen2.5-7B-Instruct", "DeepSeek-V2-Lite", "gpt-oss-20b"]
+    "name", ["Qwen3-30B-A3B", "OPT-125m", "Qwen2.5-7B-Instruct", "DeepSeek-V2-Lite", "gpt-oss-20b", "GLM-5.2"]
 )
 def test_sizes_are_those_of_all_layers(name: str) -> None:
     """A list counts a layer and takes it as often as there are layers; here every tensor is counted."""

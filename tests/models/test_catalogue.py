@@ -50,8 +50,11 @@ LATENT_BYTES = {
     "Moonlight-16B-A3B": (27 * 1152, 27 * 656, 27 * 386, 27 * 324),
     "Kimi-K2-Instruct": (70_272, 40_016, 23_546, 19_764),
     "DeepSeek-V3.2": (61 * (1152 + 256), 48_068, 61 * (386 + 132), 61 * (324 + 132)),
+    "GLM-5": (78 * (1152 + 256), 78 * (656 + 132), 78 * (386 + 132), 78 * (324 + 132)),
+    "GLM-5.2": (78 * 1152 + 21 * 256, 78 * 656 + 21 * 132, 78 * 386 + 21 * 132, 78 * 324 + 21 * 132),
 }
-"""Rows of 512 + 64 elements: 576 * 2, then 512 + 4 * 4 + 64 * 2, then 256 + 2 + 64 * 2 and 256 + 2 + 64 + 2."""
+"""Rows of 512 + 64 elements: 576 * 2, then 512 + 4 * 4 + 64 * 2, then 256 + 2 + 64 * 2 and 256 + 2 + 64 + 2; and of an index 128 * 2, or
+128 + 4."""
 CHECKPOINT_BYTES = {
     "Qwen1.5-MoE-A2.7B": 26.67 * 2**30,  # what vLLM logs once it is loaded
     "DeepSeek-R1": (642 - 14.2) * 2**30,  # its files, less the layer that drafts tokens, with an embedding and a head

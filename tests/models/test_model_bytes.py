@@ -128,6 +128,15 @@ def deepseek(num_dense: int, num_experts: int, vocab: int, heads: int) -> int:
     return 2 * vocab * 7168 + 7168 + 61 * (latent + 2 * 7168) + dense + sparse
 
 
+def glm5(num_indexed: int) -> int:
+    """78 layers of 6144, 64 heads of 192 + 64 and 256; latents of 2048 and 512; so many have an index of 32 heads of 128."""
+    latent = 6144 * 2048 + 2048 + 2048 * 64 * 256 + 6144 * 576 + 512 + 512 * 64 * 448 + 64 * 256 * 6144
+    index = 2048 * 32 * 128 + 6144 * 128 + 2 * 128 + 32 * 6144
+    sparse = 75 * (257 * 3 * 6144 * 2048 + 256 * 6144 + 256)
+    layers = 78 * (latent + 2 * 6144) + num_indexed * index + 3 * 3 * 6144 * 12288 + sparse
+    return 2 * 154880 * 6144 + 6144 + layers
+
+
 class Row(NamedTuple):
     """What was multiplied by hand."""
 
@@ -201,6 +210,8 @@ BY_HAND: dict[str, Row] = {
         106_852_245_504 + 45 * 128,  # which leaves out what corrects the router
     ),
     "GLM-4.7-Flash": Row(GLM47_FLASH, 47 * 1152, None),
+    "GLM-5": Row(glm5(78), 78 * (1152 + 256), None),
+    "GLM-5.2": Row(glm5(21), 78 * 1152 + 21 * 256, None),
     "DeepSeek-V2-Lite": Row(V2_LITE, 27 * 1152, 15_706_484_224),
     "DeepSeek-V2": Row(V2_FULL, 60 * 1152, None),
     "Moonlight-16B-A3B": Row(MOONLIGHT, 27 * 1152, None),

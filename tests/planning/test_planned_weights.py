@@ -45,6 +45,12 @@ MODELS |= {
     for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
     for tied in (False, True)
 }
+MODELS["small GLM-5.2"] = {
+    **CATALOGUE["GLM-5.2"],
+    "num_hidden_layers": 7,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 RECIPES = [WeightRecipe(), *(WeightRecipe(scheme) for scheme in WEIGHT_SCHEMES.values())]
 RECIPES += [
     WeightRecipe(WEIGHT_SCHEMES["mxfp4"], "none"),
@@ -59,7 +65,7 @@ def model(name: str) -> tuple[DeclaredModel, tuple[Parameter, ...]]:
     return declared, parameters(declared.spec)
 
 
-LARGE = ("Qwen3-30B", "Qwen1.5-MoE", "DeepSeek-V3")
+LARGE = ("Qwen3-30B", "Qwen1.5-MoE", "DeepSeek-V3", "GLM-5")
 """Thousands of tensors of shapes that a smaller model has too."""
 
 

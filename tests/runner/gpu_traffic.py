@@ -143,6 +143,14 @@ MODELS["sparse"] = {
     "index_topk": 64,
 }
 """Most contexts of traffic are longer than what a row attends to, and some are not."""
+MODELS["sparse_shared"] = {
+    **MODELS["sparse"],
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "index_n_heads": 32,
+    "index_topk_pattern": "FSF",
+}
+"""A layer between two that choose takes what the first chose."""
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,

@@ -25,6 +25,9 @@ MODES = [
     for name in ("latent", "latent_q", "sparse")
     for kv_format in ("auto", *MLA_FORMATS)
 ]
+MODES += [
+    pytest.param("sparse_shared", kv_format, id=f"sparse_shared, {kv_format}") for kv_format in ("auto", "fp8_ds_mla")
+]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`holdfast plan --list`: models and GPUs that are known by name, with what a plan would say of each; no torch."""
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.decoder_declaration import DecoderDeclaration
+from holdfast.models.spec import ModelSpec
 
 PLANNED = " *"
 """Behind the name of a model that this version does not run."""
@@ -58,24 +60,37 @@ def _row(declared: DeclaredModel) -> ModelRow:
 
 
 def _sizes(declared: DeclaredModel) -> tuple[int, int]:
-    """Parameters and bytes. Of layers that are alike, behind the first dense ones, two are listed: large models have tens of thousands of tensors."""
+    """Parameters and bytes, of the ends and of one layer of each kind: large models have tens of thousands of tensors."""
     declaration = declared.declaration
     if not isinstance(declaration, DecoderDeclaration):
         return _listed(declared)
-    experts, num_layers = declaration.decoder.experts, declaration.decoder.num_layers
-    dense_layers = frozenset[int]() if experts is None else experts.dense_layers
-    first = len(dense_layers) + 1
-    if dense_layers != frozenset(range(first - 1)) or first >= num_layers:
-        return _listed(declared)
-    one, two = (_listed(replace(declared, declaration=_first_layers(declaration, first + more))) for more in (0, 1))
-    more = num_layers - first
-    return one[0] + more * (two[0] - one[0]), one[1] + more * (two[1] - one[1])
+    counts = Counter(_kind(declaration.decoder, layer) for layer in range(declaration.decoder.num_layers))
+    alone = {kind: _listed(replace(declared, declaration=_layers(declaration, kind, 1))) for kind in counts}
+    kind, one = next(iter(alone.items()))
+    two = _listed(replace(declared, declaration=_layers(declaration, kind, 2)))
+    parameters, num_bytes = (
+        2 * own - both + sum(count * (alone[kind][i] - 2 * own + both) for kind, count in counts.items())
+        for i, (own, both) in enumerate(zip(one, two, strict=True))
+    )
+    return parameters, num_bytes
 
 
-def _first_layers(declaration: DecoderDeclaration, num_layers: int) -> DecoderDeclaration:
-    spec = declaration.decoder
+def _kind(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
+    """What layers have or not: experts, and an index."""
+    return spec.layer_experts(layer) is not None, spec.layer_index(layer) is not None
+
+
+def _layers(declaration: DecoderDeclaration, kind: tuple[bool, bool], num_layers: int) -> DecoderDeclaration:
+    """So many layers of one kind between the ends."""
+    spec, every, none = declaration.decoder, frozenset(range(num_layers)), frozenset[int]()
+    has_experts, has_index = kind
+    experts = None if spec.experts is None else replace(spec.experts, dense_layers=none if has_experts else every)
+    latent = spec.latent
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, shared_layers=none if has_index else every))
     windows = spec.sliding_windows[:num_layers]
-    return declaration._replace(decoder=replace(spec, num_layers=num_layers, sliding_windows=windows))
+    made = replace(spec, num_layers=num_layers, sliding_windows=windows, experts=experts, latent=latent)
+    return declaration._replace(decoder=made)
 
 
 def _listed(declared: DeclaredModel) -> tuple[int, int]:
@@ -96,7 +111,7 @@ def show_names(*, as_json: bool) -> None:
 
 def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
     """A table that 80 columns hold."""
-    cells = [("model", "size", "weights", "KV/token", "context")]
+    cells = [("model", "size", "weights", "KV", "context")]
     for row in rows:
         cells.append(
             (
@@ -110,7 +125,7 @@ def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
     return [
         Line(f"{len(rows)} models by name, and {len(SAME)} names of others with the same figures:"),
         *table_lines(Table(tuple(cells), right=(1, 2, 3, 4)), HEADING),
-        Line(f"{PLANNED.strip()} planned only: this version does not run it. KV is counted in {KV_FORMAT}."),
+        Line(f"{PLANNED.strip()} planned only: this version does not run it. KV: bytes of a token in {KV_FORMAT}."),
     ]
 
 
