@@ -25,7 +25,13 @@ CONFIG_CLASSES = {
     "Gemma3ForConditionalGeneration": "Gemma3TextConfig",
     "OPTForCausalLM": "OPTConfig",
 }
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM")
+LATENT = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
+)
 """What these read is told by test_latent_families.py."""
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 """What transformers calls otherwise."""

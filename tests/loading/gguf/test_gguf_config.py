@@ -324,7 +324,12 @@ def test_single_experts_are_declined_in_words():
 
 
 @pytest.mark.parametrize(
-    ("arch", "architecture"), [("gpt-oss", "GptOssForCausalLM"), ("deepseek32", "DeepseekV32ForCausalLM")]
+    ("arch", "architecture"),
+    [
+        ("gpt-oss", "GptOssForCausalLM"),
+        ("deepseek32", "DeepseekV32ForCausalLM"),
+        ("glm-dsa", "GlmMoeDsaForCausalLM"),
+    ],
 )
 def test_a_family_that_runs_from_a_folder_alone_sends_people_there(arch, architecture):
     with pytest.raises(
