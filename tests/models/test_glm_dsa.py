@@ -14,10 +14,12 @@ from holdfast.attention.torch_sparse import TorchSparseLatentAttention, largest_
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import Limits
 from holdfast.layers.latent_attention import LatentAttentionLayer, SparseLatentAttentionLayer
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import CHOSEN, LAYERS
 from holdfast.models.activations import Request as WorkspaceRequest
 from holdfast.models.layer_stack import LayerStack
+from models.test_decoder_workspace import WatchedWorkspace
 from models.tiny_experts import save_tiny_experts
 from models.tiny_latents import (
     LATENT_MODELS,
@@ -31,7 +33,7 @@ from models.tiny_latents import (
     preempt_after,
     tiny,
 )
-from runner.drive import Drive, LoadedModel, Request, Rig, load_model
+from runner.drive import Drive, LoadedModel, Request, Rig, load_model, workspace_plan
 
 CASES = [case for case, (prefix, _) in LATENT_MODELS.items() if prefix == "GlmMoeDsa"]
 GLM5, SHARED_LAST = CASES
@@ -192,6 +194,20 @@ def test_a_choice_stays_where_it_is_until_the_next(monkeypatch):
     assert {address for _, address, _ in seen} == {lane.data_ptr()}
     for (_, _, before), (layer, _, chosen) in pairwise(seen):
         assert layer not in (2, 3) or chosen.equal(before), f"{layer=}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_largest_step_takes_what_was_reserved(case, monkeypatch):
+    limits, model = Limits(4, 90, 96, page_tokens=4), tiny(case)[1]
+    drive = make_drive(model, 90)
+    watched = WatchedWorkspace(drive.rig.workspace, monkeypatch)
+    drive.run([make_request(90, 1)])
+    top_k = model.spec.latent.index.top_k
+    plan = workspace_plan(model.spec, limits, "float32", (TensorSpec(SELECTED, (90 * top_k,), "int32"),))
+    reserved = {(lane, owner): size for lane in plan.lane_bytes for owner, size in plan.requesters(lane).items()}
+    assert watched.most_bytes.keys() == reserved.keys()
+    assert all(watched.most_bytes[place] == size for place, size in reserved.items() if place != (LAYERS, "head"))
+    assert reserved[CHOSEN, "chosen"] == -(-90 * top_k * 4 // 256) * 256
 
 
 def test_what_every_layer_chooses_for_itself_takes_turns_with_others():

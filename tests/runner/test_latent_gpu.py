@@ -114,7 +114,7 @@ def test_captured_at_length_one_and_replayed_at_any(build, name, kv_format):
     assert {size for size, is_decode in checked.sizes if is_decode} == {1, 2, 8}
 
 
-@pytest.mark.parametrize(("name", "kv_format"), MODES[1:4] + MODES[5:6] + MODES[9:11])
+@pytest.mark.parametrize(("name", "kv_format"), MODES[1:4] + MODES[5:6] + MODES[9:11] + MODES[12:13])
 def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, kv_format):
     built = build(name, kv_cache_dtype=kv_format)
     checked = CheckedReplays(built)
