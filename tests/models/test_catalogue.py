@@ -131,9 +131,17 @@ def shapes_of(name: str) -> str:
 
 DISTINCT = {shapes_of(name): name for name in reversed(CATALOGUE)}
 """One name for all models of the same shapes."""
+OF_ITS_KIND = {str(CATALOGUE[name]["architectures"]): name for name in DISTINCT.values()}
+"""One of each architecture; the others are among the slow tests."""
 
 
-@pytest.mark.parametrize("name", DISTINCT.values())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_ITS_KIND.values()), id=name)
+        for name in DISTINCT.values()
+    ],
+)
 def test_as_many_parameters_as_transformers_makes_of_the_same_settings(name: str) -> None:
     config = {key: value for key, value in CATALOGUE[name].items() if key not in ONLY_STORED}
     counted = count_elements(str(CATALOGUE[name]["architectures"][0]), config, COUNTED_BUFFERS)  # type: ignore[index]
