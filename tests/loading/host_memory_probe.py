@@ -1,6 +1,6 @@
-"""A process that loads one checkpoint under every scheme and prints how much memory each load took; run by its test.
+"""A process that loads one checkpoint under some schemes and prints how much memory each load took; run by its test.
 
-python host_memory_probe.py FOLDER writes the checkpoint if it is not there, and loads it.
+python host_memory_probe.py FOLDER SCHEME ... writes the checkpoint if it is not there, and loads it.
 """
 
 import json
@@ -126,8 +126,8 @@ def main() -> None:
     torch.set_num_threads(1)
     recipes = {"none": AS_STORED} | {name: WeightRecipe(scheme) for name, scheme in WEIGHT_SCHEMES.items()}
     source = SafetensorsSource([SafetensorsFile(folder / f"{index}.safetensors") for index in range(NUM_FILES)])
-    for name, recipe in recipes.items():
-        measure_apart(source, name, recipe)
+    for name in sys.argv[2:]:
+        measure_apart(source, name, recipes[name])
 
 
 if __name__ == "__main__":
