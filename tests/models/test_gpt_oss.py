@@ -54,8 +54,15 @@ def tiny(window: int) -> tuple[Any, LoadedModel]:
     return theirs, LoadedModel(spec, assembled(parameters(spec), tensors_of(theirs, "separate")))
 
 
-@pytest.mark.parametrize("page_tokens", [4, 16])
-@pytest.mark.parametrize("window", [8, 7, 1])
+def some_of(name: str, some: tuple[int, ...], every: range) -> pytest.MarkDecorator:
+    """Some at once, and every one among the slow tests."""
+    return pytest.mark.parametrize(name, [some, pytest.param(every, marks=pytest.mark.slow)], ids=["some", "every"])
+
+
+@pytest.mark.parametrize(
+    ("window", "page_tokens"),
+    [(8, 16), (7, 4), (1, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((8, 4), (7, 16), (1, 16)))],
+)
 def test_windows_that_contexts_outgrow_many_times(window, page_tokens):
     require_native()
     theirs, ours = tiny(window)
@@ -91,9 +98,10 @@ def alone(length: int, num_output: int) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(request.prompt), tuple(request.output), logits
 
 
-def test_every_chunk_size():
+@some_of("chunks", (1, 2, 7, 8, 9, 16, 29, 30), range(1, 31))
+def test_every_chunk_size(chunks):
     prompt, output, logits = alone(30, 6)
-    for max_rows in range(1, 31):
+    for max_rows in chunks:
         drive = make_drive(tiny(7)[1], "native_paged", max_rows)
         request = Request(list(prompt), 6, params=EVERY_POSITION)
         drive.run([request])
@@ -102,9 +110,10 @@ def test_every_chunk_size():
         assert all(same_bits(found[place], logits[place]) for place in logits), f"{max_rows=}"
 
 
-def test_preempted_at_every_position():
+@some_of("places", (1, 3, 5, 6, 11, 17, 23), range(1, 24))
+def test_preempted_at_every_position(places):
     prompt, output, logits = alone(18, 20)
-    for place in range(1, 24):
+    for place in places:
         drive = make_drive(tiny(7)[1], "native_paged", 4)
         request = Request(list(prompt), 20)
         preempt_after(drive, place)
