@@ -65,3 +65,22 @@ def test_types_are_shared_only_where_they_are_equal() -> None:
         tl.block_type(tl.int32, [3])
     with pytest.raises(TypeError, match="0d"):
         tl.block_type(tl.int32, [])
+
+
+@triton.jit
+def _shifted_kernel(out, number, N: tl.constexpr, less: tl.constexpr):
+    places = tl.arange(0, N)
+    value = tl.load(out + places + N - number - (N - 1))  # behind a scalar and a number, both ways round
+    tl.store(out + places, tl.where(number > 0, value.to(tl.uint32) + less, value.to(tl.uint32)).to(tl.int32))
+
+
+@pytest.mark.parametrize("less", [1, 2])
+def test_what_two_types_become_is_what_they_become_again(less: int) -> None:
+    """Also after a launch that was refused for its number: of numbers only those that were taken are known."""
+    assert quicken_interpreter()
+    for _ in range(2):
+        values = torch.arange(8, dtype=torch.int32)
+        _shifted_kernel[(1,)](values, 1, 8, less)
+        assert values.tolist() == [place + less for place in range(8)]
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="negative scalar"):
+            _shifted_kernel[(1,)](values, 1, 8, -less)
