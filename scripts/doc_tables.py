@@ -218,6 +218,17 @@ SECTIONS: Mapping[str, Columns] = {
         "% of the roof": _value("percent_of_roof"),
         "against bfloat16": _value("speed_against_plain"),
     },
+    "gpu-sparse-attention": {
+        "": _value("measure"),
+        "scores, us": _value("values", "scores"),
+        "% of their roof": _value("scores_percent_of_roof"),
+        "top-k, us": _value("values", "top-k"),
+        "chosen, us": _value("values", "sparse"),
+        "% of 4.37 TB/s": _value("sparse_percent_of_memory"),
+        "TFLOPS": _value("sparse_tflops"),
+        "dense, us": _value("values", "dense"),
+        "all three against dense": _value("speed_against_dense"),
+    },
     "gpu-latent": {
         "": _value("measure"),
         "found": _listed_values,
