@@ -7,7 +7,6 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.activations import takes_fused_decode
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declaration import StepShape
@@ -189,12 +188,6 @@ def test_room_for_codes_is_that_of_the_widest_product(case: str) -> None:
     values = {"v3 like R1": 5 * 20, "v2 like V2-Lite": 3 * 20}[case]
     assert shapes["quantized_rows"]["codes"] == (70 * max(60, values, 3 * 24),)
     assert "row_scaled" in shapes
-
-
-def test_small_batches_go_the_ordinary_way() -> None:
-    """No fused decode path has latents yet."""
-    spec = read_spec({**CATALOGUE["DeepSeek-R1"], "quantization_config": None})
-    assert not takes_fused_decode(spec, "bfloat16", "cuda")
 
 
 def test_kv_b_stays_as_wide_as_the_engine_computes() -> None:
