@@ -17,7 +17,7 @@ COMMON_CASES = (
     "row-scaled tiles, 32 rows",
     "attention D128",
     "write quantized D128, one format",
-    "quantized 4/4 D128",
+    "quantized 4/4 D64",
     "latents, 128 heads in warpgroups",
     "top-k of 160K",
 )
@@ -43,7 +43,7 @@ OTHER_CASES = (
     "quantized 8/4 D128, large tiles",
     "quantized 3/4 D128, small tiles",
     "quantized 3/3 D128, window",
-    "quantized 4/4 D64",
+    "quantized 4/4 D128",
     "quantized 3/3 D64, small tiles",
     "quantized 4/4 D80, large tiles",
     "quantized 3/3 D80",

@@ -277,9 +277,13 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
                 )
 
 
-def test_compiled_kernels_are_started_over_addresses(tmp_path):
+@pytest.mark.parametrize(
+    "cases",
+    [("plain", "amax", "block"), pytest.param(("row", "tensor", "power"), marks=pytest.mark.slow)],
+    ids=" and ".join,
+)
+def test_compiled_kernels_are_started_over_addresses(tmp_path, cases):
     """A program that is at hand gets what the launch before it gave, in the same order."""
-    cases = ("plain", "amax", "row", "tensor", "block", "power")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, str(PROGRAM), *cases]
