@@ -332,7 +332,7 @@ CASES = ("--cases", "plans/OPT-125m, h200, as it is", "--cases", "numbers/llama,
 
 
 def test_a_tree_is_equal_to_itself_and_not_to_one_that_is_a_bit_off(tmp_path: Path, capsys) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tmp_path / "src")
     package = tmp_path / "src" / "holdfast" / "__init__.py"
     package.write_text(package.read_text() + PLANTED)
     first, second, wrong = (compare_commits.probe(tree, CASES) for tree in (ROOT, ROOT, tmp_path))
