@@ -31,6 +31,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     latent_prefill,
     latent_projection,
     latent_quantized_attention,
+    latent_quantized_warpgroups,
     latent_tiles,
     latent_warpgroups,
     quantized_attention,
@@ -393,7 +394,10 @@ def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operand
             index_scores.index_scores(q, weights, planes, pages, rows, torch.empty(4, 999))
 
 
-def quantized_latents_of(name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool) -> None:
+def quantized_latents_of(
+    name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool, warpgroups: bool = False
+) -> None:
+    latent_quantized_attention.takes_gathering = lambda planes, q_TNX: warpgroups
     work = tiled_attention.TileWork(
         torch.empty(9, 8, dtype=torch.int32), torch.empty(9, 2, dtype=torch.int32), not large, large, has_merge=True
     )
@@ -547,6 +551,10 @@ CASES: dict[str, Callable[[], None]] = {
     "index in float32": lambda: index_of("float32", 64, 128),
     "quantized latents, fp8": lambda: quantized_latents_of("fp8_ds_mla", 16, 128, 64, large=False),
     "quantized latents, 4 bits": lambda: quantized_latents_of("turboquant_mla_4bit", 20, 128, 64, large=True),
+    "quantized latents, fp8 in warpgroups": lambda: quantized_latents_of("fp8_ds_mla", 128, 512, 64, False, True),
+    "quantized latents, 4 bits in warpgroups": lambda: quantized_latents_of(
+        "turboquant_mla_4bit", 20, 512, 64, large=True, warpgroups=True
+    ),
     "quantized latents, 4 bits of 192": lambda: quantized_latents_of("turboquant_mla_4bit_r8", 3, 192, 24, large=False),
     "chosen tokens, 16 heads": lambda: sparse_of("bfloat16", 16),
     "chosen tokens, 128 heads": lambda: sparse_of("bfloat16", 128, num_rows=40),
@@ -589,6 +597,7 @@ def main() -> None:
         latent_prefill,
         latent_projection,
         latent_quantized_attention,
+        latent_quantized_warpgroups,
         latent_tiles,
         latent_warpgroups,
         normed_routing,

@@ -78,6 +78,8 @@ OTHER_CASES = (
     "index in float32",
     "quantized latents, fp8",
     "quantized latents, 4 bits",
+    "quantized latents, fp8 in warpgroups",
+    "quantized latents, 4 bits in warpgroups",
     "quantized latents, 4 bits of 192",
     "chosen tokens, 16 heads",
     "chosen tokens, 128 heads",

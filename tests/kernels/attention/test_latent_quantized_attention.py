@@ -175,10 +175,13 @@ def test_latents_of_very_different_size(device, widest, name) -> None:
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_heads", [16, 20, 40, 128])
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_full_size(device, name, num_heads, large) -> None:
     judge_cut(latent_case([(700, 1), (250, 5)], num_heads, 512, 64), name, 2, large, device, torch.bfloat16)
+    judge_cut(
+        latent_case([(63, 1), (64, 1), (0, 19), (5, 2)], num_heads, 512, 64), name, 1, large, device, torch.float16
+    )
 
 
 @pytest.mark.gpu

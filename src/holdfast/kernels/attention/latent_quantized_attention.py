@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
-from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
+from holdfast.kernels.attention.gathered_tiles import takes_gathering
+from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, tile_height
 from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.attention.latent_quantized_warpgroups import attend_quantized_warpgroups
 from holdfast.kernels.attention.latent_tiles import merge_latents
 from holdfast.kernels.attention.latent_words import (
     group_scores,
@@ -95,51 +97,69 @@ def latent_quantized_attention(
 ) -> torch.Tensor:
     """Each row sees its sequence's tokens up to its own position: [T, N, L]; padded rows become zeros."""
     assert planes.kind != "plain", "plain pages are attended to by a kernel of their own"
-    num_rows, num_heads, _ = q_TNX.shape
-    shape, pdl, plain = word_shape(planes), supports_pdl(q_TNX), is_interpreted()
     for large in (False, True):
         if not (work.has_large if large else work.has_small):
             continue
-        height = tile_height(num_heads, large)
-        num_blocks, group = head_blocks(num_heads, large)
-        blocks = quantized_blocks(height, planes, shared_bytes(q_TNX))
-        _attend_kernel[(num_sms * blocks.programs_per_sm,)](
-            q_TNX,
-            planes.rows_SX.view(torch.int16),
-            planes.scales_SC,
-            rope_plane(planes),
-            out_TNL,
-            partial_out_CX,
-            partial_lse_CH,
-            page_table_NP,
-            work.tiles_X8,
-            page_table_NP.stride(0),
-            scale * LOG2_E,
-            LARGE=large,
-            FP8=planes.kind == "fp8_ds_mla",
-            SMALL_ROPE=planes.has_small_rope,
-            NUM_HEADS=num_heads,
-            NUM_BLOCKS=num_blocks,
-            NUM_TURNS=height // blocks.height,
-            GROUP=group,
-            LATENT_DIM=planes.latent_dim,
-            ROPE_DIM=planes.rope_dim,
-            PAGE_TOKENS=planes.page_tokens,
-            NUM_GROUPS=shape.groups,
-            ROW_WORDS=planes.rows_SX.shape[1] // 2,
-            BLOCK_M=blocks.height,
-            BLOCK_N=blocks.tokens,
-            BLOCK_W=shape.block_columns,
-            BLOCK_R=shape.block_rope,
-            NUM_STAGES=blocks.num_stages,
-            PLAIN=plain,
-            PDL=pdl,
-            num_warps=blocks.num_warps,
-            **pdl_launch(pdl),
-        )
+        is_high = tile_height(q_TNX.shape[1], large) == LARGE_HEIGHT
+        attend = attend_quantized_warpgroups if is_high and takes_gathering(planes, q_TNX) else _attend_codes
+        attend(q_TNX, planes, page_table_NP, work, large, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
     if work.has_merge:
-        merge_latents(work, num_rows, partial_out_CX, partial_lse_CH, out_TNL)
+        merge_latents(work, len(q_TNX), partial_out_CX, partial_lse_CH, out_TNL)
     return out_TNL
+
+
+def _attend_codes(
+    q_TNX: torch.Tensor,
+    planes: LatentPlanes,
+    page_table_NP: torch.Tensor,
+    work: TileWork,
+    large: bool,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TNL: torch.Tensor,
+    num_sms: int,
+) -> None:
+    """All small or all large tiles of a step, without the merge of their partials."""
+    num_heads = q_TNX.shape[1]
+    shape, pdl, plain = word_shape(planes), supports_pdl(q_TNX), is_interpreted()
+    height = tile_height(num_heads, large)
+    num_blocks, group = head_blocks(num_heads, large)
+    blocks = quantized_blocks(height, planes, shared_bytes(q_TNX))
+    _attend_kernel[(num_sms * blocks.programs_per_sm,)](
+        q_TNX,
+        planes.rows_SX.view(torch.int16),
+        planes.scales_SC,
+        rope_plane(planes),
+        out_TNL,
+        partial_out_CX,
+        partial_lse_CH,
+        page_table_NP,
+        work.tiles_X8,
+        page_table_NP.stride(0),
+        scale * LOG2_E,
+        LARGE=large,
+        FP8=planes.kind == "fp8_ds_mla",
+        SMALL_ROPE=planes.has_small_rope,
+        NUM_HEADS=num_heads,
+        NUM_BLOCKS=num_blocks,
+        NUM_TURNS=height // blocks.height,
+        GROUP=group,
+        LATENT_DIM=planes.latent_dim,
+        ROPE_DIM=planes.rope_dim,
+        PAGE_TOKENS=planes.page_tokens,
+        NUM_GROUPS=shape.groups,
+        ROW_WORDS=planes.rows_SX.shape[1] // 2,
+        BLOCK_M=blocks.height,
+        BLOCK_N=blocks.tokens,
+        BLOCK_W=shape.block_columns,
+        BLOCK_R=shape.block_rope,
+        NUM_STAGES=blocks.num_stages,
+        PLAIN=plain,
+        PDL=pdl,
+        num_warps=blocks.num_warps,
+        **pdl_launch(pdl),
+    )
 
 
 def latent_quantized_attention_reference(

@@ -31,7 +31,7 @@ from holdfast.kernels.triton_compat import (
     supports_pdl,
 )
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 LATENT_DIM, ROPE_DIM = 512, 64
 HEIGHT, TOKENS = kernel_constant(LARGE_HEIGHT), kernel_constant(BLOCK_TOKENS)
@@ -97,7 +97,7 @@ def attend_warpgroups(
 
 
 @gluon_jit
-def _load_tile(p_tiles, i_tile):
+def load_tile(p_tiles, i_tile):
     """As split_kv.py has it."""
     p_tile = p_tiles + i_tile * NUM_TILE_FIELDS
     table_row = gl.load(p_tile)
@@ -186,7 +186,7 @@ def _attend_kernel(
     o_l = gl.arange(0, LATENT, gl.SliceLayout(0, out_layout))
     count = 0  # of all blocks until now: which of the two places is next, and which turn its barrier is in
     for i_item in range(gl.program_id(0), num_tiles * NUM_BLOCKS, gl.num_programs(0)):
-        table_row, row, num_rows, position, low, high, first_partial, num_splits = _load_tile(
+        table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
             p_tiles, first_tile + i_item // NUM_BLOCKS
         )
         first_head = i_item % NUM_BLOCKS * GROUP

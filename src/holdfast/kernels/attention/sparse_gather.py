@@ -1,4 +1,4 @@
-"""Rows of chosen tokens (DSA) gathered into shared memory as operands of products on a Hopper: warps that do nothing else, in Gluon.
+"""Rows of chosen tokens (DSA), or of tokens in order, gathered into shared memory as operands of products on a Hopper: warps that do nothing else, in Gluon.
 
 N tokens of a block or of a step, L latent, R rotated elements
 
@@ -19,7 +19,7 @@ from holdfast.kernels.attention.dequantize import LATENTS_4_ASM
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
 
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 PANEL = kernel_constant(64)
 """Columns of half precision that lie side by side in shared memory: 128 bytes."""
@@ -54,9 +54,12 @@ cvt.rn.f16x2.f32 $0, y, x;
 
 
 @gluon_jit
-def load_places(p_row_tokens, o_place, end):
-    """What stands at these places of a list; -1 behind its end."""
-    return gl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
+def load_places(p_row_tokens, o_place, end, IN_ORDER: constexpr):
+    """What stands at these places of a list, or the places themselves where every token is taken; -1 behind the end."""
+    if IN_ORDER:
+        return gl.where(o_place < end, o_place, -1)
+    else:
+        return gl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
 
 
 @gluon_jit
@@ -103,9 +106,9 @@ def gather_plain(
     layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_n = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-    b_token = seen_tokens(load_places(p_row_tokens, low + o_n, high), num_tokens)
-    b_next = seen_tokens(load_places(p_row_tokens, low + TOKENS + o_n, high), num_tokens)
-    b_ahead = load_places(p_row_tokens, low + 2 * TOKENS + o_n, high)
+    b_token = seen_tokens(load_places(p_row_tokens, low + o_n, high, False), num_tokens)
+    b_next = seen_tokens(load_places(p_row_tokens, low + TOKENS + o_n, high, False), num_tokens)
+    b_ahead = load_places(p_row_tokens, low + 2 * TOKENS + o_n, high, False)
     o_slot = find_slots(load_pages(p_row_pages, b_token, PAGE_TOKENS), b_token, PAGE_TOKENS)
     b_page = load_pages(p_row_pages, b_next, PAGE_TOKENS)
     for i_loop in range((high - low + TOKENS - 1) // TOKENS):
@@ -125,7 +128,7 @@ def gather_plain(
         b_token = b_next
         b_next = seen_tokens(b_ahead, num_tokens)
         b_page = load_pages(p_row_pages, b_next, PAGE_TOKENS)
-        b_ahead = load_places(p_row_tokens, n + 3 * TOKENS + o_n, high)
+        b_ahead = load_places(p_row_tokens, n + 3 * TOKENS + o_n, high, False)
         hopper.async_copy.wait_group(0)
         hopper.fence_async_shared()
         hopper.mbarrier.arrive(filled.index(i_ring), count=1)
@@ -190,6 +193,7 @@ def gather_codes(
     count,
     FP8: constexpr,
     SMALL_ROPE: constexpr,
+    IN_ORDER: constexpr,
     PAGE_TOKENS: constexpr,
 ):
     """The same of quantized rows, all of them words of 4 bytes: narrower numbers would be carried in a register each.
@@ -218,9 +222,9 @@ def gather_codes(
     rope_dtype: constexpr = s_ropes.dtype
     s_ropes = s_ropes._reinterpret(gl.int32, [RING, TOKENS, ROPE // 2], words)
     o_n = gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    b_token = seen_tokens(load_places(p_row_tokens, low + o_n, high), num_tokens)
-    b_next = seen_tokens(load_places(p_row_tokens, low + STEP + o_n, high), num_tokens)
-    b_ahead = load_places(p_row_tokens, low + 2 * STEP + o_n, high)
+    b_token = seen_tokens(load_places(p_row_tokens, low + o_n, high, IN_ORDER), num_tokens)
+    b_next = seen_tokens(load_places(p_row_tokens, low + STEP + o_n, high, IN_ORDER), num_tokens)
+    b_ahead = load_places(p_row_tokens, low + 2 * STEP + o_n, high, IN_ORDER)
     o_slot = find_slots(load_pages(p_row_pages, b_token, PAGE_TOKENS), b_token, PAGE_TOKENS)
     b_page = load_pages(p_row_pages, b_next, PAGE_TOKENS)
     m_n = b_token >= 0
@@ -257,7 +261,7 @@ def gather_codes(
             o_slot = find_slots(b_page, b_token, PAGE_TOKENS)
             b_next = seen_tokens(b_ahead, num_tokens)
             b_page = load_pages(p_row_pages, b_next, PAGE_TOKENS)
-            b_ahead = load_places(p_row_tokens, n + (i_step + 3) * STEP + o_n, high)
+            b_ahead = load_places(p_row_tokens, n + (i_step + 3) * STEP + o_n, high, IN_ORDER)
             b_new = ()
             for i_panel in gl.static_range(NUM_PANELS):
                 _store_panel(s_rows, b_codes[i_panel], b_scales, b_share, i_panel, FP8)
