@@ -48,6 +48,12 @@ def _result(name: str, sources: list[Register]) -> Register:
     if name == "cvt.rn.f16x2.e4m3x2":
         pairs = np.ascontiguousarray(sources[0].astype(np.uint16)).view(np.uint8)
         return torch.from_numpy(pairs).view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
+    if name == "cvt.f32.f16":
+        return sources[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+    if name == "cvt.rn.satfinite.e4m3x2.f32":
+        high, low = (torch.from_numpy(source.view(np.float32)).clamp(-448, 448) for source in sources)
+        codes = [part.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint32) for part in (low, high)]
+        return codes[0] | codes[1] << np.uint32(8)
     # Exact in float64, so each instruction rounds once.
     a, b, *c = (np.ascontiguousarray(source).view(np.float16).astype(np.float64) for source in sources)
     results = {"add.rn.f16x2": a + b, "mul.rn.f16x2": a * b, "fma.rn.f16x2": a * b + sum(c)}

@@ -54,6 +54,7 @@ from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa:
 from holdfast.kernels.attention.top_k_geometry import top_k_specs  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
+    block_scaled_gemv,
     coded_rms_norm,
     deferred_rms_norm,
     quantize_activations,
@@ -281,6 +282,17 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     coded = QuantizedRows(torch.empty(num_rows, size_n, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
     quantize_activations.quantize_rows_by_amax(out, amax, coded)
     quantize_activations.quantize_rows(x, rows)
+
+
+def block_scaled_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
+    """One row by e4m3 in blocks."""
+    scheme = WEIGHT_SCHEMES["fp8_block"]
+    codes, scales = (
+        torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes((size_n, size_k))
+    )
+    weight = QuantizedWeight(scheme, (size_n, size_k), codes, scales)
+    x, bias, out = (torch.empty(shape, dtype=dtype) for shape in ((1, size_k), (size_n,), (1, size_n)))
+    block_scaled_gemv.block_scaled_gemv(x, weight, None if size_k % 128 == 0 else bias, out)
 
 
 def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
@@ -527,6 +539,10 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
+    "one row by blocks": lambda: block_scaled_of(7168, 16384),
+    "one row by blocks, a single load": lambda: block_scaled_of(8192, 1536),
+    "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
+    "one row by blocks in float32": lambda: block_scaled_of(2112, 7168, torch.float32),
     "layer norm": lambda: layer_norm_of(BF16),
     "kv_b of V2-Lite, 1 row": lambda: projections_of(1, 16, 128, 128),
     "kv_b of GLM, 64 rows": lambda: projections_of(64, 20, 192, 256),
@@ -585,6 +601,7 @@ CASES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """The cases that were named, with programmatic dependent launch (PDL)."""
     modules: list[ModuleType] = [
+        block_scaled_gemv,
         coded_rms_norm,
         deferred_rms_norm,
         deep_gemv,

@@ -14,6 +14,7 @@ SHARED_BYTES = 227 * 1024
 COMMON_CASES = (
     "one gated row",
     "rows",
+    "one row by blocks",
     "row-scaled tiles, 32 rows",
     "attention D128",
     "write quantized D128, one format",
@@ -55,6 +56,9 @@ OTHER_CASES = (
     "row-scaled tiles, 64 rows",
     "row-scaled tiles, 128 rows",
     "row-scaled tiles of odd sizes",
+    "one row by blocks, a single load",
+    "one row by blocks of odd sizes",
+    "one row by blocks in float32",
     "layer norm",
     "kv_b of V2-Lite, 1 row",
     "kv_b of GLM, 64 rows",

@@ -27,7 +27,7 @@ from holdfast.kernels.attention import (
     sparse_attention,
     tiled_attention,
 )
-from holdfast.kernels.gemm import gemv, quantized_tiles, row_scaled_tiles
+from holdfast.kernels.gemm import block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles
 from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
 
@@ -102,7 +102,7 @@ class StepGraphs:
 
 LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection, sparse_attention),
-    *(gemv, quantized_tiles, row_scaled_tiles, expert_sum),
+    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum),
 )
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
 

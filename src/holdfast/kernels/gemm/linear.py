@@ -3,8 +3,9 @@
 T rows, K inputs, N outputs, B blocks of K
 
 On a GPU a plain weight goes to cuBLAS; one of e4m3 with scales by row to tiles of our own up to 64 rows, or 128
-(kernels/gemm/row_scaled_tiles.py), and beyond to the scaled product of torch (cuBLAS too); any other scheme to tensor-core
-tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU both go to C, whose order of
+(kernels/gemm/row_scaled_tiles.py), and beyond to the scaled product of torch (cuBLAS too); a single row by e4m3 in blocks is a
+GEMV that codes the row by itself (kernels/gemm/block_scaled_gemv.py); all else goes to tensor-core tiles that dequantize
+(kernels/gemm/quantized_tiles.py). On a CPU both go to C, whose order of
 summation neighbours cannot change. Small batches on the fused decode path do not come here (kernels/gemm/small_batch.py).
 """
 
@@ -13,6 +14,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
+from holdfast.kernels.gemm import block_scaled_gemv
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
     QuantizedRows,
@@ -164,6 +166,8 @@ def quantized_linear(
         return out_TN  # torch's scaled product does not promise to take no rows
     if not can_run(x_TK):
         return native_quantized_linear(_taken_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
+    if not is_coded and block_scaled_gemv.takes(weight, x_TK.shape[0]):
+        return block_scaled_gemv.block_scaled_gemv(x_TK, weight, bias_N, out_TN)
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)
