@@ -36,6 +36,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     latent_warpgroups,
     quantized_attention,
     sparse_attention,
+    sparse_low_attention,
     sparse_quantized_attention,
     sparse_tiles,
     sparse_warpgroups,
@@ -45,6 +46,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     write_latent,
     write_quantized_kv,
 )
+from holdfast.kernels.attention.latent_low_tiles import LOW_HEIGHT  # noqa: E402
 from holdfast.kernels.attention.latent_planes import (  # noqa: E402
     IndexPlanes,
     LatentPlanes,
@@ -438,6 +440,7 @@ def sparse_of(
 ) -> None:
     """Attention to lists of 2,048 places, split, and their merge; latents have to come while others are computed with."""
     sparse_attention.takes_warpgroups = lambda planes, q_TNX: warpgroups
+    sparse_attention.takes_low = lambda q_TNX, planes: warpgroups and num_heads <= LOW_HEIGHT
     planes = latent_planes_of(name, latent_dim, rope_dim)
     numbers = torch.empty(num_rows, dtype=torch.int32)
     kernels: list[Any] = [module._attend_kernel for module in (sparse_attention, sparse_quantized_attention)]
@@ -581,6 +584,9 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 128 heads in warpgroups": lambda: sparse_of("bfloat16", 128, warpgroups=True),
     "chosen tokens, 40 heads in warpgroups, fp8": lambda: sparse_of("fp8_ds_mla", 40, warpgroups=True),
     "chosen tokens, 128 heads in warpgroups, 4 bits": lambda: sparse_of("turboquant_mla_4bit_r8", 128, warpgroups=True),
+    "chosen tokens, 16 heads in low tiles": lambda: sparse_of("bfloat16", 16, warpgroups=True),
+    "chosen tokens, 16 heads in low tiles, fp8": lambda: sparse_of("fp8_ds_mla", 16, warpgroups=True),
+    "chosen tokens, 20 heads in low tiles, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20, warpgroups=True),
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
@@ -625,6 +631,7 @@ def main() -> None:
         norm,
         small_batch,
         sparse_attention,
+        sparse_low_attention,
         sparse_quantized_attention,
         sparse_tiles,
         sparse_warpgroups,

@@ -84,6 +84,11 @@ def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
     return triton.jit(do_not_specialize=counts)
 
 
+def kernel_value(function: Callable[..., Any]) -> Any:  # noqa: ANN401 as jit
+    """A plain function of constants that kernels may call while they are compiled, such as one that makes a layout."""
+    return triton.constexpr_function(function) if triton is not None else function
+
+
 class CompileCount:
     """Kernels that were compiled, and others that an earlier start had left compiled."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.latent_attention import latent_attention_reference
-from holdfast.kernels.attention.latent_geometry import MAX_SPLITS, sparse_partials, sparse_splits
+from holdfast.kernels.attention.latent_geometry import MAX_SPLITS, low_splits, sparse_partials, sparse_splits
 from holdfast.kernels.attention.latent_planes import read_latents
 from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS
 from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention, sparse_attention_reference
@@ -197,6 +197,13 @@ def test_few_rows_fill_the_machine() -> None:
     assert [sparse_splits(num_rows, 16, 132) for num_rows in (1, 16, 32, 64, 264, 265)] == [32, 17, 9, 5, 1, 1]
     assert [sparse_splits(num_rows, 64, 132) for num_rows in (1, 8, 32, 66, 132, 133)] == [32, 11, 4, 2, 1, 2]
     assert [sparse_splits(num_rows, 128, 132) for num_rows in (1, 16, 32, 64, 67, 1024)] == [32, 4, 2, 1, 2, 1]
+
+
+def test_low_tiles_fill_the_machine_once() -> None:
+    """A program has a multiprocessor for itself: no more of them than there are, unless there have to be."""
+    assert [low_splits(num_rows, 16, 2048, 132, 128) for num_rows in (1, 8, 32, 64, 132, 133)] == [16, 16, 4, 2, 1, 2]
+    for num_rows in range(1, 600):
+        assert 1 <= low_splits(num_rows, 16, 2048, 132, 128) <= sparse_splits(num_rows, 16, 132)
 
 
 def test_splits_are_whole_blocks_and_none_is_empty() -> None:

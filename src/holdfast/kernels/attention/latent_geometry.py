@@ -90,3 +90,19 @@ def _turns_cost(num_tiles: int, splits: int, num_sms: int) -> float:
 def sparse_partials(max_rows: int, num_heads: int) -> int:
     """Partial rows, of all heads each, that any step of up to so many rows has at the most, on any GPU."""
     return min(max_rows * MAX_SPLITS, PARTIAL_TILES // head_blocks(num_heads)[0])
+
+
+LOW_PROGRAM_COST, LOW_MERGE_COST = 128, 128
+"""Tokens that a program of low tiles goes through while another begins and ends, and while splits are merged."""
+
+
+def low_splits(num_rows: int, num_heads: int, num_places: int, num_sms: int, block_tokens: int) -> int:
+    """Splits of lists so long where a program has a multiprocessor for itself: the fewest turns of all of them, within
+    `sparse_splits`."""
+
+    def cost(splits: int) -> int:
+        num_turns = -(-num_rows * splits // num_sms)
+        places = -(-num_places // (splits * block_tokens)) * block_tokens
+        return num_turns * (places + LOW_PROGRAM_COST) + (LOW_MERGE_COST if splits > 1 else 0)
+
+    return min(range(1, sparse_splits(num_rows, num_heads, num_sms) + 1), key=cost)

@@ -11,9 +11,11 @@ import torch
 
 from holdfast.kernels.attention.latent_attention import LatentBlocks, latent_blocks
 from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
+from holdfast.kernels.attention.latent_low_tiles import takes_low
 from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows, read_latents
 from holdfast.kernels.attention.latent_tiles import RowForm
 from holdfast.kernels.attention.latent_tiles import row_form as merge_form
+from holdfast.kernels.attention.sparse_low_attention import sparse_low_attention
 from holdfast.kernels.attention.sparse_quantized_attention import sparse_quantized_attention
 from holdfast.kernels.attention.sparse_tiles import (
     ListSplits,
@@ -68,6 +70,10 @@ def sparse_attention(
 
     Partials: as many rows times heads as `sparse_splits` of the step's rows asks for.
     """
+    if takes_low(q_TNX, planes):
+        return sparse_low_attention(
+            q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
+        )
     if takes_warpgroups(planes, q_TNX):
         return sparse_warpgroup_attention(
             q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms

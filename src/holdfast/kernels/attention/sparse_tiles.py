@@ -38,11 +38,17 @@ class ListSplits(NamedTuple):
 
     @classmethod
     def of(
-        cls, q_TNX: torch.Tensor, tokens_TK: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int, block_tokens: int
+        cls,
+        q_TNX: torch.Tensor,
+        tokens_TK: torch.Tensor,
+        partial_lse_CH: torch.Tensor,
+        num_sms: int,
+        block_tokens: int,
+        wanted: int | None = None,
     ) -> "ListSplits":
-        """No more than `sparse_splits`, and none that would be empty however long a list is."""
+        """No more than wanted, or else than `sparse_splits`, and none that would be empty however long a list is."""
         (num_rows, num_heads, _), num_places = q_TNX.shape, tokens_TK.shape[1]
-        wanted = sparse_splits(num_rows, num_heads, num_sms)
+        wanted = wanted or sparse_splits(num_rows, num_heads, num_sms)
         places = -(-num_places // (wanted * block_tokens)) * block_tokens
         splits = cls(-(-num_places // places), places)
         needed, there = num_rows * num_heads * splits.num_splits, partial_lse_CH.numel()
