@@ -94,10 +94,10 @@ def test_what_it_holds_is_what_it_said():
         assert backend.held_bytes() == {term.owner: term.num_bytes for term in TRITON.terms(specs, bounds)}
 
 
-def layer(max_model_len: int, num_heads: int = 128) -> AttentionSpec:
+def layer(max_model_len: int, num_heads: int = 128, top_k: int = 2048) -> AttentionSpec:
     """One of DeepSeek-V3.2."""
     cache = LayerCache(0, "latent", MLA_FORMATS["fp8_ds_mla"], 1, 576, 64, 128)
-    sizes = {"nope_dim": 128, "value_dim": 128, "index_heads": 64, "index_top_k": 2048}
+    sizes = {"nope_dim": 128, "value_dim": 128, "index_heads": 64, "index_top_k": top_k}
     return AttentionSpec(cache, num_heads, 0.1, None, max_model_len, "bfloat16", "cuda", **sizes)
 
 
@@ -123,9 +123,13 @@ def test_without_a_context_that_is_longer_than_the_choice_there_is_none():
     ("spec", "words"),
     [
         (layer(4096), None),
+        (layer(2**20, top_k=4096), None),
+        (layer(5000, top_k=5000), None),
+        (layer(8192, top_k=4097), "a row may choose up to 4096 tokens, not 4097"),
+        (layer(2**22 + 1), "a row may choose among up to 4194304 tokens, not 4194305"),
         (Shape().specs(Shape().storage(1))[0], "it runs on GPUs, not on cpu"),
     ],
-    ids=["V3.2", "on a CPU"],
+    ids=["V3.2", "most tokens", "no choice", "too many tokens", "too long a context", "on a CPU"],
 )
 def test_what_it_takes(spec, words):
     assert TRITON.unsupported(spec) == words

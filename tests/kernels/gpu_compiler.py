@@ -102,7 +102,8 @@ class CompiledOnly:
             if parameter.is_constexpr:
                 signature[parameter.name] = "constexpr"
             else:
-                signature[parameter.name] = "i32" if parameter.do_not_specialize else _type_of(value)
+                is_count = parameter.do_not_specialize and not isinstance(value, torch.Tensor)
+                signature[parameter.name] = "i32" if is_count else _type_of(value)
             if signature[parameter.name] == "constexpr":
                 constants[parameter.name] = value
             elif parameter.do_not_specialize:
@@ -113,6 +114,7 @@ class CompiledOnly:
         source = source_of(self._kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=HOPPER, options=options)
         _check_assembler(compiled.asm["ttgir"])
+        _check_words(compiled.asm["ptx"], compiled.metadata.shared)
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
         self.num_copies = compiled.asm["ttgir"].count("ttg.async_copy_global_to_local")
 
@@ -130,6 +132,14 @@ def _check_assembler(program: str) -> None:
         row = re.search(r"sizePerThread = \[(?:1, )+(\d+)\].*order = \[(?:2, )?1, 0\]", layout)
         neighbours = int((operand or row or [0, 1])[1])
         assert neighbours % 4 == 0, f"four bytes of {layout}"
+
+
+def _check_words(program: str, shared_bytes: int) -> None:
+    """Shared memory of a kernel's own lies beside what Triton gives out, which asks for more than 48 KiB only where its part is more."""
+    own_bytes = 4 * sum(int(count) for count in re.findall(r"\.shared \.align \d+ \.b32 \w+\[(\d+)\]", program))
+    assert own_bytes == 0 or own_bytes + shared_bytes <= 48 * 1024 or shared_bytes > 48 * 1024, (
+        f"{own_bytes} + {shared_bytes} bytes of shared memory cannot be launched"
+    )
 
 
 def _type_of(value: object) -> str:

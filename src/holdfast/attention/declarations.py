@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
 from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry, sparse_partials
-from holdfast.kernels.attention.top_k_geometry import top_k_specs
+from holdfast.kernels.attention.top_k_geometry import top_k_specs, unsupported_top_k
 from holdfast.kernels.geometry import (
     LARGE_TILE,
     LATENT_MULTIPLE,
@@ -311,7 +311,9 @@ class TritonSparseDeclaration(TritonLatentDeclaration):
             return BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
-        return self._declined(spec) if spec.index_heads else WITHOUT_INDEX
+        if not spec.index_heads:
+            return WITHOUT_INDEX
+        return self._declined(spec) or unsupported_top_k(spec.index_top_k, spec.max_model_len)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
         """Beside that of all latents: scores of some rows against the whole context, what the selection works in, and its lists."""

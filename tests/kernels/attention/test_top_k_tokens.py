@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.attention.latent_planes import SparseRows
-from holdfast.kernels.attention.top_k_geometry import DIRECT_TOKENS, TOP_K_FORM, TopKForm, top_k_specs
+from holdfast.kernels.attention.top_k_geometry import BLOCK_ITEMS, TOP_K_FORM, TopKForm, top_k_specs
 from holdfast.kernels.attention.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
 from kernels.exactness import random
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
@@ -14,7 +14,7 @@ from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
 pytestmark = QUIET
 
 INF, NAN = float("inf"), float("nan")
-SMALL = TopKForm(direct_tokens=100, chunk_tokens=64, block_items=256, sample_tokens=64, spare_tokens=8)
+SMALL = TopKForm(block_items=256, chunk_tokens=128, sample_tokens=64)
 """Borders of chunks and blocks within a few hundred tokens, samples that mislead, and lists that overflow."""
 NOWHERE = 2**26
 """In place of a position or a key that nobody wrote."""
@@ -93,6 +93,12 @@ KINDS = {
     "of any size": lambda size: random(size).sign() * (random(size, seed=1) * 30).exp(),
     "infinite and NaN": lambda size: torch.where(random(size) > 0.1, NAN, -INF).index_fill(0, torch.tensor([7]), INF),
     "NaN": lambda size: torch.full((size,), NAN),
+    "any NaN": lambda size: torch.where(
+        random(size) > 1,
+        random(size, seed=1),
+        torch.tensor([0x7F800001, -1, -0x7FFFFF]).int().view(torch.float32)[torch.arange(size) % 3],
+    ),
+    "zeros of both signs": lambda size: torch.where(random(size) > 0, 0.0, -0.0),
     "all in one place": lambda size: random(size).index_fill(0, torch.arange(40, 62), 50.0),
     "every 32nd": lambda size: every(32, size),
 }
@@ -134,8 +140,36 @@ def test_a_row_is_chosen_as_if_it_were_alone(device, guarded):
         assert chosen(guarded, device, scores[row : row + 1], lengths[row : row + 1], 24) == together[row : row + 1]
 
 
+def test_chunks_of_a_list_end_anywhere(device, guarded):
+    scores = random(24, 1000)
+    assert chosen(guarded, device, scores, [1000] * 24, 40) == by_reference(scores, [1000] * 24, 40)
+
+
+def test_a_list_that_is_just_full(device, guarded):
+    scores = torch.zeros(1, 600)
+    scores[0, 100:356] = 1.0
+    assert chosen(guarded, device, scores, [600], 64) == [list(range(100, 164))]
+
+
+class Misled(TopKForm):
+    """Asks a sample for a rank that is wrong."""
+
+    def wanted(self, k: int) -> int:
+        return 1 if self.sample_tokens == 64 else 10**6
+
+
+@pytest.mark.parametrize("kind", ["random", "rising", "falling", "neighbours in bits", "NaN"])
+@pytest.mark.parametrize("sample", [64, 128], ids=["too few", "too many"])
+def test_where_a_sample_misleads_the_whole_row_is_gone_through(device, guarded, kind, sample):
+    scores = KINDS[kind](1200).view(1, -1)
+    found = chosen(guarded, device, scores, [1200], 50, Misled(*SMALL)._replace(sample_tokens=sample))
+    assert found == by_reference(scores, [1200], 50)
+
+
 @pytest.mark.parametrize("kind", ["random", "equal", "two values", "every 32nd"])
-@pytest.mark.parametrize(("context", "k"), [(9000, 500), (DIRECT_TOKENS + 999, 70)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("context", "k"), [(7000, 500), (BLOCK_ITEMS + 999, 70), (20000, 4096)], ids=["short", "long", "most tokens"]
+)
 def test_real_forms(device, guarded, kind, context, k):
     scores = KINDS[kind](context).view(1, -1)
     assert chosen(guarded, device, scores, [context], k, TOP_K_FORM) == by_reference(scores, [context], k)
@@ -148,10 +182,7 @@ def test_any_scores(device, data):
     numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, INF, -INF, NAN]) | st.floats(width=32)
     few = data.draw(st.lists(numbers, min_size=1, max_size=40))
     scores = torch.tensor([[few[p * p % len(few)] for p in range(length)]])
-    form = SMALL._replace(
-        direct_tokens=data.draw(st.sampled_from([30, 200])), spare_tokens=data.draw(st.sampled_from([1, 30]))
-    )
-    k = data.draw(st.integers(1, 20))
+    k, form = data.draw(st.sampled_from([1, 7, 20])), SMALL._replace(block_items=data.draw(st.sampled_from([64, 256])))
 
     def allocate(*shape, dtype):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -160,7 +191,7 @@ def test_any_scores(device, data):
 
 
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
-@pytest.mark.parametrize("context", [100, DIRECT_TOKENS, DIRECT_TOKENS + 1, 163840, 2**20])
+@pytest.mark.parametrize("context", [100, BLOCK_ITEMS, BLOCK_ITEMS + 1, 163840, 2**20])
 def test_scratch_is_small_beside_the_scores(k, context):
     num_bytes = sum(spec.num_bytes for spec in top_k_specs(64, context, k))
     assert num_bytes <= 64 * (2**16 + 99 + context // 512)
@@ -168,8 +199,8 @@ def test_scratch_is_small_beside_the_scores(k, context):
 
 
 def test_what_does_not_fit_is_refused(device, guarded):
-    scores, rows = torch.zeros(2, 300, device=device), rows_of([300, 300], device)
-    out, scratch = guarded(2, 5, dtype=torch.int32), make_scratch(guarded, 2, 300, 5, SMALL)
+    scores, rows = torch.zeros(2, 400, device=device), rows_of([300, 300], device)
+    out, scratch = guarded(2, 5, dtype=torch.int32), make_scratch(guarded, 2, 400, 5, SMALL)
     for wrong, reason in (
         ((scores.half(), rows, out, scratch), "must be float32"),
         ((scores, rows, out.long(), scratch), "must be int32"),
@@ -177,9 +208,9 @@ def test_what_does_not_fit_is_refused(device, guarded):
         ((scores, rows, guarded(5, 2, dtype=torch.int32).T, scratch), "positions of a row must lie side by side"),
         ((scores, rows_of([1], device), out, scratch), "a number a row"),
         ((scores, rows, out[:1], scratch), "a row for each of 2"),
-        ((scores, rows, out, make_scratch(guarded, 1, 300, 5, SMALL)), "num_rows=2 exceeds the scratch for 1"),
-        ((scores, rows, out, make_scratch(guarded, 2, 300, 9, SMALL)), "need .2, 26."),
-        ((scores, rows, out, make_scratch(guarded, 2, 200, 5, SMALL)), "near chunks: .* need .2, 2, 5."),
+        ((scores, rows, out, make_scratch(guarded, 1, 400, 5, SMALL)), "num_rows=2 exceeds the scratch for 1"),
+        ((scores, rows, out, make_scratch(guarded, 2, 700, 99, SMALL)), "need .2, 256."),
+        ((scores, rows, out, make_scratch(guarded, 2, 300, 5, SMALL)), "near chunks: .* need .2, 2, 4."),
     ):
         with pytest.raises(AssertionError, match=reason):
             top_k_tokens_triton(*wrong, SMALL)

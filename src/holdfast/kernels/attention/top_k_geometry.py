@@ -1,56 +1,79 @@
-"""Sizes of the selection of tokens by score (DSA), as kernels and plans agree on them: chunks, samples, lists, scratch; no torch."""
+"""Sizes of the selection of tokens by score (DSA), as kernels and plans agree on them: blocks, samples, lists, scratch; no torch."""
 
+from math import isqrt
 from typing import NamedTuple
 
 from holdfast.memory.workspace_plan import TensorSpec
 
-DIRECT_TOKENS = 16384
-"""Up to so many tokens one program looks through a row itself: more programs would cost two launches more than they save."""
+BLOCK_ITEMS = 8192
+"""Scores that a program holds in its registers, and among which it selects: of a short row all, of a long one those that are near."""
 CHUNK_TOKENS = 4096
 """Of a program that looks through a part of a row."""
-BLOCK_ITEMS = 4096
-"""Scores that the program of a row looks at at a time."""
-SAMPLE_TOKENS = 4096
-"""About as many are sampled of a row."""
+SAMPLE_TOKENS = 2048
+"""Of a long row; of one of 131072 tokens one in 64."""
 MAX_STRIDE = 64
-"""From one sampled token to the next, at the most: of a very long row more are sampled."""
-
-
-SPARE_TOKENS = 1536
-"""A key that a sample tells has a rank that is about right. The one that is asked for lies so far beyond K, or nearly as far as
-K itself: with one token in 40 that is more than four standard deviations, so that hardly ever fewer than K are from it on. Of a
-K of 2048 it leaves tokens for one block."""
+"""From one sampled token to the next: of longer rows more are sampled."""
+MAX_CHUNKS = 1024
+"""Of a row, as a program has words of shared memory for them."""
+MAX_TOP_K = 4096
+"""A block is four times as large or more, and a program has no registers for a larger one."""
 
 
 class TopKForm(NamedTuple):
-    """How rows are worked on."""
+    """How rows are worked on. All are powers of two."""
 
-    direct_tokens: int = DIRECT_TOKENS
-    chunk_tokens: int = CHUNK_TOKENS
-    """A power of two, as is the next."""
     block_items: int = BLOCK_ITEMS
+    """At the least: no less than four times K."""
+    chunk_tokens: int = CHUNK_TOKENS
     sample_tokens: int = SAMPLE_TOKENS
-    spare_tokens: int = SPARE_TOKENS
 
-    def wanted_tokens(self, k: int) -> int:
-        """The rank of the key that a sample is asked for."""
-        return k + max(k * 7 // 8, self.spare_tokens)
+    def block(self, k: int) -> int:
+        """Items of the program of a row, and so the longest row that needs no sample, and the room of a list."""
+        return max(self.block_items, _power_of_two(4 * k))
 
-    def room(self, k: int) -> int:
-        """Most tokens from that key on, among which the K are then found exactly."""
-        return 2 * self.wanted_tokens(k)
+    def sample(self, max_context: int) -> int:
+        """Tokens that are sampled of a long row."""
+        return max(self.sample_tokens, _power_of_two(-(-max_context // MAX_STRIDE)))
+
+    def wanted(self, k: int) -> int:
+        """The rank of the key that a sample is asked for: as far from K as from a full list, in relation.
+
+        With one token in 64 of a row sampled and a K of 2048: 64 sampled tokens are asked for, where 32 are expected among the K best
+        and 128 in a full list. Either is beyond five standard deviations.
+        """
+        block = self.block(k)
+        return max(isqrt(k * block), k + block // 16)
 
 
 TOP_K_FORM = TopKForm()
 
 
+def num_warps(num_items: int) -> int:
+    """Of a program that holds so many: 16 a thread, where there are enough. A kernel that runs once is as fast as it is short."""
+    return max(1, min(16, num_items // 512), min(4, num_items // 128))
+
+
 def top_k_specs(max_rows: int, max_context: int, k: int, form: TopKForm = TOP_K_FORM) -> tuple[TensorSpec, ...]:
     """What `top_k_tokens` works in for up to so many rows of up to so many scores. Nothing in it outlives a call."""
-    is_long = max_context > form.direct_tokens
-    rows, num_chunks = max_rows if is_long else 0, -(-max_context // form.chunk_tokens)
+    block = form.block(k)
+    rows, num_chunks = max_rows if max_context > block else 0, -(-max_context // form.chunk_tokens)
     return (
-        TensorSpec("near limits", (rows, 4), "int32"),
+        TensorSpec("near limits", (rows, 2), "int32"),
         TensorSpec("near chunks", (rows, 2, num_chunks), "int32"),
-        TensorSpec("unsorted tokens", (rows, form.room(k)), "int32"),
-        TensorSpec("near tokens", (max_rows, form.room(k)), "int32"),
+        TensorSpec("near keys", (rows, block), "int32"),
+        TensorSpec("near tokens", (rows, block), "int32"),
     )
+
+
+def unsupported_top_k(k: int, max_context: int) -> str | None:
+    """Why no kernel takes this choice of K tokens out of a context, in words."""
+    if k >= max_context:
+        return None
+    if k > MAX_TOP_K:
+        return f"a row may choose up to {MAX_TOP_K} tokens, not {k}"
+    most = MAX_CHUNKS * CHUNK_TOKENS
+    return f"a row may choose among up to {most} tokens, not {max_context}" if max_context > most else None
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

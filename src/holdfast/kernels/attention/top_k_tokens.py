@@ -1,15 +1,15 @@
 """The top-k tokens of each row by score (DSA), exact, the same set whatever the batch, on the device inside a graph.
 
-T rows, C tokens of the longest context, K tokens that are taken, P chunks of a row, X room of a list
+T rows, C tokens of the longest context, K tokens that are taken, P chunks of a row, X items of a block
 
-key        the bits of a score as an integer that sorts as scores do; NaN is the lowest, and -0 is 0
-near       tokens from some key on, the limit: K of them or more, and not many more
+key        the bits of a score as an unsigned integer: the larger the score, the smaller. NaN is the last, and -0 is 0
+near       tokens up to some key, the limit: K of them or more, and no more than a block
 
-A sample of a row tells a limit, which a program a row finds. Of a long row a program a chunk then lists the near tokens;
-a short one is looked through by the program of the row. That finds the K among the near ones, by radix selection: keys are
-counted by range, the range that holds the K-th again by smaller ones, until few enough are left. Where the sample has
-misled, which the number of near tokens shows, the limit is found among all tokens of the row. Whatever way was taken, the
-set is the same.
+A program holds a block of keys in its registers and finds the K first of them by radix selection: keys are counted by range in
+shared memory, the range that holds the K-th again by smaller ones, until K are left. A row that is no longer than a block is one
+launch. Of a longer one a program finds a limit by a sample, programs by chunk list the near tokens, and these are the block. Where
+the sample has misled, which the number of near tokens shows, the whole row is gone through, a block at a time together with what
+was taken so far. Whatever way was taken, the set is the same.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,39 @@ from collections.abc import Mapping
 import torch
 
 from holdfast.kernels.attention.latent_planes import SparseRows
-from holdfast.kernels.attention.top_k_geometry import (
-    MAX_STRIDE,
-    TOP_K_FORM,
-    TopKForm,
-    top_k_specs,
+from holdfast.kernels.attention.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
+from holdfast.kernels.shared_words import (
+    clear_words,
+    count_words,
+    gather,
+    get_words,
+    put_words,
+    scatter,
+    shared_words,
+    words_instead,
 )
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, next_power_of_two, tl
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    is_interpreted,
+    jit,
+    jit_counting,
+    kernel_constant,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
-LOWEST_KEY = kernel_constant(-(2**31))
-LARGEST_STRIDE = kernel_constant(MAX_STRIDE)
-BIN_BITS, NUM_BINS = kernel_constant(7), kernel_constant(2**7)
-"""Of a round of counting: Triton counts by ballots, whose cost doubles with each bit more than this."""
+NAN_KEY, NO_KEY = kernel_constant(0xFFFFFFFE), kernel_constant(0xFFFFFFFF)
+BINS, LAST_BINS, WIDE_BINS = kernel_constant(0), kernel_constant(8192), kernel_constant(8448)
+"""Words of two rounds of counting with 4096 bins each, of a third with 256, and where all are counted again by 64 bins, so that a
+warp finds the one it looks for by two steps."""
+NUM_BINS = kernel_constant(8704)
+SHIFTS = kernel_constant(2048)
+"""Words of chunks, when bins are no longer needed."""
 
 
 def top_k_tokens(
@@ -83,60 +102,65 @@ def top_k_tokens_triton(
     """The same as one Triton kernel where no row is long, else as three."""
     _check(scores_TC, rows, out_TK, scratch, form)
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
-    limits_T4, chunks_T2P = scratch["near limits"], scratch["near chunks"]
-    unsorted_TX, near_TX = scratch["unsorted tokens"], scratch["near tokens"]
-    num_chunks, wanted, room = -(-context // form.chunk_tokens), form.wanted_tokens(k), form.room(k)
     if not num_rows:
         return out_TK
+    block, pdl = form.block(k), supports_pdl(scores_TC)
+    is_long, num_chunks = context > block, -(-context // form.chunk_tokens)
+    limits_T2, chunks_T2P, *near = (scratch[spec.name] for spec in top_k_specs(0, context, k, form))
     lengths = scores_TC, rows.num_tokens_T
-    if context > form.direct_tokens:
+    if is_long:
+        sample = form.sample(context)
         _limit_kernel[(num_rows,)](
             *lengths,
-            limits_T4,
+            limits_T2,
+            words_instead(num_rows, scores_TC),
             scores_TC.stride(0),
             context,
-            WANTED=wanted,
-            DIRECT=form.direct_tokens,
-            SAMPLE=form.sample_tokens,
-            BLOCK=form.block_items,
-            num_warps=16,
+            WANTED=form.wanted(k),
+            SAMPLE=sample,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=num_warps(sample),
+            **pdl_launch(pdl),
         )
         _filter_kernel[(num_rows, num_chunks)](
             *lengths,
-            limits_T4,
+            limits_T2,
             chunks_T2P,
-            unsorted_TX,
+            *near,
             scores_TC.stride(0),
             chunks_T2P.stride(0),
             chunks_T2P.stride(1),
             context,
-            ROOM=room,
-            DIRECT=form.direct_tokens,
             CHUNK=form.chunk_tokens,
-            num_warps=8,
+            BLOCK=block,
+            PLAIN=is_interpreted(),
+            PDL=pdl,
+            num_warps=num_warps(form.chunk_tokens),
+            **pdl_launch(pdl),
         )
+    held = block if is_long else max(256, next_power_of_two(context))
     _row_kernel[(num_rows,)](
         *lengths,
-        limits_T4,
+        limits_T2,
         chunks_T2P,
-        unsorted_TX,
-        near_TX,
+        *near,
         out_TK,
+        words_instead(num_rows, scores_TC),
         scores_TC.stride(0),
         chunks_T2P.stride(0),
         chunks_T2P.stride(1),
         out_TK.stride(0),
         context,
         K=k,
-        WANTED=wanted,
-        ROOM=room,
-        HAS_LONG=context > form.direct_tokens,
-        DIRECT=form.direct_tokens,
-        SAMPLE=form.sample_tokens,
+        HAS_LONG=is_long,
+        CHUNKS=max(32, next_power_of_two(num_chunks)),
         CHUNK=form.chunk_tokens,
-        CHUNKS=next_power_of_two(num_chunks),
-        BLOCK=form.block_items,
-        num_warps=16,
+        BLOCK=held,
+        PLAIN=is_interpreted(),
+        PDL=pdl,
+        num_warps=num_warps(held),
+        **pdl_launch(pdl),
     )
     return out_TK
 
@@ -155,6 +179,7 @@ def _check(
     assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: the positions of a row must lie side by side"
     assert rows.num_tokens_T.shape == (num_rows,), f"{rows.num_tokens_T.shape=} must be a number a row"
     assert out_TK.shape[0] == num_rows, f"{out_TK.shape=} must have a row for each of {num_rows}"
+    assert context <= MAX_CHUNKS * form.chunk_tokens, f"{context=}: a row has up to {MAX_CHUNKS} chunks"
     for name, (num_held, *shape), _ in top_k_specs(num_rows, context, k, form):
         held = scratch[name].shape
         assert num_held <= held[0], f"{num_rows=} exceeds the scratch for {held[0]} ({name})"
@@ -164,263 +189,309 @@ def _check(
 
 
 @jit
-def _keys(b_score):
+def _keys(b_score, m_token):
     """uint32. In integers throughout, because a GPU may take denormal numbers for zero."""
     b_bits = b_score.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
-    b_key = tl.where(b_bits < 0, -b_size, b_bits)
-    b_key = tl.where(b_size > 0x7F800000, LOWEST_KEY, b_key)
-    return b_key.to(tl.uint32, bitcast=True) ^ 0x80000000
+    b_key = (tl.where(b_bits < 0, -b_size, b_bits) ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
+    b_key = tl.where(b_size > 0x7F800000, NAN_KEY, b_key)
+    return tl.where(m_token, b_key, NO_KEY)
 
 
 @jit
-def _items(p_scores, p_list, o_item, num_items, IS_LISTED: constexpr):
-    """Positions of items, whether there are such, and their keys. Items are the tokens of a row, or those of a list."""
-    m_item = o_item < num_items
-    b_position = tl.load(p_list + o_item, mask=m_item, other=0) if IS_LISTED else o_item
-    return b_position, m_item, _keys(tl.load(p_scores + b_position, mask=m_item, other=0.0))
+def _items(NUM_ITEMS: constexpr):
+    """Numbers of items, 32 side by side: what is scanned among these stays within a warp."""
+    return tl.arange(0, NUM_ITEMS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @jit
-def _narrow(
-    p_scores,
-    p_list,
-    num_items,
-    stride,
-    needed,
-    most,
-    IS_LISTED: constexpr,
-    BLOCK: constexpr,
-):
-    """(start, num_tied): `needed` to `most` of the items have a key above `start`, or are among the first so many that have it.
-
-    Of `num_items` every stride-th is looked at, and `needed` and `most` are of these.
-    """
-    num_looked = (num_items + stride - 1) // stride
-    o_block = tl.arange(0, BLOCK)
-    b_least = tl.full((BLOCK,), 0xFFFFFFFF, tl.uint32)
-    b_largest = tl.zeros((BLOCK,), tl.uint32)
-    for first in range(0, num_looked, BLOCK):
-        _, m_item, b_key = _items(p_scores, p_list, (first + o_block) * stride, num_items, IS_LISTED)
-        b_least = tl.where(m_item & (b_key < b_least), b_key, b_least)
-        b_largest = tl.where(m_item & (b_key > b_largest), b_key, b_largest)
-    start, end = tl.min(b_least, axis=0), tl.max(b_largest, axis=0)
-    num_bits = tl.sum((((end - start) >> tl.arange(0, 32).to(tl.uint32)) != 0).to(tl.int32), axis=0)
-    shift = tl.maximum(num_bits - BIN_BITS, 0)
-    o_bin = tl.arange(0, NUM_BINS)
-    num_above, num_reached = 0, num_looked
-    is_open = num_looked > most
-    while is_open:
-        b_count = tl.zeros((NUM_BINS,), tl.int32)
-        for first in range(0, num_looked, BLOCK):
-            _, m_item, b_key = _items(p_scores, p_list, (first + o_block) * stride, num_items, IS_LISTED)
-            m_item = m_item & (b_key >= start) & (b_key <= end)
-            b_bin = tl.where(m_item, (b_key - start) >> shift.to(tl.uint32), 0).to(tl.int32)
-            b_count += tl.histogram(b_bin, NUM_BINS, mask=m_item)
-        b_reached = num_above + tl.cumsum(b_count, axis=0, reverse=True)
-        # Bins from which on there are enough come first: the last of them is taken, and the first where there is none.
-        m_enough = (b_reached >= needed) | (o_bin == 0)
-        i_bin = tl.sum(m_enough.to(tl.int32), axis=0) - 1
-        num_reached = tl.min(tl.where(m_enough, b_reached, num_looked), axis=0)
-        num_above = tl.maximum(tl.max(tl.where(m_enough, 0, b_reached), axis=0), num_above)
-        start += i_bin.to(tl.uint32) << shift.to(tl.uint32)
-        end = start + tl.minimum(end - start, (tl.full((), 1, tl.uint32) << shift.to(tl.uint32)) - 1)
-        is_open = (num_reached > most) & (shift > 0)
-        shift = tl.maximum(shift - BIN_BITS, 0)
-    return start, tl.where(num_reached > most, needed - num_above, num_items)
+def _wait(PDL: constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Behind the wait: who comes next may read the scores at once.
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
-def _list(
-    p_scores,
-    p_list,
-    num_items,
-    start,
-    num_tied,
-    p_out,
-    room,
-    IS_LISTED: constexpr,
-    BLOCK: constexpr,
-):
-    """How many items have a key above `start`, or are among the first `num_tied` that have it; their positions, as far as there is room."""
-    num_above, num_equal = 0, 0
-    for first in range(0, num_items, BLOCK):
-        o_item = first + tl.arange(0, BLOCK)
-        b_position, m_item, b_key = _items(p_scores, p_list, o_item, num_items, IS_LISTED)
-        m_above, m_equal = m_item & (b_key > start), m_item & (b_key == start)
-        # Two counts in one integer: a block has fewer than 2**15 items.
-        b_both = m_above.to(tl.int32) + (m_equal.to(tl.int32) << 16)
-        b_sum = tl.cumsum(b_both, axis=0)
-        b_equal = num_equal + (b_sum >> 16)
-        o_out = num_above + (b_sum & 0xFFFF) + tl.minimum(b_equal, num_tied) - 1
-        m_out = (m_above | (m_equal & (b_equal <= num_tied))) & (o_out < room)
-        tl.store(p_out + o_out, b_position, mask=m_out)
-        both = tl.sum(b_both, axis=0)
-        num_above += both & 0xFFFF
-        num_equal += both >> 16
-    # What other threads of the program wrote is read next.
+def _clear_bins(words):
+    clear_words(words, tl.arange(0, LAST_BINS // 4))
+    clear_words(words, tl.arange(0, (NUM_BINS - LAST_BINS) // 4) + LAST_BINS // 4)
     tl.debug_barrier()
-    return num_above + tl.minimum(num_equal, num_tied)
 
 
 @jit
-def _sampled_limit(p_scores, num_tokens, WANTED: constexpr, SAMPLE: constexpr, BLOCK: constexpr):
-    """A key from which on there are about WANTED tokens."""
-    stride = tl.minimum(tl.maximum(num_tokens // SAMPLE, 1), LARGEST_STRIDE)
-    needed = tl.minimum(WANTED // stride, num_tokens // stride)
-    limit, _ = _narrow(p_scores, p_scores, num_tokens, stride, needed, needed + needed // 32, False, BLOCK)
-    return limit
+def _find(words, first, num_before, needed):
+    """Which of 64 counts makes `needed` of those before; how many come before it, and how many it is itself."""
+    o_pair = tl.arange(0, 32)
+    b_left = get_words(words, 2 * o_pair + first)
+    b_pair = b_left + get_words(words, 2 * o_pair + first + 1)
+    m_before = num_before + tl.cumsum(b_pair, axis=0) < needed
+    i_pair = tl.sum(m_before.to(tl.int32), axis=0)
+    num_before += tl.sum(tl.where(m_before, b_pair, 0), axis=0)
+    # Two counts in one integer: a block has fewer than 2**15 items.
+    both = tl.sum(tl.where(o_pair == i_pair, b_left + (b_pair << 16), 0), axis=0)
+    num_left, num_pair = both & 0xFFFF, both >> 16
+    is_right = num_before + num_left < needed
+    num_own = tl.where(is_right, num_pair - num_left, num_left)
+    return 2 * i_pair + is_right.to(tl.int32), num_before + tl.where(is_right, num_left, 0), num_own
 
 
 @jit
+def _round(
+    b_key, start, num_before, needed, words, BINS: constexpr, WIDE: constexpr, SHIFT: constexpr, BITS: constexpr
+):
+    """Of the bins from `start` on the one that holds the key of rank `needed`: its first key, and counts as above."""
+    b_bin = (b_key - start) >> SHIFT
+    m_bin = b_bin < 1 << BITS
+    count_words(words, b_bin.to(tl.int32) + BINS, m_bin)
+    count_words(words, (b_bin >> 6).to(tl.int32) + WIDE, m_bin)
+    tl.debug_barrier()
+    i_wide, num_before, _ = _find(words, WIDE, num_before, needed)
+    i_bin, num_before, num_own = _find(words, 64 * i_wide + BINS, num_before, needed)
+    return start + ((64 * i_wide + i_bin).to(tl.uint32) << SHIFT), num_before, num_own
+
+
+@jit
+def _narrow(b_key, needed, most, words):
+    """(end, num_tied): the keys below `end` are as many as are needed, or a few more: up to `most`; or with the first `num_tied`
+    of those that are `end` they are as many as are needed. Bins are clear."""
+    start, num_before, num_own = _round(b_key, tl.full((), 0, tl.uint32), 0, needed, words, BINS, WIDE_BINS, 20, 12)
+    end, num_tied = start + (1 << 20), 0
+    if num_before + num_own > most:
+        start, num_before, num_own = _round(b_key, start, num_before, needed, words, BINS + 4096, WIDE_BINS + 64, 8, 12)
+        end = start + (1 << 8)
+        if num_before + num_own > most:
+            start, num_before, num_own = _round(
+                b_key, start, num_before, needed, words, LAST_BINS, WIDE_BINS + 128, 0, 8
+            )
+            end = start + 1
+            if num_before + num_own > most:
+                end, num_tied = start, needed - num_before
+    return end, num_tied
+
+
+@jit
+def _count(b_own):
+    """What there is up to each item, itself included; before each 32; and of all."""
+    b_sum = tl.sum(b_own, axis=1)
+    b_before = tl.cumsum(b_sum, axis=0) - b_sum
+    return tl.cumsum(b_own, axis=1) + b_before[:, None], b_before, tl.sum(b_sum, axis=0)
+
+
+@jit
+def _bits(m_item):
+    """Of each 32 items one word."""
+    b_bits = tl.sum(m_item.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
+    return b_bits.to(tl.int32, bitcast=True)
+
+
+@jit
+def _num_bits(b_bits, o_bit):
+    """Of those that are set how many come before one."""
+    b_bits = b_bits.to(tl.uint32, bitcast=True)
+    b_bits &= tl.where(o_bit < 32, (tl.full((), 1, tl.uint32) << (o_bit & 31).to(tl.uint32)) - 1, NO_KEY)
+    b_bits -= (b_bits >> 1) & 0x55555555
+    b_bits = (b_bits & 0x33333333) + ((b_bits >> 2) & 0x33333333)
+    return ((((b_bits + (b_bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@jit
+def _count_until(words, o_item, GROUPS: constexpr):
+    """What there is before an item, by the words that `_by_token` puts."""
+    o_group = tl.minimum(o_item // 32, GROUPS - 1)
+    o_bit = o_item - o_group * 32
+    num_below = _num_bits(get_words(words, o_group + GROUPS), o_bit)
+    num_equal = _num_bits(get_words(words, o_group + 2 * GROUPS), o_bit)
+    return get_words(words, o_group) + num_below + (num_equal << 16)
+
+
+@jit
+def _by_token(
+    m_below,
+    m_equal,
+    b_before,
+    b_token,
+    p_chunks,
+    count_stride,
+    num_chunks,
+    words,
+    CHUNKS: constexpr,
+    CHUNK: constexpr,
+    BLOCK: constexpr,
+):
+    """What has to be added to counts of a list to make them counts by token: chunks lie in any order, and rise within."""
+    o_group, o_chunk = tl.arange(0, BLOCK // 32), tl.arange(0, CHUNKS)
+    tl.debug_barrier()
+    put_words(words, o_group, b_before)
+    put_words(words, o_group + BLOCK // 32, _bits(m_below))
+    put_words(words, o_group + 2 * (BLOCK // 32), _bits(m_equal))
+    tl.debug_barrier()
+    b_first = tl.load(p_chunks + o_chunk, mask=o_chunk < num_chunks, other=0)
+    b_num = tl.load(p_chunks + count_stride + o_chunk, mask=o_chunk < num_chunks, other=0)
+    b_start = _count_until(words, b_first, BLOCK // 32)
+    b_own = _count_until(words, b_first + b_num, BLOCK // 32) - b_start
+    put_words(words, o_chunk + SHIFTS, tl.cumsum(b_own, axis=0) - b_own - b_start)
+    tl.debug_barrier()
+    return get_words(words, b_token // CHUNK + SHIFTS)
+
+
+@jit_counting("p_num_tokens")
 def _limit_kernel(
     p_scores,
     p_num_tokens,
     p_limits,
+    p_words,
     score_stride,
     context,
     WANTED: constexpr,
-    DIRECT: constexpr,
     SAMPLE: constexpr,
     BLOCK: constexpr,
+    PDL: constexpr,
 ):
-    """The limit of a long row, and no near tokens as yet."""
+    """The limit of a long row: a key up to which there are about WANTED tokens. And no near tokens as yet."""
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
-    if num_tokens <= DIRECT:
+    words = shared_words(p_words)
+    _wait(PDL)
+    if num_tokens <= BLOCK:
         return
-    limit = _sampled_limit(p_scores + i_row * score_stride, num_tokens, WANTED, SAMPLE, BLOCK)
-    p_limit = p_limits + i_row * 4
-    tl.store(p_limit, limit.to(tl.int32, bitcast=True))
-    tl.store(p_limit + 1, 0)
-    tl.store(p_limit + 2, 0)
+    # One token of each SAMPLE-th of the row, anywhere in it: nothing that comes back at regular distances is missed or hit each time.
+    o_part = tl.arange(0, SAMPLE).to(tl.uint32)
+    o_any = (o_part * 2654435769) // SAMPLE
+    o_token = tl.umulhi(o_part * (2**32 // SAMPLE) + o_any, num_tokens.to(tl.uint32)).to(tl.int32)
+    b_key = _keys(tl.load(p_scores + i_row * score_stride + o_token), o_token >= 0)
+    _clear_bins(words)
+    needed = tl.maximum(WANTED * SAMPLE // num_tokens, 1)
+    end, num_tied = _narrow(b_key, needed, needed + needed // 8, words)
+    # The last key that is near. Behind the last of all comes 0.
+    limit = tl.where(num_tied > 0, end, end - 1)
+    tl.store(p_limits + i_row * 2, limit.to(tl.int32, bitcast=True))
+    tl.store(p_limits + i_row * 2 + 1, 0)
 
 
-@jit
+@jit_counting("p_num_tokens")
 def _filter_kernel(
     p_scores,
     p_num_tokens,
     p_limits,
     p_chunks,
-    p_unsorted,
+    p_near_keys,
+    p_near_tokens,
     score_stride,
     row_stride,
     count_stride,
     context,
-    ROOM: constexpr,
-    DIRECT: constexpr,
     CHUNK: constexpr,
+    BLOCK: constexpr,
+    PLAIN: constexpr,
+    PDL: constexpr,
 ):
     """The near tokens of a chunk, in the next free places of the row, and which these are: chunks come in any order."""
     i_row = tl.program_id(0).to(tl.int64)
-    i_chunk = tl.program_id(1)
+    # The last come first, so that one program after the other, as in the interpreter, lists chunks in another order than theirs.
+    i_chunk = tl.num_programs(1) - 1 - tl.program_id(1)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
-    if (num_tokens <= DIRECT) | (i_chunk * CHUNK >= num_tokens):
+    is_seen = (num_tokens > BLOCK) & (i_chunk * CHUNK < num_tokens)
+    o_token = i_chunk * CHUNK + _items(CHUNK)
+    b_score = tl.load(p_scores + i_row * score_stride + o_token, mask=(o_token < context) & is_seen, other=0.0)
+    _wait(PDL)
+    if not is_seen:
         return
-    p_limit = p_limits + i_row * 4
-    limit = tl.load(p_limit).to(tl.uint32, bitcast=True)
-    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    m_token = o_token < num_tokens
-    b_key = _keys(tl.load(p_scores + i_row * score_stride + o_token, mask=m_token, other=0.0))
-    m_near = m_token & (b_key >= limit)
-    o_near = tl.cumsum(m_near.to(tl.int32), axis=0) - 1
-    num_near = tl.sum(m_near.to(tl.int32), axis=0)
-    num_equal = tl.sum((m_token & (b_key == limit)).to(tl.int32), axis=0)
-    first = 0
-    if num_near > 0:
-        first = tl.atomic_add(p_limit + 1, num_near, sem="relaxed")
-        tl.atomic_add(p_limit + 2, num_equal, sem="relaxed")
-    o_near += first
-    tl.store(p_unsorted + i_row * ROOM + o_near, o_token, mask=m_near & (o_near < ROOM))
+    b_key = _keys(b_score, o_token < num_tokens)
+    m_near = b_key <= tl.load(p_limits + i_row * 2).to(tl.uint32, bitcast=True)
+    b_count, _, num_near = _count(m_near.to(tl.int32))
+    first = tl.atomic_add(p_limits + i_row * 2 + 1, num_near, sem="relaxed")
+    o_near = first + b_count - 1
+    m_near = m_near & (o_near < BLOCK)
+    scatter(p_near_keys + i_row * BLOCK, o_near, b_key.to(tl.int32, bitcast=True), m_near, PLAIN)
+    scatter(p_near_tokens + i_row * BLOCK, o_near, o_token, m_near, PLAIN)
     p_chunk = p_chunks + i_row * row_stride + i_chunk
     tl.store(p_chunk, first)
     tl.store(p_chunk + count_stride, num_near)
 
 
-@jit
-def _sort(
-    p_unsorted,
-    p_chunks,
-    count_stride,
-    num_near,
-    num_chunks,
-    p_near,
-    CHUNK: constexpr,
-    CHUNKS: constexpr,
-    BLOCK: constexpr,
-):
-    """The near tokens of all chunks in rising order: within a chunk they are."""
-    o_chunk = tl.arange(0, CHUNKS)
-    m_chunk = o_chunk < num_chunks
-    b_first = tl.load(p_chunks + o_chunk, mask=m_chunk, other=0)
-    b_count = tl.load(p_chunks + count_stride + o_chunk, mask=m_chunk, other=0)
-    tl.debug_barrier()
-    tl.store(p_chunks + o_chunk, tl.cumsum(b_count, axis=0) - b_count - b_first, mask=m_chunk)
-    tl.debug_barrier()
-    for first in range(0, num_near, BLOCK):
-        o_near = first + tl.arange(0, BLOCK)
-        m_near = o_near < num_near
-        b_token = tl.load(p_unsorted + o_near, mask=m_near, other=0)
-        b_shift = tl.load(p_chunks + b_token // CHUNK, mask=m_near, other=0)
-        tl.store(p_near + o_near + b_shift, b_token, mask=m_near)
-    tl.debug_barrier()
-
-
-@jit
+@jit_counting("p_num_tokens", "p_out")
 def _row_kernel(
     p_scores,
     p_num_tokens,
     p_limits,
     p_chunks,
-    p_unsorted,
-    p_near,
+    p_near_keys,
+    p_near_tokens,
     p_out,
+    p_words,
     score_stride,
     row_stride,
     count_stride,
     out_stride,
     context,
     K: constexpr,
-    WANTED: constexpr,
-    ROOM: constexpr,
     HAS_LONG: constexpr,
-    DIRECT: constexpr,
-    SAMPLE: constexpr,
-    CHUNK: constexpr,
     CHUNKS: constexpr,
+    CHUNK: constexpr,
     BLOCK: constexpr,
+    PLAIN: constexpr,
+    PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
+    words = shared_words(p_words)
+    o_item = _items(BLOCK)
     p_scores += i_row * score_stride
-    p_near += i_row * ROOM
     p_out += i_row * out_stride
+    p_chunks += i_row * row_stride
+    _wait(PDL)
     if num_tokens <= K:
         for first in range(0, K, BLOCK):
-            o_out = first + tl.arange(0, BLOCK)
-            tl.store(p_out + o_out, tl.where(o_out < num_tokens, o_out, -1), mask=o_out < K)
+            tl.store(
+                p_out + first + o_item,
+                tl.where(first + o_item < num_tokens, first + o_item, -1),
+                mask=first + o_item < K,
+            )
         return
-    if HAS_LONG & (num_tokens > DIRECT):
-        p_limit = p_limits + i_row * 4
-        limit = tl.load(p_limit).to(tl.uint32, bitcast=True)
-        num_near, num_equal = tl.load(p_limit + 1), tl.load(p_limit + 2)
-        is_listed = (num_near >= K) & (num_near <= ROOM)
+    is_listed = False
+    if HAS_LONG:
+        num_near = 0
+        if num_tokens > BLOCK:
+            num_near = tl.load(p_limits + i_row * 2 + 1)
+        is_listed = (num_near >= K) & (num_near <= BLOCK)
+        if is_listed:
+            m_item, m_load = o_item < num_near, o_item < (num_near + 31) // 32 * 32
+            b_near = tl.load(p_near_keys + i_row * BLOCK + o_item, mask=m_load, other=0).to(tl.uint32, bitcast=True)
+            b_token = tl.load(p_near_tokens + i_row * BLOCK + o_item, mask=m_load, other=0)
+            b_key, b_token = tl.where(m_item, b_near, NO_KEY), tl.where(m_item, b_token, 0)
+        else:
+            b_key, b_token = _keys(tl.load(p_scores + o_item), o_item < num_tokens), o_item
     else:
-        limit = _sampled_limit(p_scores, num_tokens, WANTED, SAMPLE, BLOCK)
-        num_near = _list(p_scores, p_scores, num_tokens, limit, num_tokens, p_near, ROOM, False, BLOCK)
-        num_equal = 0
-        is_listed = (num_near >= K) & (num_near <= ROOM)
-    if is_listed:
-        if HAS_LONG & (num_tokens > DIRECT):
-            num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-            p_unsorted += i_row * ROOM
-            p_chunks += i_row * row_stride
-            _sort(p_unsorted, p_chunks, count_stride, num_near, num_chunks, p_near, CHUNK, CHUNKS, BLOCK)
-    else:
-        num_tied = K - (num_near - num_equal)
-        # Where the limit itself is the key of the K-th, as with many equal scores, it need not be looked for.
-        if (num_near < K) | (num_tied <= 0):
-            limit, num_tied = _narrow(p_scores, p_scores, num_tokens, 1, K, ROOM, False, BLOCK)
-        num_near = _list(p_scores, p_scores, num_tokens, limit, num_tied, p_near, ROOM, False, BLOCK)
-    limit, num_tied = _narrow(p_scores, p_near, num_near, 1, K, K, True, BLOCK)
-    _list(p_scores, p_near, num_near, limit, num_tied, p_out, K, True, BLOCK)
+        b_score = tl.load(p_scores + o_item, mask=o_item < context, other=0.0)
+        b_key, b_token = _keys(b_score, o_item < num_tokens), o_item
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    first, is_open = BLOCK, num_tokens > K
+    while is_open:
+        _clear_bins(words)
+        end, num_tied = _narrow(b_key, K, K, words)
+        m_below, m_equal = b_key < end, b_key == end
+        # Two counts in one integer.
+        b_count, b_before, _ = _count(m_below.to(tl.int32) + (m_equal.to(tl.int32) << 16))
+        if is_listed:
+            b_count += _by_token(
+                m_below, m_equal, b_before, b_token, p_chunks, count_stride, num_chunks, words, CHUNKS, CHUNK, BLOCK
+            )
+        num_equal = b_count >> 16
+        b_place = (b_count & 0xFFFF) + tl.minimum(num_equal, num_tied) - 1
+        scatter(p_out, b_place, b_token, m_below | (m_equal & (num_equal <= num_tied)), PLAIN)
+        is_open = False
+        if HAS_LONG:
+            is_open = not is_listed
+            if is_open:
+                # What was taken of all before is lower than what is new, so that a block rises. Of equal keys the new one is not taken.
+                tl.debug_barrier()
+                is_better = 0
+                while (first < num_tokens) & (is_better == 0):
+                    b_token = tl.where(o_item < K, gather(p_out, o_item, o_item < K, PLAIN), first + o_item - K)
+                    m_token = b_token < num_tokens
+                    b_key = _keys(gather(p_scores, b_token, m_token, PLAIN).to(tl.float32, bitcast=True), m_token)
+                    is_better = tl.max(tl.max(((b_key < end) & (o_item >= K)).to(tl.int32), axis=1), axis=0)
+                    first += BLOCK - K
+                is_open = is_better > 0
+                tl.debug_barrier()
