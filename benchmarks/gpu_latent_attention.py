@@ -21,10 +21,10 @@ from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonLat
 from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.latent_attention import latent_attention, latent_attention_reference
-from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference
+from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import formats_of
 

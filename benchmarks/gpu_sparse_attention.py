@@ -19,14 +19,14 @@ from gpu_records import Budget, make_record, options, print_table, write_record
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import score_columns, sparse_partials
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
-from holdfast.kernels.attention.index_scores import index_scores, index_scores_reference
-from holdfast.kernels.attention.latent_attention import latent_attention
-from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
-from holdfast.kernels.attention.latent_planes import IndexPlanes, LatentPlanes, SparseRows, store_latents
-from holdfast.kernels.attention.sparse_attention import sparse_attention, sparse_attention_reference
-from holdfast.kernels.attention.top_k_geometry import top_k_specs
-from holdfast.kernels.attention.top_k_tokens import top_k_tokens, top_k_tokens_reference
-from holdfast.kernels.attention.write_index import quantize_index_queries
+from holdfast.kernels.latent.index_scores import index_scores, index_scores_reference
+from holdfast.kernels.latent.latent_attention import latent_attention
+from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, SparseRows, store_latents
+from holdfast.kernels.latent.sparse_attention import sparse_attention, sparse_attention_reference
+from holdfast.kernels.latent.top_k_geometry import top_k_specs
+from holdfast.kernels.latent.top_k_tokens import top_k_tokens, top_k_tokens_reference
+from holdfast.kernels.latent.write_index import quantize_index_queries
 from holdfast.quant.formats import formats_of
 
 PAGE = 64

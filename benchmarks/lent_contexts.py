@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import IndexPlanes, LatentPlanes, store_latents
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, store_latents
 
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine

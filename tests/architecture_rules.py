@@ -30,7 +30,7 @@ LAYERS = (
 )
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
-    "kernels": (("",), ("attention", "gemm", "load", "sampling"), ("moe",)),
+    "kernels": (("",), ("attention", "gemm", "load", "sampling"), ("latent", "moe")),
     "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf",), ("hub", "planning"), ("execution", "quantized"), ("",)),
     "runner": (("sampling",), ("",)),
@@ -59,8 +59,8 @@ TORCH_FREE = (
     "cache.spec",
     "cache.pages",
     "cache.prefix",
-    "kernels.attention.latent_geometry",
-    "kernels.attention.top_k_geometry",
+    "kernels.latent.latent_geometry",
+    "kernels.latent.top_k_geometry",
     "kernels.geometry",
     "kernels.up_projection",
     "models.spec",

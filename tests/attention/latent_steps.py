@@ -13,9 +13,9 @@ from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_sparse import TritonSparseLatentAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.latent.write_index import IndexNorm
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import formats_of

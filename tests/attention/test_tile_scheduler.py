@@ -11,7 +11,7 @@ from attention.work_lists import MILLION, ListCase, Ranges, check_work, dummy_ba
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MAX_PARTIALS, StepBounds, max_partials
 from holdfast.attention.tile_scheduler import StepRows
-from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry
+from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry
 
 PLAIN, QUANTIZED = ListCase(), ListCase(quantized=True)
 BOTH = pytest.mark.parametrize("case", [PLAIN, QUANTIZED], ids=["plain", "quantized"])

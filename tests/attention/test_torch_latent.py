@@ -13,7 +13,7 @@ from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.cache.spec import LayerCache, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm, rotate_neighbours
+from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import formats_of
 

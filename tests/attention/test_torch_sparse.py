@@ -14,10 +14,10 @@ from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.attention.torch_sparse import TorchSparseLatentAttention, index_keys, largest_tokens
 from holdfast.cache.spec import mixed_cache
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.latent_planes import read_latents
-from holdfast.kernels.attention.write_index import IndexNorm, quantize_index_queries
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.latent.latent_planes import read_latents
+from holdfast.kernels.latent.write_index import IndexNorm, quantize_index_queries
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import formats_of
 

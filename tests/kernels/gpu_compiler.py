@@ -26,34 +26,11 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from holdfast.kernels import norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
-    index_scores,
-    latent_attention,
-    latent_prefill,
-    latent_projection,
-    latent_quantized_attention,
-    latent_quantized_warpgroups,
-    latent_tiles,
-    latent_warpgroups,
     quantized_attention,
-    sparse_attention,
-    sparse_low_attention,
-    sparse_quantized_attention,
-    sparse_tiles,
-    sparse_warpgroups,
     tiled_attention,
-    top_k_tokens,
-    write_index,
-    write_latent,
     write_quantized_kv,
 )
-from holdfast.kernels.attention.latent_low_tiles import LOW_HEIGHT  # noqa: E402
-from holdfast.kernels.attention.latent_planes import (  # noqa: E402
-    IndexPlanes,
-    LatentPlanes,
-    SparseRows,
-)
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
-from holdfast.kernels.attention.top_k_geometry import top_k_specs  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
@@ -65,6 +42,31 @@ from holdfast.kernels.gemm import (  # noqa: E402
 )
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
+from holdfast.kernels.latent import (  # noqa: E402
+    index_scores,
+    latent_attention,
+    latent_prefill,
+    latent_projection,
+    latent_quantized_attention,
+    latent_quantized_warpgroups,
+    latent_tiles,
+    latent_warpgroups,
+    sparse_attention,
+    sparse_low_attention,
+    sparse_quantized_attention,
+    sparse_tiles,
+    sparse_warpgroups,
+    top_k_tokens,
+    write_index,
+    write_latent,
+)
+from holdfast.kernels.latent.latent_low_tiles import LOW_HEIGHT  # noqa: E402
+from holdfast.kernels.latent.latent_planes import (  # noqa: E402
+    IndexPlanes,
+    LatentPlanes,
+    SparseRows,
+)
+from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
 from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import IndexPlanes, SparseRows
-from holdfast.kernels.attention.write_index import LEAST_KEY, quantize_index, quantize_index_queries_reference
+from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
+from holdfast.kernels.latent.write_index import LEAST_KEY, quantize_index, quantize_index_queries_reference
 from holdfast.quant.formats import index_planes
 from kernels.exactness import MOAT
 from red_zones import RedZones

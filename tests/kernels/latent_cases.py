@@ -7,10 +7,10 @@ import torch
 
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
-from holdfast.kernels.attention.latent_attention import latent_attention
-from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry, tile_rows
-from holdfast.kernels.attention.latent_planes import LatentPlanes
 from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_attention import latent_attention
+from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, tile_rows
+from holdfast.kernels.latent.latent_planes import LatentPlanes
 from kernels.exactness import random
 from kernels.tiled_cases import BEYOND, NAN, amid
 from red_zones import RedZones

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import LatentPlanes
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.quant.formats import ALL_KV_FORMATS
 from red_zones import RedZones
 

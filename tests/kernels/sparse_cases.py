@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.attention.latent_geometry import sparse_splits
-from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows, read_latents, store_latents
-from holdfast.kernels.attention.sparse_attention import sparse_attention
+from holdfast.kernels.latent.latent_geometry import sparse_splits
+from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows, read_latents, store_latents
+from holdfast.kernels.latent.sparse_attention import sparse_attention
 from kernels.exactness import random
 from kernels.latent_page_cases import make_latent_planes, on_device
 from kernels.tiled_cases import BEYOND, NAN, amid

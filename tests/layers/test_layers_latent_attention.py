@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows
-from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
+from holdfast.kernels.latent.write_index import IndexNorm
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.latent_attention import (
     LatentAttentionLayer,
     LatentBuffers,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.kernels.attention import write_latent
-from holdfast.kernels.attention.write_latent import rotate_neighbours
+from holdfast.kernels.latent import write_latent
+from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.moe.routing import Routing, route_tokens
 from holdfast.layers import moe
 from holdfast.models.spec import LatentSpec

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from holdfast.attention import torch_sparse
 from holdfast.attention.torch_sparse import TorchSparseLatentAttention, largest_tokens, score_tokens
 from holdfast.errors import ModelFormatError
-from holdfast.kernels.attention import write_index
-from holdfast.kernels.attention.write_latent import rotate_neighbours
+from holdfast.kernels.latent import write_index
+from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.layers import latent_attention
 from holdfast.models.spec import IndexSpec, LatentSpec
 from models.tiny_experts import save_tiny_experts, tensors_of

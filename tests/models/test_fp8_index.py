@@ -8,7 +8,7 @@ import torch
 
 from holdfast.attention import torch_sparse
 from holdfast.config import Limits
-from holdfast.kernels.attention import (
+from holdfast.kernels.latent import (
     index_scores,
     top_k_tokens,
     write_index,

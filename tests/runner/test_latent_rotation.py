@@ -6,8 +6,8 @@ import torch
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.attention.torch_latent import attend_latents
 from holdfast.cache.spec import LayerCache
-from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
+from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
 from holdfast.quant.formats import MLA_FORMATS, formats_of
 from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.runner.latent_rotation import ROWS_AT_ONCE, fold_rotation, kv_b_name, rotate_rows

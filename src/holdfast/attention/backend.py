@@ -17,9 +17,9 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.latent.write_index import IndexNorm
+from holdfast.kernels.latent.write_latent import LatentNorm
 
 
 class SequenceRows(NamedTuple):

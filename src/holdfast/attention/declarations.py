@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
-from holdfast.kernels.attention.latent_geometry import head_blocks, latent_geometry, sparse_partials
-from holdfast.kernels.attention.top_k_geometry import top_k_specs, unsupported_top_k
 from holdfast.kernels.geometry import (
     LARGE_TILE,
     LATENT_MULTIPLE,
@@ -21,6 +19,8 @@ from holdfast.kernels.geometry import (
     key_bias_spec,
     key_turns_specs,
 )
+from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, sparse_partials
+from holdfast.kernels.latent.top_k_geometry import top_k_specs, unsupported_top_k
 from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec

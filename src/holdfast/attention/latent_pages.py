@@ -7,10 +7,10 @@ import torch
 from holdfast.attention.backend import Batch, EagerStep
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.latent_planes import IndexPlanes, LatentPlanes
-from holdfast.kernels.attention.write_index import IndexNorm, write_index
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm, write_latent
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes
+from holdfast.kernels.latent.write_index import IndexNorm, write_index
+from holdfast.kernels.latent.write_latent import LatentNorm, write_latent
 
 
 class LatentPages:

@@ -17,8 +17,8 @@ from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.attention.declarations import LATENT_BLOCK_TOKENS, AttentionSpec, latent_block_rows
 from holdfast.attention.latent_pages import LatentPages
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
 
 
 @dataclass(frozen=True, slots=True)

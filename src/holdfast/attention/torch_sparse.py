@@ -20,10 +20,10 @@ from holdfast.attention.declarations import LATENT_BLOCK_TOKENS, SELECTED, Atten
 from holdfast.attention.latent_pages import IndexPages
 from holdfast.attention.torch_latent import RowBlock, TorchLatentAttention, TorchLatentPlan, attend_latents
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.latent_planes import IndexPlanes
-from holdfast.kernels.attention.write_index import IndexNorm, quantize_index_queries
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import plain_linear
+from holdfast.kernels.latent.latent_planes import IndexPlanes
+from holdfast.kernels.latent.write_index import IndexNorm, quantize_index_queries
 
 
 class TorchSparseLatentAttention(TorchLatentAttention):

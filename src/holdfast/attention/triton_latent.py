@@ -28,11 +28,11 @@ from holdfast.attention.declarations import (
 from holdfast.attention.latent_pages import LatentPages
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.latent_attention import latent_attention
-from holdfast.kernels.attention.latent_geometry import latent_geometry
-from holdfast.kernels.attention.latent_prefill import attend_up_projected
-from holdfast.kernels.attention.latent_projection import absorb_queries, project_values
 from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_attention import latent_attention
+from holdfast.kernels.latent.latent_geometry import latent_geometry
+from holdfast.kernels.latent.latent_prefill import attend_up_projected
+from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
 from holdfast.kernels.up_projection import takes_up_projection, warm_steps
 
 

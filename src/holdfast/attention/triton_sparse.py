@@ -19,12 +19,12 @@ from holdfast.attention.declarations import SELECTED, AttentionSpec, StepBounds,
 from holdfast.attention.latent_pages import IndexPages
 from holdfast.attention.triton_latent import LatentPart, TritonLatentAttention, TritonLatentPlan
 from holdfast.cache.storage import PageStorage
-from holdfast.kernels.attention.index_scores import index_scores
-from holdfast.kernels.attention.latent_planes import SparseRows
-from holdfast.kernels.attention.sparse_attention import sparse_attention
-from holdfast.kernels.attention.top_k_tokens import top_k_tokens
-from holdfast.kernels.attention.write_index import IndexNorm, quantize_index_queries
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.latent.index_scores import index_scores
+from holdfast.kernels.latent.latent_planes import SparseRows
+from holdfast.kernels.latent.sparse_attention import sparse_attention
+from holdfast.kernels.latent.top_k_tokens import top_k_tokens
+from holdfast.kernels.latent.write_index import IndexNorm, quantize_index_queries
 from holdfast.memory.arena import MirroredTensor
 
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.attention.backend import Batch, LatentAttention, SparseLatentAttention
-from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
+from holdfast.kernels.latent.write_index import IndexNorm
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.mlp import Linear, RMSNorm
 
 INDEX = ("index_q", "index_k", "index_weights")

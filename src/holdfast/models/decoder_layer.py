@@ -8,9 +8,9 @@ import torch
 
 from holdfast.attention.backend import GroupedAttention, LatentAttention, SparseLatentAttention
 from holdfast.kernels.activation import GateForm
-from holdfast.kernels.attention.write_index import IndexNorm
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
-from holdfast.kernels.attention.write_latent import LatentNorm
+from holdfast.kernels.latent.write_index import IndexNorm
+from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.attention import AttentionLayer
 from holdfast.layers.latent_attention import LatentAttentionLayer, LatentIndex, SparseLatentAttentionLayer

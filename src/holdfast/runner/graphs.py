@@ -21,13 +21,15 @@ import torch
 
 from holdfast.kernels import geometry
 from holdfast.kernels.attention import (
-    latent_projection,
-    latent_tiles,
     quantized_attention,
-    sparse_attention,
     tiled_attention,
 )
 from holdfast.kernels.gemm import block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles
+from holdfast.kernels.latent import (
+    latent_projection,
+    latent_tiles,
+    sparse_attention,
+)
 from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
 

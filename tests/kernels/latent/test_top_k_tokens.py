@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention.latent_planes import SparseRows
-from holdfast.kernels.attention.top_k_geometry import BLOCK_ITEMS, TOP_K_FORM, TopKForm, top_k_specs
-from holdfast.kernels.attention.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
+from holdfast.kernels.latent.latent_planes import SparseRows
+from holdfast.kernels.latent.top_k_geometry import BLOCK_ITEMS, TOP_K_FORM, TopKForm, top_k_specs
+from holdfast.kernels.latent.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
 from kernels.exactness import random
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
 

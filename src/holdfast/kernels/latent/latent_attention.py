@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.latent_geometry import (
+from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_geometry import (
     LARGE_HEIGHT,
     PLAIN_PROGRAMS_PER_SM,
     SMALL_HEIGHT,
     head_blocks,
     tile_height,
 )
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.attention.latent_quantized_attention import latent_quantized_attention
-from holdfast.kernels.attention.latent_tiles import merge_latents
-from holdfast.kernels.attention.latent_warpgroups import attend_warpgroups, takes_warpgroups
-from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_quantized_attention import latent_quantized_attention
+from holdfast.kernels.latent.latent_tiles import merge_latents
+from holdfast.kernels.latent.latent_warpgroups import attend_warpgroups, takes_warpgroups
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, shared_bytes, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types

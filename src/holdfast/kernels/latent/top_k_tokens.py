@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import SparseRows
-from holdfast.kernels.attention.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
+from holdfast.kernels.latent.latent_planes import SparseRows
+from holdfast.kernels.latent.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
 from holdfast.kernels.shared_words import (
     clear_words,
     count_words,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import LatentPlanes, store_latents
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, nearest_magnitudes, size_bits
+from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,

@@ -15,11 +15,11 @@ zeros in shared memory, because what they hold may be NaN.
 
 import torch
 
-from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks
-from holdfast.kernels.attention.latent_planes import LatentPlanes
 from holdfast.kernels.attention.split_kv import LOG2_E
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS, TILE_FIELDS
+from holdfast.kernels.latent.latent_geometry import LARGE_HEIGHT, head_blocks
+from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.triton_compat import (
     TensorDescriptor,
     constexpr,

@@ -10,10 +10,12 @@ whose reference over ranges stands for this kernel too: sparse_attention_referen
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
-from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.attention.latent_quantized_attention import quantized_blocks
-from holdfast.kernels.attention.latent_words import (
+from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
+from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
+from holdfast.kernels.latent.latent_geometry import head_blocks, tile_height
+from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
+from holdfast.kernels.latent.latent_quantized_attention import quantized_blocks
+from holdfast.kernels.latent.latent_words import (
     group_scores,
     load_queries,
     load_rope_queries,
@@ -26,8 +28,7 @@ from holdfast.kernels.attention.latent_words import (
     take_apart,
     word_shape,
 )
-from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
-from holdfast.kernels.attention.sparse_tiles import (
+from holdfast.kernels.latent.sparse_tiles import (
     ListSplits,
     find_slots,
     load_pages,
@@ -35,7 +36,6 @@ from holdfast.kernels.attention.sparse_tiles import (
     merge_lists,
     seen_tokens,
 )
-from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents, store_latents
-from holdfast.kernels.attention.latent_prefill import (
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
+from holdfast.kernels.latent.latent_prefill import (
     attend_up_projected,
     attend_up_projected_reference,
     attend_up_projected_triton,

@@ -10,9 +10,9 @@ factor a token that is left to scores and to p.
 import torch
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LOG2_ASM
-from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_warpgroups import HEIGHT, LATENT, LATENT_DIM, ROPE, ROPE_DIM, TOKENS
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
+from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_warpgroups import HEIGHT, LATENT, LATENT_DIM, ROPE, ROPE_DIM, TOKENS
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types

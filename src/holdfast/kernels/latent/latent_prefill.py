@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, next_power_of_two, shared_bytes, tl
 from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
 from holdfast.quant.formats import LATENT_TILE

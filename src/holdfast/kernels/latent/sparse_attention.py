@@ -9,15 +9,16 @@ of the merge, that of latent_tiles.py.
 
 import torch
 
-from holdfast.kernels.attention.latent_attention import LatentBlocks, latent_blocks
-from holdfast.kernels.attention.latent_geometry import head_blocks, tile_height
-from holdfast.kernels.attention.latent_low_tiles import takes_low
-from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows, read_latents
-from holdfast.kernels.attention.latent_tiles import RowForm
-from holdfast.kernels.attention.latent_tiles import row_form as merge_form
-from holdfast.kernels.attention.sparse_low_attention import sparse_low_attention
-from holdfast.kernels.attention.sparse_quantized_attention import sparse_quantized_attention
-from holdfast.kernels.attention.sparse_tiles import (
+from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
+from holdfast.kernels.latent.latent_attention import LatentBlocks, latent_blocks
+from holdfast.kernels.latent.latent_geometry import head_blocks, tile_height
+from holdfast.kernels.latent.latent_low_tiles import takes_low
+from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows, read_latents
+from holdfast.kernels.latent.latent_tiles import RowForm
+from holdfast.kernels.latent.latent_tiles import row_form as merge_form
+from holdfast.kernels.latent.sparse_low_attention import sparse_low_attention
+from holdfast.kernels.latent.sparse_quantized_attention import sparse_quantized_attention
+from holdfast.kernels.latent.sparse_tiles import (
     ListSplits,
     find_slots,
     load_pages,
@@ -25,8 +26,7 @@ from holdfast.kernels.attention.sparse_tiles import (
     merge_lists,
     seen_tokens,
 )
-from holdfast.kernels.attention.sparse_warpgroups import sparse_warpgroup_attention, takes_warpgroups
-from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
+from holdfast.kernels.latent.sparse_warpgroups import sparse_warpgroup_attention, takes_warpgroups
 from holdfast.kernels.triton_compat import (
     constexpr,
     jit_counting,

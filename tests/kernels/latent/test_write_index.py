@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from holdfast.kernels.attention.index_scores import read_index
-from holdfast.kernels.attention.latent_planes import IndexPlanes
-from holdfast.kernels.attention.write_index import (
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.latent.index_scores import read_index
+from holdfast.kernels.latent.latent_planes import IndexPlanes
+from holdfast.kernels.latent.write_index import (
     IndexNorm,
     quantize_index_queries,
     quantize_index_queries_reference,
@@ -16,7 +17,6 @@ from holdfast.kernels.attention.write_index import (
     write_index_reference,
     write_index_triton,
 )
-from holdfast.kernels.attention.write_kv import Rotary
 from kernels.index_cases import POISON_BYTE, amid_bytes, make_index_planes, planes_to
 from kernels.latent_page_cases import MAX_POSITION, rotary_tables
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.attention.latent_projection import (
+from holdfast.kernels.latent.latent_projection import (
     absorb_queries,
     absorb_queries_reference,
     absorb_queries_triton,

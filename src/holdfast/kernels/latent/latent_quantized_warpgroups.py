@@ -9,16 +9,18 @@ at the most; two warpgroups multiply (gathered_tiles.py).
 
 import torch
 
-from holdfast.kernels.attention.gathered_tiles import (
+from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.gathered_tiles import (
     GATHER_REGISTERS,
     GATHER_WARPS,
     RING,
     attend_gathered,
     gathered_memory,
 )
-from holdfast.kernels.attention.latent_geometry import head_blocks
-from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_warpgroups import (
+from holdfast.kernels.latent.latent_geometry import head_blocks
+from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_warpgroups import (
     HEIGHT,
     LATENT,
     LAUNCH_DEPENDENTS,
@@ -27,9 +29,7 @@ from holdfast.kernels.attention.latent_warpgroups import (
     WAIT,
     load_tile,
 )
-from holdfast.kernels.attention.sparse_gather import gather_codes
-from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.sparse_gather import gather_codes
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, pdl_launch, supports_pdl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from holdfast.kernels.attention.latent_attention import latent_attention_reference
-from holdfast.kernels.attention.latent_geometry import MAX_SPLITS, low_splits, sparse_partials, sparse_splits
-from holdfast.kernels.attention.latent_planes import read_latents
-from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS
-from holdfast.kernels.attention.sparse_attention import row_form, sparse_attention, sparse_attention_reference
-from holdfast.kernels.attention.sparse_tiles import ListSplits
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_attention import latent_attention_reference
+from holdfast.kernels.latent.latent_geometry import MAX_SPLITS, low_splits, sparse_partials, sparse_splits
+from holdfast.kernels.latent.latent_planes import read_latents
+from holdfast.kernels.latent.latent_tiles import SPREAD_MERGE_ROWS
+from holdfast.kernels.latent.sparse_attention import row_form, sparse_attention, sparse_attention_reference
+from holdfast.kernels.latent.sparse_tiles import ListSplits
 from kernels.exactness import same_bits
 from kernels.latent_page_cases import QUANTIZED_LATENTS, on_device
 from kernels.sparse_cases import BEFORE, SparseCase, run_sparse, sparse_case

@@ -18,9 +18,9 @@ Groups are the 128 elements that share a scale in fp8_ds_mla: their scores are m
 import torch
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LATENTS_4_ASM, LOG2_ASM
-from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_warpgroups import LATENT, LATENT_DIM, LAUNCH_DEPENDENTS, ROPE, ROPE_DIM, WAIT
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
+from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_warpgroups import LATENT, LATENT_DIM, LAUNCH_DEPENDENTS, ROPE, ROPE_DIM, WAIT
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant, kernel_value
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.

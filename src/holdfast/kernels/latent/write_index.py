@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import layer_norm
 
-from holdfast.kernels.attention.latent_planes import IndexPlanes
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import rotate_neighbours
 from holdfast.kernels.fp8 import e4m3_of, size_bits
+from holdfast.kernels.latent.latent_planes import IndexPlanes
+from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.attention.write_latent import (
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.write_latent import (
     LatentNorm,
     write_latent,
     write_latent_reference,

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.dequantize import latent_parts_4, value_parts_8
-from holdfast.kernels.attention.latent_planes import LatentPlanes
 from holdfast.kernels.fp8 import float32_of
+from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles

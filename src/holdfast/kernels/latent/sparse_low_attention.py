@@ -8,8 +8,10 @@ sparse_attention.py. A list is read three blocks ahead of the products, pages tw
 
 import torch
 
-from holdfast.kernels.attention.latent_geometry import low_splits, tile_height
-from holdfast.kernels.attention.latent_low_tiles import (
+from holdfast.kernels.attention.quantized_planes import P_ONE
+from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.latent.latent_geometry import low_splits, tile_height
+from holdfast.kernels.latent.latent_low_tiles import (
     CODED_R8_PAGES,
     PLAIN_PAGES,
     allocate,
@@ -26,11 +28,9 @@ from holdfast.kernels.attention.latent_low_tiles import (
     wait_for_kernels_before,
     word_layout,
 )
-from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.attention.latent_warpgroups import LATENT, ROPE
-from holdfast.kernels.attention.quantized_planes import P_ONE
-from holdfast.kernels.attention.sparse_tiles import ListSplits, merge_lists
-from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
+from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, pdl_launch, supports_pdl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types

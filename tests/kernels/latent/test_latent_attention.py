@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention.latent_attention import latent_attention, latent_attention_reference, latent_blocks
-from holdfast.kernels.attention.latent_geometry import (
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference, latent_blocks
+from holdfast.kernels.latent.latent_geometry import (
     LARGE_HEIGHT,
     PLAIN_PROGRAMS_PER_SM,
     head_blocks,
@@ -16,11 +18,9 @@ from holdfast.kernels.attention.latent_geometry import (
     tile_height,
     tile_rows,
 )
-from holdfast.kernels.attention.latent_planes import LatentPlanes
-from holdfast.kernels.attention.latent_tiles import SPREAD_MERGE_ROWS, row_form
-from holdfast.kernels.attention.latent_warpgroups import takes_warpgroups
-from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_tiles import SPREAD_MERGE_ROWS, row_form
+from holdfast.kernels.latent.latent_warpgroups import takes_warpgroups
 from kernels.exactness import random, same_bits
 from kernels.latent_cases import LatentCase, Scheduling, cut_work, latent_case, run_latents
 from kernels.tiled_cases import NAN

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.latent_geometry import MAX_SPLITS, sparse_splits
-from holdfast.kernels.attention.latent_planes import SparseRows
-from holdfast.kernels.attention.latent_tiles import merge_row, merge_shape
+from holdfast.kernels.latent.latent_geometry import MAX_SPLITS, sparse_splits
+from holdfast.kernels.latent.latent_planes import SparseRows
+from holdfast.kernels.latent.latent_tiles import merge_row, merge_shape
 from holdfast.kernels.triton_compat import (
     constexpr,
     jit,

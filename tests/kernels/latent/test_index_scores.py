@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.attention.index_scores import (
+from holdfast.kernels.latent.index_scores import (
     TOKENS_AT_ONCE,
     index_blocks,
     index_scores,
@@ -13,7 +13,7 @@ from holdfast.kernels.attention.index_scores import (
     index_scores_triton,
     num_splits,
 )
-from holdfast.kernels.attention.latent_planes import SparseRows
+from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.triton_compat import counting_compiles
 from kernels.index_cases import ScoreCase, amid_bytes, make_score_case, planes_to, slots_of, store_keys
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.latent_planes import IndexPlanes, SparseRows
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
+from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,

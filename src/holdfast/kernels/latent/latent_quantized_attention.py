@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
-from holdfast.kernels.attention.gathered_tiles import takes_gathering
-from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.attention.latent_quantized_warpgroups import attend_quantized_warpgroups
-from holdfast.kernels.attention.latent_tiles import merge_latents
-from holdfast.kernels.attention.latent_words import (
+from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
+from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.gathered_tiles import takes_gathering
+from holdfast.kernels.latent.latent_geometry import LARGE_HEIGHT, head_blocks, tile_height
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_quantized_warpgroups import attend_quantized_warpgroups
+from holdfast.kernels.latent.latent_tiles import merge_latents
+from holdfast.kernels.latent.latent_words import (
     group_scores,
     load_queries,
     load_rope_queries,
@@ -31,9 +34,6 @@ from holdfast.kernels.attention.latent_words import (
     take_apart,
     word_shape,
 )
-from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
-from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
-from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,

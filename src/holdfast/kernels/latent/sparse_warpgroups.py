@@ -8,7 +8,9 @@ A program has one row, one block of heads and one split of the row's list. Four 
 
 import torch
 
-from holdfast.kernels.attention.gathered_tiles import (
+from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.geometry import BLOCK_TOKENS
+from holdfast.kernels.latent.gathered_tiles import (
     GATHER_REGISTERS,
     GATHER_WARPS,
     RING,
@@ -16,13 +18,11 @@ from holdfast.kernels.attention.gathered_tiles import (
     gathered_memory,
     takes_gathering,
 )
-from holdfast.kernels.attention.latent_geometry import LARGE_HEIGHT, head_blocks, tile_height
-from holdfast.kernels.attention.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.attention.latent_warpgroups import HEIGHT, LATENT, LAUNCH_DEPENDENTS, ROPE, TOKENS, WAIT
-from holdfast.kernels.attention.sparse_gather import gather_codes, gather_plain
-from holdfast.kernels.attention.sparse_tiles import ListSplits, merge_lists
-from holdfast.kernels.attention.split_kv import LOG2_E
-from holdfast.kernels.geometry import BLOCK_TOKENS
+from holdfast.kernels.latent.latent_geometry import LARGE_HEIGHT, head_blocks, tile_height
+from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
+from holdfast.kernels.latent.latent_warpgroups import HEIGHT, LATENT, LAUNCH_DEPENDENTS, ROPE, TOKENS, WAIT
+from holdfast.kernels.latent.sparse_gather import gather_codes, gather_plain
+from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
 from holdfast.kernels.triton_compat import (
     constexpr,
     gl,

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.attention.latent_planes import LatentPlanes, read_latents, store_latents
-from holdfast.kernels.attention.latent_quantized_attention import (
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
+from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
+from holdfast.kernels.latent.latent_quantized_attention import (
     latent_quantized_attention,
     latent_quantized_attention_reference,
     quantized_blocks,
 )
-from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
-from holdfast.kernels.attention.tiled_attention import TileWork
 from kernels.exactness import same_bits
 from kernels.latent_cases import LatentCase, Scheduling, cut_work, latent_case
 from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device, tensors_of
