@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gpu_engines import OpenEngine
 
     from holdfast.attention.declarations import AttentionSpec
+    from holdfast.engine.admission import TokensPrompt
 
 GIB = 2**30
 MIN_SECONDS = 20.0
@@ -98,6 +99,7 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
         "decode": [],
     }
     counted = Counted(opened)
+    made: list[TokensPrompt] = []
     for context in case.contexts or (case.prompt_tokens,):
         made = prompts(Random(0), [context] * max((*case.batches, case.num_requests)), opened.runner.vocab_size)
         if case.contexts:
