@@ -30,6 +30,7 @@ from holdfast.kernels.latent.latent_low_tiles import (
 )
 from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
 from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
+from holdfast.kernels.latent.sparse_low_warpgroups import sparse_turns_attention, takes_turns
 from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, pdl_launch, supports_pdl
 
@@ -37,6 +38,8 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_c
 
 NUM_WARPS = 8
 BLOCK_TOKENS = 16 * NUM_WARPS
+TURN_KINDS = {"fp8_ds_mla", "plain"}
+"""Kinds of pages for which warpgroups that take turns are faster, where heads are few enough."""
 
 
 def sparse_low_attention(
@@ -52,6 +55,10 @@ def sparse_low_attention(
     num_sms: int,
 ) -> torch.Tensor:
     """[T, N, L] of the rows that choose, as `sparse_attention`."""
+    if planes.kind in TURN_KINDS and takes_turns(q_TNX, tokens_TK, partial_lse_CH, num_sms):
+        return sparse_turns_attention(
+            q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
+        )
     num_splits = attend_low(
         q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
     )

@@ -1,0 +1,404 @@
+"""Absorbed latent attention (MLA) to chosen tokens (DSA) for tiles of up to 16 heads on a Hopper: warps gather, two warpgroups take turns.
+
+T rows, N query heads, L latent, R rotated elements, K tokens that a row attends to at the most, C split-KV partials
+
+Eight warps gather rows and take codes apart (sparse_gather.py) into a ring of two blocks of 64 tokens. Each block of the ring has a
+warpgroup of its own, which multiplies with tokens along the rows, as latent_low_tiles.py does, and has the partial of a split for
+itself: blocks of a split go to two of them in turns.
+"""
+
+import torch
+
+from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
+from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.latent.latent_geometry import low_splits
+from holdfast.kernels.latent.latent_low_tiles import (
+    CODED_R8_PAGES,
+    FP8_PAGES,
+    PLAIN_PAGES,
+    fast_exp2,
+    fast_log2,
+    launch_dependents,
+    plane_kind,
+    plane_pointers,
+    wait_for_kernels_before,
+)
+from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
+from holdfast.kernels.latent.sparse_gather import (
+    gather_codes,
+    gather_plain,
+)
+from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    gl,
+    gluon_jit,
+    gluon_jit_counting,
+    hopper,
+    kernel_constant,
+    pdl_launch,
+    supports_pdl,
+)
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+HEADS = 16
+TURNS = 2
+"""Warpgroups, and blocks of the ring."""
+HEIGHT, TOKENS, RING = kernel_constant(HEADS), kernel_constant(64), kernel_constant(TURNS)
+GATHER_WARPS = kernel_constant(8)
+TURN_REGISTERS, GATHER_REGISTERS = kernel_constant(152), kernel_constant(104)
+"""Of a thread: all registers of a multiprocessor."""
+
+
+def takes_turns(q_TNX: torch.Tensor, tokens_TK: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int) -> bool:
+    """Whether a step of low tiles is taken here: few heads, and partials enough for two of every split."""
+    num_rows, num_heads, _ = q_TNX.shape
+    num_splits = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, TURNS * 64)
+    return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= partial_lse_CH.numel()
+
+
+def sparse_turns_attention(
+    q_TNX: torch.Tensor,
+    planes: LatentPlanes,
+    page_table_NP: torch.Tensor,
+    rows: SparseRows,
+    tokens_TK: torch.Tensor,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TNL: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """[T, N, L] of the rows that choose, as `sparse_attention`."""
+    num_splits = attend_turns(
+        q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
+    )
+    merge_lists(rows, TURNS * num_splits, partial_out_CX, partial_lse_CH, out_TNL)
+    return out_TNL
+
+
+def attend_turns(
+    q_TNX: torch.Tensor,
+    planes: LatentPlanes,
+    page_table_NP: torch.Tensor,
+    rows: SparseRows,
+    tokens_TK: torch.Tensor,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TNL: torch.Tensor,
+    num_sms: int,
+) -> int:
+    """All tiles of a step, without the merge of their partials; the number of splits, each of two partials."""
+    num_rows, num_heads, _ = q_TNX.shape
+    pdl = supports_pdl(q_TNX)
+    wanted = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, TURNS * 64)
+    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, TURNS * 64, wanted)
+    codes, rope, scales = (planes.rows_SX,) * 3 if planes.kind == "plain" else plane_pointers(planes)
+    _attend_kernel[(num_rows, splits.num_splits)](
+        q_TNX,
+        codes,
+        scales,
+        rope,
+        partial_out_CX,
+        partial_lse_CH,
+        page_table_NP,
+        rows.table_rows_T,
+        rows.num_tokens_T,
+        tokens_TK,
+        page_table_NP.stride(0),
+        tokens_TK.stride(0),
+        tokens_TK.shape[1],
+        scale * LOG2_E,
+        splits.places,
+        KIND=plane_kind(planes),
+        NUM_HEADS=num_heads,
+        PAGE_TOKENS=planes.page_tokens,
+        PDL=pdl,
+        num_warps=4,
+        **pdl_launch(pdl),
+    )
+    return splits.num_splits
+
+
+@gluon_jit
+def _load_queries(p_q, s_q, o_first, num_heads, layout: constexpr):
+    """Some columns of a tile's queries into shared memory; zeros where there is no head. What is beyond half precision is cut."""
+    o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    o_x = gl.arange(0, s_q.shape[1], gl.SliceLayout(0, layout))
+    o_q = (o_first + o_m) * (LATENT + ROPE)
+    b_q = gl.load(p_q + o_q[:, None] + o_x[None, :], mask=(o_m < num_heads)[:, None], other=0.0)
+    if s_q.dtype != b_q.dtype:
+        b_q = gl.minimum(gl.maximum(b_q.to(gl.float32), -65504.0), 65504.0).to(s_q.dtype)
+    s_q.store(b_q)
+
+
+@gluon_jit
+def _take_turns(
+    p_q,
+    p_partial_out,
+    p_partial_lse,
+    o_first,
+    o_partial,
+    num_heads,
+    num_loops,
+    scale_log2,
+    s_q,
+    s_q_rope,
+    s_latents,
+    s_ropes,
+    s_factors,
+    s_p,
+    filled,
+    freed,
+    TURN: constexpr,
+    KIND: constexpr,
+):
+    """What a warpgroup does: every second block of a split, and its partial."""
+    score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 16])
+    row_layout: constexpr = gl.SliceLayout(1, score_layout)
+    wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    narrow_layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    _load_queries(p_q, s_q, o_first, num_heads, wide_layout)
+    _load_queries(p_q + LATENT, s_q_rope, o_first, num_heads, narrow_layout)
+    hopper.fence_async_shared()
+    b_acc = gl.zeros([LATENT, HEIGHT], gl.float32, score_layout)
+    b_m = gl.full([HEIGHT], -float("inf"), gl.float32, gl.SliceLayout(0, score_layout))
+    b_l = gl.zeros([TOKENS, HEIGHT], gl.float32, score_layout)
+    s_k = s_latents.index(TURN)
+    s_k_rope = s_ropes.index(TURN)
+    for i_loop in range(TURN, num_loops, RING):
+        hopper.mbarrier.wait(filled.index(TURN), i_loop // RING & 1)
+        b_zero = gl.zeros([TOKENS, HEIGHT], gl.float32, score_layout)
+        b_factor = s_factors.index(TURN).load(row_layout)
+        score = hopper.warpgroup_mma(s_k, s_q.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        if KIND == PLAIN_PAGES:
+            score = hopper.warpgroup_mma(s_k_rope, s_q_rope.permute((1, 0)), score, is_async=True)
+            b_score = hopper.warpgroup_mma_wait(0, deps=[score]) * scale_log2
+            b_bound = gl.zeros([TOKENS], gl.float32, row_layout)
+        else:
+            rope = hopper.warpgroup_mma(s_k_rope, s_q_rope.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            b_score, b_rope = hopper.warpgroup_mma_wait(0, deps=[score, rope])
+            b_score = b_score * (b_factor * scale_log2)[:, None] + b_rope * scale_log2
+            b_bound = gl.maximum(fast_log2(gl.maximum(b_factor, 0.0)), LEAST_LOG2)
+        b_score = gl.where((b_factor >= 0)[:, None], b_score, -float("inf"))
+        b_m_new = gl.maximum(b_m, gl.max(b_score + b_bound[:, None], axis=0))
+        b_m_safe = gl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+        b_p = fast_exp2(b_score - b_m_safe[None, :])
+        b_alpha = fast_exp2(b_m - b_m_safe)
+        b_l = b_l * b_alpha[None, :] + b_p
+        b_m = b_m_new
+        if KIND == PLAIN_PAGES:
+            s_p.permute((1, 0)).store(b_p.to(s_p.dtype))
+        else:
+            b_weight = b_p * (gl.maximum(b_factor, 0.0) * P_ONE)[:, None]
+            s_p.permute((1, 0)).store(b_weight.to(gl.float16))
+        hopper.fence_async_shared()
+        acc = hopper.warpgroup_mma(s_k.permute((1, 0)), s_p.permute((1, 0)), b_acc * b_alpha[None, :], is_async=True)
+        b_acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        hopper.mbarrier.arrive(freed.index(TURN), count=1)
+    # A partial without tokens is neutral: zeros, with -inf as lse.
+    b_sum = gl.sum(b_l, axis=0)
+    b_whole = b_sum if KIND == PLAIN_PAGES else b_sum * P_ONE
+    b_share = 1.0 / gl.where(b_sum > 0, b_whole, 1.0)
+    o_m = gl.arange(0, HEIGHT, gl.SliceLayout(0, score_layout))
+    o_l = gl.arange(0, LATENT, row_layout)
+    m_m = o_m < num_heads
+    p_m = p_partial_out + (o_partial + o_m) * LATENT
+    gl.store(p_m[None, :] + o_l[:, None], b_acc * b_share[None, :], mask=m_m[None, :])
+    gl.store(p_partial_lse + o_partial + o_m, b_m + gl.log2(b_sum), mask=m_m)
+
+
+@gluon_jit
+def _gather(
+    p_codes,
+    p_scales,
+    p_rope,
+    p_row_tokens,
+    p_row_pages,
+    low,
+    high,
+    num_tokens,
+    s_latents,
+    s_ropes,
+    s_factors,
+    filled,
+    freed,
+    PAGE_TOKENS: constexpr,
+    KIND: constexpr,
+):
+    if KIND == PLAIN_PAGES:
+        gather_plain(
+            p_codes,
+            p_row_tokens,
+            p_row_pages,
+            low,
+            high,
+            num_tokens,
+            s_latents,
+            s_ropes,
+            s_factors,
+            filled,
+            freed,
+            0,
+            PAGE_TOKENS,
+        )
+    else:
+        gather_codes(
+            p_codes,
+            p_scales,
+            p_rope,
+            p_row_tokens,
+            p_row_pages,
+            low,
+            high,
+            num_tokens,
+            s_latents,
+            s_ropes,
+            s_factors,
+            filled,
+            freed,
+            0,
+            KIND == FP8_PAGES,
+            KIND == CODED_R8_PAGES,
+            False,
+            PAGE_TOKENS,
+        )
+
+
+@gluon_jit_counting("places")
+def _attend_kernel(
+    p_q,
+    p_codes,
+    p_scales,
+    p_rope,
+    p_partial_out,
+    p_partial_lse,
+    p_pages,
+    p_table_rows,
+    p_num_tokens,
+    p_tokens,
+    table_stride,
+    tokens_stride,
+    num_places,
+    scale_log2,
+    places,
+    KIND: constexpr,
+    NUM_HEADS: constexpr,
+    PAGE_TOKENS: constexpr,
+    PDL: constexpr,
+):
+    q_dtype: constexpr = p_q.dtype.element_ty
+    dtype: constexpr = q_dtype if KIND == PLAIN_PAGES else gl.float16
+    rope_dtype: constexpr = gl.float16 if KIND == CODED_R8_PAGES else q_dtype
+    shared: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    flat: constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    s_latents = gl.allocate_shared_memory(dtype, [RING, TOKENS, LATENT], shared)
+    s_ropes = gl.allocate_shared_memory(rope_dtype, [RING, TOKENS, ROPE], shared)
+    s_factors = gl.allocate_shared_memory(gl.float32, [RING, TOKENS], flat)
+    # Each warpgroup has queries of its own, so that none waits for the other.
+    s_q_0 = gl.allocate_shared_memory(dtype, [HEIGHT, LATENT], shared)
+    s_q_1 = gl.allocate_shared_memory(dtype, [HEIGHT, LATENT], shared)
+    s_q_rope_0 = gl.allocate_shared_memory(rope_dtype, [HEIGHT, ROPE], shared)
+    s_q_rope_1 = gl.allocate_shared_memory(rope_dtype, [HEIGHT, ROPE], shared)
+    s_p_0 = gl.allocate_shared_memory(dtype, [HEIGHT, TOKENS], shared)
+    s_p_1 = gl.allocate_shared_memory(dtype, [HEIGHT, TOKENS], shared)
+    filled = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
+    freed = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        hopper.mbarrier.init(filled.index(i), count=1)
+        hopper.mbarrier.init(freed.index(i), count=1)
+    i_row = gl.program_id(0).to(gl.int64)
+    i_split = gl.program_id(1)
+    if PDL:
+        wait_for_kernels_before()  # lists and queries come from kernels before
+    num_tokens = gl.load(p_num_tokens + i_row)
+    table_row = gl.load(p_table_rows + i_row)
+    low = i_split * places
+    high = gl.minimum(low + places, gl.minimum(num_tokens, num_places))
+    num_loops = gl.maximum(high - low + TOKENS - 1, 0) // TOKENS
+    p_row_tokens = p_tokens + i_row * tokens_stride
+    p_row_pages = p_pages + table_row.to(gl.int64) * table_stride
+    # Rows that do not choose have no heads: nothing of them is written.
+    num_heads = gl.where(num_tokens > 0, NUM_HEADS, 0)
+    o_first = i_row * NUM_HEADS
+    o_partial = (i_row * gl.num_programs(1) + i_split) * (RING * NUM_HEADS)
+    gl.warp_specialize(
+        [
+            (
+                _take_turns,
+                (
+                    p_q,
+                    p_partial_out,
+                    p_partial_lse,
+                    o_first,
+                    o_partial,
+                    num_heads,
+                    num_loops,
+                    scale_log2,
+                    s_q_0,
+                    s_q_rope_0,
+                    s_latents,
+                    s_ropes,
+                    s_factors,
+                    s_p_0,
+                    filled,
+                    freed,
+                    0,
+                    KIND,
+                ),
+            ),
+            (
+                _take_turns,
+                (
+                    p_q,
+                    p_partial_out,
+                    p_partial_lse,
+                    o_first,
+                    o_partial + NUM_HEADS,
+                    num_heads,
+                    num_loops,
+                    scale_log2,
+                    s_q_1,
+                    s_q_rope_1,
+                    s_latents,
+                    s_ropes,
+                    s_factors,
+                    s_p_1,
+                    filled,
+                    freed,
+                    1,
+                    KIND,
+                ),
+            ),
+            (
+                _gather,
+                (
+                    p_codes,
+                    p_scales,
+                    p_rope,
+                    p_row_tokens,
+                    p_row_pages,
+                    low,
+                    high,
+                    num_tokens,
+                    s_latents,
+                    s_ropes,
+                    s_factors,
+                    filled,
+                    freed,
+                    PAGE_TOKENS,
+                    KIND,
+                ),
+            ),
+        ],
+        [4, GATHER_WARPS],
+        [TURN_REGISTERS, GATHER_REGISTERS],
+    )
+    for i in gl.static_range(RING):
+        hopper.mbarrier.invalidate(filled.index(i))
+        hopper.mbarrier.invalidate(freed.index(i))
+    if PDL:
+        launch_dependents()  # not sooner: programs of the next kernel would take places beside these
