@@ -90,9 +90,12 @@ def with_few_experts(name: str) -> ModelSpec:
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
     spec = with_few_experts(name)
-    loaded = [(parameter.name, parameter.shape, parameter.kind) for parameter in parameters(spec)]
+    loaded = [
+        (one.name, one.shape, one.kind, one.dtype, tuple(part.tensor for part in one.parts), one.seam_rows)
+        for one in parameters(spec)
+    ]
     planned = declare_decoder(spec, name).parameters()
-    assert [(weight.name, weight.shape, weight.kind) for weight in planned] == loaded
+    assert [(one.name, one.shape, one.kind, one.dtype, one.tensors, one.seam_rows) for one in planned] == loaded
 
 
 @pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme and scheme.name)

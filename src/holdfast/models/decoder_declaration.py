@@ -16,7 +16,13 @@ from holdfast.models.activations import (
 )
 from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, indivisible_experts, split
 from holdfast.models.declared_weights import Weight, weight_of
-from holdfast.models.parameters import CheckpointNames, list_parameters
+from holdfast.models.parameters import (
+    CheckpointNames,
+    Parameter,
+    list_before_layers,
+    list_behind_layers,
+    list_layer,
+)
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
 from holdfast.quant.weight_schemes import MXFP4
@@ -48,9 +54,32 @@ class DecoderDeclaration(NamedTuple):
         return reason
 
     def weights(self, num_ranks: int) -> tuple[Weight, ...]:
-        parameters = list_parameters(self.rank(num_ranks), self.names, with_layouts=False)
+        spec = self.rank(num_ranks)
+        weights = self._weights(list_before_layers(spec, self.names))
+        first_of: dict[ExpertsSpec | None, tuple[int, list[Weight]]] = {}
+        for layer in range(spec.num_layers):
+            experts = spec.layer_experts(layer)
+            if experts not in first_of:
+                listed = list_layer(spec, self.names, layer, with_layouts=False)
+                first_of[experts] = layer, self._weights(listed)
+            weights += self._as_in(layer, *first_of[experts])
+        return (*weights, *self._weights(list_behind_layers(spec, self.names)))
+
+    def _weights(self, parameters: Sequence[Parameter]) -> list[Weight]:
         kinds = ("expert",) if self.native == MXFP4.name else ("linear", "expert")
-        return tuple(weight_of(parameter, self.native if parameter.kind in kinds else None) for parameter in parameters)
+        return [weight_of(parameter, self.native if parameter.kind in kinds else None) for parameter in parameters]
+
+    def _as_in(self, layer: int, other: int, weights: list[Weight]) -> list[Weight]:
+        """Weights of another layer as those of this one: only names differ, and hundreds of experts have many."""
+        ours, theirs = f"layers.{layer}.", self.names.layer.format(layer)
+        our_start, their_start = len(f"layers.{other}."), len(self.names.layer.format(other))
+        return [
+            weight._replace(
+                name=ours + weight.name[our_start:],
+                tensors=tuple([theirs + tensor[their_start:] for tensor in weight.tensors]),
+            )
+            for weight in weights
+        ]
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         head_dim = self.decoder.head_dim

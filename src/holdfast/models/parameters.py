@@ -19,6 +19,7 @@ that whoever divides experts among ranks finds them in the same order; interleav
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
@@ -385,6 +386,11 @@ OPT_NAMES = CheckpointNames(
 
 def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool = True) -> tuple[Parameter, ...]:
     """Every parameter of the decoder, in the order of computation; a plan of memory does without other layouts."""
+    layers = [list_layer(spec, names, layer, with_layouts) for layer in range(spec.num_layers)]
+    return (*list_before_layers(spec, names), *chain.from_iterable(layers), *list_behind_layers(spec, names))
+
+
+def list_before_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
     embed_kind: Kind = "head" if spec.tied_embeddings else "embedding"
     parameters = [_matrix("embed", [(names.embed, spec.vocab_size)], embedding, embed_kind, "rows")]
@@ -393,18 +399,20 @@ def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool 
         parameters.append(_matrix("positions", [(names.positions, num_positions)], hidden, "embedding", "none"))
     if embedding != hidden:
         parameters.append(_matrix("embed_in", [(names.embed_in, hidden)], embedding, "linear", "none"))
-    for layer in range(spec.num_layers):
-        parameters += _list_layer(spec, names, layer, with_layouts)
-    if spec.has_final_norm:
-        parameters += _norm(spec, "final_norm", names.final_norm)
+    return parameters
+
+
+def list_behind_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
+    hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    parameters = _norm(spec, "final_norm", names.final_norm) if spec.has_final_norm else []
     if embedding != hidden:
         parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden, "linear", "none"))
     if not spec.tied_embeddings:
         parameters.append(_matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding, "head", "rows"))
-    return tuple(parameters)
+    return parameters
 
 
-def _list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool) -> list[Parameter]:
+def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool = True) -> list[Parameter]:
     ours, theirs, hidden = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size
     if spec.latent is not None:
         return _list_latent_layer(spec, spec.latent, names, layer, with_layouts)
