@@ -325,7 +325,7 @@ def test_tensors_that_are_not_finite_are_counted_not_their_moves(num_bad, told):
     names = "abc"[:num_bad]
     tensors = {name: torch.full((4, 8), float("nan")) for name in names}
     halves = [Part(name, row, (4, 8), rows=(row, row + 2)) for name in names for row in (0, 2)]
-    parameters = [Parameter(f"w{place}", (2, 8), (replace(half, row_start=0),)) for place, half in enumerate(halves)]
+    parameters = [Parameter(f"w{place}", (2, 8), (half._replace(row_start=0),)) for place, half in enumerate(halves)]
     with pytest.raises(ModelFormatError, match=f"'a' is not finite in row 0{told}"):
         load(parameters, TensorSource(tensors=tensors), "bfloat16")
 
