@@ -147,7 +147,7 @@ def test_every_preemption_makes_pages_available_at_once(monkeypatch: pytest.Monk
     real = Scheduler._preempt_youngest
     monkeypatch.setattr(Scheduler, "_preempt_youngest", preempt)
     for seed in range(0, 40, 2):
-        Simulation(seed).run(1_000)
+        Simulation(seed).run(500)
     assert len(gains) > 50
     for seed in range(0, 40, 4):
         Simulation(seed, World.late(seed)).run(300)
