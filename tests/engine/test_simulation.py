@@ -135,7 +135,8 @@ def test_without_a_bug_the_same_runs_pass() -> None:
     run_late_worlds()
 
 
-def test_every_preemption_makes_pages_available_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_events", [500, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_every_preemption_makes_pages_available_at_once(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gains = []
 
     def preempt(self: Scheduler):
@@ -147,7 +148,7 @@ def test_every_preemption_makes_pages_available_at_once(monkeypatch: pytest.Monk
     real = Scheduler._preempt_youngest
     monkeypatch.setattr(Scheduler, "_preempt_youngest", preempt)
     for seed in range(0, 40, 2):
-        Simulation(seed).run(500)
+        Simulation(seed).run(num_events)
     assert len(gains) > 50
     for seed in range(0, 40, 4):
         Simulation(seed, World.late(seed)).run(300)

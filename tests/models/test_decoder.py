@@ -129,11 +129,15 @@ def test_alone_and_whole(case, backend, num_steps):
         judge(theirs, drive, request)
 
 
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "whole"])
 @pytest.mark.parametrize("case", CASES)
-def test_in_company_of_other_lengths_and_in_chunks(case, backend):
+def test_in_company_of_other_lengths_and_in_chunks(case, backend, is_whole):
+    """At once whole texts in C, and their beginnings in torch."""
     theirs, ours = tiny(case)
-    # Both ways to compute have whole texts alone among the slow tests, and C has them here.
-    requests = make_requests(num_steps=20 if backend == "torch_paged" and case not in BY_LENGTH else NUM_STEPS)
+    whole_at_once = backend == "native_paged" or case in BY_LENGTH
+    if is_whole and whole_at_once:
+        pytest.skip("whole at once")
+    requests = make_requests(num_steps=NUM_STEPS if is_whole or whole_at_once else 20)
     drive = make_drive(ours, backend, max_num_batched_tokens=24, page_tokens=8)
     drive.run(requests)
     for request in requests:

@@ -60,12 +60,13 @@ def errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 @MODELS
 @SCHEMES
-def test_logits_are_those_of_the_ordinary_way(name, scheme, monkeypatch):
+@pytest.mark.parametrize("counts", [(1, 5), pytest.param((1, 2, 5), marks=pytest.mark.slow)], ids=["some", "more"])
+def test_logits_are_those_of_the_ordinary_way(name, scheme, counts, monkeypatch):
     use_references(monkeypatch)
     recipe = WeightRecipe(scheme, "all")
     ours, numbers = quantized_model(name, recipe)
     off, noise = [], []
-    for num_rows in (1, 5):
+    for num_rows in counts:
         wanted = decode(make_rig(ours, recipe, fused=False), num_rows)
         off.append(errors(decode(make_rig(ours, recipe), num_rows), wanted))
         noise.append(errors(decode(make_rig(numbers, fused=False), num_rows), wanted))
