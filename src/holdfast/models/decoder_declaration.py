@@ -23,7 +23,7 @@ from holdfast.models.parameters import (
     list_behind_layers,
     list_layer,
 )
-from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, LayerKind, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
 from holdfast.quant.weight_schemes import MXFP4
 
@@ -56,13 +56,13 @@ class DecoderDeclaration(NamedTuple):
     def weights(self, num_ranks: int) -> tuple[Weight, ...]:
         spec = self.rank(num_ranks)
         weights = self._weights(list_before_layers(spec, self.names))
-        first_of: dict[ExpertsSpec | None, tuple[int, list[Weight]]] = {}
+        first_of: dict[LayerKind, tuple[int, list[Weight]]] = {}
         for layer in range(spec.num_layers):
-            experts = spec.layer_experts(layer)
-            if experts not in first_of:
+            kind = spec.layer_kind(layer)
+            if kind not in first_of:
                 listed = list_layer(spec, self.names, layer, with_layouts=False)
-                first_of[experts] = layer, self._weights(listed)
-            weights += self._as_in(layer, *first_of[experts])
+                first_of[kind] = layer, self._weights(listed)
+            weights += self._as_in(layer, *first_of[kind])
         return (*weights, *self._weights(list_behind_layers(spec, self.names)))
 
     def _weights(self, parameters: Sequence[Parameter]) -> list[Weight]:

@@ -1,7 +1,7 @@
 """What a decoder is, as plain numbers: everything that planning, loading and running need to know; no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["largest", "two_largest"]
@@ -121,6 +121,13 @@ class LatentSpec:
     def expanded_dim(self) -> int:
         """Rows of kv_b for a head: keys without positions, then values."""
         return self.nope_dim + self.value_dim
+
+
+class LayerKind(NamedTuple):
+    """What the weights of a layer follow from, beside what all layers have in common."""
+
+    experts: ExpertsSpec | None
+    index: IndexSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +277,10 @@ class ModelSpec:
         """Whether some layer attends to tokens that a layer before it chose."""
         index = None if self.latent is None else self.latent.index
         return index is not None and bool(index.shared_layers)
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Layers of the same kind have weights of the same shapes."""
+        return LayerKind(self.layer_experts(layer), self.layer_index(layer))
 
     def layer_experts(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has an MLP."""
