@@ -1,7 +1,7 @@
 """What a decoder is, as plain numbers: everything that planning, loading and running need to know; no torch."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["largest", "two_largest"]
@@ -123,7 +123,8 @@ class LatentSpec:
         return self.nope_dim + self.value_dim
 
 
-class LayerKind(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LayerKind:
     """What the weights of a layer follow from, beside what all layers have in common."""
 
     experts: ExpertsSpec | None
