@@ -161,6 +161,26 @@ def test_protected_latents_that_cannot_be_are_told_by_their_option(wider: str, w
         choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("index", "wider", "num_bytes"),
+    [
+        ("bfloat16", "fp8", 656 + 256),
+        ("fp8", "bfloat16", 1152 + 132),
+        ("auto", "bfloat16", 1152 + 256),
+        ("auto", "fp8", 656 + 132),
+    ],
+)
+def test_an_index_that_is_asked_for_is_the_same_in_protected_layers(index: str, wider: str, num_bytes: int) -> None:
+    config = EngineConfig(
+        kv_cache_dtype="turboquant_mla_4bit",
+        kv_protected_layers=4,
+        kv_protected_dtype=wider,
+        index_cache_dtype=index,
+    )
+    model = declared("DeepSeek-V3.2")
+    assert model.kv_bytes_per_token(resolve(config, model, H200).protected.format) == 61 * num_bytes
+
+
 def test_models_without_heads_protect_nothing() -> None:
     compressed = declared("DeepSeek-V4-Pro")
     assert chosen(compressed, "fp8") == ((), KV_FORMATS["fp8"], False, "")

@@ -413,7 +413,9 @@ def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVForma
     rope_dim = 0 if heads is None else heads.rope_dim
     sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
     if sizes[found.name] > sizes[kv_format.name]:
-        return found
+        # An index that was asked for is the same in every layer; left open it is as wide as the latents beside it.
+        index_dtype = "" if config.index_cache_dtype == "auto" else config.index_cache_dtype
+        return dataclasses.replace(found, index_dtype=index_dtype)
     wider = [name for name, size in sizes.items() if size > sizes[kv_format.name]]
     raise ConfigError(
         f"protected layers in {found.name} were asked",
