@@ -238,16 +238,17 @@ def _own_value(name: str, value: object) -> object:
         return os.fspath(value)
     if name == "speculative" and (isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))):
         return own_speculative(value)
-    key = str(value) if name == "dtype" and type(value).__name__ == "dtype" else value
+    types = {"dtype": DTYPES, "index_cache_dtype": ("auto", *INDEX_FORMATS)}.get(name)
+    key = str(value) if types and type(value).__name__ == "dtype" else value
     if not isinstance(key, str | int | None):
         return value
     do = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
     if do is not None:
         raise ConfigError(f"{name}={shown(value)} was asked", NOT_HERE, do)
     known = ENGINE_VALUES.get(name, {})
-    if name == "dtype" and isinstance(key, str):
+    if types and isinstance(key, str):
         small = key.lower()
-        return small if small in DTYPES else known.get(small, value)
+        return small if small in types else known.get(small, value)
     return known.get(key, value)
 
 

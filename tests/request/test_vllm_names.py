@@ -146,6 +146,10 @@ def test_values_of_vllm_are_understood(tmp_path: Path) -> None:
         (torch.half, "float16"),
     ):
         assert EngineConfig.from_options(dtype=given).dtype == own
+        assert EngineConfig.from_options(index_cache_dtype=given).index_cache_dtype == own
+    assert {EngineConfig.from_options(index_cache_dtype=name).index_cache_dtype for name in ("fp8_e4m3", "FP8")} == {
+        "fp8"
+    }
     assert EngineConfig.from_options(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
     assert EngineConfig.from_options(model=tmp_path, tokenizer=tmp_path).model == str(tmp_path)
     assert EngineConfig.from_options(seed=None, enforce_eager=None, max_model_len=-1) == EngineConfig()

@@ -166,11 +166,16 @@ DTYPE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("float", "fp32", "f32"), "float32"),
 }
 """Other names of types, as command lines and training scripts have them."""
+_DTYPES: Mapping[Any, object] = {
+    **DTYPE_NAMES,
+    **{f"torch.{name}": name for name in ("float16", "bfloat16", "float32")},
+    "torch.half": "float16",
+    "torch.float": "float32",
+}
 ENGINE_VALUES: Mapping[str, Mapping[Any, object]] = {
-    "dtype": DTYPE_NAMES
-    | {f"torch.{name}": name for name in ("float16", "bfloat16", "float32")}
-    | {"torch.half": "float16", "torch.float": "float32"},
+    "dtype": _DTYPES,
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "index_cache_dtype": {**_DTYPES, "fp8_e4m3": "fp8"},
     "quantization": {
         "fp8_per_tensor": "fp8_tensor",
         "fp8_per_block": "fp8_block",
