@@ -98,6 +98,7 @@ def test_completions_of_one_prompt_are_those_of_requests_of_their_own(
     params = SamplingParams(temperature=temperature, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=7)
     prompts = [PROMPTS[0], PROMPTS[3]]
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=4, index_cache_dtype=index)
+    assert llm.memory.kv_note.startswith("index in fp8; ") == (index == "fp8")
     together = llm.generate(prompts, replace(params, n=3))
     assert llm.engine.scheduler.num_prefix_hit_tokens >= 2 * 40, "all of a prompt but its last page"
     again = llm.generate(prompts, replace(params, n=3))

@@ -148,10 +148,12 @@ class RunnerPlan(NamedTuple):
         return tuple(accounts)
 
     def kv_note(self) -> str:
-        """What quantized pages mean for answers, on one line; empty where pages are as wide as what is computed in."""
+        """What quantized pages, or an index alone, mean for answers, on one line; empty where none of them is."""
         resolved = self.resolved
         if not resolved.kv_format.is_quantized:
-            return ""
+            if resolved.kv_format.index_dtype != "fp8":
+                return ""
+            return f"index in fp8; it can choose other tokens than one in {resolved.dtype}, and answers can differ"
         words, protected = [f"KV cache in {resolved.kv_format.name}"], resolved.protected
         if protected.layers:
             why = protected.reason.rpartition(": ")[2] or "asked"
