@@ -361,6 +361,12 @@ def test_protection_is_for_formats_below_what_protects(folders, asked: int | str
     assert reference.name == reference.variant.config.kv_cache_dtype == "float32"
 
 
+def test_the_reference_has_no_index_in_fewer_bits() -> None:
+    """Else what an index in fp8 costs would not be in any figure."""
+    config = EngineConfig(device="cpu", dtype="float32", index_cache_dtype="fp8")
+    assert reference_entry(config).variant.config.index_cache_dtype == "auto"
+
+
 def test_protection_in_the_dtype_reaches_eight_bits_too(folders) -> None:
     with model_of(folders["llama"]) as model:
         asked = EngineConfig(device="cpu", kv_protected_layers=1, kv_protected_dtype="auto")

@@ -307,8 +307,8 @@ def settle_config(config: EngineConfig, model: OpenModel, window: int) -> Engine
 
 
 def reference_entry(config: EngineConfig) -> Entry:
-    """Pages in the type that is computed in; the config is settled."""
-    plain = replace(config, kv_cache_dtype=config.dtype, kv_protected_layers=None)
+    """Pages, and an index beside them, in the type that is computed in; the config is settled."""
+    plain = replace(config, kv_cache_dtype=config.dtype, index_cache_dtype="auto", kv_protected_layers=None)
     return Entry(config.dtype, Variant(plain))
 
 
