@@ -16,14 +16,16 @@ import docs_rules as rules
 from architecture_rules import Source, read_sources
 from holdfast.cache.spec import mixed_cache, uniform_cache
 from holdfast.config import EngineConfig
+from holdfast.loading.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
 from holdfast.loading.planning.plan import PINNED_CHUNKS, plan_load
 from holdfast.loading.sources.dummy import DummySource
+from holdfast.memory.devices import GPUS
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.planning.terms import STAGING_BYTES
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 
@@ -55,6 +57,13 @@ def listed_commands(*arguments: str) -> list[str]:
 
 def test_the_readme_begins_with_the_two_commands() -> None:
     assert [command.split()[:2] for command in COMMANDS[:2]] == [["make", "demo"], ["make", "test"]]
+
+
+def test_the_readme_counts_and_names_what_there_is() -> None:
+    assert f"{len(CATALOGUE)} models and {len(GPUS)} GPUs are known by name" in README
+    missing = [name for name in GGUF_ARCHITECTURES if not re.search(rf"\b{name}\b", README)]
+    missing += [name for name, found in ALL_KV_FORMATS.items() if found.is_quantized and f"`{name}`" not in README]
+    assert not missing, f"the README does not mention {missing}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
