@@ -247,7 +247,7 @@ def test_every_reason_is_listed_once(compiler):
         "torch_latent: it attends to latents (MLA), and this model keeps keys and values by head; "
         "triton_sparse: it attends to latents (MLA), and this model keeps keys and values by head; "
         "torch_sparse: it attends to latents (MLA), and this model keeps keys and values by head); "
-        "choose another kv_cache_dtype"
+        "choose another kv_cache_dtype, or a shorter max_model_len"
     )
 
 

@@ -112,8 +112,19 @@ def test_an_index_that_a_model_does_not_have(here: Here, tiny: Path) -> None:
 def test_any_number_of_tokens_that_a_context_has_is_planned(
     here: Here, sparse: Path, tmp_path: Path, top_k: int
 ) -> None:
-    """Kernels take any; a context that is no longer is attended to whole."""
+    """Kernels take any up to thousands; a context that is no longer is attended to whole."""
     folder = changed(sparse, tmp_path, index_topk=top_k)
     for options in ((), ("--gpu", "h200"), ("--max-model-len", "64")):
         ended = here("plan", folder, *options)
         assert (ended.code, ended.err) == (0, "")
+
+
+def test_more_tokens_than_kernels_choose_are_refused_on_a_gpu(here: Here, sparse: Path, tmp_path: Path) -> None:
+    """Plain torch would do it, slowly and without graphs."""
+    folder = changed(sparse, tmp_path, index_topk=8192, max_position_embeddings=65536)
+    ended = here("plan", folder, "--gpu", "h200", "--max-model-len", "65536")
+    assert ended.code != 0
+    assert "a row may choose up to 4096 tokens, not 8192" in ended.err
+    assert "a shorter max_model_len" in ended.err
+    assert here("plan", folder, "--gpu", "h200", "--max-model-len", "8192").code == 0
+    assert here("plan", folder).code == 0

@@ -373,7 +373,11 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if not spec.cache.is_latent:
             return BY_LATENT
-        return _unsupported_latent(spec) if spec.index_heads else WITHOUT_INDEX
+        if not spec.index_heads:
+            return WITHOUT_INDEX
+        # A GPU without kernels for the choice would be slow, and without graphs, for no reason that a user sees.
+        declined = unsupported_top_k(spec.index_top_k, spec.max_model_len) if spec.device_kind == "cuda" else None
+        return declined or _unsupported_latent(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
         """What every row has chosen; nothing where no context is long enough."""
@@ -422,7 +426,7 @@ def choose_declaration(specs: Sequence[AttentionSpec]) -> BackendDeclaration:
     raise UnsupportedModelError(
         "attention for this model was asked",
         f"no backend fits ({'; '.join(declined)})",
-        "choose another kv_cache_dtype",
+        "choose another kv_cache_dtype, or a shorter max_model_len",
     )
 
 

@@ -354,7 +354,9 @@ def _context_changes(request: PlanRequest, fit: Fit | None) -> Iterator[_Change]
         low, high = 1, 0 if resolved.may_shorten else resolved.limits.max_model_len - 1
     else:
         low, high = fit.resolved.limits.max_model_len + 1, 0 if resolved.may_shorten else request.declared.max_position
-    longest = longest_that_fits(layout, resolved, low, high)
+    longest = None
+    with suppress(UnsupportedModelError):  # of contexts that no backend takes none is offered
+        longest = longest_that_fits(layout, resolved, low, high)
     if longest is None:
         return
     length = longest.resolved.limits.max_model_len
