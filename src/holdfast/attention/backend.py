@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 import torch
 
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_index import IndexNorm
 from holdfast.kernels.latent.write_latent import LatentNorm
 
@@ -64,6 +65,9 @@ class Batch:
     """Of each group int32 [N, P], a row for each sequence that is on the device; None on a CPU, where kernels read the lists.
 
     What stands behind the newest chunk, or before the first that a window sees, names some chunk, whoever has it."""
+    states_T: torch.Tensor | None = None
+    """int64: the place of each row's sequence in the states that its layers keep (cache/states.py), -1 for padding; None where the
+    cache has none."""
 
     @property
     def num_rows(self) -> int:
@@ -216,4 +220,81 @@ class SparseLatentAttention(LatentAttention[PlanT], Protocol[PlanT]):
         `weights_TI`: float32, with head_dim ** -0.5 * heads ** -0.5 in them. `attend` then attends to what was chosen, and to all
         tokens in the other rows.
         """
+        ...
+
+
+class CompressedAttention(AttentionFamily[PlanT], Protocol[PlanT]):
+    """Attention of DeepSeek-V4: every row to a window of tokens and to the entries of its layer, all in one softmax with a sink.
+
+    A layer writes its tokens, adds them to the state from which entries are made, has entries chosen where it has an index,
+    and attends. Tokens, entries and state lie in groups of their own (cache/compressed.py): a row's slot in the group of entries is -1
+    unless an entry ends with it. A row whose slots are all -1 is computed and not stored: padding is told by `Batch.states_T`.
+    """
+
+    def write(
+        self,
+        kv_TD: torch.Tensor,
+        q_TND: torch.Tensor,
+        batch: Batch,
+        norm: LatentNorm,
+        q_eps: float,
+        rotary: Rotary,
+        layer: int,
+    ) -> None:
+        """Norm and rotate the step's vectors and write them into their slots; norm every query head by itself, without a weight,
+        and rotate it, where it is. Rows of `kv_TD` may lie apart."""
+        ...
+
+    def compress(
+        self,
+        pooled_TX: torch.Tensor,
+        batch: Batch,
+        compressor: Compressor,
+        rotary: Rotary,
+        layer: int,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Add the step's rows to the layer's state, and write the entries that end with one of them into their slots.
+
+        `pooled_TX`: float32, what is pooled and then its gates; rows may lie apart."""
+        ...
+
+    def compress_index(
+        self,
+        pooled_TX: torch.Tensor,
+        q_TID: torch.Tensor,
+        batch: Batch,
+        compressor: Compressor,
+        rotary: Rotary,
+        layer: int,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """The same of the entries of the layer's index; rotate the last elements of index queries where they are."""
+        ...
+
+    def select(
+        self,
+        q_TID: torch.Tensor,
+        weights_TI: torch.Tensor,
+        layer: int,
+        plan: PlanT,
+        scratch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Choose the entries of every row that sees more than top_k of them, as `SparseLatentAttention.select` does of tokens."""
+        ...
+
+    def attend(
+        self,
+        q_TND: torch.Tensor,
+        sinks_N: torch.Tensor,
+        batch: Batch,
+        rotary: Rotary,
+        layer: int,
+        plan: PlanT,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        """Attend to window and entries, and rotate the last elements of every head's output back by the row's own position:
+        [T, N * D]; or only with the rows whose logits are wanted: [R, N * D]. Padded rows are written as zeros."""
         ...

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["largest", "two_largest"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
@@ -67,6 +67,10 @@ class ExpertsSpec:
     """What the shares of the chosen experts are multiplied by in the end."""
     swiglu_limit: float | None = None
     """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most, and up within plus and minus, this; None: silu(gate) * up."""
+    silu_limit: float | None = None
+    """silu(gate) * up, with gate at most, and up within plus and minus, this, in the shared expert too; None: without limits."""
+    table_layers: frozenset[int] = frozenset()
+    """Layers where a token's experts stand in a table by its id (hash routing); their shares are of the router's scores all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,59 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressorSpec:
+    """How a layer makes one entry of `ratio` tokens: a softmax over them, channel by channel, of what they project to.
+
+    `is_overlapped`: an entry is made of its own tokens' last columns and of the first columns of the `ratio` tokens before them;
+    such a layer has an index by which a row chooses its entries. Else a row attends to all of them.
+    """
+
+    ratio: int
+    is_overlapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSpec:
+    """Attention of DeepSeek-V4: to a window of tokens, and to entries that stand for several tokens each.
+
+    A token, and an entry, is one vector of `ModelSpec.head_dim` elements that is key and value of all heads; its last
+    `rope_dim` elements are rotated, neighbours together, an entry's at its first token. The output is rotated back.
+    """
+
+    q_rank: int
+    """Width of the queries' own latent, which has a norm; a query head has another, without a weight."""
+    rope_dim: int
+    window: int
+    """How many of the newest tokens, the current one included, a token sees in every layer."""
+    compressors: tuple[CompressorSpec | None, ...]
+    """By layer; None: the layer has its window only."""
+    num_output_groups: int
+    """Heads go through the output projection in so many groups of neighbours ..."""
+    output_rank: int
+    """... each to a latent of this width; those together to the stream."""
+    index: IndexSpec | None
+    """Of layers with overlapped entries; None where there are none. Rope turns the last elements of its heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Hyper-connections (mHC): the residual is `num_streams` streams, mixed anew around attention and around the experts."""
+
+    num_streams: int
+    num_iterations: int
+    """Of Sinkhorn-Knopp, which makes rows and columns of a mix add up to one."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKind:
     """What the weights of a layer follow from, beside what all layers have in common."""
 
     experts: ExpertsSpec | None
     index: IndexSpec | None
+    compressor: CompressorSpec | None = None
+    has_table: bool = False
+    """Its experts are taken from a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +246,11 @@ class ModelSpec:
     latent: LatentSpec | None = None
     """Latent attention in every layer: `num_kv_heads` is 1, `head_dim` is what is kept of a token (`LatentSpec.row_dim`), and
     `qkv_bias` is of the projections to latents; None: keys and values by head."""
+    compressed: CompressedSpec | None = None
+    """Compressed attention in every layer: `num_kv_heads` is 1, `head_dim` is what is kept of a token and of an entry, `rope` is
+    that of layers with entries and `local_rope` of those without; None: every other attention."""
+    streams: StreamsSpec | None = None
+    """None: the residual is one stream."""
     num_draft_layers: int = 0
     """Layers behind the last that checkpoints hold to draft tokens (multi-token prediction): they are neither planned nor loaded."""
 
@@ -248,10 +305,14 @@ class ModelSpec:
     @property
     def rope_dim(self) -> int:
         """Elements of a head, or beside a latent, that positions rotate."""
+        if self.compressed is not None:
+            return self.compressed.rope_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def layer_rope(self, layer: int) -> RopeSpec | None:
         """The rotation of a layer; None where positions are learned."""
+        if self.compressed is not None:
+            return self.local_rope if self.compressed.compressors[layer] is None else self.rope
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
     @property
@@ -270,6 +331,9 @@ class ModelSpec:
 
     def layer_index(self, layer: int) -> IndexSpec | None:
         """The index of a layer, or None where it takes what another chose, or attends to all tokens."""
+        if self.compressed is not None:
+            compressor = self.compressed.compressors[layer]
+            return self.compressed.index if compressor is not None and compressor.is_overlapped else None
         index = None if self.latent is None else self.latent.index
         return None if index is None or layer in index.shared_layers else index
 
@@ -281,7 +345,10 @@ class ModelSpec:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Layers of the same kind have weights of the same shapes."""
-        return LayerKind(self.layer_experts(layer), self.layer_index(layer))
+        compressor = None if self.compressed is None else self.compressed.compressors[layer]
+        experts = self.layer_experts(layer)
+        has_table = experts is not None and layer in experts.table_layers
+        return LayerKind(experts, self.layer_index(layer), compressor, has_table)
 
     def layer_experts(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has an MLP."""
