@@ -69,6 +69,7 @@ TORCH_FREE = (
     "models.latent_families",
     "models.settings",
     "models.activations",
+    "models.compressed_activations",
     "models.declaration",
     "models.declared_model",
     "models.declared_weights",
