@@ -14,8 +14,8 @@ from holdfast.models.activations import LAYERS, STREAM, Request, experts_request
 from holdfast.models.spec import CompressedSpec, ModelSpec, StreamsSpec
 from holdfast.quant.weight_schemes import WeightRecipe
 
-WANTED = ("wanted", "wanted_ids")
-"""Streams and token ids of the rows that go on behind the last attention."""
+WANTED = ("wanted", "wanted_shares", "wanted_ids")
+"""Streams, shares and token ids of the rows that go on behind the last attention."""
 
 
 class CompressedRequests(NamedTuple):
@@ -79,9 +79,12 @@ def compressed_attention_request(
 
 
 def streamed_experts_request(spec: ModelSpec, streams: StreamsSpec, num_rows: int, dtype: str) -> Request:
-    """One layer's experts, and streams and token ids of the rows that are left behind the last attention."""
+    """One layer's experts, and what is kept of the rows that are left behind the last attention."""
     assert spec.experts is not None, f"{spec.architecture} has no experts"
-    wanted = TensorSpec(WANTED[0], (num_rows, streams.num_streams, spec.hidden_size), dtype)
-    token_ids = TensorSpec(WANTED[1], (num_rows,), "int64")
+    wanted = (
+        TensorSpec(WANTED[0], (num_rows, streams.num_streams, spec.hidden_size), dtype),
+        TensorSpec(WANTED[1], (num_rows, num_shares(streams)), "float32"),
+        TensorSpec(WANTED[2], (num_rows,), "int64"),
+    )
     own = experts_request(spec.experts, spec.hidden_size, num_rows, dtype)
-    return Request(own.lane, own.owner, (wanted, token_ids, *own.specs))
+    return Request(own.lane, own.owner, (*wanted, *own.specs))
