@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.attention.backend import Batch, EagerStep
-from holdfast.attention.declarations import ENTRY_ROWS, AttentionSpec
+from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.compressed import ENTRIES, INDEX
 from holdfast.cache.states import StateStorage
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.compress import Compressor, compress_rows
-from holdfast.kernels.latent.entry_rows import rotate_index_queries, write_entries, write_index_entries
+from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.latent.write_window import write_window
@@ -73,10 +72,18 @@ class CompressedPages:
         layer: int,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        """Rows into the layer's states, finished entries to their slots."""
-        entries_TD = self._compressed(pooled_TX, batch, compressor, layer, ENTRIES, scratch)
-        slots_T = batch.slots_GT[self._specs[layer].entries_group]
-        write_entries(entries_TD, batch.positions_T, slots_T, compressor, rotary, self.entries[layer])
+        """Rows into the layer's states, finished entries to their slots, in one pass."""
+        state_PK3D, slots_T = self._places(batch, layer, ENTRIES)
+        compress_entries(
+            pooled_TX,
+            batch.positions_T,
+            slots_T,
+            _states_of(batch),
+            state_PK3D,
+            compressor,
+            rotary,
+            self.entries[layer],
+        )
 
     def compress_index(
         self,
@@ -88,26 +95,26 @@ class CompressedPages:
         layer: int,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        """The same of the index; its queries rotated where they are."""
-        assert batch.states_T is not None, "a step without states"
-        entries_TD = self._compressed(pooled_TX, batch, compressor, layer, INDEX, scratch)
-        slots_T = batch.slots_GT[self._specs[layer].entries_group]
-        write_index_entries(entries_TD, batch.positions_T, slots_T, compressor, rotary, self.indexes[layer])
-        rotate_index_queries(q_TID, batch.positions_T, batch.states_T, rotary)
+        """The same of the index, and its queries rotated where they are."""
+        state_PK3D, slots_T = self._places(batch, layer, INDEX)
+        compress_index(
+            pooled_TX,
+            q_TID,
+            batch.positions_T,
+            slots_T,
+            _states_of(batch),
+            state_PK3D,
+            compressor,
+            rotary,
+            self.indexes[layer],
+        )
 
-    def _compressed(
-        self,
-        pooled_TX: torch.Tensor,
-        batch: Batch,
-        compressor: Compressor,
-        layer: int,
-        name: str,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """float32 [T, D]: the entries of rows that end one."""
-        assert batch.states_T is not None and self._states is not None, "a step without states"  # noqa: PT018
-        num_rows, dim = len(pooled_TX), compressor.weight_D.shape[0]
-        entries_TD = scratch[ENTRY_ROWS][: num_rows * dim].view(num_rows, dim)
-        state_PK3D = self._states.state(layer, name)
-        compress_rows(pooled_TX, batch.positions_T, batch.states_T, state_PK3D, compressor, entries_TD)
-        return entries_TD
+    def _places(self, batch: Batch, layer: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's states, and the slots of the entries that rows end."""
+        assert self._states is not None, f"layer {layer} has no states"
+        return self._states.state(layer, name), batch.slots_GT[self._specs[layer].entries_group]
+
+
+def _states_of(batch: Batch) -> torch.Tensor:
+    assert batch.states_T is not None, "a step without states"
+    return batch.states_T

@@ -17,7 +17,14 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
-from holdfast.kernels.hyper_connections import StreamMix, collapse_streams, combine_streams, mix_head, mix_streams
+from holdfast.kernels.hyper_connections import (
+    HeadMix,
+    MixNumbers,
+    StreamMix,
+    add_up_streams,
+    combine_add_up,
+    enter_block,
+)
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.compressed_attention import (
@@ -34,36 +41,28 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import Request
 from holdfast.models.compressed_activations import WANTED, CompressedRequests, compressed_requests
-from holdfast.models.decoder_layer import Norm, PartBuilder, Weights
+from holdfast.models.decoder_layer import PartBuilder, Weights
 from holdfast.models.model import Stream
-from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
+from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
-
-class HeadMix(NamedTuple):
-    """How streams become one behind the last layer."""
-
-    weight_SX: torch.Tensor
-    bias_S: torch.Tensor
-    scale_1: torch.Tensor
+MIX_NAMES = ("weight", "bias", "scale")
 
 
-class HalfLayer(NamedTuple):
-    """What stands before attention, or before the experts."""
+class Entrance(NamedTuple):
+    """What stands before attention, before the experts, or before the head: a mix of the streams, and a norm of what it gives."""
 
-    mix: StreamMix
-    norm: Norm
+    mix: StreamMix | HeadMix
+    weight_H: torch.Tensor
+    """Of the norm."""
 
 
 class StreamedLayer(NamedTuple):
     """Attention and experts between streams."""
 
-    first: HalfLayer
+    entrances: tuple[Entrance, Entrance]
     attention: CompressedAttentionLayer
-    second: HalfLayer
     experts: ExpertLayer
-    has_table: bool
-    """Its experts follow from token ids."""
 
 
 class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
@@ -84,15 +83,19 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
 
     def streamed_layer(self, index: int) -> StreamedLayer:
         """All of a layer."""
-        layer, kind = self.layer(index), self._spec.layer_kind(index)
+        layer, prefix = self.layer(index), f"layers.{index}"
         assert isinstance(layer.mlp, ExpertLayer), f"layer {index} has an MLP, and no family with streams has one"
-        first = HalfLayer(self._mix(f"layers.{index}.attn_streams"), layer.attn_norm)
-        second = HalfLayer(self._mix(f"layers.{index}.mlp_streams"), layer.mlp_norm)
-        return StreamedLayer(first, layer.attention, second, layer.mlp, kind.has_table)
+        entrances = self._entrance(f"{prefix}.attn"), self._entrance(f"{prefix}.mlp")
+        return StreamedLayer(entrances, layer.attention, layer.mlp)
 
-    def head_mix(self) -> HeadMix:
-        """Of the streams behind the last layer."""
-        return HeadMix(*(self.plain(f"head_streams.{name}") for name in ("weight", "bias", "scale")))
+    def head_entrance(self) -> Entrance:
+        """Behind the last layer."""
+        mix = HeadMix(*(self.plain(f"head_streams.{name}") for name in MIX_NAMES))
+        return Entrance(mix, self.plain("final_norm.weight"))
+
+    def _entrance(self, prefix: str) -> Entrance:
+        mix = StreamMix(*(self.plain(f"{prefix}_streams.{name}") for name in MIX_NAMES))
+        return Entrance(mix, self.plain(f"{prefix}_norm.weight"))
 
     def attention(self, index: int, prefix: str) -> CompressedAttentionLayer:
         compressed, eps, rotary = self._compressed, self._spec.norm_eps, self._rotaries[index]
@@ -124,9 +127,6 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
         positions_RX, weight_D = self.plain(f"{prefix}.positions"), self.plain(f"{prefix}.norm.weight")
         return Compressor(compressor.ratio, compressor.is_overlapped, positions_RX, weight_D, self._spec.norm_eps)
 
-    def _mix(self, prefix: str) -> StreamMix:
-        return StreamMix(*(self.plain(f"{prefix}.{name}") for name in ("weight", "bias", "scale")))
-
 
 class CompressedDecoder:
     """The Model of models/model.py with streams. It holds references to its weights and no state of its own."""
@@ -147,14 +147,13 @@ class CompressedDecoder:
         assert spec.streams is not None, f"{spec.architecture} has one stream"
         builder = CompressedLayerBuilder(spec, spec.compressed, weights, backend, rotaries)
         self._spec = spec
-        self._streams: StreamsSpec = spec.streams
+        self._numbers = MixNumbers(spec.norm_eps, spec.streams.eps, spec.streams.num_iterations)
         self.workspace = workspace
         self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
         self._recipe = recipe
         self._embed_VH = weights["embed.weight"]
         self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
-        self._head_mix = builder.head_mix()
-        self._final_norm = builder.norm("final_norm")
+        self._entrances = (*(one for layer in self._layers for one in layer.entrances), builder.head_entrance())
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
         self._tile_scratch = self._make_tile_scratch()
         self._requests: Callable[[int], CompressedRequests] = cache(
@@ -187,37 +186,40 @@ class CompressedDecoder:
         plan: Any,  # noqa: ANN401 the backend's own type
         layers: range,
     ) -> Stream:
-        """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on."""
-        shares_TM = self._acquire(self._requests(batch.num_rows).stream)["shares"]
-        token_ids_T = batch.token_ids_T
+        """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on, normed for the head."""
+        held = self._acquire(self._requests(batch.num_rows).stream)
+        shares_TM, parts, token_ids_T = held["stream_shares"], held["stream_parts"], batch.token_ids_T
+        x_TSH, normed_TH, delta_TH, _ = stream
+        add_up_streams(x_TSH, self._entrances[2 * layers.start].mix[0], parts)
         for index in layers:
             layer, is_last = self._layers[index], index == self.num_layers - 1
+            first, second, following = self._entrances[2 * index : 2 * index + 3]
             logits = batch.logits if is_last else None
-            x_TSH, normed_TH = stream.x_TH, stream.normed_TH
-            delta_RH = self._attend(layer, stream, shares_TM, batch, plan, logits is not None)
-            num_rows = delta_RH.shape[0]
+            self._enter(first, x_TSH, parts, shares_TM, normed_TH)
+            delta_TH = self._attend(layer, normed_TH, batch, plan, delta_TH, logits is not None)
+            num_rows = delta_TH.shape[0]
             if num_rows == 0:
-                return Stream(normed_TH[:0], normed_TH[:0], delta_RH, has_delta=False)
+                return Stream(normed_TH[:0], normed_TH[:0], delta_TH, has_delta=False)
             room = self._acquire(self._requests(num_rows).experts)
             if logits is not None:
-                rows = (
-                    torch.index_select(whole, 0, logits.rows_R, out=room[name])
-                    for whole, name in zip((x_TSH, shares_TM, token_ids_T), WANTED, strict=True)
+                whole = x_TSH, shares_TM, token_ids_T
+                x_TSH, shares_TM, token_ids_T = (
+                    torch.index_select(tensor, 0, logits.rows_R, out=room[name])
+                    for tensor, name in zip(whole, WANTED, strict=True)
                 )
-                x_TSH, shares_TM, token_ids_T = rows
                 normed_TH = normed_TH[:num_rows]
-            combine_streams(x_TSH, delta_RH, shares_TM, x_TSH)
-            self._collapse(layer.second, x_TSH, shares_TM, normed_TH)
-            layer.experts(normed_TH, self._expert_buffers(room, num_rows), delta_RH, token_ids_T)
-            combine_streams(x_TSH, delta_RH, shares_TM, x_TSH)
-            stream = Stream(x_TSH, normed_TH, delta_RH, has_delta=False)
+            combine_add_up(x_TSH, delta_TH, shares_TM, second.mix[0], parts)
+            self._enter(second, x_TSH, parts, shares_TM, normed_TH)
+            layer.experts(normed_TH, self._expert_buffers(room, num_rows), delta_TH, token_ids_T)
+            combine_add_up(x_TSH, delta_TH, shares_TM, following.mix[0], parts)
             if is_last:
-                stream = self._joined(stream, shares_TM)
-        return stream
+                self._enter(following, x_TSH, parts, shares_TM[:, : x_TSH.shape[1]], normed_TH)
+                x_TSH = normed_TH
+        return Stream(x_TSH, normed_TH, delta_TH, has_delta=False)
 
     def finish(self, stream: Stream) -> torch.Tensor:
-        """The other end, up to the head: final hidden states of the rows that are left."""
-        return stream.x_TH if stream.x_TH.shape[0] == 0 else self._final_norm(stream.x_TH, None, stream.x_TH)
+        """The other end, up to the head: final hidden states of the rows that are left, which the last layer has normed."""
+        return stream.x_TH
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """The head: float32 logits [R, V], valid until the workspace is used again."""
@@ -229,42 +231,28 @@ class CompressedDecoder:
     def _attend(
         self,
         layer: StreamedLayer,
-        stream: Stream,
-        shares_TM: torch.Tensor,
+        normed_TH: torch.Tensor,
         batch: Batch,
         plan: Any,  # noqa: ANN401 the backend's own type
+        out_TH: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        """What attention gives for all rows, or for those that are wanted; how it goes into the streams is in the shares."""
+        """What attention gives for all rows, or for those that are wanted."""
         requests = self._requests(batch.num_rows)
         buffers = CompressedBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
-        codes = layer.attention.room_for_codes(buffers.quantized, batch.num_rows)
-        self._collapse(layer.first, stream.x_TH, shares_TM, stream.normed_TH, codes)
-        return layer.attention(
-            stream.normed_TH, batch, plan, buffers, stream.delta_TH, wanted_only, is_coded=codes is not None
-        )
+        return layer.attention(normed_TH, batch, plan, buffers, out_TH, wanted_only)
 
-    def _collapse(
+    def _enter(
         self,
-        half: HalfLayer,
+        entrance: Entrance,
         x_TSH: torch.Tensor,
-        shares_TM: torch.Tensor,
-        normed_TH: torch.Tensor,
-        codes: QuantizedRows | None = None,
+        parts: torch.Tensor,
+        shares_TX: torch.Tensor,
+        out_TH: torch.Tensor,
     ) -> None:
-        """The shares of a half of a layer, and the row that it takes of the streams, normed."""
-        streams = self._streams
-        mix_streams(x_TSH, half.mix, self._spec.norm_eps, streams.eps, streams.num_iterations, shares_TM)
-        collapse_streams(x_TSH, shares_TM, normed_TH)
-        half.norm(normed_TH, None, normed_TH, codes)
-
-    def _joined(self, stream: Stream, shares_RM: torch.Tensor) -> Stream:
-        """Behind the last layer: one row of all streams, which the final norm takes."""
-        x_RSH, normed_RH, delta_RH, _ = stream
-        shares_RS = shares_RM[:, : self._streams.num_streams]
-        mix_head(x_RSH, *self._head_mix, self._spec.norm_eps, self._streams.eps, shares_RS)
-        collapse_streams(x_RSH, shares_RS, normed_RH)
-        return Stream(normed_RH, normed_RH, delta_RH, has_delta=False)
+        """The shares of a block from the sums of its mix, and the row that it takes of the streams, normed."""
+        eps = self._spec.norm_eps
+        enter_block(x_TSH, parts, entrance.mix, self._numbers, shares_TX, entrance.weight_H, eps, out_TH)
 
     def _make_tile_scratch(self) -> TileScratch | None:
         """What products of middle batches share, where the plan has it; counters begin at zero."""
