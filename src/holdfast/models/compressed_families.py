@@ -290,9 +290,7 @@ SPELLINGS: Mapping[str, str] = {
 LAYER_SPELLINGS: Mapping[str, str] = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-    **{
-        f"{ours}_hc.{part}": f"hc_{ours}_{part}" for ours in ("attn", "ffn") for part in ("fn", "base", "scale")
-    },
+    **{f"{ours}_hc.{part}": f"hc_{ours}_{part}" for ours in ("attn", "ffn") for part in ("fn", "base", "scale")},
     **{
         f"self_attn.{ours}": f"attn.{theirs}"
         for ours, theirs in {

@@ -352,7 +352,6 @@ class CompressedNames:
     """What precedes fn, base and scale in the names of their tensors."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """What a family calls its modules; names in a layer follow `layer` with the layer's number filled in."""
