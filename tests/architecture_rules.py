@@ -71,6 +71,8 @@ TORCH_FREE = (
     "models.settings",
     "models.activations",
     "models.compressed_activations",
+    "models.compressed_declaration",
+    "models.compressed_families",
     "models.declaration",
     "models.declared_model",
     "models.declared_weights",

@@ -71,6 +71,8 @@ class ExpertsSpec:
     """silu(gate) * up, with gate at most, and up within plus and minus, this, in the shared expert too; None: without limits."""
     table_layers: frozenset[int] = frozenset()
     """Layers where a token's experts stand in a table by its id (hash routing); their shares are of the router's scores all the same."""
+    table_size: int = 0
+    """Token ids of such a table: the whole vocabulary, whatever a rank has of it."""
 
 
 @dataclass(frozen=True, slots=True)
