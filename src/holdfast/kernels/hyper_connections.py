@@ -36,6 +36,7 @@ from holdfast.kernels.triton_compat import (
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: SIM102 a branch on a constant is taken when a kernel is compiled
 
 COLLAPSED_COLUMNS = 1024
 """Of a program that collapses streams by shares that are there."""
