@@ -66,9 +66,9 @@ def test_preempted_at_every_position():
 
 
 def test_preempted_by_neighbours_where_pages_are_few():
-    answers = [alone(FLASH, length, 20) for length in (34, 35, 33)]
-    drive = make_compressed_drive(tiny_compressed(FLASH)[1], 16, num_pages=42)
-    requests = [Request(list(answer.prompt), 20) for answer in answers]
+    answers = [alone(FLASH, length, 26) for length in (4, 6, 5)]
+    drive = make_compressed_drive(tiny_compressed(FLASH)[1], 4, num_pages=28)
+    requests = [Request(list(answer.prompt), 26) for answer in answers]
     drive.run(requests)
     assert drive.scheduler.num_preemptions > 0
     for answer, request in zip(answers, requests, strict=True):
