@@ -152,7 +152,7 @@ def test_formats_of_latents_and_of_compressed_vectors_on_models_without_them(nam
             declared.check_format("fp8_ds_mla")
     if name == "DeepSeek-V4-Pro":
         assert declared.check_format("fp8_ds_mla").name == declared.check_format("fp8_ds_v4").name == "fp8_ds_v4"
-        with pytest.raises(ConfigError, match="turboquant_mla_4bit keeps latents, and this model keeps vectors of"):
+        with pytest.raises(ConfigError, match=r"turboquant_mla_4bit keeps latents \(MLA\), and this model has none"):
             declared.check_format("turboquant_mla_4bit")
     else:
         with pytest.raises(
