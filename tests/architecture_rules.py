@@ -63,6 +63,7 @@ TORCH_FREE = (
     "kernels.latent.latent_geometry",
     "kernels.latent.top_k_geometry",
     "kernels.geometry",
+    "kernels.stream_geometry",
     "kernels.up_projection",
     "models.spec",
     "models.parameters",

@@ -9,13 +9,14 @@ than attention does.
 
 from typing import NamedTuple
 
+from holdfast.kernels.stream_geometry import num_shares, stream_specs
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import LAYERS, STREAM, Request, experts_request, quantized_rows_request
 from holdfast.models.spec import CompressedSpec, ModelSpec, StreamsSpec
 from holdfast.quant.weight_schemes import WeightRecipe
 
-WANTED = ("wanted", "wanted_ids")
-"""Streams and token ids of the rows that go on behind the last attention."""
+WANTED = ("wanted", "wanted_shares", "wanted_ids")
+"""Streams, shares and token ids of the rows that go on behind the last attention."""
 
 
 class CompressedRequests(NamedTuple):
@@ -41,18 +42,13 @@ def compressed_requests(
     )
 
 
-def num_shares(streams: StreamsSpec) -> int:
-    """Of a row: what each stream gives, what it takes, and how they are mixed."""
-    return (2 + streams.num_streams) * streams.num_streams
-
-
 def streams_request(streams: StreamsSpec, hidden_size: int, num_rows: int, dtype: str) -> Request:
-    """The residual streams, two rows beside them, and the shares of one half of a layer."""
+    """The residual streams, two rows beside them, the shares of one half of a layer and what they are made of."""
     specs = (
         TensorSpec("x", (num_rows, streams.num_streams, hidden_size), dtype),
         TensorSpec("normed", (num_rows, hidden_size), dtype),
         TensorSpec("delta", (num_rows, hidden_size), dtype),
-        TensorSpec("shares", (num_rows, num_shares(streams)), "float32"),
+        *stream_specs(num_rows, streams.num_streams),
     )
     return Request(STREAM, "stream", specs)
 
@@ -79,9 +75,12 @@ def compressed_attention_request(
 
 
 def streamed_experts_request(spec: ModelSpec, streams: StreamsSpec, num_rows: int, dtype: str) -> Request:
-    """One layer's experts, and streams and token ids of the rows that are left behind the last attention."""
+    """One layer's experts, and what is kept of the rows that are left behind the last attention."""
     assert spec.experts is not None, f"{spec.architecture} has no experts"
-    wanted = TensorSpec(WANTED[0], (num_rows, streams.num_streams, spec.hidden_size), dtype)
-    token_ids = TensorSpec(WANTED[1], (num_rows,), "int64")
+    wanted = (
+        TensorSpec(WANTED[0], (num_rows, streams.num_streams, spec.hidden_size), dtype),
+        TensorSpec(WANTED[1], (num_rows, num_shares(streams.num_streams)), "float32"),
+        TensorSpec(WANTED[2], (num_rows,), "int64"),
+    )
     own = experts_request(spec.experts, spec.hidden_size, num_rows, dtype)
-    return Request(own.lane, own.owner, (wanted, token_ids, *own.specs))
+    return Request(own.lane, own.owner, (*wanted, *own.specs))

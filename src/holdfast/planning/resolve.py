@@ -31,6 +31,8 @@ QUANTIZED_PAGE_TOKENS = 64
 """Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
 LATENT_PAGE_TOKENS = 64
 """The same of latents (MLA), whatever their format: a row is wide, and a tile of them fills a program's shared memory."""
+COMPRESSED_PAGE_TOKENS = 16
+"""Rows of a page of compressed attention: one row stands for up to 128 tokens, and a prefix is cached by whole pages."""
 FP8_PRODUCTS = (8, 9)
 """The compute capability from which on a GPU multiplies e4m3 by e4m3."""
 
@@ -180,6 +182,15 @@ def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tupl
 def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
     if config.page_tokens is not None:
         return config.page_tokens
+    heads = model.declaration.heads(1)
+    if heads is not None and heads.is_compressed:
+        most = max(heads.ratios)
+        block = most * COMPRESSED_PAGE_TOKENS or COMPRESSED_PAGE_TOKENS
+        reason = (
+            f"a row stands for up to {most} tokens, and a page of prefix caching for {block}" if most else "the default"
+        )
+        choices.append(Choice("page_tokens", str(COMPRESSED_PAGE_TOKENS), reason))
+        return COMPRESSED_PAGE_TOKENS
     if model.keeps_latents:
         reason = f"attention over latents works in tiles of {LATENT_PAGE_TOKENS} tokens"
         choices.append(Choice("page_tokens", str(LATENT_PAGE_TOKENS), reason))
@@ -305,9 +316,9 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
     """What was asked, or the default of a format; by position until the weights are there."""
     asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
     heads, num_layers = model.declaration.heads(1), model.num_layers
-    if asked in (0, None) and (heads is None or not kv_format.is_quantized):
+    if asked in (0, None) and (heads is None or heads.is_compressed or not kv_format.is_quantized):
         return ProtectedLayers((), kv_format, False, "")
-    if heads is None:
+    if heads is None or heads.is_compressed:
         has = f"{model.name} keeps no keys and values by head, and all its layers have one format"
         raise ConfigError(f"kv_protected_layers={config.kv_protected_layers} was asked", has, "leave it out")
     _check_layers(asked, num_layers)
