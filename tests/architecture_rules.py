@@ -59,6 +59,7 @@ TORCH_FREE = (
     "cache.spec",
     "cache.pages",
     "cache.prefix",
+    "kernels.latent.compress_geometry",
     "kernels.latent.latent_geometry",
     "kernels.latent.top_k_geometry",
     "kernels.geometry",

@@ -59,6 +59,18 @@ class AttentionSpec:
     """Tokens that a row attends to at the most. A layer whose cache has no index takes what one before it chose."""
     index_turns_neighbours: bool = False
     """Rope turns neighbouring elements of the index, not halves."""
+    entries: LayerCache | None = None
+    """Of compressed attention: the entries that a row attends to beside its window, with their index; None: the window only."""
+    entries_group: int = -1
+    """Which of the cache's groups they belong to ..."""
+    entries_index: int = -1
+    """... and their place in its storage."""
+    ratio: int = 0
+    """Tokens that an entry stands for; 0: there are none."""
+    is_overlapped: bool = False
+    """An entry is made of as many tokens before its own too, and an index chooses those that a row attends to."""
+    is_compressed: bool = False
+    """Compressed attention, with or without entries: a token is one vector that is key and value of all heads."""
 
     @property
     def is_plain_softmax(self) -> bool:

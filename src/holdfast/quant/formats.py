@@ -46,6 +46,10 @@ class Plane:
 
 LATENT_TILE = 128
 """Latent elements that share a float32 scale in a row of fp8_ds_mla."""
+EXPONENT_TILE = 64
+"""Elements that share an exponent as their scale in a row of fp8_ds_v4."""
+EXPONENT_ALIGNMENT = 8
+"""The exponents of a row are filled up to a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class KVFormat:
     """Of a format for latents alone: how the rotated elements beside a latent are stored; None: every other format."""
     index_dtype: str = ""
     """How an index beside latents is kept (DSA), one of INDEX_FORMATS; nothing: as goes with the format."""
+    has_exponents: bool = False
+    """Scales are exponents of two, in a plane of their own (DeepSeek-V4)."""
 
     @property
     def is_quantized(self) -> bool:
@@ -100,6 +106,9 @@ class KVFormat:
         if not self.is_quantized:
             return (Plane("latent", self.key_dtype, (latent_dim + rope_dim,)),)
         assert self.rope_dtype is not None, f"{self.name} keeps keys and values by head, not latents"
+        if self.has_exponents:
+            num_bytes = latent_dim + bytes_for(self.rope_dtype, (rope_dim,))
+            return Plane("latent", "uint8", (num_bytes,)), Plane("latent_scale", "uint8", (num_exponents(latent_dim),))
         if self.key_bits == 8:
             num_bytes = latent_dim + 4 * -(-latent_dim // LATENT_TILE) + bytes_for(self.rope_dtype, (rope_dim,))
             return (Plane("latent", "uint8", (num_bytes,)),)
@@ -113,6 +122,12 @@ class KVFormat:
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, rope_dim: int = 0) -> int:
         """What a token takes in one layer."""
         return sum(plane.bytes_per_token for plane in self.planes(num_kv_heads, head_dim, rope_dim))
+
+
+def num_exponents(latent_dim: int) -> int:
+    """Bytes of a row's scales in fp8_ds_v4, those that fill it up included."""
+    num_tiles = -(-latent_dim // EXPONENT_TILE)
+    return -(-num_tiles // EXPONENT_ALIGNMENT) * EXPONENT_ALIGNMENT
 
 
 def _quantized_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
@@ -150,15 +165,22 @@ MLA_FORMATS: dict[str, KVFormat] = {
 """Formats of latents alone (MLA): what 8 and 4 bits are there."""
 MLA_NAMES: dict[str, str] = {"fp8": "fp8_ds_mla", "turboquant_4bit_nc": "turboquant_mla_4bit"}
 """What a model that keeps latents takes a format of heads for."""
-ALL_KV_FORMATS: dict[str, KVFormat] = {**KV_FORMATS, **MLA_FORMATS}
+COMPRESSED_FORMATS: dict[str, KVFormat] = {
+    "fp8_ds_v4": KVFormat("fp8_ds_v4", FP8, FP8, key_bits=8, value_bits=8, rope_dtype="bfloat16", has_exponents=True)
+}
+"""Formats of tokens and entries of compressed attention alone (DeepSeek-V4)."""
+COMPRESSED_NAMES: dict[str, str] = {"fp8": "fp8_ds_v4", "fp8_ds_mla": "fp8_ds_v4"}
+"""What such a model takes another format of 8 bits for."""
+ALL_KV_FORMATS: dict[str, KVFormat] = {**KV_FORMATS, **MLA_FORMATS, **COMPRESSED_FORMATS}
 """Every name that `kv_cache_dtype` takes."""
 
 
-def formats_of(is_latent: bool) -> dict[str, KVFormat]:
-    """The formats of a model that keeps latents, or of one with keys and values by head."""
-    if not is_latent:
+def formats_of(is_latent: bool, is_compressed: bool = False) -> dict[str, KVFormat]:
+    """The formats of a model that keeps latents, or tokens and entries (compressed), or of one with keys and values by head."""
+    if not is_latent and not is_compressed:
         return KV_FORMATS
-    return {**{name: value for name, value in KV_FORMATS.items() if not value.is_quantized}, **MLA_FORMATS}
+    plain = {name: value for name, value in KV_FORMATS.items() if not value.is_quantized}
+    return {**plain, **(COMPRESSED_FORMATS if is_compressed else MLA_FORMATS)}
 
 
 INDEX_FORMATS = ("fp8", "bfloat16", "float16", "float32")

@@ -1,10 +1,13 @@
-"""Latents quantized (MLA): rows of fp8_ds_mla and TurboQuant's codes and scales in plain torch, and the order of their bytes.
+"""Latents quantized (MLA, DeepSeek-V4): rows of fp8_ds_mla and fp8_ds_v4, TurboQuant's codes and scales in plain torch, and the order of their bytes.
 
 X any leading dimensions, L latent dim, R rotated elements, B bytes of a row or of its codes, C scales of a row
 
 fp8_ds_mla    one row of bytes: L e4m3 numbers in order; a little-endian float32 scale for every tile of 128 of them, the last of
               which may be shorter; R bfloat16 numbers. A scale takes the largest of its tile to 448, and is at least the smallest
               normal float32. That is how vLLM and FlashMLA lay rows out.
+fp8_ds_v4     two rows: L e4m3 numbers in order and R bfloat16 numbers; and an exponent for every tile of 64 of the L, filled up to a
+              multiple of 8 bytes. Elements are rounded to bfloat16 first. A scale is the least power of two that takes the largest
+              of its tile, which is at least 1e-4, to 448 at the most; its byte is the exponent + 127, and 255 what is not finite.
 TurboQuant    the latent in the rotated space (`rotate_heads` in kv_quantize.py) as codes of 4 bits: little-endian 16-bit word c
               has in bits 4 j to 4 j + 3 the rising code of coordinate j L / 4 + c, j < 4. A float16 scale. The rotated elements
               are bfloat16, or e4m3 numbers with a second scale, which takes their largest to 448.
@@ -18,13 +21,16 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.quant.formats import LATENT_TILE
+from holdfast.quant.formats import EXPONENT_TILE, LATENT_TILE, num_exponents
 from holdfast.quant.kv_quantize import FP8_MAX, FP16_MAX, Codebook, looked_up, nearest_codes
 
 LATENT_STEP = 3 / 32
 """What a code adds to t."""
 LATENT_PARTS = 4
 """Codes of a word."""
+LEAST_TILE = 1e-4
+"""The least amax of a tile of fp8_ds_v4 that a scale is chosen for."""
+EXPONENT_BIAS = 127
 LEAST_FP8_SCALE = torch.finfo(torch.float32).tiny
 LATENT_CODEBOOK = Codebook(
     4,
@@ -76,6 +82,39 @@ def unpack_fp8_rows(rows_XB: torch.Tensor, latent_dim: int, rope_dim: int) -> to
     scales_XL = scales_XC.repeat_interleave(LATENT_TILE, dim=-1)[..., :latent_dim]
     latent_XL = codes_XL.contiguous().view(torch.float8_e4m3fn).float() * scales_XL
     return torch.cat((latent_XL, rope_XB.contiguous().view(torch.bfloat16).float()), dim=-1)
+
+
+def pack_exponent_rows(latent_XL: torch.Tensor, rope_XR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of fp8_ds_v4: uint8 [X, L + 2 R], and their exponents, uint8 [X, num_exponents(L)]; what fills them up is zero."""
+    latent_dim = latent_XL.shape[-1]
+    assert latent_dim % EXPONENT_TILE == 0, f"{latent_dim} elements are no tiles of {EXPONENT_TILE}"
+    tiles_XCE = latent_XL.bfloat16().float().unflatten(-1, (-1, EXPONENT_TILE))
+    amax_XC = tiles_XCE.abs().amax(-1).clamp(min=LEAST_TILE)
+    mantissa_XC, exponent_XC = torch.frexp(amax_XC / FP8_MAX)
+    exponent_XC = torch.where(mantissa_XC == 0.5, exponent_XC - 1, exponent_XC)  # type: ignore[operator]
+    bytes_XC = torch.where(amax_XC.isfinite(), exponent_XC + EXPONENT_BIAS, 255)
+    codes_XL = _e4m3((tiles_XCE / _scales_of(bytes_XC).unsqueeze(-1)).flatten(-2))
+    rows_XB = torch.cat([piece.contiguous().view(torch.uint8) for piece in (codes_XL, rope_XR.bfloat16())], dim=-1)
+    exponents_XC = rows_XB.new_zeros((*rows_XB.shape[:-1], num_exponents(latent_dim)))
+    exponents_XC[..., : bytes_XC.shape[-1]] = bytes_XC.to(torch.uint8)
+    return rows_XB, exponents_XC
+
+
+def unpack_exponent_rows(
+    rows_XB: torch.Tensor, exponents_XC: torch.Tensor, latent_dim: int, rope_dim: int
+) -> torch.Tensor:
+    """float32 [X, L + R] of rows of fp8_ds_v4 and their exponents."""
+    codes_XL, rope_XB = rows_XB.split((latent_dim, 2 * rope_dim), dim=-1)
+    scales_XC = _scales_of(exponents_XC[..., : latent_dim // EXPONENT_TILE].int())
+    tiles_XCE = codes_XL.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, EXPONENT_TILE))
+    latent_XL = (tiles_XCE * scales_XC.unsqueeze(-1)).flatten(-2)
+    return torch.cat((latent_XL, rope_XB.contiguous().view(torch.bfloat16).float()), dim=-1)
+
+
+def _scales_of(bytes_XC: torch.Tensor) -> torch.Tensor:
+    """float32 powers of two; NaN for 255."""
+    powers_XC = torch.ldexp(torch.ones_like(bytes_XC, dtype=torch.float32), bytes_XC - EXPONENT_BIAS)
+    return torch.where(bytes_XC == 255, torch.nan, powers_XC)
 
 
 def quantize_latents(rotated_XL: torch.Tensor, rope_XR: torch.Tensor, rope_dtype: torch.dtype) -> QuantizedLatents:

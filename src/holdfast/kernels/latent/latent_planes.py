@@ -1,12 +1,15 @@
-"""LatentPlanes and IndexPlanes: the pages of one layer that keeps latents (MLA) and perhaps an index (DSA), as kernels read and write them.
+"""LatentPlanes and IndexPlanes: the pages of one layer that keeps latents (MLA), or tokens or entries (DeepSeek-V4), and perhaps an index (DSA), as kernels read and write them.
 
 S slots, L latent, R rotated elements, X bytes or elements of a row, D elements of an index key
 
 plain         rows_SX [S, L + R] in the type of the engine: latent, then rotated elements
 fp8_ds_mla    rows_SX uint8 [S, L + 4 * ceil(L / 128) + 2 R]: L e4m3 numbers in tiles of 128, a float32 scale a tile, R bfloat16
+fp8_ds_v4     rows_SX uint8 [S, L + 2 R]: L e4m3 numbers in tiles of 64, R bfloat16; scales_SC uint8 [S, 8]: an exponent a tile
 turboquant    rows_SX uint8 [S, L / 2]: 4-bit codes of the rotated latent; scales_SC float16 [S, 1] or [S, 2]; rope_SR bfloat16, or
               e4m3 with the second scale
 index         rows_SD [S, D], plain, or e4m3 with scales_S1
+
+A token, and an entry, of DeepSeek-V4 is one vector whose last R elements are rotated: latent_dim is what stands before them.
 """
 
 from collections.abc import Mapping
@@ -19,12 +22,14 @@ from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.quant.latent_quantize import (
     QuantizedLatents,
     dequantize_latents,
+    pack_exponent_rows,
     pack_fp8_rows,
     quantize_latents,
+    unpack_exponent_rows,
     unpack_fp8_rows,
 )
 
-LatentKind = Literal["plain", "fp8_ds_mla", "turboquant"]
+LatentKind = Literal["plain", "fp8_ds_mla", "fp8_ds_v4", "turboquant"]
 
 
 class LatentPlanes(NamedTuple):
@@ -46,6 +51,8 @@ class LatentPlanes(NamedTuple):
         shape = latent_dim, rope_dim, page_tokens
         if not kv_format.is_quantized:
             return cls("plain", *shape, planes["latent"])
+        if kv_format.has_exponents:
+            return cls("fp8_ds_v4", *shape, planes["latent"], planes["latent_scale"])
         if kv_format.key_bits == 8:
             return cls("fp8_ds_mla", *shape, planes["latent"])
         return cls("turboquant", *shape, planes["latent_codes"], planes["latent_scale"], planes["rope"])
@@ -91,6 +98,10 @@ def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype
         return rows_LX.to(dtype)
     if planes.kind == "fp8_ds_mla":
         return unpack_fp8_rows(rows_LX, planes.latent_dim, planes.rope_dim).to(dtype)
+    if planes.kind == "fp8_ds_v4":
+        assert planes.scales_SC is not None, "fp8_ds_v4 has a plane of exponents"
+        exponents_LC = planes.scales_SC[slots_L]
+        return unpack_exponent_rows(rows_LX, exponents_LC, planes.latent_dim, planes.rope_dim).to(dtype)
     assert planes.scales_SC is not None, "TurboQuant has a plane of scales"
     assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
     rope_LR = planes.rope_SR.view(torch.uint8)[slots_L].view(planes.rope_SR.dtype)
@@ -104,6 +115,9 @@ def store_latents(planes: LatentPlanes, slots_L: torch.Tensor, latent_LX: torch.
         planes.rows_SX[slots_L] = rows_LX.to(planes.rows_SX.dtype)
     elif planes.kind == "fp8_ds_mla":
         planes.rows_SX[slots_L] = pack_fp8_rows(latent_LX, rope_LR)
+    elif planes.kind == "fp8_ds_v4":
+        assert planes.scales_SC is not None, "fp8_ds_v4 has a plane of exponents"
+        planes.rows_SX[slots_L], planes.scales_SC[slots_L] = pack_exponent_rows(latent_LX, rope_LR)
     else:
         assert planes.scales_SC is not None, "TurboQuant has a plane of scales"
         assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
