@@ -35,6 +35,9 @@ class Sizes:
     name: str = "plain"
 
 
+SIZES = Sizes()
+
+
 @dataclass
 class CompressedCase:
     """Rows of a step, each of a sequence of its own; `seen` are what each row attends to, tokens first."""
@@ -73,7 +76,7 @@ class CompressedCase:
 
 def compressed_case(
     positions: list[int],
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = SIZES,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     q_scale: float = 3.0,

@@ -13,7 +13,7 @@ from kernels.exactness import same_bits
 # Numpy, on which the interpreter runs, warns of the logarithm of an empty sum.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
-FORMATS = pytest.mark.parametrize("name", ["plain"])
+FORMATS = pytest.mark.parametrize("name", ["plain", "fp8_ds_v4"])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 AROUND = [0, 18, PADDING, 19, 20, 21, 39, 40, 41, 90]
 """Below, at and behind a window of 20, a list of 10 entries of 4 tokens, a page."""

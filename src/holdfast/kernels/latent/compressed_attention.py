@@ -41,7 +41,7 @@ from holdfast.kernels.triton_compat import (
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN202, SIM108 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 def compressed_attention(
@@ -232,7 +232,7 @@ def _load_tile(
         b_rope = b_rope | tl.load(p_rope + 1, mask=m_rope, other=0).to(tl.int32) << 8
         b_tile = e4m3_value(b_code) * e8m0_bits(b_scale).to(tl.float32, bitcast=True)
         b_tile = tl.where(m_nope, b_tile, (b_rope << 16).to(tl.float32, bitcast=True))
-        if DTYPE == tl.float16:
+        if tl.float16 == DTYPE:
             b_tile = tl.minimum(tl.maximum(b_tile, -65504.0), 65504.0)
         b_tile = b_tile.to(DTYPE)
     else:
