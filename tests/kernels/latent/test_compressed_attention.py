@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.latent.compressed_attention import compressed_attention_reference
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
 from holdfast.kernels.latent.compressed_scopes import MAX_SPLITS, compressed_partials, compressed_splits
-from kernels.compressed_cases import PADDING, CompressedCase, Sizes, compressed_case, run_compressed
+from kernels.compressed_cases import PADDING, CompressedCase, Sizes, compressed_case, run_compressed, scopes_on
 from kernels.exactness import same_bits
+from kernels.triton_cases import assert_allocates_nothing
 
 # Numpy, on which the interpreter runs, warns of the logarithm of an empty sum.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -140,3 +142,69 @@ def test_few_rows_fill_the_machine() -> None:
     for num_heads in (64, 128):
         assert compressed_splits(1, num_heads, 132) >= 16
         assert compressed_splits(256, num_heads, 132) <= 2
+
+
+REAL = {"head_dim": 512, "rope_dim": 64, "window": 128, "window_page": 64, "entries_page": 64}
+LONG = [5000, PADDING, 0, 62, 63, 127, 128, 2047, 2051, 4099, 130]
+"""Around the window, and around lists of 512 entries of 4 tokens."""
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_heads", [3, 16, 64, 100, 128], ids=lambda heads: f"{heads} heads")
+def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
+    """Every kind of layer, whole and split."""
+    for scope in ({"ratio": 0}, {"ratio": 128}, {"ratio": 4, "top_k": 512}):
+        sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, **scope)
+        case = compressed_case(LONG, sizes, torch.bfloat16, q_scale=1.0)
+        for num_sms in (1, 132):
+            judge(case, device, num_sms)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_real_widths_with_odd_pages_and_lists_on_a_gpu(device, name) -> None:
+    for dtype, pages, top_k in (
+        (torch.float16, (1, 1), 7),
+        (torch.bfloat16, (16, 2), 65),
+        (torch.float16, (256, 64), 330),
+    ):
+        sizes = replace(Sizes(), name=name, num_heads=40, **REAL, ratio=4, top_k=top_k)
+        sizes = replace(sizes, window_page=pages[0], entries_page=pages[1])
+        case = compressed_case([3000, 4 * top_k + 3, PADDING, 4 * top_k + 2, 7], sizes, dtype, q_scale=1.0)
+        for num_sms in (1, 132):
+            judge(case, device, num_sms)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_heads", [16, 64, 128], ids=lambda heads: f"{heads} heads")
+def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
+    """Captured with padding alone, replayed at any lengths: as launched, to the bit, and nothing is allocated."""
+    sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, ratio=4, top_k=128)
+    case = compressed_case([3000, 700, 129], sizes, torch.bfloat16)
+    scopes, rows, q_TND = scopes_on(case.scopes, device), case.rows_on(device), case.q_TND.to(device)
+    rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
+    count = compressed_partials(3, num_heads)
+    partials = torch.empty(count, num_heads * 512, device=device), torch.empty(count, num_heads, device=device)
+    out_TND, sinks_N = torch.empty_like(q_TND), case.sinks_N.to(device)
+
+    def step() -> None:
+        compressed_attention(q_TND, scopes, rows, sinks_N, rotary, case.scale, *partials, out_TND, 132)
+
+    positions_T = rows.positions_T[:3].clone()
+    rows.positions_T[:3] = PADDING
+    assert_allocates_nothing(step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for is_there in ((1, 1, 1), (0, 1, 0), (1, 0, 1)):
+        rows.positions_T[:3] = torch.where(torch.tensor(is_there, device=device) > 0, positions_T, PADDING)
+        outs = []
+        for run in (step, graph.replay):
+            out_TND.fill_(torch.nan)
+            run()
+            outs.append(out_TND.cpu())
+        assert same_bits(*outs)
+        assert [bool(out.any()) for out in outs[0]] == [there > 0 for there in is_there]

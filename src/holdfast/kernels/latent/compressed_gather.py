@@ -148,10 +148,7 @@ def _tile_scale(b_scales, i_tile: constexpr):
     """The power of two of a tile, twice in half precision, from the words that hold all exponents of a token."""
     b_word = b_scales[i_tile // 4]
     PLACE: constexpr = i_tile % 4
-    if PLACE == 3:
-        b_bits = b_word >> 1
-    else:
-        b_bits = b_word << (23 - 8 * PLACE)
+    b_bits = b_word >> 1 if PLACE == 3 else b_word << (23 - 8 * PLACE)
     b_scale = gl.minimum((b_bits & EXPONENT).to(gl.float32, bitcast=True), MOST_SCALE)
     return gl.inline_asm_elementwise(TWICE_ASM, "=r,f", [b_scale], gl.int32, True, 1)
 
