@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from holdfast.kernels import norm, up_projection  # noqa: E402
+from holdfast.kernels import hyper_connections, norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
@@ -72,6 +72,7 @@ from holdfast.kernels.latent.latent_planes import (  # noqa: E402
 )
 from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
 from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
+from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
@@ -201,6 +202,21 @@ def attention_of(
     tiled_attention.tiled_attention(
         q, plane, plane, numbers, work, 16, 0.1, window, partial, partial, out, 132, sinks, softcap
     )
+
+
+def streams_of(num_rows: int, hidden: int) -> None:
+    """Both launches around a block, streams that are mixed first, and those that are collapsed last."""
+    x, norm_weight = torch.empty(num_rows, 4, hidden, dtype=BF16), torch.empty(hidden, dtype=BF16)
+    mix = hyper_connections.StreamMix(torch.empty(24, 4 * hidden), torch.empty(24), torch.empty(3))
+    head = hyper_connections.HeadMix(torch.empty(4, 4 * hidden), torch.empty(4), torch.empty(1))
+    numbers, shares = hyper_connections.MixNumbers(1e-6, 1e-6, 20), torch.empty(num_rows, 24)
+    y, parts = x[:, 0].contiguous(), torch.empty(stream_parts_spec(num_rows, 4).shape)
+    hyper_connections.add_up_streams(x, mix.weight_MX, parts)
+    hyper_connections.enter_block(x, parts, mix, numbers, shares, norm_weight, 1e-6, y)
+    hyper_connections.combine_add_up(x, y, shares, mix.weight_MX, parts)
+    hyper_connections.combine_streams(x, y, shares, x)
+    hyper_connections.mix_head(x, *head, 1e-6, 1e-6, shares[:, :4], parts)
+    hyper_connections.collapse_streams(x, shares, y)
 
 
 def layer_norm_of(dtype: torch.dtype) -> None:
@@ -640,6 +656,8 @@ CASES: dict[str, Callable[[], None]] = {
     "top-k of 1M": lambda: top_k_of(2**20, 512),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
+    "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
+    "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
     **EXPERT_CASES,
     **LAYER_CASES,
 }
@@ -659,6 +677,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        hyper_connections,
         index_scores,
         latent_attention,
         latent_prefill,

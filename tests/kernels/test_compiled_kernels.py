@@ -21,6 +21,7 @@ COMMON_CASES = (
     "quantized 4/4 D64",
     "latents, 128 heads in warpgroups",
     "top-k of 160K",
+    "streams of V4-Flash, 1 row",
 )
 OTHER_CASES = (
     "one row",
@@ -111,6 +112,7 @@ OTHER_CASES = (
     "up-projected P128, 4 bits and rope of 8",
     "top-k of 8K",
     "top-k of 1M",
+    "streams of V4-Pro, 900 rows",
     "routing of V2",
     "routing of V3",
     "experts in bfloat16, 1 rows",

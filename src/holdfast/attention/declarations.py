@@ -122,6 +122,8 @@ BY_HEAD = "it attends to keys and values by head, and this model keeps latents (
 BY_LATENT = "it attends to latents (MLA), and this model keeps keys and values by head"
 WITHOUT_INDEX = "it attends to the tokens that an index chooses (DSA), and this model has none"
 WITH_INDEX = "it attends to all tokens, and an index of this model chooses them (DSA)"
+WITHOUT_ENTRIES = "it attends to windows and entries (DeepSeek-V4), and this model keeps something else"
+BY_ENTRY = "it attends to tokens, and this model keeps windows and entries (DeepSeek-V4)"
 LATENT_ROWS = 1024
 """Rows of a step whose queries are in the latent space at once: a larger step goes in parts, each with tiles of its own."""
 LATENT_HEAD_ROWS = 2**16
@@ -153,7 +155,7 @@ class NativePagedDeclaration:
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.cache.is_latent:
-            return BY_HEAD
+            return BY_ENTRY if spec.is_compressed else BY_HEAD
         if spec.device_kind != "cpu":
             return f"it runs on CPU only, not on {spec.device_kind}"
         planes = {plane.name: plane.dtype for plane in spec.cache.planes}
@@ -179,7 +181,7 @@ class TritonPagedDeclaration:
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.cache.is_latent:
-            return BY_HEAD
+            return BY_ENTRY if spec.is_compressed else BY_HEAD
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         if half_quantized := _half_quantized(spec):
@@ -230,7 +232,7 @@ class TorchPagedDeclaration:
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.cache.is_latent:
-            return BY_HEAD
+            return BY_ENTRY if spec.is_compressed else BY_HEAD
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
         if spec.cache.format.is_quantized and spec.cache.head_dim % QUANTIZED_HEADS:
@@ -265,8 +267,8 @@ class TritonLatentDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         return WITH_INDEX if spec.index_heads else self._declined(spec)
@@ -319,8 +321,8 @@ class TritonSparseDeclaration(TritonLatentDeclaration):
     name = "triton_sparse"
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         if not spec.index_heads:
@@ -362,8 +364,8 @@ class TorchLatentDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         return WITH_INDEX if spec.index_heads else _unsupported_latent(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
@@ -383,8 +385,8 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
     name = "torch_sparse"
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         if not spec.index_heads:
             return WITHOUT_INDEX
         # A GPU without kernels for the choice would be slow, and without graphs, for no reason that a user sees.
@@ -411,6 +413,48 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
         return (*super().terms(specs, bounds), index)
 
 
+class TorchCompressedDeclaration:
+    """Plain torch over windows and entries (DeepSeek-V4), anywhere."""
+
+    name = "torch_compressed"
+    can_be_captured = False
+    can_be_invariant = False
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        return None if spec.is_compressed else WITHOUT_ENTRIES
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """What every row has chosen; nothing where no context is long enough."""
+        choosing = [spec for spec in specs if most_entries(spec) > spec.index_top_k > 0]
+        if not choosing:
+            return ()
+        return (TensorSpec(SELECTED, (bounds.max_num_rows * choosing[0].index_top_k,), "int32"),)
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        spec, rows, tokens = specs[0], latent_block_rows(specs[0].num_heads), LATENT_BLOCK_TOKENS
+        head_rows, dim = rows * spec.num_heads, spec.cache.head_dim
+        num_elements = 5 * head_rows * tokens + 6 * head_rows * dim + 3 * tokens * dim
+        words = f"scores of {rows} rows against {tokens} vectors at a time, and what they are made of"
+        blocks = Term("attention/blocks", bytes_for("float32", (num_elements,)), words)
+        indexed = next((own for own in specs if own.entries is not None and own.index_heads), None)
+        return (blocks,) if indexed is None else (blocks, _entry_index_term(indexed))
+
+
+def _entry_index_term(spec: AttentionSpec) -> Term:
+    assert spec.entries is not None, "no entries to choose from"
+    rows = index_block_rows(spec.index_heads, 1)
+    head_rows = rows * spec.index_heads
+    num_elements = 8 * max(INDEX_SCORES, most_entries(spec)) + 2 * head_rows * LATENT_BLOCK_TOKENS
+    num_elements += 2 * (LATENT_BLOCK_TOKENS + head_rows) * spec.entries.index_dim
+    words = f"scores of an index of {rows} rows against {LATENT_BLOCK_TOKENS} entries at a time, and the largest of all"
+    return Term("attention/index", bytes_for("float32", (num_elements,)), words)
+
+
+def most_entries(spec: AttentionSpec) -> int:
+    """Entries that the longest context has."""
+    return spec.max_model_len // spec.ratio if spec.ratio else 0
+
+
 GROUPED_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     NativePagedDeclaration(),
     TritonPagedDeclaration(),
@@ -424,7 +468,13 @@ LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     TorchSparseDeclaration(),
 )
 """Of latents (MLA), and with an index (DSA)."""
-DECLARATIONS: tuple[BackendDeclaration, ...] = (*GROUPED_DECLARATIONS, *LATENT_DECLARATIONS)
+COMPRESSED_DECLARATIONS: tuple[BackendDeclaration, ...] = (TorchCompressedDeclaration(),)
+"""Of windows and entries (DeepSeek-V4)."""
+DECLARATIONS: tuple[BackendDeclaration, ...] = (
+    *GROUPED_DECLARATIONS,
+    *LATENT_DECLARATIONS,
+    *COMPRESSED_DECLARATIONS,
+)
 
 
 def choose_declaration(specs: Sequence[AttentionSpec]) -> BackendDeclaration:

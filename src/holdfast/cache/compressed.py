@@ -78,9 +78,9 @@ def _laid_out(
     for (ratio, is_overlapped), places in sorted(members.items()):
         groups.append(LayerGroup(None, tuple(places), 1, ratio, is_overlapped))
     if len(groups) == 1:
-        return CacheSpec(page_tokens, tuple(layers), tuple(groups))
+        return CacheSpec(page_tokens, tuple(layers), tuple(groups), has_states=True)
     spread = (
-        CacheSpec(page_tokens, tuple(layers), chosen)
+        CacheSpec(page_tokens, tuple(layers), chosen, has_states=True)
         for factor in range(1, MOST_CHUNKS + 1)
         for chosen in _spreads(groups, factor)
     )

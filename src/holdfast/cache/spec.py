@@ -124,6 +124,8 @@ class CacheSpec:
     layers: tuple[LayerCache, ...]
     groups: tuple[LayerGroup, ...] = ()
     """Left out: all layers, for the whole context."""
+    has_states: bool = False
+    """Sequences have a place beside the pages too, for rows that are not finished (cache/states.py)."""
     columns: dict[tuple[Plane, ...], int] = field(init=False, compare=False, repr=False)
     """How many columns a page has of each kind: as many as the group that takes most."""
 
@@ -212,11 +214,6 @@ class CacheSpec:
             )
             for group in self.groups
         )
-
-    @property
-    def has_states(self) -> bool:
-        """Whether rows are made of several tokens, which a state beside the pages adds up (cache/states.py)."""
-        return any(group.tokens_per_row > 1 for group in self.groups)
 
 
 def _token_bytes(kind: tuple[Plane, ...]) -> int:

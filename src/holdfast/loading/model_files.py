@@ -113,7 +113,7 @@ def open_directory(folder: Path) -> OpenModel:
     if has_saved_weights(folder):
         return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
     unread, words = unread_tensors(spec)
-    source = SafetensorsSource(open_weight_files(folder), family.renames, unread)
+    source = SafetensorsSource(open_weight_files(folder), family.renames, unread, family.respell)
     _tell_unread(source.unread, folder, words)
     refuse_other_queries(spec, source.entries, f"{CONFIG_FILE} says q_lora_rank")
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))

@@ -13,6 +13,7 @@ from holdfast.kernels.latent.write_index import IndexNorm
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.attention import AttentionLayer
+from holdfast.layers.compressed_attention import CompressedAttentionLayer
 from holdfast.layers.latent_attention import LatentAttentionLayer, LatentIndex, SparseLatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
@@ -23,7 +24,7 @@ Weights = Mapping[str, torch.Tensor | QuantizedWeight]
 Norm = RMSNorm | LayerNorm
 OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
-AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer)
+AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer, CompressedAttentionLayer)
 
 
 class DecoderLayer(Generic[AttentionT]):
