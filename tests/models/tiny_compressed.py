@@ -94,9 +94,7 @@ def tiny_compressed(case: str) -> tuple[Any, LoadedModel]:
                 tensor.copy_(random(tensor, 0.3))
             elif name.endswith(("hc.base", "hc_base", "position_bias", "sinks")):
                 tensor.copy_(random(tensor, 1.0))
-            elif name.endswith(("hc.scale", "hc_scale")):
-                tensor.copy_(1.0 + random(tensor, 0.3))
-            elif "norm" in name:
+            elif name.endswith(("hc.scale", "hc_scale")) or "norm" in name:
                 tensor.copy_(1.0 + random(tensor, 0.3))
     spec = read_spec(config_of(theirs))
     tensors = {_as_deepseek(name): tensor for name, tensor in tensors_of(theirs, "separate").items()}
