@@ -19,7 +19,8 @@ from gpu_records import Budget, make_record, options, print_table, write_record
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes, compressed_partials
+from holdfast.kernels.latent.compressed_geometry import compressed_partials
+from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
 from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
 from holdfast.quant.formats import ALL_KV_FORMATS
 

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.compressed_scopes import MAX_SPLITS, compressed_partials, compressed_splits
+from holdfast.kernels.latent.compressed_geometry import MAX_SPLITS, compressed_partials, compressed_splits
 from kernels.compressed_cases import PADDING, CompressedCase, Sizes, compressed_case, run_compressed, scopes_on
 from kernels.exactness import same_bits
 from kernels.triton_cases import assert_allocates_nothing

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.latent.latent_geometry import BLOCK_TOKENS, PARTIAL_TILES, head_blocks
+from holdfast.kernels.geometry import BLOCK_TOKENS
+from holdfast.kernels.latent.compressed_geometry import MAX_SPLITS, compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_tiles import merge_row, merge_shape
 from holdfast.kernels.triton_compat import (
@@ -28,15 +29,9 @@ from holdfast.kernels.triton_compat import (
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
-MAX_SPLITS = 32
-"""Of one row."""
 MERGED_SPLITS = kernel_constant(MAX_SPLITS)
 SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
 """Places that splits are multiples of: a block of the kernels that are made for it."""
-TURN_COST, PARTIAL_COST, MERGE_COST = 1.5, 1 / 40, 1.0
-"""In blocks of 64 places: the begin and the end of a tile, a partial of a block of heads, the launch of a merge."""
-TYPICAL_BLOCKS = 18
-"""Blocks of a row that splits are chosen for: a window and 1,024 entries."""
 
 
 class CompressedRows(NamedTuple):
@@ -60,24 +55,6 @@ class Scopes(NamedTuple):
     entries_table_NP: torch.Tensor | None = None
     selected_TK: torch.Tensor | None = None
     """int32: entries of every row that sees more than K of them, -1 for none; None: all are attended to."""
-
-
-def compressed_splits(num_rows: int, num_heads: int, num_sms: int) -> int:
-    """Splits of every row in a step of so many rows, padding included; one split writes no partials."""
-    num_tiles = num_rows * head_blocks(num_heads)[0]
-    most = max(1, min(MAX_SPLITS, PARTIAL_TILES // num_tiles))
-
-    def cost(splits: int) -> float:
-        num_turns = -(-num_tiles * splits // num_sms)
-        merge_cost = MERGE_COST + PARTIAL_COST * num_tiles * splits if splits > 1 else 0.0
-        return num_turns * (-(-TYPICAL_BLOCKS // splits) + TURN_COST) + merge_cost
-
-    return min(range(1, most + 1), key=cost)
-
-
-def compressed_partials(max_rows: int, num_heads: int) -> int:
-    """Partial rows, of all heads each, that any step of up to so many rows has at the most, on any GPU."""
-    return min(max_rows * MAX_SPLITS, PARTIAL_TILES // head_blocks(num_heads)[0])
 
 
 def choose_splits(q_TND: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int) -> int:
