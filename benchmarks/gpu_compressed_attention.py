@@ -165,7 +165,9 @@ def make_planes(shape: Shape, name: str, num_pages: int, device: torch.device) -
     rows_SD = torch.randn(count, shape.head_dim, device=device)
     store_latents(planes, torch.arange(count, device=device), rows_SD[:, :nope_dim], rows_SD[:, nope_dim:])
     for plane in (planes.rows_SX, planes.scales_SC):
-        for first in range(count, num_slots, count) if plane is not None else ():
+        if plane is None:
+            continue
+        for first in range(count, num_slots, count):
             part = plane[first : first + count]
             part.view(torch.uint8).copy_(plane[: len(part)].view(torch.uint8))
     return planes
