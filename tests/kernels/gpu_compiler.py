@@ -43,6 +43,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.latent import (  # noqa: E402
+    compress,
     compressed_attention,
     compressed_scopes,
     compressed_warpgroups,
@@ -63,7 +64,9 @@ from holdfast.kernels.latent import (  # noqa: E402
     top_k_tokens,
     write_index,
     write_latent,
+    write_window,
 )
+from holdfast.kernels.latent.compress_geometry import pooled_width, state_shape  # noqa: E402
 from holdfast.kernels.latent.latent_low_tiles import LOW_HEIGHT  # noqa: E402
 from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     IndexPlanes,
@@ -415,6 +418,35 @@ def latents_written_of(name: str, latent_dim: int, rope_dim: int) -> None:
     )
 
 
+def window_of(name: str, num_heads: int) -> None:
+    """Tokens of DeepSeek-V4 and their queries written; outputs rotated back."""
+    table, numbers = torch.empty(99, 64), torch.zeros(2, dtype=torch.int64)
+    kv, q = torch.empty(2, 99 + 512, dtype=BF16)[:, 99:], torch.empty(2, num_heads, 512, dtype=BF16)
+    kv_norm = write_latent.LatentNorm(torch.empty(512), 1e-6)
+    planes = latent_planes_of(name, 448, 64)
+    write_window.write_window(kv, q, numbers, numbers, numbers, kv_norm, 1e-6, Rotary(table, table), planes)
+    write_window.rotate_back(q, numbers, Rotary(table, table))
+
+
+def entries_of(name: str, ratio: int, dim: int = 512) -> None:
+    """Entries made and written, or those of an index with its queries."""
+    is_overlapped, numbers, table = ratio == 4, torch.zeros(2, dtype=torch.int64), torch.empty(99, 64)
+    width = pooled_width(dim, is_overlapped)
+    pooled = torch.empty(2, 4 * width)[:, width : 3 * width]
+    compressor = compress.Compressor(ratio, is_overlapped, torch.empty(ratio, width), torch.empty(dim), 1e-6)
+    state = torch.empty(3, *state_shape(dim, is_overlapped))
+    step = numbers, numbers, numbers, state, compressor
+    if dim == 512:
+        compress.compress_entries(pooled, *step, Rotary(table, table), latent_planes_of(name, 448, 64))
+        return
+    planes = {
+        plane.name: torch.empty(64, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        for plane in index_planes(name, dim)
+    }
+    q = torch.empty(2, 64, dim, dtype=BF16)
+    compress.compress_index(pooled, q, *step, Rotary(table, table), IndexPlanes.of(planes, 64))
+
+
 def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operands: str | None = None) -> None:
     """The index written, its queries quantized where keys are, and scored; with operands that another GPU would take, or its own."""
     planes = IndexPlanes.of(
@@ -613,6 +645,12 @@ CASES: dict[str, Callable[[], None]] = {
     "latents written, fp8": lambda: latents_written_of("fp8_ds_mla", 512, 64),
     "latents written, 4 bits": lambda: latents_written_of("turboquant_mla_4bit", 512, 64),
     "latents written, 4 bits of 192": lambda: latents_written_of("turboquant_mla_4bit_r8", 192, 24),
+    "window": lambda: window_of("bfloat16", 64),
+    "window, fp8": lambda: window_of("fp8_ds_v4", 128),
+    "entries of 4": lambda: entries_of("bfloat16", 4),
+    "entries of 4, fp8": lambda: entries_of("fp8_ds_v4", 4),
+    "entries of 128, fp8": lambda: entries_of("fp8_ds_v4", 128),
+    "index of entries": lambda: entries_of("fp8", 4, dim=128),
     "index in fp8": lambda: index_of("fp8", 64, 128),
     "index in fp8, large pages": lambda: index_of("fp8", 32, 128, page_tokens=256),
     "index in fp8, small pages": lambda: index_of("fp8", 64, 128, page_tokens=8),
@@ -700,10 +738,12 @@ def main() -> None:
         sparse_tiles,
         sparse_warpgroups,
         tiled_attention,
+        compress,
         write_index,
         top_k_tokens,
         write_latent,
         write_quantized_kv,
+        write_window,
     ]
     kernels = []
     for module in modules:

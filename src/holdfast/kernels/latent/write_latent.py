@@ -29,7 +29,7 @@ from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
 """Of the rotated elements of query heads."""
@@ -207,7 +207,7 @@ def _write_latent_kernel(
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & (o_r < ROPE_DIM)
         p_query = p_q + i_row * q_stride + o_head * head_stride + (HEAD_DIM - ROPE_DIM) + o_r
-        b_q = _turned(tl.load(p_query, mask=m_q, other=0.0).to(tl.float32), b_cos, b_sin)
+        b_q = turned(tl.load(p_query, mask=m_q, other=0.0).to(tl.float32), b_cos, b_sin)
         tl.store(p_query, b_q.to(p_q.dtype.element_ty), mask=m_q)
     else:
         p_x = p_latent + i_row * latent_stride
@@ -247,7 +247,7 @@ def _write_latent_kernel(
             tl.store(p_scales + i_slot * NUM_SCALES, b_latent_scale, mask=i_slot >= 0)
         m_r = (o_r < ROPE_DIM) & (i_slot >= 0)
         b_x = tl.load(p_x + LATENT_DIM + o_r, mask=o_r < ROPE_DIM, other=0.0).to(tl.float32)
-        b_rope = _turned(b_x, b_cos, b_sin).to(p_latent.dtype.element_ty).to(tl.float32)
+        b_rope = turned(b_x, b_cos, b_sin).to(p_latent.dtype.element_ty).to(tl.float32)
         if KIND == "plain":
             p_rope_row = p_rows + i_slot * row_stride + LATENT_DIM + o_r
             tl.store(p_rope_row, b_rope.to(p_rows.dtype.element_ty), mask=m_r)
@@ -277,7 +277,7 @@ def _wait(PDL: constexpr):
 
 
 @jit
-def _turned(b_x, b_cos, b_sin):
+def turned(b_x, b_cos, b_sin):
     """Neighbours turned: [H, R] and a frequency for each pair."""
     b_even, b_odd = tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
     b_turned = tl.join(b_even * b_cos - b_odd * b_sin, b_odd * b_cos + b_even * b_sin)
