@@ -187,6 +187,49 @@ def test_experts_of_deepseek_v3(num_rows):
     assert_as_exact_as_torch(run(layer, x, "routed"), in_torch, exact)
 
 
+TABLE = torch.randint(NUM_EXPERTS, (19, TOP_K), generator=torch.Generator().manual_seed(4))
+
+
+def deepseek_v4_by_hand(x: torch.Tensor, tokens: torch.Tensor, limit: float) -> torch.Tensor:
+    """Row by row: experts of the token, shares of sqrt(softplus), and gates with a limit, in the shared expert too."""
+    weights = (ROUTER, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN)
+    router, gate_up, down, shared_gate_up, shared_down = (weight.to(x.dtype) for weight in weights)
+
+    def expert(row: torch.Tensor, both: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(row, both).chunk(2, dim=-1)
+        return F.linear(F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), last)
+
+    rows = []
+    for row, token in zip(x, tokens.tolist(), strict=True):
+        chosen = TABLE[token].tolist()
+        scores = F.softplus(F.linear(row, router)).sqrt()[chosen]
+        shares = scores / scores.sum() * 1.5
+        y = sum(share * expert(row, gate_up[i], down[i]) for share, i in zip(shares, chosen, strict=True))
+        rows.append(y + expert(row, shared_gate_up, shared_down))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 37])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_experts_of_deepseek_v4_from_a_table(num_rows, dtype):
+    """Some tokens of which name one expert twice."""
+    assert (TABLE[:, 0] == TABLE[:, 1]).any()
+    shared = SharedExpert(GatedMLP(Linear(SHARED_GATE_UP), Linear(SHARED_DOWN), "silu", 0.5), None)
+    form, routing = GateForm(limit=0.5, is_silu=True), Routing(True, "sqrtsoftplus", share_scale=1.5)
+    layer = ExpertLayer(ROUTER, GATE_UP, DOWN, routing, shared, form=form, table_VS=TABLE.to(dtype))
+    x, tokens = random(num_rows, HIDDEN, seed=20 + num_rows), torch.arange(num_rows) * 7 % 19
+    found = layer(x, make_buffers(num_rows, "shared"), torch.full_like(x, NAN), tokens)
+    in_torch, exact = (deepseek_v4_by_hand(rows, tokens, 0.5) for rows in (x, x.double()))
+    assert_as_exact_as_torch(found, in_torch, exact)
+    with pytest.raises(AssertionError, match="no token ids are here"):
+        layer(x, make_buffers(num_rows, "shared"), torch.empty_like(x))
+
+
+def test_a_table_leaves_nothing_to_choose():
+    with pytest.raises(AssertionError, match="are not chosen"):
+        ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(), None, ExpertBiases(score_E=ROUTER[:, 0]), table_VS=TABLE)
+
+
 def test_which_routing_the_fused_decode_path_takes():
     """A bias on scores alone is enough that it does not."""
     biases = ExpertBiases(score_E=random(NUM_EXPERTS))

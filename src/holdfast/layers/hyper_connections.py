@@ -45,7 +45,7 @@ class StreamHead:
     def __call__(self, x_TSH: torch.Tensor, buffers: StreamBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         """All of it, of rows whose sums nobody has left."""
         add_up_streams(x_TSH, self._mix.weight_SX, buffers.parts)
-        shares_TS = buffers.shares_TM[:, : x_TSH.shape[1]]
+        shares_TS = buffers.shares_TM[: len(x_TSH), : x_TSH.shape[1]]
         norm = self._norm
         return enter_block(x_TSH, buffers.parts, self._mix, self._numbers, shares_TS, norm.weight_H, norm.eps, out_TH)
 
