@@ -74,7 +74,16 @@ from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     SparseRows,
 )
 from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
-from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
+from holdfast.kernels.moe import (  # noqa: E402
+    deep_gemv,
+    expert_gemv,
+    expert_row,
+    expert_sum,
+    grouped_gemm,
+    hash_routing,
+    normed_routing,
+    routing,
+)
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
@@ -370,6 +379,16 @@ def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bia
     routing.route_tokens(logits, way, ids, shares, None, bias if has_score_bias else None)
 
 
+def table_of(num_experts: int, top_k: int, way: routing.Routing) -> None:
+    logits, table, tokens = (
+        torch.empty(7, num_experts),
+        torch.empty(99, top_k, dtype=torch.int32),
+        torch.empty(7).long(),
+    )
+    ids, shares = torch.empty(7, top_k, dtype=torch.int32), torch.empty(7, top_k)
+    hash_routing.route_by_table(logits, table, tokens, way, ids, shares)
+
+
 def projections_of(num_rows: int, num_heads: int, nope_dim: int, value_dim: int) -> None:
     """Both sides of kv_b, of a latent of 512 and 64 rotated elements."""
     kv_b = torch.empty(num_heads, nope_dim + value_dim, 512, dtype=BF16)
@@ -571,6 +590,20 @@ EXPERT_CASES: dict[str, Callable[[], None]] = {
     for num_rows in (1, 8, 700)
 }
 """In the widths of gpt-oss."""
+V4_ROUTING, V4_FORM = routing.Routing(True, "sqrtsoftplus", share_scale=1.5), GateForm(limit=10.0, is_silu=True)
+V4_CASES: dict[str, Callable[[], None]] = {
+    "routing of V4": lambda: routing_of(256, 6, V4_ROUTING, True),
+    "routing of V4 by a table": lambda: table_of(256, 6, V4_ROUTING),
+    **{
+        f"experts of V4 in {scheme}, {num_rows} rows": partial(
+            experts_of, scheme, (2048, 4096), gated=True, form=V4_FORM, num_rows=num_rows, has_bias=False
+        )
+        for scheme in ("fp8_block", "mxfp4")
+        for num_rows in (1, 8, 700)
+    },
+    "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
+    "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
+}
 LAYER_CASES: dict[str, Callable[[], None]] = {
     f"expert layer in {scheme or 'bfloat16'}, {num_rows} rows of {hidden}": partial(
         expert_layer_of, scheme, num_rows, hidden, inner
@@ -694,8 +727,7 @@ CASES: dict[str, Callable[[], None]] = {
     "top-k of 1M": lambda: top_k_of(2**20, 512),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
-    "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
-    "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
+    **V4_CASES,
     **EXPERT_CASES,
     **LAYER_CASES,
 }
@@ -715,6 +747,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         grouped_gemm,
+        hash_routing,
         hyper_connections,
         index_scores,
         latent_attention,
