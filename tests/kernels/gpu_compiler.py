@@ -44,6 +44,9 @@ from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratc
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.latent import (  # noqa: E402
     compress,
+    compressed_attention,
+    compressed_scopes,
+    compressed_warpgroups,
     index_scores,
     latent_attention,
     latent_prefill,
@@ -543,6 +546,26 @@ def sparse_of(
     )
 
 
+def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups: bool, num_rows: int = 3) -> None:
+    """Window and entries as DeepSeek-V4 has them, split, and their merge."""
+    compressed_attention.takes_warpgroups = lambda q_TND, scopes: warpgroups
+    planes, numbers = latent_planes_of(name, 448, 64), torch.empty(num_rows, dtype=torch.int32)
+    pages, table = torch.empty(4, 2048, dtype=torch.int32), torch.empty(99, 64)
+    listed = torch.empty(num_rows, top_k, dtype=torch.int32) if top_k else None
+    compressed_attention.compressed_attention(
+        torch.empty(num_rows, num_heads, 512, dtype=BF16),
+        compressed_scopes.Scopes(128, planes, pages, ratio, planes, pages, listed),
+        compressed_scopes.CompressedRows(numbers, numbers),
+        torch.empty(num_heads),
+        Rotary(table, table),
+        0.1,
+        torch.empty(32 * num_rows, num_heads * 512),
+        torch.empty(32 * num_rows, num_heads),
+        torch.empty(num_rows, num_heads, 512, dtype=BF16),
+        num_sms=132,
+    )
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -693,6 +716,10 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
+    "window and entries, 64 heads": lambda: compressed_of("bfloat16", 64, 128, 0, warpgroups=True),
+    "window and entries, 128 heads, fp8": lambda: compressed_of("fp8_ds_v4", 128, 4, 1024, warpgroups=True),
+    "window and entries, 20 heads, fp8, any GPU": lambda: compressed_of("fp8_ds_v4", 20, 4, 512, warpgroups=False),
+    "window, 64 heads, any GPU": lambda: compressed_of("bfloat16", 64, 0, 0, warpgroups=False),
     "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
@@ -713,6 +740,9 @@ def main() -> None:
     modules: list[ModuleType] = [
         block_scaled_gemv,
         coded_rms_norm,
+        compressed_attention,
+        compressed_scopes,
+        compressed_warpgroups,
         deferred_rms_norm,
         deep_gemv,
         expert_gemv,
