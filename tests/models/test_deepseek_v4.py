@@ -11,7 +11,7 @@ from models.tiny_latents import fork, judge, make_request, preempt_after
 from runner.drive import Request
 
 FLASH = "like V4-Flash"
-BLOCKS = {"like V4-Flash": 24, "like V4-Pro": 24, "windows": 1, "all entries": 8, "chosen entries": 4}
+BLOCKS = {"like V4-Flash": 32, "like V4-Pro": 24, "windows": 1, "all entries": 8, "chosen entries": 4}
 """Tokens of a block of the prefix cache where a chunk has one row."""
 
 

@@ -61,7 +61,7 @@ def _layers(kinds: list[str], num_tables: int, **changes: Any) -> dict[str, Any]
 
 
 COMPRESSED_MODELS: dict[str, dict[str, Any]] = {
-    "like V4-Flash": _layers([WINDOW, CSA, HCA], 1),
+    "like V4-Flash": _layers([WINDOW, CSA, HCA, CSA], 1),
     "like V4-Pro": _layers([HCA, HCA, CSA], 2),
     "windows": _layers([WINDOW, WINDOW], 1),
     "all entries": _layers([HCA, HCA], 0),
