@@ -63,6 +63,7 @@ def _layers(kinds: list[str], num_tables: int, **changes: Any) -> dict[str, Any]
 COMPRESSED_MODELS: dict[str, dict[str, Any]] = {
     "like V4-Flash": _layers([WINDOW, CSA, HCA, CSA], 1),
     "like V4-Pro": _layers([HCA, HCA, CSA], 2),
+    "both entries": _layers([CSA, HCA], 1),
     "windows": _layers([WINDOW, WINDOW], 1),
     "all entries": _layers([HCA, HCA], 0),
     "chosen entries": _layers([CSA, CSA], 2, index_topk=2),
