@@ -567,103 +567,69 @@ def _enter_kernel(
     PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, BLOCK_C)
+    o_s = tl.arange(0, BLOCK_S)
+    m_c = o_c < num_splits
+    m_s = o_s < NUM_STREAMS
+    b_bias = tl.load(p_bias + o_s, mask=m_s, other=0.0)
+    scale = tl.load(p_scale)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    p_sums = p_parts + i_row * SUM_COLUMNS
-    split_stride = num_rows.to(tl.int64) * SUM_COLUMNS
-    rms_size = NUM_STREAMS * hidden_size
+    p_sums = p_parts + i_row * SUM_COLUMNS + o_c * num_rows.to(tl.int64) * SUM_COLUMNS
+    # All loads of a program are on their way before it adds anything up.
+    b_squares = tl.load(p_sums + NUM_SUMS, mask=m_c, other=0.0)
+    m_cs = m_c[:, None] & m_s[None, :]
+    b_pre = tl.load(p_sums[:, None] + o_s[None, :], mask=m_cs, other=0.0)
     if ENTERS:
         if tl.program_id(1) == 0:
             o_h = tl.arange(0, BLOCK_H)
-            o_s = tl.arange(0, BLOCK_S)
             m_h = o_h < hidden_size
-            # A thread has some columns of all streams, on their way while sums are added up.
-            p_columns = p_x + i_row * NUM_STREAMS * hidden_size + o_s[None, :] * hidden_size + o_h[:, None]
-            b_x = tl.load(p_columns, mask=m_h[:, None] & (o_s < NUM_STREAMS)[None, :], other=0.0)
+            # In one vector, so that a thread has some columns of all streams.
+            o_place = tl.arange(0, BLOCK_S * BLOCK_H)
+            m_place = (o_place // BLOCK_H < NUM_STREAMS) & (o_place % BLOCK_H < hidden_size)
+            o_x = o_place // BLOCK_H * hidden_size + o_place % BLOCK_H
+            b_x = tl.load(p_x + i_row * NUM_STREAMS * hidden_size + o_x, mask=m_place, other=0.0)
             b_weight = tl.load(p_norm + o_h, mask=m_h, other=0.0).to(tl.float32)
-            rms = _row_rms(p_sums, num_splits, split_stride, rms_size, norm_eps, NUM_SUMS, BLOCK_C)
-            b_pre = _added_splits(p_sums, p_bias, p_scale, rms, num_splits, split_stride, NUM_STREAMS, BLOCK_S, BLOCK_C)
-            b_y = tl.sum(b_x.to(tl.float32) * (tl.sigmoid(b_pre) + eps)[None, :], axis=1)
+            rms = tl.rsqrt(tl.sum(b_squares, axis=0) / (NUM_STREAMS * hidden_size) + norm_eps)
+            b_share = tl.sigmoid(tl.sum(b_pre, axis=0) * rms * scale + b_bias) + eps
+            b_x = tl.reshape(b_x, (BLOCK_S, BLOCK_H)).to(tl.float32)
+            b_y = tl.sum(b_x * b_share[:, None], axis=0)
             b_y = b_y.to(p_x.dtype.element_ty).to(tl.float32)
             b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y, axis=0) / hidden_size + rms_eps) * b_weight
             tl.store(p_out + i_row * out_stride + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
             return
-    rms = _row_rms(p_sums, num_splits, split_stride, rms_size, norm_eps, NUM_SUMS, BLOCK_C)
-    _write_shares(
-        p_shares + i_row * shares_stride, p_sums, p_bias, p_scale, rms, eps, num_splits, split_stride, IS_HEAD,
-        NUM_ITERATIONS, NUM_STREAMS, BLOCK_S, BLOCK_C,
-    )  # fmt: skip
-
-
-@jit
-def _row_rms(p_sums, num_splits, split_stride, size, eps, NUM_SUMS: constexpr, BLOCK_C: constexpr):
-    """What the products of a row are multiplied by."""
-    o_c = tl.arange(0, BLOCK_C)
-    b_squares = tl.load(p_sums + o_c * split_stride + NUM_SUMS, mask=o_c < num_splits, other=0.0)
-    return tl.rsqrt(tl.sum(b_squares, axis=0) / size + eps)
-
-
-@jit
-def _added_splits(
-    p_sums,
-    p_bias,
-    p_scale,
-    rms,
-    num_splits,
-    split_stride,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_C: constexpr,
-):
-    """One number a stream, from the columns that begin here, before its sigmoid."""
-    o_c = tl.arange(0, BLOCK_C)
-    o_s = tl.arange(0, BLOCK_S)
-    m_s = o_s < NUM_STREAMS
-    m_cs = (o_c < num_splits)[:, None] & m_s[None, :]
-    b_sums = tl.load(p_sums + o_c[:, None] * split_stride + o_s[None, :], mask=m_cs, other=0.0)
-    return tl.sum(b_sums, axis=0) * rms * tl.load(p_scale) + tl.load(p_bias + o_s, mask=m_s, other=0.0)
-
-
-@jit
-def _write_shares(
-    p_row,
-    p_sums,
-    p_bias,
-    p_scale,
-    rms,
-    eps,
-    num_splits,
-    split_stride,
-    IS_HEAD: constexpr,
-    NUM_ITERATIONS: constexpr,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_C: constexpr,
-):
-    o_c = tl.arange(0, BLOCK_C)
-    o_s = tl.arange(0, BLOCK_S)
-    m_s = o_s < NUM_STREAMS
-    b_pre = _added_splits(p_sums, p_bias, p_scale, rms, num_splits, split_stride, NUM_STREAMS, BLOCK_S, BLOCK_C)
-    tl.store(p_row + o_s, tl.sigmoid(b_pre) + eps, mask=m_s)
-    if not IS_HEAD:
-        b_post = _added_splits(
-            p_sums + NUM_STREAMS, p_bias + NUM_STREAMS, p_scale + 1, rms, num_splits, split_stride, NUM_STREAMS,
-            BLOCK_S, BLOCK_C,
-        )  # fmt: skip
-        tl.store(p_row + NUM_STREAMS + o_s, 2.0 * tl.sigmoid(b_post), mask=m_s)
+    p_row = p_shares + i_row * shares_stride
+    if IS_HEAD:
+        rms = tl.rsqrt(tl.sum(b_squares, axis=0) / (NUM_STREAMS * hidden_size) + norm_eps)
+        tl.store(p_row + o_s, tl.sigmoid(tl.sum(b_pre, axis=0) * rms * scale + b_bias) + eps, mask=m_s)
+    else:
         o_comb = 2 * NUM_STREAMS + o_s[:, None] * NUM_STREAMS + o_s[None, :]
         m_comb = m_s[:, None] & m_s[None, :]
-        p_comb = p_sums + o_c[:, None, None] * split_stride + o_comb[None, :, :]
-        b_comb = tl.load(p_comb, mask=(o_c < num_splits)[:, None, None] & m_comb[None, :, :], other=0.0)
-        b_bias = tl.load(p_bias + o_comb, mask=m_comb, other=0.0)
-        b_comb = tl.sum(b_comb, axis=0) * rms * tl.load(p_scale + 2) + b_bias
-        b_comb = tl.where(m_comb, b_comb, float("-inf"))
-        b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
-        b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
-        b_comb = tl.where(m_comb, b_comb, 0.0)
+        p_comb = p_sums[:, None, None] + o_comb[None, :, :]
+        b_comb_parts = tl.load(p_comb, mask=m_c[:, None, None] & m_comb[None, :, :], other=0.0)
+        b_post = tl.load(p_sums[:, None] + NUM_STREAMS + o_s[None, :], mask=m_cs, other=0.0)
+        b_comb_bias = tl.load(p_bias + o_comb, mask=m_comb, other=0.0)
+        b_post_bias = tl.load(p_bias + NUM_STREAMS + o_s, mask=m_s, other=0.0)
+        post_scale = tl.load(p_scale + 1)
+        comb_scale = tl.load(p_scale + 2)
+        rms = tl.rsqrt(tl.sum(b_squares, axis=0) / (NUM_STREAMS * hidden_size) + norm_eps)
+        tl.store(p_row + o_s, tl.sigmoid(tl.sum(b_pre, axis=0) * rms * scale + b_bias) + eps, mask=m_s)
+        b_post_sum = tl.sum(b_post, axis=0) * rms * post_scale + b_post_bias
+        tl.store(p_row + NUM_STREAMS + o_s, 2.0 * tl.sigmoid(b_post_sum), mask=m_s)
+        b_comb = tl.sum(b_comb_parts, axis=0) * rms * comb_scale + b_comb_bias
+        tl.store(p_row + o_comb, _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS), mask=m_comb)
+
+
+@jit
+def _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS: constexpr):
+    """Softmax of rows, and then rows and columns divided by their sums in turns (Sinkhorn-Knopp)."""
+    b_comb = tl.where(m_comb, b_comb, float("-inf"))
+    b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
+    b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
+    b_comb = tl.where(m_comb, b_comb, 0.0)
+    b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
+    for _ in range(NUM_ITERATIONS - 1):
+        b_comb = b_comb / (tl.sum(b_comb, axis=1) + eps)[:, None]
         b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
-        for _ in range(NUM_ITERATIONS - 1):
-            b_comb = b_comb / (tl.sum(b_comb, axis=1) + eps)[:, None]
-            b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
-        tl.store(p_row + o_comb, b_comb, mask=m_comb)
+    return b_comb
